@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from berth.settings import Settings
 from berth.trial.embedded.process import free_port
 from placement_worker.rest.auth import noauth2_may_listen
-from placement_worker.rest.config import RestConfig
-from placement_worker.rest.oslo_conf import with_oslo_conf
+from placement_worker.rest.config import RestConfig, with_oslo_conf
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8778

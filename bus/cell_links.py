@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from bus.bus import Bus
-from bus.clock import Clock
+from bus.clock import Clock, event_or_time
 from bus.consuming.consumer import Consumer
 from bus.contracts.cells import LinkState
 from bus.contracts.objects import CellBus
@@ -238,7 +238,7 @@ class CellLinks:
             return
         await self._close(slot)
         if slot.problem:
-            await self._pause(slot)
+            await event_or_time(slot.changed, self._clock, REOPEN_S)
 
     async def _until_changed(self, slot: _CellSlot, link: CellLink) -> None:
         running = asyncio.create_task(link.run(), name=f"link of {slot.name}")
@@ -254,15 +254,6 @@ class CellLinks:
             for task in (running, changed):
                 task.cancel()
             await asyncio.wait((running, changed))
-
-    async def _pause(self, slot: _CellSlot) -> None:
-        sleep = asyncio.create_task(self._clock.sleep(REOPEN_S))
-        changed = asyncio.create_task(slot.changed.wait())
-        try:
-            await asyncio.wait((sleep, changed), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sleep, changed):
-                task.cancel()
 
     def _open(self, slot: _CellSlot) -> CellLink:
         assert self._reach is not None, slot.name

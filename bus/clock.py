@@ -37,6 +37,24 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
+async def event_or_time(event: asyncio.Event, clock: Clock, seconds: float | None) -> bool:
+    """Wait until the event is set (True) or the time is over (False); None waits for the event alone."""
+    if event.is_set():
+        return True
+    if seconds is None:
+        return await event.wait()
+    if seconds <= 0:
+        await asyncio.sleep(0)
+        return event.is_set()
+    waits = [asyncio.create_task(clock.sleep(seconds)), asyncio.create_task(event.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return event.is_set()
+
+
 def shared_delay_s(now: float, every_s: float) -> float:
     """Return the seconds until the next multiple of `every_s` on the machine's clock that is at least `every_s / 2`
     away, so between 0.5 and 1.5 times `every_s`. now: the time of the running loop, whose clock all processes of a

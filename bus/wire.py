@@ -105,11 +105,12 @@ _decode_meta = msgspec.json.Decoder(Meta).decode
 
 
 class Packed(Struct, frozen=True):
-    """One message ready to be sent, alone or with others."""
+    """One message ready to be sent, alone or with others. headers: further ones, of a message that is sent alone."""
 
     body: bytes
     meta: Meta
     type: str
+    headers: Mapping[str, str | int | float] = {}
 
 
 class Read(Struct, frozen=True):
@@ -176,7 +177,7 @@ def single(packed: Packed, exchange: str, key: str, **options: Any) -> Outgoing:
         type=packed.type,
         correlation_id=meta.correlation_id,
         reply_to=meta.reply_to,
-        headers=headers_of(meta),
+        headers={**headers_of(meta), **packed.headers},
         **options,
     )
 

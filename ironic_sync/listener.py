@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import structlog
 
-from bus.clock import Clock
+from bus.clock import Clock, event_or_time
 from bus.contracts.host_metrics import HostReading
 from bus.port import BusError, BusUnavailable, Delivery, QueueMissing, Subscription, Transport
 from ironic_sync import metrics
@@ -16,7 +16,6 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.effect import NO_EFFECT, effect_of
 from ironic_sync.domain.notification import Notification, Rejected, Sensors, parse
 from ironic_sync.sync_state import SyncState
-from ironic_sync.waiting import event_or_time
 
 log = structlog.get_logger(__name__)
 

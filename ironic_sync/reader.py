@@ -8,7 +8,7 @@ from functools import partial
 
 import structlog
 
-from bus.clock import Clock
+from bus.clock import Clock, event_or_time
 from bus.faults import Fault
 from bus.retrying import Backoff, RetryPolicy
 from ironic_sync import metrics
@@ -17,7 +17,6 @@ from ironic_sync.domain.node import Unreadable
 from ironic_sync.pace import Pace
 from ironic_sync.source.port import IronicSource
 from ironic_sync.sync_state import SyncState
-from ironic_sync.waiting import event_or_time
 
 log = structlog.get_logger(__name__)
 

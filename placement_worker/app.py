@@ -28,8 +28,7 @@ from placement_worker.config import PlacementConfig
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.publisher import FeedPublisher
 from placement_worker.rest.application import Application
-from placement_worker.rest.in_process import InProcessRest
-from placement_worker.rest.server import RestServer
+from placement_worker.rest.server import InProcessRest, RestServer
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 log = structlog.get_logger("placement")

@@ -9,6 +9,7 @@ import structlog
 
 from bus.bus import Bus
 from bus.cell_links import CellLinks
+from bus.clock import event_or_time
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.cells import CellsPage, CellsQuery
 from bus.contracts.objects import ObjectsRevision
@@ -50,7 +51,7 @@ class CellFollower:
         while True:
             self._announced.clear()
             answered = await self._look()
-            await self._wait(LOOK_S if answered else ASK_AGAIN_S)
+            await event_or_time(self._announced, self._api.clock, LOOK_S if answered else ASK_AGAIN_S)
 
     async def _look(self) -> bool:
         """Query the cells and apply the answer. Returns whether a scheduler has answered."""
@@ -63,14 +64,3 @@ class CellFollower:
         unknown = self._links.configured - {one.name for one in page.cells}
         self._links.want({**dict.fromkeys(unknown), **{one.name: one.bus for one in page.cells if one.in_use}})
         return True
-
-    async def _wait(self, longest_s: float) -> None:
-        waiting = [
-            asyncio.create_task(self._api.clock.sleep(longest_s)),
-            asyncio.create_task(self._announced.wait()),
-        ]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bus.faults import Transient
 from placement_worker import metrics
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import ClassColumns
+from placement_worker.replica.columns import ClassColumns, Moves
 
 # A column with fewer than one used row in this many is copied row by row, so that a rare class costs little.
 SPARSE = 8
@@ -34,6 +34,7 @@ def copy_of(book: Book) -> Book:
     vars(copy).update(vars(book))
     copy.texts = {}
     copy._caches = {}
+    copy.moves, copy.shape_moves = Moves(book.moves.end), Moves(book.shape_moves.end)  # nothing of the copy changes
     for name, _ in book._filled:
         setattr(copy, name, getattr(book, name).copy())
     copy.trait_sets = book.trait_sets.copy()

@@ -175,7 +175,7 @@ def _show_counts(counts: dict[str, Counts], as_json: bool) -> None:
         )
     for bus, counted in counts.items():
         if counted.more:
-            err.print(f"{bus}: {counted.more} more behind the oldest {letters.MAX_LOOKED_AT}", soft_wrap=True)
+            err.print(f"{bus}: {counted.more} more behind the oldest {letters.MAX_COUNTED}", soft_wrap=True)
 
 
 def _plain(letter: DeadLetter) -> dict[str, object]:

@@ -21,8 +21,8 @@ from bus.clock import SystemClock
 from bus.service.main import STOP_SIGNALS, freeze_what_is_loaded
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
+from placement_worker.rest.config import with_oslo_conf
 from placement_worker.rest.keystone import Keystone
-from placement_worker.rest.oslo_conf import with_oslo_conf
 
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 

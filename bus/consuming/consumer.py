@@ -17,7 +17,7 @@ import contextlib
 import math
 from collections import Counter as Counted
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -107,8 +107,8 @@ class Consumer:
         self._handler = handler
         self._max_batch = max_batch
         self._prefetch = prefetch
-        self._outcome_handler = OutcomeHandler(bus, self._row, on_malformed)
         self._until_available = RetryUntilAvailable(bus, queue)
+        self._outcome_handler = OutcomeHandler(bus, self._row, self._until_available, on_malformed)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._lanes = ConsumerLanes([ConsumerLane(row.name) for row in self._row.queues])
@@ -419,33 +419,9 @@ class Consumer:
             self._count(one.code, 1)
 
     async def _apply_outcomes(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
-        """Carry out the outcomes. When that fails for one message, only this message is parked."""
-        if len(items) == 1:
-            return await self._settle_one(items[0], lambda: self._outcome_handler.apply(items, outcomes))
-        try:
-            await self._until_available.call(lambda: self._outcome_handler.apply(items, outcomes))
-        except BusForbidden:
-            raise
-        except Exception as error:  # an outcome that cannot be applied must not hold up the others
-            log.warning("consumer.settled_apart", queue=self.queue, items=len(items), error=type(error).__name__)
-            for item, outcome in zip(items, outcomes, strict=True):
-                await self._apply_outcomes([item], [outcome])
-
-    async def _settle_one(self, item: InFlightMessage, call: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await self._until_available.call(call)
-        except BusForbidden:
-            raise
-        except Exception as error:  # any error: the message is parked with it as the cause
-            cause = error
-        else:
-            return
-        try:
-            await self._until_available.call(lambda: self._outcome_handler.park(item, cause))
-        except BusForbidden:
-            raise
-        except Exception:  # the dead letter cannot be written: the broker parks the message as it came
-            log.exception("consumer.cannot_park", queue=self.queue)
+        """Carry out the outcomes. What can neither be carried out nor parked, the broker parks as it came."""
+        for item, error in (await self._outcome_handler.apply(items, outcomes)).items():
+            log.error("consumer.cannot_park", queue=self.queue, exc_info=error)
             item.in_flight.rejected = True
 
     def _close_all(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:

@@ -33,8 +33,9 @@ CUT_FROM = "berth-cut-from-bytes"  # the size of the message's body, of which th
 CUT = "letter.cut"
 UNTRUSTED_KEY = "letter.untrusted_key"
 
-# The bound of letters that one call reads. Letters behind them are left for the next call.
-MAX_LOOKED_AT = 10_000
+# The bound of letters that are counted by their queues. The letters of one queue are found however many are before
+# them: what is given back is the first in line again, so they would be behind the same ones in each call.
+MAX_COUNTED = 10_000
 
 # The origin of a letter that another program wrote into the queue of dead letters.
 UNKNOWN = "unknown"
@@ -84,7 +85,7 @@ async def list_dead(transport: Transport, queue: str | None = None, limit: int =
     """
     found: list[DeadLetter] = []
     with _given_back() as kept:
-        async for letter, delivery in _each(transport, kept):
+        async for letter, delivery in _each(transport):
             _keep(kept, delivery)
             if queue in (None, letter.queue):
                 found.append(letter)
@@ -99,9 +100,11 @@ async def count(transport: Transport) -> Counts:
     """Return the number of letters of each queue, sorted by the name of the queue."""
     by_queue: Counter[str] = Counter()
     with _given_back() as kept:
-        async for letter, delivery in _each(transport, kept):
+        async for letter, delivery in _each(transport):
             _keep(kept, delivery)
             by_queue[letter.queue] += 1
+            if len(kept) == MAX_COUNTED:
+                break
         more = await transport.depth(DEAD_LETTERS)
     return Counts(dict(sorted(by_queue.items())), more)
 
@@ -133,7 +136,7 @@ async def replay(
     wanted = None if ids is None else set(ids)
     sent: list[str] = []
     with _given_back() as kept:
-        async for letter, delivery in _each(transport, kept):
+        async for letter, delivery in _each(transport):
             named = letter.queue == queue and (wanted is None or letter.id in wanted)
             goes = named and may_go(letter) and not letter.bars_replay
             if not goes:
@@ -152,7 +155,7 @@ async def purge(transport: Transport, queue: str) -> int:
     """Drop the dead letters of a queue. Returns their number."""
     gone = 0
     with _given_back() as kept:
-        async for letter, delivery in _each(transport, kept):
+        async for letter, delivery in _each(transport):
             if letter.queue == queue:
                 delivery.ack()
                 gone += 1
@@ -173,21 +176,19 @@ def _given_back() -> Iterator[list[Delivery]]:
 
 
 def _keep(kept: list[Delivery], delivery: Delivery) -> None:
-    delivery.body = b""  # the queue keeps the body; thousands of large ones would be too much memory here
+    delivery.body, delivery.headers = b"", {}  # the queue keeps them; there may be a million letters
     kept.append(delivery)
 
 
-async def _each(transport: Transport, kept: list[Delivery]) -> AsyncIterator[tuple[DeadLetter, Delivery]]:
-    """Yield the letters of a bus, the oldest first, until too many are held. Messages that are parked meanwhile are not
-    among them.
-    """
+async def _each(transport: Transport) -> AsyncIterator[tuple[DeadLetter, Delivery]]:
+    """Yield the letters of a bus, the oldest first. Messages that are parked meanwhile are not among them."""
     delivery = await transport.get(DEAD_LETTERS)
     behind = await transport.depth(DEAD_LETTERS)  # after a get, which the broker handles after earlier requeues
     position = 0
     while delivery is not None:
         yield read_letter(position, delivery), delivery
         position += 1
-        delivery = await transport.get(DEAD_LETTERS) if position <= behind and len(kept) < MAX_LOOKED_AT else None
+        delivery = await transport.get(DEAD_LETTERS) if position <= behind else None
 
 
 async def _send_back(transport: Transport, queue: str, delivery: Delivery, kept: list[Delivery]) -> None:

@@ -7,10 +7,10 @@ that other programs have published take no more than their share of it.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -26,18 +26,16 @@ from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
 from bus.contracts.catalogue import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
 from bus.key_trust import CODE, ORIGINAL_KEY, UNTRUSTED, letters_code, published_key
 from bus.log_interval import LogInterval
-from bus.port import BusError, Delivery, Outgoing, PublishRefused, Transport
-from bus.publishing import Mode, Publisher, Waiter
-from bus.retrying import UNTIL_AVAILABLE, Retrying
+from bus.port import BusError, BusForbidden, Delivery, PublishRefused, Transport
+from bus.publishing import Confirmation, Mode, Publisher, Waiter
+from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
 from bus.topology import delay_exchange
 from bus.tracing.tracer import Tracer
 from bus.wire import (
-    CAUSE,
     MAX_LETTER_BYTES,
     REPLY_PREFIX,
     Malformed,
     Packed,
-    headers_of,
     may_gather,
     pack,
     shown,
@@ -70,109 +68,200 @@ class ConsumedBus(Protocol):
     async def declare(self, queue: str, **fill: str) -> str:
         """Declare a queue of the catalogue by its row's name; returns its real name."""
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
-        """Publish many messages, each with its cause."""
+    def post_all(
+        self,
+        messages: Sequence[tuple[Message, str]],
+        traceparents: Sequence[str],
+        waiters: Sequence[Waiter],
+        line: Callable[[Message], Hashable],
+    ) -> None:
+        """Publish many messages, each with its cause, its trace and the waiter that is told of its confirm."""
 
 
-class _Letter(NamedTuple):
-    """A dead letter to park. is_clients: its bytes are a client's choice, and nothing but a look of the operator needs
-    it: it may be dropped when there are too many.
+class OutcomeMessage(NamedTuple):
+    """A message that the outcome of an item sends. post: hands it to the publisher. is_reply: its requester has a
+    time-out when it is lost. letter: the dead letter that it is. is_clients: the letter's bytes are a client's choice,
+    and nothing but a look of the operator needs it: it may be dropped when there are too many.
     """
 
-    message: Outgoing
-    is_clients: bool
+    item: InFlightMessage
+    post: Callable[[Waiter], None]
+    is_reply: bool = False
+    letter: Packed | None = None
+    is_clients: bool = False
 
 
 class OutcomeHandler:
     """Carries out outcomes for one consumer, which acknowledges the messages afterwards."""
 
     def __init__(
-        self, bus: ConsumedBus, row: QueueRow, on_malformed: Callable[[Malformed], Sequence[Message]] | None
+        self,
+        bus: ConsumedBus,
+        row: QueueRow,
+        until_available: RetryUntilAvailable,
+        on_malformed: Callable[[Malformed], Sequence[Message]] | None,
     ) -> None:
         self.queue = row.name
         self._row = row
         self._bus = bus
+        self._until_available = until_available
         self._on_malformed = on_malformed
         self._clients = ClientLetters(bus)
 
-    async def apply(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
+    async def apply(
+        self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]
+    ) -> dict[InFlightMessage, Exception]:
         """Send the messages of the outcomes. Returns after the confirms, so that the handled messages may be
-        acknowledged.
+        acknowledged. One whose outcome can never be sent has become a dead letter; returned are those for which that
+        failed, too, with the errors.
         """
-        moves, replies = Waiter(), Waiter()
-        parked: list[_Letter] = []
-        answers: list[tuple[Message, str]] = []
-        for item, outcome in zip(items, outcomes, strict=True):
-            received = item.received
-            parked += self._letter_of_brokers(item)
-            if isinstance(received, Malformed):
-                await self._bus.publisher.wait_for_capacity()
-                parked += self._refuse_malformed(item, received, answers, replies)
-                continue
-            if isinstance(outcome, Done) and (outcome.reply is None or received.meta.reply_to is None):
-                continue
-            await self._bus.publisher.wait_for_capacity()
-            if isinstance(outcome, Done):
-                self._reply(received.meta, outcome.reply, replies)
-            elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
-                self._retry(received, moves)
-            elif isinstance(outcome, Refuse) or not self._ends_by_letter(received.meta):
-                parked += self._refuse(item, outcome.code, outcome.reason, replies)
-            else:
-                parked += self._dead_letters(item, outcome.code, outcome.reason)
-                self._reply(received.meta, Refusal(code=outcome.code, reason=outcome.reason[:MAX_REASON]), replies)
-        if answers:
-            await self._bus.publish_all(answers)
-        await self._park_all(parked)
-        await self._sent(moves, replies)
+        failed = await self._send_all(zip(items, outcomes, strict=True), self._messages_of)
+        for item, error in failed.items():
+            cause = item.received.meta.cause
+            log.error("consumer.cannot_settle", queue=self.queue, cause=cause, exc_info=error)
+        return await self._send_all(failed.items(), self._letters_of_failed) if failed else failed
 
-    async def _sent(self, moves: Waiter, replies: Waiter) -> None:
-        try:
-            await replies.wait()
-        except BusError as error:
-            # For a reply that cannot be delivered, the requester has a time-out; the reply must not hold up the queue.
-            log.info("consumer.reply_lost", queue=self.queue, code=error.code)
-        await moves.wait()
+    async def _send_all(
+        self,
+        ended: Iterable[tuple[InFlightMessage, T]],
+        messages_of: Callable[[InFlightMessage, T], Sequence[OutcomeMessage]],
+    ) -> dict[InFlightMessage, Exception]:
+        """Send the messages of each item. Returns the items for which that fails; it holds up no others."""
+        messages: list[OutcomeMessage] = []
+        failed: dict[InFlightMessage, Exception] = {}
+        for item, how in ended:
+            try:
+                messages += messages_of(item, how)
+            except Exception as error:  # any error: the message is parked with it as the cause
+                failed[item] = error
+        refused = await self._send(messages) if messages else []
+        if len(refused) > 1:  # they may have been one broker message
+            log.warning("consumer.settled_apart", queue=self.queue, items=len(refused))
+            refused = [one for message, _ in refused for one in await self._send([message])]
+        return failed | {message.item: error for message, error in refused}
 
-    async def _park_all(self, letters: Sequence[_Letter]) -> None:
-        """Park letters, all in one round of confirms. Raises the first error, after all are settled."""
-        rooms = [not one.is_clients or await self._clients.has_room(self.queue, one.message) for one in letters]
-        parking = [
-            park(self._bus, self.queue, one.message) for one, has_room in zip(letters, rooms, strict=True) if has_room
+    async def _send(self, messages: Sequence[OutcomeMessage]) -> list[tuple[OutcomeMessage, Exception]]:
+        """Send messages until each is confirmed; what the broker has confirmed is not sent again. Returns those that
+        can never be sent, with the errors. Raises BusForbidden.
+        """
+        left = messages
+        failed: list[tuple[OutcomeMessage, Exception]] = []
+
+        async def send() -> None:
+            nonlocal left
+            waits: list[tuple[OutcomeMessage, Exception]] = []
+            for message, error in await self._send_once(left):
+                if isinstance(error, BusForbidden):
+                    raise error
+                (waits if passes_with_time(error) else failed).append((message, error))
+            left = [message for message, _ in waits]
+            if waits:
+                raise waits[0][1]
+
+        await self._until_available.call(send)
+        return failed
+
+    async def _send_once(self, messages: Sequence[OutcomeMessage]) -> list[tuple[OutcomeMessage, Exception]]:
+        """Send messages, all in one round of confirms. Returns those that must be sent after all, with the errors."""
+        sent = [
+            one
+            for one in messages
+            if one.letter is None or not one.is_clients or await self._clients.has_room(self.queue, one.letter)
         ]
-        for error in await asyncio.gather(*parking, return_exceptions=True):
-            if error is not None:
-                raise error
+        group = Waiter()
+        confirms = [Confirmation(group) for _ in sent]
+        for message, confirm in zip(sent, confirms, strict=True):
+            await self._bus.publisher.wait_for_capacity()
+            confirm.pending += 1
+            try:
+                message.post(confirm)
+                confirm.settle(None)
+            except Exception as error:  # an answer that cannot be encoded
+                confirm.settle(error)
+        await group.wait()
+        errors = [(one, confirm.error) for one, confirm in zip(sent, confirms, strict=True)]
+        return [
+            (one, error) for one, error in errors if isinstance(error, Exception) and not self._may_be_lost(one, error)
+        ]
 
-    def _reply(self, meta: Meta, reply: Message | None, waiter: Waiter) -> None:
+    def _may_be_lost(self, message: OutcomeMessage, error: Exception) -> bool:
+        """Whether a message is not sent again after this error."""
+        if message.is_reply and isinstance(error, BusError):  # it must not hold up the queue
+            log.info("consumer.reply_lost", queue=self.queue, code=error.code)
+            return True
+        letter = message.letter
+        if letter is None or not isinstance(error, PublishRefused):
+            return False
+        # The queue of dead letters is full, with a million letters. This one replaces no older one, because all workers
+        # of a bus park in one queue, and a worker that may take letters out could read those of the others.
+        metrics.DEAD_DROPPED.labels(self._bus.name, self.queue).inc()
+        log.error(
+            "dead_letter.dropped",
+            queue=self.queue,
+            id=shown(letter.meta.id),
+            type=shown(letter.type),
+            code=letter.headers.get(CODE),
+            reason=letter.headers.get(REASON),
+            cause=letter.meta.cause,
+        )
+        return True
+
+    def _messages_of(self, item: InFlightMessage, outcome: Outcome) -> list[OutcomeMessage]:
+        received = item.received
+        messages = self._letter_of_brokers(item)
+        if isinstance(received, Malformed):
+            messages += self._refuse_malformed(item, received)
+        elif isinstance(outcome, Done):
+            messages += self._reply(item, outcome.reply)
+        elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
+            messages.append(self._retry(item, received))
+        elif isinstance(outcome, Refuse) or not self._ends_by_letter(received.meta):
+            messages += self._refuse(item, outcome.code, outcome.reason)
+        else:
+            messages += self._dead_letters(item, outcome.code, outcome.reason)
+            messages += self._reply(item, Refusal(code=outcome.code, reason=outcome.reason[:MAX_REASON]))
+        return messages
+
+    def _letters_of_failed(self, item: InFlightMessage, error: Exception) -> list[OutcomeMessage]:
+        """The letter of a message whose outcome could not be carried out. Of the message only its body is kept."""
+        if not self._row.has_letters:
+            return []
+        packed, size = _packed(item.received, "")
+        bare = Packed(packed.body, Meta(id=new_uuid(self._bus.rng)), "")
+        return [self._letter(item, bare, size, CANNOT_APPLY, shown(f"{type(error).__name__}: {error}"))]
+
+    def _reply(self, item: InFlightMessage, reply: Message | None) -> list[OutcomeMessage]:
+        meta = item.received.meta
         if meta.reply_to is None or reply is None:
-            return
-        bus = self._bus
+            return []
+        bus, reply_to = self._bus, meta.reply_to
         answer = Meta(
             id=new_uuid(bus.rng), cause=meta.cause, sent_at=bus.clock.time(), correlation_id=meta.correlation_id
         )
-        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
-        bus.publisher.post("", meta.reply_to, mode, pack(reply, answer), waiter)
+        mode = Mode(reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
+        packed = pack(reply, answer)
+        return [OutcomeMessage(item, partial(bus.publisher.post, "", reply_to, mode, packed), is_reply=True)]
 
     def _ends_by_letter(self, meta: Meta) -> bool:
         """Whether the consumer of dead letters announces its end. On a cell's bus what is answered has no event."""
         return self._row.name in ENDED_BY_LETTER and (meta.reply_to is None or self._row.where is not Where.CELL)
 
-    def _retry(self, received: Received, waiter: Waiter) -> None:
+    def _retry(self, item: InFlightMessage, received: Received) -> OutcomeMessage:
         delay_s = self._row.retry_s[received.meta.attempt]
         meta = retried(received, delay_s)
         mode = Mode(may_gather(meta), True, True)
-        exchange = delay_exchange(delay_s)
-        self._bus.publisher.post(exchange, self.queue, mode, pack(received.message, meta), waiter)
+        packed = pack(received.message, meta)
+        return OutcomeMessage(
+            item, partial(self._bus.publisher.post, delay_exchange(delay_s), self.queue, mode, packed)
+        )
 
-    def _refuse(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[_Letter]:
+    def _refuse(self, item: InFlightMessage, code: str, reason: str) -> list[OutcomeMessage]:
         """Send a Refusal to the requester; without one, park a dead letter."""
         if item.received.meta.reply_to is None:
             return self._dead_letters(item, code, reason)
-        self._reply(item.received.meta, Refusal(code=code, reason=reason[:MAX_REASON]), replies)
-        return []
+        return self._reply(item, Refusal(code=code, reason=reason[:MAX_REASON]))
 
-    def _dead_letters(self, item: InFlightMessage, code: str, reason: str) -> list[_Letter]:
+    def _dead_letters(self, item: InFlightMessage, code: str, reason: str) -> list[OutcomeMessage]:
         """The dead letter to park. For a queue without dead letters the message is logged and lost. When the message is
         a copy of a dead letter, the letter itself stays.
         """
@@ -181,73 +270,54 @@ class OutcomeHandler:
         log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=item.received.meta.cause)
         return []
 
-    def _letter_of_brokers(self, item: InFlightMessage) -> list[_Letter]:
+    def _letter_of_brokers(self, item: InFlightMessage) -> list[OutcomeMessage]:
         """The letter of a message that the broker gave up of a queue that keeps keys, which is delivered here alone."""
         delivery = item.in_flight.delivery
         if delivery.exchange != GIVEN_UP:
             return []
         return [self._dead_letter(item, letters_code(delivery), "given up by the broker")]
 
-    def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> _Letter:
+    def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> OutcomeMessage:
         received, delivery = item.received, item.in_flight.delivery
         log.warning("consumer.dead_letter", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
         packed, size = _packed(received, delivery.type or "")
-        headers = {**headers_of(received.meta), EXCHANGE: delivery.exchange}
-        given_up = delivery.exchange == GIVEN_UP
-        return self._letter(item, packed, size, code, reason, headers=headers, given_up=given_up)
-
-    async def park(self, item: InFlightMessage, error: Exception) -> None:
-        """Dead-letter one message whose outcome could not be carried out. Of the message only its body is kept."""
-        log.error("consumer.cannot_settle", queue=self.queue, error=type(error).__name__, exc_info=error)
-        if self._row.has_letters:
-            packed, size = _packed(item.received, "")
-            bare = Packed(packed.body, Meta(id=new_uuid(self._bus.rng)), "")
-            reason = shown(f"{type(error).__name__}: {error}")
-            await self._park_all([self._letter(item, bare, size, CANNOT_APPLY, reason)])
+        packed = structs.replace(
+            packed, meta=structs.replace(packed.meta, reply_to=None), headers={EXCHANGE: delivery.exchange}
+        )
+        return self._letter(item, packed, size, code, reason, given_up=delivery.exchange == GIVEN_UP)
 
     def _letter(
-        self,
-        item: InFlightMessage,
-        packed: Packed,
-        size: int,
-        code: str,
-        reason: str,
-        *,
-        headers: Mapping[str, str | int | float] = {},
-        given_up: bool = False,
-    ) -> _Letter:
+        self, item: InFlightMessage, packed: Packed, size: int, code: str, reason: str, *, given_up: bool = False
+    ) -> OutcomeMessage:
         is_clients = self._row.has_clients and (given_up or isinstance(item.received, Malformed))
         body, size = _cut(packed.body, size) if is_clients else (packed.body, size)
-        letter = Outgoing(
-            exchange=DEAD,
-            routing_key=self.queue,
-            body=body,
-            message_id=packed.meta.id,
-            type=packed.type,
-            correlation_id=packed.meta.correlation_id,
-            headers={
-                **headers,
-                CODE: code,
-                REASON: reason[:MAX_REASON],
-                ORIGINAL_KEY: shown(published_key(item.in_flight.delivery, self._row.name) or ""),
-                DIED_AT: int(self._bus.clock.time() * 1000),
-                **({CUT_FROM: size} if size else {}),
-            },
-            mandatory=True,
-        )
-        return _Letter(letter, is_clients)
+        headers = {
+            **packed.headers,
+            CODE: code,
+            REASON: reason[:MAX_REASON],
+            ORIGINAL_KEY: shown(published_key(item.in_flight.delivery, self._row.name) or ""),
+            DIED_AT: int(self._bus.clock.time() * 1000),
+            **({CUT_FROM: size} if size else {}),
+        }
+        letter = structs.replace(packed, body=body, headers=headers)
+        post = partial(self._bus.publisher.post, DEAD, self.queue, Mode(False, True, True), letter)
+        return OutcomeMessage(item, post, letter=letter, is_clients=is_clients)
 
-    def _refuse_malformed(
-        self, item: InFlightMessage, bad: Malformed, answers: list[tuple[Message, str]], replies: Waiter
-    ) -> list[_Letter]:
+    def _refuse_malformed(self, item: InFlightMessage, bad: Malformed) -> list[OutcomeMessage]:
         """Answer an unreadable message by the outcome that the queue's owner returns and on its reply queue; otherwise
         dead-letter it.
         """
-        found = self._answers(structs.replace(bad, queue=self.queue))
-        answers += [(answer, bad.meta.cause or bad.meta.id) for answer in found]
-        if not found or bad.meta.reply_to is not None:
-            return self._refuse(item, bad.code, bad.reason, replies)
-        return []
+        cause = bad.meta.cause or bad.meta.id
+        answers = [
+            OutcomeMessage(item, partial(self._post_answer, answer, cause))
+            for answer in self._answers(structs.replace(bad, queue=self.queue))
+        ]
+        if not answers or bad.meta.reply_to is not None:
+            return answers + self._refuse(item, bad.code, bad.reason)
+        return answers
+
+    def _post_answer(self, answer: Message, cause: str, confirm: Waiter) -> None:
+        self._bus.post_all([(answer, cause)], [""], [confirm], lambda _: None)
 
     def _answers(self, bad: Malformed) -> Sequence[Message]:
         """Return the outcome of the queue's owner. An exception there makes the message a dead letter and does not end
@@ -281,7 +351,7 @@ class ClientLetters:
         self._read_at = -math.inf
         self._log = LogInterval(bus.clock)
 
-    async def has_room(self, queue: str, letter: Outgoing) -> bool:
+    async def has_room(self, queue: str, letter: Packed) -> bool:
         """Whether this letter of a queue may be parked. Otherwise it is dropped, counted and logged. Raises
         BusUnavailable.
         """
@@ -296,28 +366,6 @@ class ClientLetters:
         if dropped := self._log.count():
             log.error("dead_letter.dropped", queue=queue, dropped=dropped, code=letter.headers.get(CODE))
         return False
-
-
-async def park(bus: ConsumedBus, queue: str, letter: Outgoing) -> None:
-    """Park a dead letter of this queue.
-
-    When the queue of dead letters is full, with a million letters, this one is dropped and logged. It does not replace
-    an older one, because all workers of a bus park in one queue, and a worker that may take letters out could read
-    those of the others. Raises BusUnavailable and the other errors of a publish, except PublishRefused.
-    """
-    try:
-        await bus.transport.publish(letter)
-    except PublishRefused:
-        metrics.DEAD_DROPPED.labels(bus.name, queue).inc()
-        log.error(
-            "dead_letter.dropped",
-            queue=queue,
-            id=shown(letter.message_id),
-            type=shown(letter.type),
-            code=letter.headers.get(CODE),
-            reason=letter.headers.get(REASON),
-            cause=letter.headers.get(CAUSE),
-        )
 
 
 class RetryUntilAvailable:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 from prometheus_client import Counter, Gauge
 
-from bus.clock import Clock, shared_delay_s
+from bus.clock import Clock, event_or_time, shared_delay_s
 from bus.contracts.base import Message
 from bus.faults import Transient
 from bus.gather import Gather
@@ -407,7 +407,7 @@ class Relay:
             while not is_all:
                 is_all = await self._sweep_batch(left)
             delay_s = shared_delay_s(self._clock.monotonic(), self._sweep_every_s)
-            await self._wait_to_sweep(delay_s)
+            await event_or_time(self._sweep_now, self._clock, delay_s)
 
     async def _sweep_batch(self, left: dict[int, str]) -> bool:
         """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that
@@ -430,14 +430,6 @@ class Relay:
             if row not in self._tickets and row not in self._confirmed:
                 self._send_again(row, body)
         return is_all
-
-    async def _wait_to_sweep(self, delay_s: float) -> None:
-        waits = [asyncio.create_task(self._clock.sleep(delay_s)), asyncio.create_task(self._sweep_now.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waits:
-                one.cancel()
 
     def _send_again(self, row_id: int, body: bytes) -> None:
         """Publish a row that was left behind. A row that another version of berth has written is left to that

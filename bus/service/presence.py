@@ -9,6 +9,7 @@ from contextlib import suppress
 from importlib import metadata
 
 from bus.bus import Bus
+from bus.clock import event_or_time
 from bus.contracts.workers import STOPPED, WorkerHeartbeat
 from bus.port import BusError
 from bus.service.environment import Environment
@@ -45,7 +46,10 @@ class Presence:
         """Publish it at once, when the worker is ready, and at intervals, until it has left or is cancelled."""
         while not self._left:
             await self._publish(self._service.phase)
-            await self._pause()
+            if self._service.ready.is_set():
+                await self._bus.clock.sleep(self._every_s)
+            else:
+                await event_or_time(self._service.ready, self._bus.clock, self._every_s)
 
     async def leave(self, grace_s: float) -> None:
         """Publish the last one; a broker that does not confirm it keeps nobody waiting."""
@@ -57,16 +61,6 @@ class Presence:
     async def _publish(self, phase: str) -> None:
         with suppress(BusError):  # lost without harm: the next one follows, or the worker counts as silent
             await self._bus.publish(self._heartbeat(phase))
-
-    async def _pause(self) -> None:
-        waiting: list[asyncio.Task[object]] = [asyncio.create_task(self._bus.clock.sleep(self._every_s))]
-        if not self._service.ready.is_set():
-            waiting.append(asyncio.create_task(self._service.ready.wait()))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waiting:
-                one.cancel()
 
     def _heartbeat(self, phase: str) -> WorkerHeartbeat:
         in_hand = {queue[:MAX_TEXT]: count for queue, count in list(self._service.in_hand().items())[:MAX_QUEUES]}

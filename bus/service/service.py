@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from bus.clock import Clock
 from bus.faults import Fault, first_fault
+
+if TYPE_CHECKING:
+    from bus.consuming.consumer import Consumer
 
 DEFAULT_GRACE_S = 10.0
 # One resource; a connection that does not close is left to the operating system. Longer than the bounds within: a bus
@@ -27,27 +30,6 @@ class SideTaskEnded(Fault):
     """A task that must run as long as the service ended without an error."""
 
     code = "service.task_ended"
-
-
-class Consumes(Protocol):
-    """The operations that the lifecycle needs of a consumer."""
-
-    @property
-    def queue(self) -> str:
-        """The queue's name."""
-
-    @property
-    def in_hand(self) -> int:
-        """Deliveries taken and not answered."""
-
-    async def start(self) -> None:
-        """Declare and begin."""
-
-    async def drain(self, grace_s: float) -> None:
-        """Take no further messages, finish the batches under way."""
-
-    async def run(self) -> None:
-        """Until drained; raises what ended it otherwise."""
 
 
 class Reached(Protocol):
@@ -73,7 +55,7 @@ class Service:
         self._resources: list[tuple[Callable[[], Awaitable[Any]], Callable[[], Awaitable[Any]]]] = []
         self._declarations: list[Callable[[], Awaitable[Any]]] = []
         self._preparations: list[Callable[[], Awaitable[Any]]] = []
-        self._consumers: list[Consumes] = []
+        self._consumers: list[Consumer] = []
         self._task_makers: list[tuple[str, Callable[[], Coroutine[Any, Any, Any]]]] = []
         self._drains: list[Callable[[float], Awaitable[Any]]] = []
         self._checks: dict[str, Callable[[], str]] = {}
@@ -100,7 +82,7 @@ class Service:
         """
         self._preparations.append(preparing)
 
-    def add_consumer(self, consumer: Consumes) -> None:
+    def add_consumer(self, consumer: Consumer) -> None:
         """Add a consumer. Consumers are started last and drained first."""
         self._consumers.append(consumer)
 

@@ -1,4 +1,4 @@
-"""Checks of the whole book, for `berth check` and for tests. They read and repair nothing."""
+"""Checks of the whole book, for `berth check` and for tests. They change nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import asyncpg
 import sqlalchemy as sa
-from msgspec import Struct
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from bus.contracts.placement import INSTANCES
@@ -14,7 +13,7 @@ from bus.persistence.tables import fetch
 from placement_worker.domain.server_groups import SHARING
 from placement_worker.store import tables
 from placement_worker.store.limits import WRONG
-from placement_worker.store.rows import CLASSES, ROOT, STOCKS
+from placement_worker.store.rows import CLASSES, ROOT
 
 _STOCK, _HELD, _FEED = tables.inventories.c, tables.allocations.c, tables.changes.c
 
@@ -23,33 +22,6 @@ def _place(provider_id: sa.ColumnElement[int]) -> sa.ColumnElement[str]:
     return sa.func.coalesce(sa.cast(tables.providers.c.uuid, sa.Text), sa.func.concat("provider ", provider_id))
 
 
-class InventoryRow(Struct, frozen=True):
-    """One inventory, with names instead of ids. stranded: its source no longer reports it, but it is in use."""
-
-    provider: str
-    resource_class: str
-    total: int
-    reserved: int
-    allocation_ratio: float
-    capacity: int
-    used: int
-    stranded: bool
-
-
-_INVENTORIES: sa.Select[Any] = (
-    sa.select(
-        tables.providers.c.uuid,
-        CLASSES.name,
-        _STOCK.total,
-        _STOCK.reserved,
-        _STOCK.allocation_ratio,
-        _STOCK.capacity,
-        _STOCK.used,
-        _STOCK.stranded,
-    )
-    .select_from(STOCKS.join(tables.providers))
-    .order_by(tables.providers.c.uuid, CLASSES.name)
-)
 # Allocations of a provider that does not exist, too.
 _ALLOCATIONS = (
     sa.select(_HELD.consumer, _place(_HELD.provider_id), CLASSES.name, _HELD.amount)
@@ -135,16 +107,6 @@ def _doubled() -> sa.Select[Any]:
     )
 
 
-async def inventories(connection: asyncpg.Connection) -> list[InventoryRow]:
-    """Return every inventory, by provider and class."""
-    return [InventoryRow(*row) for row in await fetch(connection, _INVENTORIES)]
-
-
-async def over_capacity(connection: asyncpg.Connection) -> list[InventoryRow]:
-    """Return inventories whose usage exceeds their capacity, which is only correct where the inventory has shrunk."""
-    return [InventoryRow(*row) for row in await fetch(connection, _INVENTORIES.where(_STOCK.used > _STOCK.capacity))]
-
-
 async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dict[str, int]]]:
     """Return the allocations of every consumer: {consumer: {provider: {class: amount}}}."""
     held: dict[str, dict[str, dict[str, int]]] = {}
@@ -153,25 +115,10 @@ async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dic
     return held
 
 
-async def strays(connection: asyncpg.Connection) -> list[str]:
-    """Return consumers without allocations and allocations without consumers, one line each."""
-    return [row[0] for row in await fetch(connection, _strays())]
-
-
 async def doubled(connection: asyncpg.Connection) -> list[str]:
     """Return consumers that hold one class of two trees, neither of which shares it; one line each."""
     rows = await fetch(connection, _doubled())
     return [f"{row[0]}: {row[1]} of {' and '.join(row[2])}" for row in rows]
-
-
-async def project_usage(connection: asyncpg.Connection) -> list[str]:
-    """Return projects whose recorded usage is not the sum of their consumers' allocations, one line for each project
-    and class.
-    """
-    return [
-        f"project {project} {INSTANCES if name is None else name}: {amount} counted, {held} held"
-        for project, name, amount, held in await fetch(connection, _PROJECTS)
-    ]
 
 
 async def findings(connection: asyncpg.Connection) -> list[str]:
@@ -180,7 +127,10 @@ async def findings(connection: asyncpg.Connection) -> list[str]:
         f"{provider} {name}: used {used}, allocated {allocated}"
         for provider, name, used, allocated in await fetch(connection, _mismatches())
     ]
-    lines += await project_usage(connection)
-    lines += await strays(connection)
+    lines += [
+        f"project {project} {INSTANCES if name is None else name}: {amount} counted, {held} held"
+        for project, name, amount, held in await fetch(connection, _PROJECTS)
+    ]
+    lines += [row[0] for row in await fetch(connection, _strays())]
     lines += [f"feed: nothing between {after} and {before}" for after, before in await fetch(connection, _holes())]
     return lines

@@ -23,7 +23,7 @@ from placement_worker.domain.values import ConsumerState, Provider
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.rest.allocations import UNKNOWN
 from placement_worker.rest.bodies import InventoryBody
-from placement_worker.rest.versions import NEWEST, SERVICE
+from placement_worker.rest.http import NEWEST, SERVICE
 
 SINCE_CONSUMER_GENERATIONS = 28  # the oldest version that returns everything that a copy needs
 AT_ONCE = 8

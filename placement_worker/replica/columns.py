@@ -205,10 +205,10 @@ class Moves:
 
     __slots__ = ("_ring", "end", "start")
 
-    def __init__(self) -> None:
+    def __init__(self, end: int = 0) -> None:
         self._ring = array("q", bytes(8 * MOVES_KEPT))
-        self.end = 0
-        self.start = 0
+        self.end = end
+        self.start = end
 
     def add(self, row: int) -> None:
         """Record that a row has changed."""

@@ -109,7 +109,7 @@ class Follower:
         self._off_target = 0
         self._received_at = 0.0
         self._callbacks: list[Callable[[], None]] = []
-        self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._round_ended = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
 
     # --- life
@@ -136,8 +136,6 @@ class Follower:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for waiter in self._waiters:
-            waiter.cancel()
 
     # --- what users ask
 
@@ -152,24 +150,17 @@ class Follower:
         """The number of changes by which the book is behind the newest known number."""
         return max(0, self._head - self.book.sequence)
 
-    def is_fresh(self) -> bool:
-        """For /readyz: whether the book has been complete, and has not been different from the head for long."""
-        if not self.ready.is_set() or self._catch_up.stale:
-            return False
-        off = self._off_since
-        return off is None or self._clock.monotonic() - off < 2 * self._limits.head_lag_s
-
-    async def wait_until(self, sequence: int, *, timeout_s: float) -> bool:
-        """Wait until the book contains the change of this number. Returns False after the time-out (seconds)."""
-        return await self._wait_for(lambda: not self._catch_up.stale and self.book.sequence >= sequence, timeout_s)
-
     async def refresh(self, *, timeout_s: float) -> bool:
         """Request the newest changes from placement now. Concurrent callers share one request. Returns False when there
         is no answer in time (seconds).
         """
         target = self._begun + 1
         self._request_catch_up("asked")
-        return await self._wait_for(lambda: self._ended >= target, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s), self._round_ended:
+                return await self._round_ended.wait_for(lambda: self._ended >= target)
+        except TimeoutError:
+            return False
 
     # --- the feed
 
@@ -254,23 +245,6 @@ class Follower:
         metrics.PROVIDERS.set(len(self.book))
         for callback in self._callbacks:
             callback()
-        for waiter, is_met in list(self._waiters.items()):
-            if not waiter.done() and is_met():
-                waiter.set_result(None)
-
-    async def _wait_for(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
-        if is_met():
-            return True
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters[waiter] = is_met
-        try:
-            async with asyncio.timeout(timeout_s):
-                await waiter
-        except TimeoutError:
-            return False
-        finally:
-            del self._waiters[waiter]
-        return True
 
     # --- requests to placement
 
@@ -294,6 +268,8 @@ class Follower:
             self._ended = self._begun
             self.ready.set()
             self._log_catch_up()
+            async with self._round_ended:
+                self._round_ended.notify_all()
 
     async def _retry_until_answered(self) -> None:
         """Run one round of requests, and repeat it while placement or the bus is unavailable."""

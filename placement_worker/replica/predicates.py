@@ -50,22 +50,39 @@ MAX_SUMS = 64
 ) = LEVELS = range(10)
 
 
-class ResourceFit:
-    """Decides which rows can give an amount of one class."""
+class _OfClass:
+    """A requirement of one class, with a figure for each distinct inventory of it."""
 
-    def __init__(self, name: str, amount: int) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.amount = amount
         self.column: ClassColumns | None = None
-        self._levels: LookupTable | None = None
+        self._of_kind: LookupTable | None = None
 
     def look_up(self, book: Book) -> None:
         """Find the class's columns, once a provider has the class."""
         if self.column is None and (column := book.column(self.name)) is not None:
             self.column = column
-            self._levels = LookupTable(column.kinds, lambda known: self._levels_of(column.kinds.columns()[:, known:]))
+            self._of_kind = LookupTable(column.kinds, lambda known: self._figures(column.kinds.columns()[:, known:]))
 
-    def _levels_of(self, kinds: Amounts) -> Amounts:
+    def _figures(self, kinds: Amounts) -> Amounts:
+        """The figure of each kind of inventory."""
+        raise NotImplementedError
+
+    def _of_rows(self, rows: Rows) -> Amounts:
+        """Per row, the figure of its inventory; 0 while no provider has the class."""
+        if self.column is None or self._of_kind is None:
+            return np.zeros(len(rows), dtype=np.int64)
+        return self._of_kind(self.column.kind[rows])
+
+
+class ResourceFit(_OfClass):
+    """Decides which rows can give an amount of one class."""
+
+    def __init__(self, name: str, amount: int) -> None:
+        super().__init__(name)
+        self.amount = amount
+
+    def _figures(self, kinds: Amounts) -> Amounts:
         """The fit level of each kind of inventory, if it were unused."""
         capacity, amount = kinds[CAPACITY], self.amount
         able = is_in_units(amount, kinds[MIN_UNIT], kinds[MAX_UNIT], kinds[STEP_SIZE])
@@ -76,9 +93,7 @@ class ResourceFit:
 
     def by_inventory(self, rows: Rows) -> Flags:
         """Per row, whether it could give the amount if it were unused."""
-        if self.column is None or self._levels is None:
-            return np.zeros(len(rows), dtype=np.bool_)
-        able: Flags = self._levels(self.column.kind[rows]) == GIVES
+        able: Flags = self._of_rows(rows) == GIVES
         return able
 
     def now(self, rows: Rows) -> Flags:
@@ -90,19 +105,19 @@ class ResourceFit:
 
     def levels(self, rows: Rows) -> Amounts:
         """Per row, its fit level by inventory and by free amounts."""
-        if self.column is None or self._levels is None:
-            return np.full(len(rows), NOTHING, dtype=np.int64)
-        levels = self._levels(self.column.kind[rows])
+        levels = self._of_rows(rows)
+        if self.column is None:
+            return levels
         return np.where((levels == GIVES) & (self.column.free[rows] < self.amount), IN_USE, levels)
 
 
-class ContendedClass:
+class ContendedClass(_OfClass):
     """A class that several slots require: how much one provider can give to all of them, in steps that make a
     difference.
     """
 
     def __init__(self, name: str, amounts: Sequence[int]) -> None:
-        self.name = name
+        super().__init__(name)
         sums = {0}
         for amount in amounts:
             sums |= {have + amount for have in sums}
@@ -110,20 +125,17 @@ class ContendedClass:
                 break
         self.total = sum(amounts)
         self.sums = np.array(sorted(sums), dtype=np.int64) if len(sums) <= MAX_SUMS else None
-        self.column: ClassColumns | None = None
-        self._max_unit: LookupTable | None = None
 
-    def look_up(self, book: Book) -> None:
-        """Find the class's columns, once a provider has the class."""
-        if self.column is None and (column := book.column(self.name)) is not None:
-            self.column = column
-            self._max_unit = LookupTable(column.kinds, lambda known: column.kinds.columns()[MAX_UNIT, known:])
+    def _figures(self, kinds: Amounts) -> Amounts:
+        """The most that one allocation may have of each kind of inventory."""
+        most: Amounts = kinds[MAX_UNIT]
+        return most
 
     def limit(self, rows: Rows) -> Amounts:
         """Per row, the most that it can give to all slots together, rounded down to a sum that can be required."""
-        if self.column is None or self._max_unit is None:
-            return np.zeros(len(rows), dtype=np.int64)
-        limit = np.clip(np.minimum(self.column.free[rows], self._max_unit(self.column.kind[rows])), 0, self.total)
+        limit = self._of_rows(rows)
+        if self.column is not None:
+            limit = np.clip(np.minimum(self.column.free[rows], limit), 0, self.total)
         if self.sums is None:
             return limit
         rounded: Amounts = self.sums[np.searchsorted(self.sums, limit, side="right") - 1]
@@ -133,9 +145,7 @@ class ContendedClass:
         """Per row, whether it could give the sum of all slots if it were unused. ResourceFit checks the amount of each
         slot.
         """
-        if self.column is None or self._max_unit is None:
-            return np.zeros(len(rows), dtype=np.bool_)
-        able: Flags = self._max_unit(self.column.kind[rows]) >= self.total
+        able: Flags = self._of_rows(rows) >= self.total
         return able
 
     def bits(self) -> int:

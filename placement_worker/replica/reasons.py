@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from placement_worker.replica.predicates import GIVES, LEVELS
+from placement_worker.replica.predicates import GIVES, LEVELS, meets_all, meets_any
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 
 NOT_A_ROOT = 0
@@ -67,15 +67,16 @@ class Reasons:
     def of_root_traits(self, traits: tuple[str, ...]) -> int:
         """The codes of the root's own traits."""
         for group, code in zip(self._request.root_required, self.root_lacks, strict=True):
-            if not meets_any(traits, group):
+            if not meets_any(traits, frozenset(group)):
                 return code
-        return self.root_has if meets_any(traits, self._request.root_forbidden) else self.passes
+        return self.root_has if meets_any(traits, frozenset(self._request.root_forbidden)) else self.passes
 
     def of_root_aggregates(self, own: tuple[str, ...]) -> int:
         """The codes of the root's own aggregates."""
-        if not all(meets_any(own, group) for group in self._request.root_member_of):
+        if not meets_all(own, map(frozenset, self._request.root_member_of)):
             return self.root_not_member
-        return self.root_bad_member if meets_any(own, self._request.root_forbidden_aggregates) else self.passes
+        excluded = frozenset(self._request.root_forbidden_aggregates)
+        return self.root_bad_member if meets_any(own, excluded) else self.passes
 
     def _of_levels(self, slot: Slot) -> list[int]:
         """The codes of a slot's fit levels, ascending, without GIVES."""
@@ -107,8 +108,3 @@ def _any_of(names: Sequence[str]) -> str:
 
 def _all_of(groups: Sequence[Sequence[str]]) -> str:
     return " and ".join(map(_any_of, groups))
-
-
-def meets_any(own: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether one of the names is in this set."""
-    return any(name in own for name in names)

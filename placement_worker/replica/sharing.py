@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.ma  # numpy.unique imports it when it is first called: 8 ms of the first search
 
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Flags, Rows
-
-SHARING_TRAIT = "MISC_SHARES_VIA_AGGREGATE"
 
 
 class Sharing:
@@ -86,7 +85,7 @@ def _sharers(book: Book) -> Rows:
     """Return the rows of sharing providers. A sharing provider without an aggregate serves only its own tree, and is
     left out.
     """
-    shares = np.array([SHARING_TRAIT in traits for traits in book.trait_sets.values], dtype=np.bool_)
+    shares = np.array([SHARING in traits for traits in book.trait_sets.values], dtype=np.bool_)
     if not shares.any():
         return np.zeros(0, dtype=np.intp)
     return np.flatnonzero(shares[book.traits[: book.top]] & book.live[: book.top])

@@ -16,8 +16,7 @@ from placement_worker.rest.api import Api
 from placement_worker.rest.bodies import AllocationBody, Allocations28, ReshapeBody, consumer_write
 from placement_worker.rest.candidates_query import Checked, canonical, is_canonical, is_uuid
 from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, RefusedAnswer, refused
-from placement_worker.rest.http import HttpRequest, Response, json_response
-from placement_worker.rest.versions import at
+from placement_worker.rest.http import HttpRequest, Response, at, json_response
 from placement_worker.store.port import AllocationRow, UsageRow
 
 SINCE_OWNERS = 12

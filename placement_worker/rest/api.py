@@ -26,7 +26,6 @@ from placement_worker.rest.candidates_query import is_canonical
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import NO_ANSWERS, Answers, HttpFault, refused
 from placement_worker.rest.groups import Groups
-from placement_worker.store.port import ProviderTimes
 
 T = TypeVar("T")
 Row = TypeVar("Row")
@@ -113,8 +112,8 @@ class Api:
         self.committed()
         return outcome
 
-    async def provider(self, uuid: str, words: str = "{0}") -> tuple[Provider, ProviderTimes]:
-        """Return a provider and when its rows were written. Raises HttpFault 404, as `of_provider`."""
+    async def provider(self, uuid: str, words: str = "{0}") -> tuple[Provider, float]:
+        """Return a provider and when it was last written. Raises HttpFault 404, as `of_provider`."""
         return await self.of_provider(uuid, self.store.reads.provider, words=words)
 
     async def of_provider(self, uuid: str, read: Callable[[str], Awaitable[T | None]], *, words: str = "{0}") -> T:

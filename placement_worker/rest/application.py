@@ -15,12 +15,11 @@ from placement_worker.rest import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import Auth
 from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query
-from placement_worker.rest.http import JSON, HttpRequest, Response, render
+from placement_worker.rest.http import HEADER, JSON, RANGE, SERVICE, HttpRequest, Response, render, version_of
 from placement_worker.rest.keystone import KeystoneForbidden
 from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import Policy
 from placement_worker.rest.routes import ROUTES, USAGES, Route, Router, parts_of
-from placement_worker.rest.versions import HEADER, RANGE, SERVICE, version_of
 from placement_worker.store.port import Unstorable
 
 log = structlog.get_logger("placement.rest")
@@ -222,7 +221,7 @@ def _too_large(limit: int) -> HttpFault:
 def _check_types(route: Route, request: HttpRequest) -> None:
     if route.gives and request.accept != JSON and best(request.accept, (JSON,)) is None:
         raise HttpFault(406, f"Only {JSON} is provided")
-    if route.takes and request.content_type != JSON:
+    if route.takes is not None and request.content_type != JSON:
         kind = request.content_type or "None"
         raise HttpFault(415, f"The media type {kind} is not supported, use {JSON}")
 

@@ -12,9 +12,8 @@ from msgspec import Struct
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group
 from placement_worker.rest import schemas
 from placement_worker.rest.faults import BAD_VALUE, DUPLICATE_KEY, MISSING_VALUE, HttpFault, invalid_query
-from placement_worker.rest.http import QueryString
+from placement_worker.rest.http import QueryString, at
 from placement_worker.rest.schemas import Schema
-from placement_worker.rest.versions import at
 
 _CANONICAL = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _STRICT = FormatChecker()

@@ -46,22 +46,22 @@ async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
 
 async def show_all(api: Api, request: HttpRequest) -> Response:
     """GET all inventories of a provider."""
-    provider, times = await api.provider(request.parts[1], "{0} : {0}")
+    provider, updated_at = await api.provider(request.parts[1], "{0} : {0}")
     data = {
         "resource_provider_generation": provider.generation,
         "inventories": {name: shown(inventory) for name, inventory in provider.inventories.items()},
     }
-    return json_response(data).set_modified(request, max(times.inventories.values(), default=None))
+    return json_response(data).set_modified(request, updated_at if provider.inventories else None)
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
     """GET one inventory."""
     uuid, name = request.parts[1], request.parts[3]
-    provider, times = await api.provider(uuid, "{0} : {0}")
+    provider, updated_at = await api.provider(uuid, "{0} : {0}")
     if (inventory := provider.inventories.get(name)) is None:
         raise HttpFault(404, f"No inventory of class {name} for {uuid}")
     data = {**shown(inventory), "resource_provider_generation": provider.generation}
-    return json_response(data).set_modified(request, times.inventories[name])
+    return json_response(data).set_modified(request, updated_at)
 
 
 async def set_all(api: Api, request: HttpRequest) -> Response:

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import msgspec
 
-from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.faults import STATUS
-from placement_worker.rest.http import HttpRequest, Response
+from placement_worker.rest.http import NEWEST, RANGE, SERVICE, HttpRequest, Response
 from placement_worker.rest.routes import ROUTES, Route
 from placement_worker.rest.schemas import Schema
-from placement_worker.rest.versions import NEWEST, RANGE, SERVICE
 
-_ONE = "/resource_providers/{uuid}"
-_INVENTORIES = f"{_ONE}/inventories"
-
-# The schemas are those of each operation's newest version.
-BODIES: Mapping[tuple[str, str], Schema] = {
-    ("POST", "/resource_classes"): bodies.RESOURCE_CLASS.schema,
-    ("POST", "/resource_providers"): bodies.POST_PROVIDER_14.schema,
-    ("PUT", _ONE): bodies.PUT_PROVIDER_14.schema,
-    ("POST", _INVENTORIES): bodies.POST_INVENTORY.schema,
-    ("PUT", _INVENTORIES): bodies.PUT_INVENTORIES.schema,
-    ("PUT", f"{_INVENTORIES}/{{class}}"): bodies.PUT_INVENTORY.schema,
-    ("PUT", f"{_ONE}/aggregates"): bodies.AGGREGATES_19.schema,
-    ("PUT", f"{_ONE}/traits"): bodies.PROVIDER_TRAITS.schema,
-    ("POST", "/allocations"): bodies.POST_ALLOCATIONS[0][1].schema,
-    ("PUT", "/allocations/{consumer}"): bodies.PUT_ALLOCATIONS[0][1].schema,
-    ("POST", "/reshaper"): bodies.RESHAPE[0][1].schema,
-}
-QUERIES: Mapping[tuple[str, str], Schema] = {
-    ("GET", "/resource_providers"): schemas.LIST_PROVIDERS[0][1],
-    ("GET", "/allocation_candidates"): schemas.CANDIDATES[0][1],
-    ("GET", "/traits"): schemas.LIST_TRAITS,
-    ("GET", "/usages"): schemas.USAGES_38,
-}
 # The parameters of a granular request, which may have the suffix of a group.
 _GROUPED = ("resources", "required", "member_of", "in_tree")
 
@@ -111,16 +85,16 @@ def document() -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    key = (route.method, route.path)
     words = (route.handler.__doc__ or "").strip().splitlines()
     operation: dict[str, Any] = {
         "operationId": f"{route.handler.__module__.rpartition('.')[2]}.{route.handler.__name__}",
         "summary": words[0] if words else "",
-        "parameters": [*_path_parameters(route.path), *_query_parameters(QUERIES.get(key, {})), _version(route)],
+        "parameters": [*_path_parameters(route.path), *_query_parameters(route.query), _version(route)],
         "responses": _responses(route),
     }
-    if key in BODIES:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": BODIES[key]}}}
+    if route.takes is not None:
+        content = {"application/json": {"schema": route.takes.schema}}
+        operation["requestBody"] = {"required": True, "content": content}
     if route.rule is None:
         operation["security"] = []
     return operation

@@ -17,8 +17,7 @@ from placement_worker.rest.api import Api
 from placement_worker.rest.bodies import text_of
 from placement_worker.rest.candidates_query import Checked, members_of, resources_of, traits_of
 from placement_worker.rest.faults import HttpFault, RefusedAnswer
-from placement_worker.rest.http import HttpRequest, QueryString, Response, json_response
-from placement_worker.rest.versions import at
+from placement_worker.rest.http import HttpRequest, QueryString, Response, at, json_response
 from placement_worker.store.port import Listing, ProviderRow
 
 SINCE_PARENTS = 14
@@ -70,8 +69,8 @@ async def create(api: Api, request: HttpRequest) -> Response:
 
 async def show(api: Api, request: HttpRequest) -> Response:
     """GET one provider."""
-    provider, times = await api.provider(request.parts[1])
-    return json_response(shown(provider, request.version)).set_modified(request, times.provider)
+    provider, updated_at = await api.provider(request.parts[1])
+    return json_response(shown(provider, request.version)).set_modified(request, updated_at)
 
 
 async def update(api: Api, request: HttpRequest) -> Response:
@@ -184,9 +183,9 @@ def _aggregates(api: Api, request: HttpRequest, listed: Sequence[str], generatio
 
 async def show_traits(api: Api, request: HttpRequest) -> Response:
     """GET the traits of a provider."""
-    provider, times = await api.provider(request.parts[1], "{0}: {0}")
+    provider, updated_at = await api.provider(request.parts[1], "{0}: {0}")
     data = {"traits": provider.traits, "resource_provider_generation": provider.generation}
-    return json_response(data).set_modified(request, api.clock.time() if times.traits is None else times.traits)
+    return json_response(data).set_modified(request, updated_at if provider.traits else api.clock.time())
 
 
 async def set_traits(api: Api, request: HttpRequest) -> Response:

@@ -13,7 +13,7 @@ from placement_worker.domain.moves import is_migration
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Fit, Provider, fit, state_of
 from placement_worker.store import port
-from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable, provider_key
+from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 
 
 class MemoryReads:
@@ -150,20 +150,16 @@ class MemoryReads:
             top = table.providers.get(listing.in_tree or "")
             rows = [table.providers[uuid] for uuid in table.by_number(list(table.providers))]
             return [
-                (p.uuid, p.name, p.generation, p.parent, p.root, table.written[provider_key(p.uuid)])
+                (p.uuid, p.name, p.generation, p.parent, p.root, table.written[p.uuid])
                 for p in rows
                 if (listing.in_tree is None or (top is not None and p.root == top.root)) and _is_listed(p, listing)
             ]
 
-    async def provider(self, uuid: str) -> tuple[Provider, port.ProviderTimes] | None:
-        """Return a provider and when its rows were written, None when it does not exist."""
+    async def provider(self, uuid: str) -> tuple[Provider, float] | None:
+        """Return a provider and when it was last written, None when it does not exist."""
         table = self._table
         async with self._session.transaction():
-            if (provider := table.providers.get(uuid)) is None:
-                return None
-            inventories = {name: table.written["inventory", uuid, name] for name in provider.inventories}
-            traits = max((table.made[port.NameKind.TRAIT, name] for name in provider.traits), default=None)
-            return provider, port.ProviderTimes(table.written[provider_key(uuid)], traits, inventories)
+            return (table.providers[uuid], table.written[uuid]) if uuid in table.providers else None
 
     async def allocations_of_consumer(self, uuid: str) -> list[port.AllocationRow]:
         """The allocations of a consumer, by provider and class."""

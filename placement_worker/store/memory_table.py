@@ -25,7 +25,7 @@ TREES = ("trees",)  # the lock of the writers of trees
 
 
 def provider_key(uuid: str) -> tuple[str, str]:
-    """The key of a provider's row, for its lock and for the time of its last write."""
+    """The key of the lock of a provider's row."""
     return ("provider", uuid)
 
 
@@ -63,7 +63,7 @@ class MemoryBookTable(MemoryDatabase):
         now = self.clock.time()
         self.made = {(NameKind.CLASS, name): now for name in self.classes}  # the time at which each name was created
         self.made.update({(NameKind.TRAIT, name): now for name in self.traits})
-        self.written: dict[tuple[str, ...], float] = {}  # the time of each provider's and each inventory's last write
+        self.written: dict[str, float] = {}  # the time of each provider's last write
         self.changes: list[Change] = []  # the changes that are kept, in order
         self.head = 0
         self.place = 1  # not a row: like a cluster and its timeline, it is not restored from a backup
@@ -177,17 +177,10 @@ class MemoryBookTable(MemoryDatabase):
         return tuple(ClaimHolder(consumer=uuid, project_id=project) for _, uuid, project in sorted(held)[:MAX_HOLDERS])
 
     def put_provider(self, provider: Provider) -> None:
-        """Write a provider, and the times at which it and its changed inventories were written."""
-        uuid, old, now = provider.uuid, self.providers.get(provider.uuid), self.clock.time()
-        self.number(uuid)
-        self.providers[uuid] = provider
-        self.written[provider_key(uuid)] = now
-        inventories = old.inventories if old is not None else {}
-        for name in inventories.keys() - provider.inventories.keys():
-            del self.written["inventory", uuid, name]
-        for name, inventory in provider.inventories.items():
-            if inventories.get(name) != inventory:
-                self.written["inventory", uuid, name] = now
+        """Write a provider, and the time."""
+        self.number(provider.uuid)
+        self.providers[provider.uuid] = provider
+        self.written[provider.uuid] = self.clock.time()
 
     def put_usage(self, generations: Mapping[str, int], used: Mapping[str, Mapping[str, int]]) -> None:
         """Write the usage of these providers, and their generations."""
@@ -205,12 +198,8 @@ class MemoryBookTable(MemoryDatabase):
         changed = [provider for uuid, provider in after.items() if before.get(uuid) is not provider]
         for provider in gone:
             del self.providers[provider.uuid]
+            del self.written[provider.uuid]
             del self.numbers[provider.uuid]  # a provider that is created again is the newest one
-            for key in (
-                provider_key(provider.uuid),
-                *(("inventory", provider.uuid, name) for name in provider.inventories),
-            ):
-                del self.written[key]
         for provider in changed:
             known = self.providers.get(provider.uuid)
             self.put_provider(replace(provider, used={} if known is None else known.used))
@@ -255,9 +244,7 @@ class MemoryBookTable(MemoryDatabase):
     def rename_class(self, old: str, new: str, providers: Mapping[str, Provider]) -> None:
         """Give a class another name. providers: the providers that have it, already renamed."""
         self.add_names(NameKind.CLASS, (new,))
-        for uuid, provider in providers.items():
-            self.providers[uuid] = provider
-            self.written["inventory", uuid, new] = self.written.pop(("inventory", uuid, old))
+        self.providers.update(providers)
         for row in self.consumers.values():
             held = row.consumer.holding
             if any(old in resources for resources in held.values()):

@@ -71,16 +71,6 @@ class ProviderRow(Struct, frozen=True):
     updated_at: float
 
 
-class ProviderTimes(Struct, frozen=True, array_like=True):
-    """When a provider's row, the last of its traits, and its inventories by class were written, in seconds since the
-    epoch. traits: None without traits.
-    """
-
-    provider: float
-    traits: float | None
-    inventories: dict[str, float]
-
-
 class AllocationRow(Struct, frozen=True):
     """One allocation, its provider and its consumer. updated_at: of the consumer, seconds since the epoch."""
 
@@ -331,8 +321,8 @@ class BookReads(Protocol):
         There may be very many.
         """
 
-    async def provider(self, uuid: str) -> tuple[Provider, ProviderTimes] | None:
-        """Return a provider and when its rows were written, None when it does not exist."""
+    async def provider(self, uuid: str) -> tuple[Provider, float] | None:
+        """Return a provider and when it was last written (seconds since the epoch), None when it does not exist."""
 
     async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
         """The allocations of a consumer, by provider and class."""

@@ -271,8 +271,8 @@ class PostgresReads:
         """
         return await self._fetch(_LISTED.where(*_conditions(listing, self._names)), tree=listing.in_tree)
 
-    async def provider(self, uuid: str) -> tuple[Provider, port.ProviderTimes] | None:
-        """Return a provider and when its rows were written, None when it does not exist."""
+    async def provider(self, uuid: str) -> tuple[Provider, float] | None:
+        """Return a provider and when it was last written, None when it does not exist."""
         async with self._transaction() as transaction:
             return await read_provider(transaction.connection, uuid)
 

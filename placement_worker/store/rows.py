@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.sql.selectable import FromClause
 
 from placement_worker.domain.values import Provider
-from placement_worker.store.port import NameKind, ProviderTimes
+from placement_worker.store.port import NameKind
 from placement_worker.store.tables import (
     allocations,
     consumers,
@@ -51,12 +51,13 @@ def one_of(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
     return column == sa.any_(sa.bindparam(name, type_=sa.ARRAY(column.type)))
 
 
-# A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row.
-ProviderRow = tuple[int, int | None, int, Provider, ProviderTimes | None]
+# A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row,
+# and when it was last written, in seconds since the epoch.
+ProviderRow = tuple[int, int | None, int, Provider, float]
 _decode = msgspec.json.Decoder(list[ProviderRow]).decode
 
-READ_PROVIDERS = "SELECT read_providers($1::bigint[], false)"
-READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1), true)"
+READ_PROVIDERS = "SELECT read_providers($1::bigint[])"
+READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1))"
 
 
 async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> dict[str, Provider]:
@@ -65,11 +66,10 @@ async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> 
     return {row[3].uuid: row[3] for row in _decode(answer)}
 
 
-async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Provider, ProviderTimes] | None:
-    """One provider, with the times of its rows; None when it does not exist."""
-    for _, _, _, provider, times in _decode(await connection.fetchval(READ_PROVIDER, uuid)):
-        assert times is not None
-        return provider, times
+async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Provider, float] | None:
+    """One provider, and when it was last written; None when it does not exist."""
+    for *_, provider, updated_at in _decode(await connection.fetchval(READ_PROVIDER, uuid)):
+        return provider, updated_at
     return None
 
 

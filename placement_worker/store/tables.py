@@ -80,7 +80,6 @@ inventories = sa.Table(
     needed("capacity", sa.BigInteger, sa.CheckConstraint("capacity >= 0")),
     needed("used", sa.BigInteger, sa.CheckConstraint("used >= 0"), default=ZERO),
     needed("stranded", sa.Boolean, default=sa.false()),
-    *_moments(),
     sa.Index("inventories_class", "class_id"),
     postgresql_with={"fillfactor": 60},
 )

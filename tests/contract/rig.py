@@ -299,7 +299,7 @@ def command(body: bytes, key: str = "work.do", **fields: object) -> Outgoing:
 
 KINDS = pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 REQUESTS = "scheduler.requests"
-LANE = f"{REQUESTS}.17"  # of the project of all requests here, `p`
+LANE = f"{REQUESTS}.17"  # of the project of most requests here, `p`
 
 
 class House:

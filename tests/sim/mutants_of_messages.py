@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -11,8 +11,9 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 from bus.consuming.consumer import Consumer
-from bus.consuming.in_flight import InFlightDelivery
-from bus.consuming.outcome_handling import OutcomeHandler
+from bus.consuming.in_flight import InFlightDelivery, InFlightMessage
+from bus.consuming.outcome import Received
+from bus.consuming.outcome_handling import OutcomeHandler, OutcomeMessage
 from bus.contracts.build import BuildState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import Transient
@@ -35,12 +36,13 @@ from scheduler_worker.fleet import HostsListener
 
 def retry_not_confirmed() -> AbstractContextManager[Any]:
     """A message that is to be tried again is acknowledged before the broker has its copy."""
-    sent = OutcomeHandler._sent
+    retry = OutcomeHandler._retry
 
-    async def unsure(self: OutcomeHandler, moves: Waiter, replies: Waiter, parked: Sequence[Any]) -> None:
-        await sent(self, Waiter(), replies, parked)
+    def unsure(self: OutcomeHandler, item: InFlightMessage, received: Received) -> OutcomeMessage:
+        copy = retry(self, item, received)
+        return copy._replace(post=lambda _: copy.post(Waiter()))
 
-    return patch.object(OutcomeHandler, "_sent", unsure)
+    return patch.object(OutcomeHandler, "_retry", unsure)
 
 
 def parcel_acked_at_its_first() -> AbstractContextManager[Any]:

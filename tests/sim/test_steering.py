@@ -11,7 +11,7 @@ from lab.simulation.__main__ import read_plan, written
 from lab.simulation.draw import plan_of
 from lab.simulation.pairs import Stay
 from lab.simulation.plan import Action, Plan
-from lab.simulation.run import run
+from lab.simulation.run import Result, run
 from lab.simulation.steering import ACTS, Steering, acts_in
 from lab.simulation.widening import WIDENED, Widening
 
@@ -19,15 +19,24 @@ MOVES = frozenset({Widening.MOVES})
 SEED = 9  # with moves, in one cell
 
 
-def test_the_first_seed_determines_what_is_steered() -> None:
-    first, second = (list(Steering(SEED, MOVES).runs(SEED, 2)) for _ in range(2))
+@pytest.fixture(scope="module")
+def steered() -> tuple[Steering, list[tuple[Plan, Result]]]:
+    """A seed's run and one more round, and what steered them."""
+    steering = Steering(SEED, MOVES)
+    return steering, list(steering.runs(SEED, 1))
+
+
+def test_the_first_seed_determines_what_is_steered(steered: tuple[Steering, list[tuple[Plan, Result]]]) -> None:
+    _, first = steered
+    second = list(Steering(SEED, MOVES).runs(SEED, 1))
     assert [plan for plan, _ in first] == [plan for plan, _ in second]
     assert [result.digest for _, result in first] == [result.digest for _, result in second]
 
 
-def test_each_round_adds_acts_amid_stays_and_sees_pairs_that_are_new() -> None:
-    steering = Steering(SEED, MOVES)
-    (plan, result), (further, then) = steering.runs(SEED, 1)
+def test_each_round_adds_acts_amid_stays_and_sees_pairs_that_are_new(
+    steered: tuple[Steering, list[tuple[Plan, Result]]],
+) -> None:
+    steering, ((plan, result), (further, then)) = steered
     before, after = ({*one.orders, *one.fault_events} for one in (plan, further))
     added = after - before
     assert before < after
@@ -53,13 +62,19 @@ def test_an_act_comes_at_its_time_to_the_instance_or_to_what_it_depends_on(act: 
     assert names & {built.uuid, service, f"compute-{service}", *plan.processes_of(cell)}
 
 
-@pytest.mark.parametrize("seed", [3, 5, 8])  # with metal, with peers, with both
-def test_a_plan_in_a_file_is_the_same_plan(seed: int) -> None:
-    plan = plan_of(seed, WIDENED)
+def in_a_file(plan: Plan) -> Plan:
     path = written(plan)
     try:
-        again: Plan = read_plan(path)
+        return read_plan(path)
     finally:
         path.unlink()
-    assert again == plan
-    assert run(again).digest == run(plan).digest
+
+
+@pytest.mark.parametrize("seed", [3, 5, 8])  # with metal, with peers, with both
+def test_a_plan_in_a_file_is_the_same_plan(seed: int) -> None:
+    assert in_a_file(plan_of(seed, WIDENED)) == plan_of(seed, WIDENED)
+
+
+def test_a_plan_in_a_file_is_the_same_run() -> None:
+    plan = plan_of(8, WIDENED)
+    assert run(in_a_file(plan)).digest == run(plan).digest

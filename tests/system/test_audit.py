@@ -56,7 +56,7 @@ from compute_sim.config import ComputeConfig
 from compute_sim.fleet import Guest
 from tests.kit.waiting import until
 
-pytestmark = [pytest.mark.system, pytest.mark.postgres]
+pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.asyncio(loop_scope="module")]
 
 WAIT_S = 120.0
 CELL = "cell1"
@@ -121,64 +121,15 @@ async def one_process() -> AsyncIterator[tuple[Site, LocalSystem, BuildClient]]:
             await system.in_process.stop()
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def watched() -> AsyncIterator[Watched]:
+    """One system for all tests but the last: each leaves nothing that an audit finds, but the one that plants it."""
     async with one_process() as (place, system, client):
         made = Watched(place, system, client)
         task = asyncio.create_task(made.run())
         yield made
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing_else(watched: Watched) -> None:
-    """While builds come and go; and the repair of the book takes what it can put right."""
-    builds = [BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p") for _ in range(12)]
-    await watched.client.boot(builds)
-    assert await watched.client.wait(WAIT_S)
-    await watched.two_looks()
-    assert watched.found == {}
-    in_book, on_record, on_host = (new_uuid(RNG) for _ in range(3))
-    home, place = watched.hosts[0], watched.place
-    claim = Claim(
-        consumer=in_book,
-        attempt=1,
-        options=(ClaimOption(allocations={home: {"VCPU": 1}}, host=home),),
-        project_id="p",
-    )
-    answer = await watched.client.bus.request(claim, ClaimResult, timeout_s=WAIT_S)
-    assert answer.outcome is ClaimOutcome.CLAIMED
-    took = {"book": await watched.until(("orphaned", in_book))}
-    selection = Selection(host_uuid=home, host="h", service=watched.system.computes[0], allocations={home: {"VCPU": 1}})
-    record = Instance(
-        uuid=on_record,
-        state=State.ACTIVE,
-        spec=InstanceSpec(instance_uuid=on_record, project_id="p"),
-        selections=(selection,),
-        attempt=1,
-        since=place.clock.time(),
-    )
-    database = place.environment("test").database(f"cell_{CELL}", pool_size=1)
-    async with database.raw() as connection:
-        await connection.execute(numbered(INSERT), *columns([record]))
-    took["record"] = await watched.until(
-        ("instance_without_machine", on_record), ("missing", on_record), ("unrequested", on_record)
-    )
-    (fleet,) = watched.system.fleets.values()
-    fleet.put(home, Guest(on_host, 1, {home: {"VCPU": 1}}))
-    took["host"] = await watched.until(("machine_without_instance", on_host))
-    print({where: (looks, round(seconds, 1)) for where, (looks, seconds) in took.items()})  # noqa: T201  (a figure of the run)
-    assert max(looks for looks, _ in took.values()) <= MOST_LOOKS, took
-    assert "not of this deployment" in watched.found["machine_without_instance", on_host].repair
-    assert {subject for _, subject in watched.found} == {in_book, on_record, on_host}
-    assert watched.confirmed.lasting(REPAIRABLE, 0.0, place.clock.monotonic())
-    done = await audited(place, repair=True, grace_s=0.0)
-    assert f"{in_book}: released" in done["repaired"] and f"{on_record}: claimed again" in done["repaired"]
-    fleet.remove(home, on_host)
-    async with database.raw() as connection:
-        await connection.execute("DELETE FROM instances WHERE uuid = $1", on_record)
-    await database.close()
-    await watched.until(("orphaned", in_book), ("missing", on_record), ("machine_without_instance", on_host), gone=True)
 
 
 async def claimed(watched: Watched, host: str) -> str:
@@ -208,6 +159,8 @@ async def test_a_claim_in_doubt_is_named_and_not_released(watched: Watched) -> N
     await bus.request(Release(consumer=uuid), ReleaseResult, timeout_s=WAIT_S)
     await watched.until(("in_doubt", uuid), gone=True)
     assert ("orphaned", uuid) not in watched.found
+    gone = InventoryUpdate(source="unannounced", version=2, root_uuid=home)
+    assert (await bus.request(gone, InventoryResult, timeout_s=WAIT_S)).outcome == "applied"
 
 
 async def test_a_claim_of_which_the_cell_has_no_machine_is_released(watched: Watched) -> None:
@@ -259,6 +212,8 @@ async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_
         ObjectsChange(changes=(change,), who="ann"), ObjectsChanged, timeout_s=WAIT_S
     )
     assert made.revision == entry.revision + 1
+    await watched.client.bus.request(Release(consumer=unknown), ReleaseResult, timeout_s=WAIT_S)
+    await watched.until(("orphaned", unknown), gone=True)
 
 
 async def test_a_move_that_awaits_its_confirm_is_at_rest_and_keeps_its_source(watched: Watched) -> None:
@@ -346,6 +301,56 @@ async def test_a_host_that_left_the_zone_of_a_request_by_placements_own_members_
     assert "requested in zone west" in watched.found["outside_zone", request.instance_uuid].reason
     await bus.request(AggregateMembers(aggregate=here, joins=(home,)), AggregateMembersSet, timeout_s=WAIT_S)
     await watched.until(("outside_zone", request.instance_uuid), gone=True)
+
+
+async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing_else(watched: Watched) -> None:
+    """While builds come and go; and the repair of the book takes what it can put right."""
+    builds = [BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p") for _ in range(12)]
+    await watched.client.boot(builds)
+    assert await watched.client.wait(WAIT_S)
+    await watched.two_looks()
+    assert watched.found == {}
+    in_book, on_record, on_host = (new_uuid(RNG) for _ in range(3))
+    home, place = watched.hosts[0], watched.place
+    claim = Claim(
+        consumer=in_book,
+        attempt=1,
+        options=(ClaimOption(allocations={home: {"VCPU": 1}}, host=home),),
+        project_id="p",
+    )
+    answer = await watched.client.bus.request(claim, ClaimResult, timeout_s=WAIT_S)
+    assert answer.outcome is ClaimOutcome.CLAIMED
+    took = {"book": await watched.until(("orphaned", in_book))}
+    selection = Selection(host_uuid=home, host="h", service=watched.system.computes[0], allocations={home: {"VCPU": 1}})
+    record = Instance(
+        uuid=on_record,
+        state=State.ACTIVE,
+        spec=InstanceSpec(instance_uuid=on_record, project_id="p"),
+        selections=(selection,),
+        attempt=1,
+        since=place.clock.time(),
+    )
+    database = place.environment("test").database(f"cell_{CELL}", pool_size=1)
+    async with database.raw() as connection:
+        await connection.execute(numbered(INSERT), *columns([record]))
+    took["record"] = await watched.until(
+        ("instance_without_machine", on_record), ("missing", on_record), ("unrequested", on_record)
+    )
+    (fleet,) = watched.system.fleets.values()
+    fleet.put(home, Guest(on_host, 1, {home: {"VCPU": 1}}))
+    took["host"] = await watched.until(("machine_without_instance", on_host))
+    print({where: (looks, round(seconds, 1)) for where, (looks, seconds) in took.items()})  # noqa: T201  (a figure of the run)
+    assert max(looks for looks, _ in took.values()) <= MOST_LOOKS, took
+    assert "not of this deployment" in watched.found["machine_without_instance", on_host].repair
+    assert {subject for _, subject in watched.found} == {in_book, on_record, on_host}
+    assert watched.confirmed.lasting(REPAIRABLE, 0.0, place.clock.monotonic())
+    done = await audited(place, repair=True, grace_s=0.0)
+    assert f"{in_book}: released" in done["repaired"] and f"{on_record}: claimed again" in done["repaired"]
+    fleet.remove(home, on_host)
+    async with database.raw() as connection:
+        await connection.execute("DELETE FROM instances WHERE uuid = $1", on_record)
+    await database.close()
+    await watched.until(("orphaned", in_book), ("missing", on_record), ("machine_without_instance", on_host), gone=True)
 
 
 async def test_item_28_a_service_that_died_with_its_conductor_is_named() -> None:

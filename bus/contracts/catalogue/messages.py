@@ -45,12 +45,17 @@ clients_request = partial(
 )
 operators_command = partial(command, where=API, owner=SCHEDULER, by=(OPERATOR,), public=True)
 to_placement = partial(command, where=API, owner=PLACEMENT, by=(SCHEDULER,))
-about_claims = partial(command, where=BOTH, owner=PLACEMENT, by=(CONDUCTOR, SCHEDULER), persistent=False)
+of_placement = partial(event, where=BOTH, by=(PLACEMENT,), persistent=False)
+claims = partial(command, where=BOTH, owner=PLACEMENT, by=(SCHEDULER, CONDUCTOR), persistent=False)
+conductor_to_placement = partial(command, where=BOTH, owner=PLACEMENT, by=(CONDUCTOR,), persistent=False)
 read_of_book = partial(query, owner=PLACEMENT, by=(SCHEDULER,), public=False)
 to_conductor = partial(command, where=CELL, owner=CONDUCTOR, by=(SCHEDULER,))
 to_compute = partial(command, where=CELL, owner=COMPUTE, by=(CONDUCTOR,))
+asked_of_compute = partial(event, where=CELL, owner=COMPUTE, by=(CONDUCTOR,), persistent=False)
+result_of_compute = partial(command, where=CELL, owner=COMPUTE, by=(COMPUTE,))
 of_compute = partial(event, where=CELL, by=(COMPUTE,), persistent=False)
 of_conductor = partial(event, where=CELL, by=(CONDUCTOR,), persistent=False)
+of_requests = partial(event, where=BOTH, owner=SCHEDULER, by=(CONDUCTOR, SCHEDULER), public=True)
 for_operators = partial(event, where=CELL, by=(CONDUCTOR,), public=True)
 
 MESSAGES: tuple[MessageRow, ...] = (
@@ -64,14 +69,10 @@ MESSAGES: tuple[MessageRow, ...] = (
     clients_request(
         build.DeleteRequest, "build.delete.{lane}.{project_id}", "instance_uuid", reply=build.BuildAccepted
     ),
-    event(
+    of_requests(
         build.BuildEvent,
         "build.event.{state}.{project_id}",
         "instance_uuid and sequence; a lower sequence is old",
-        where=BOTH,
-        owner=SCHEDULER,
-        by=(CONDUCTOR, SCHEDULER),
-        public=True,
         batch_key=BUILD_EVENTS,
     ),
     query(build.BuildQuery, build.BuildPage, "build.query"),
@@ -87,25 +88,15 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         public=True,
     ),
-    command(
+    clients_request(
         moves.MoveRequest,
         "instance.move.{lane}.{project_id}",
         "request_id; the same id with other content is refused (request.duplicate)",
-        where=API,
-        owner=SCHEDULER,
         by=(CLIENT, OPERATOR, SCHEDULER),
-        public=True,
-        max_batch=MAX_REQUESTS_PER_MESSAGE,
         reply=moves.MoveAccepted,
     ),
-    event(
-        moves.MoveEvent,
-        "instance.event.{state}.{project_id}",
-        "instance_uuid and sequence; a terminal one request_id",
-        where=BOTH,
-        owner=SCHEDULER,
-        by=(CONDUCTOR, SCHEDULER),
-        public=True,
+    of_requests(
+        moves.MoveEvent, "instance.event.{state}.{project_id}", "instance_uuid and sequence; a terminal one request_id"
     ),
     query(moves.MoveQuery, moves.MovePage, "instance.query"),
     query(drains.DrainQuery, drains.DrainPlan, "hosts.drain.query"),
@@ -185,16 +176,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     to_placement(
         placement.InventoryForget, "inventory.forget", "root_uuid", persistent=False, reply=placement.InventoryForgotten
     ),
-    command(
-        placement.Claim,
-        "placement.claim",
-        "(consumer, attempt)",
-        where=BOTH,
-        owner=PLACEMENT,
-        by=(SCHEDULER, CONDUCTOR),
-        persistent=False,
-        reply=placement.ClaimResult,
-    ),
+    claims(placement.Claim, "placement.claim", "(consumer, attempt)", reply=placement.ClaimResult),
     to_placement(
         placement.ClaimAll,
         "placement.claim_all",
@@ -202,27 +184,11 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         reply=placement.ClaimAllResult,
     ),
-    event(
-        placement.InventoryOutdated,
-        "inventory.outdated.{source}",
-        "source, root_uuid and version",
-        where=BOTH,
-        by=(PLACEMENT,),
-        persistent=False,
-    ),
-    about_claims(placement.Release, "placement.release", "consumer and attempt", reply=placement.ReleaseResult),
+    of_placement(placement.InventoryOutdated, "inventory.outdated.{source}", "source, root_uuid and version"),
+    claims(placement.Release, "placement.release", "consumer and attempt", reply=placement.ReleaseResult),
     to_placement(placement.ReleaseRun, "placement.release_run", "consumer, attempt and run"),
-    about_claims(placement.Revert, "placement.revert", "consumer and attempt", reply=placement.RevertResult),
-    command(
-        placement.Swap,
-        "placement.swap",
-        "each consumer's generation",
-        where=BOTH,
-        owner=PLACEMENT,
-        by=(SCHEDULER, CONDUCTOR),
-        persistent=False,
-        reply=placement.SwapResult,
-    ),
+    claims(placement.Revert, "placement.revert", "consumer and attempt", reply=placement.RevertResult),
+    claims(placement.Swap, "placement.swap", "each consumer's generation", reply=placement.SwapResult),
     read_of_book(feed.ChangesRequest, feed.ChangesPage, "placement.changes", by=(SCHEDULER, OPERATOR)),
     read_of_book(feed.SnapshotRequest, feed.SnapshotPage, "placement.snapshot", by=(SCHEDULER, OPERATOR)),
     read_of_book(placement.LocateRequest, placement.LocatePage, "placement.locate"),
@@ -233,23 +199,16 @@ MESSAGES: tuple[MessageRow, ...] = (
     read_of_book(
         book.ProjectUsageQuery, book.ProjectUsagePage, "placement.usage", by=(OPERATOR, SCHEDULER), public=True
     ),
-    event(
-        feed.FeedChanges, "placement.event.changes", "each change's sequence", where=API, by=(PLACEMENT,), public=True
+    of_placement(
+        feed.FeedChanges, "placement.event.changes", "each change's sequence", where=API, persistent=True, public=True
     ),
-    event(feed.FeedHead, "placement.event.head", "sequence", where=API, by=(PLACEMENT,), persistent=False, public=True),
+    of_placement(feed.FeedHead, "placement.event.head", "sequence", where=API, public=True),
     # --- a cell's bus
     to_conductor(cell.CellBuild, "cell.build", "instance_uuid"),
     to_conductor(
         cell_queries.CellBuildQuery, "cell.build.query", "instance_uuid; the answer may be published more than once"
     ),
-    command(
-        cell.CellDelete,
-        "cell.delete",
-        "instance_uuid",
-        where=CELL,
-        owner=CONDUCTOR,
-        by=(SCHEDULER, CONDUCTOR, OPERATOR),
-    ),
+    to_conductor(cell.CellDelete, "cell.delete", "instance_uuid", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
     to_conductor(moves.CellMove, "cell.move", "request_id"),
     to_conductor(moves.CellMoveQuery, "cell.move.query", "request_id; the answer may be published more than once"),
     # A conductor makes these two as well, and has the schedulers hand them on.
@@ -261,14 +220,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     to_conductor(fences.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
     for_operators(fences.HostFence, "host.fence", "host_uuid, version and state"),
     to_compute(moves.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and order"),
-    command(
-        moves.MachineChanged,
-        "compute.changed",
-        "instance_uuid, attempt and order",
-        where=CELL,
-        owner=COMPUTE,
-        by=(COMPUTE,),
-    ),
+    result_of_compute(moves.MachineChanged, "compute.changed", "instance_uuid, attempt and order"),
     to_compute(cell.Spawn, "compute.spawn.{service}", "instance_uuid and attempt"),
     to_compute(cell.Destroy, "compute.destroy.{service}", "instance_uuid and attempt"),
     to_compute(
@@ -279,74 +231,21 @@ MESSAGES: tuple[MessageRow, ...] = (
         max_reply_values=MAX_FOUND_VALUES,
         reply=cell.MachinesFound,
     ),
-    command(cell.QueueMarker, "compute.marker.{service}", "epoch", where=CELL, owner=COMPUTE, by=(COMPUTE,)),
-    command(
-        cell.ComputeResult,
-        "compute.result",
-        "instance_uuid, attempt and outcome",
-        where=CELL,
-        owner=COMPUTE,
-        by=(COMPUTE,),
-    ),
-    event(
-        cell.ReportHosts,
-        "compute.report",
-        "requests a report",
-        where=CELL,
-        owner=COMPUTE,
-        by=(SCHEDULER, CONDUCTOR, OPERATOR),
-        persistent=False,
-    ),
-    event(
-        cell.RescanHosts,
-        "compute.rescan.{service}",
-        "requests a report",
-        where=CELL,
-        owner=COMPUTE,
-        by=(CONDUCTOR,),
-        persistent=False,
-    ),
+    result_of_compute(cell.QueueMarker, "compute.marker.{service}", "epoch"),
+    result_of_compute(cell.ComputeResult, "compute.result", "instance_uuid, attempt and outcome"),
+    asked_of_compute(cell.ReportHosts, "compute.report", "requests a report", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
+    asked_of_compute(cell.RescanHosts, "compute.rescan.{service}", "requests a report"),
     of_compute(cell.ComputeHosts, "compute.hosts.{service}", "service, epoch and sequence"),
     of_compute(cell.Heartbeat, "compute.heartbeat.{service}", "service, epoch and sequence"),
     of_compute(cell.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
     of_conductor(cell.ServicesDigest, "services.digest", "cell, term, number and page"),
     of_conductor(cell.RingMembers, "services.ring.{ring}", "cell, ring, term and number"),
-    event(
-        cell.ServiceOutdated,
-        "compute.outdated.{service}",
-        "service and epoch",
-        where=CELL,
-        by=(CONDUCTOR, SCHEDULER),
-        persistent=False,
-    ),
-    event(
-        placement.InventoryTaken,
-        "inventory.taken.{source}",
-        "source, root_uuid and owner",
-        where=BOTH,
-        by=(PLACEMENT,),
-        persistent=False,
-    ),
-    command(
-        placement.InventoryReleased,
-        "inventory.released",
-        "source and roots",
-        where=CELL,
-        owner=PLACEMENT,
-        by=(CONDUCTOR,),
-        persistent=False,
-    ),
+    of_conductor(cell.ServiceOutdated, "compute.outdated.{service}", "service and epoch", by=(CONDUCTOR, SCHEDULER)),
+    of_placement(placement.InventoryTaken, "inventory.taken.{source}", "source, root_uuid and owner"),
+    conductor_to_placement(placement.InventoryReleased, "inventory.released", "source and roots", where=CELL),
     of_conductor(cell.HostsContested, "compute.contested.{service}", "service, other and hosts"),
     of_conductor(cell.HostsReleased, "compute.released.{service}", "service, owner and hosts"),
-    event(
-        cell.ReserveMachines,
-        "compute.reserve.{service}",
-        "service, epoch and sequence of the report",
-        where=CELL,
-        owner=COMPUTE,
-        by=(CONDUCTOR,),
-        persistent=False,
-    ),
+    asked_of_compute(cell.ReserveMachines, "compute.reserve.{service}", "service, epoch and sequence of the report"),
     for_operators(cell.MachinesUnexplained, "conductor.unexplained.{service}", "service and at"),
     for_operators(cell.BreakerTripped, "conductor.breaker.{service}", "service; a breaker that is open already"),
 )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Sequence
 
 import pytest
 
 from bus.bus import Bus
+from bus.consuming.consumer import SUSPECT_WAIT_S
+from bus.consuming.lanes import ConsumerLane
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
@@ -251,3 +254,84 @@ async def test_a_hung_batch_does_not_hold_up_the_third_message(house: House, han
     finally:
         go_on.set()
         await until(lambda: len(done) == 3)
+
+
+# --- A consumer waits for further suspects before it takes one, with any number of workers.
+
+
+SUSPECTS = 6
+
+
+async def returned_twice(bus: Bus) -> None:
+    """Each message is delivered twice and given back, as when its consumers die."""
+    await bus.declare(REQUESTS)
+    for number in range(SUSPECTS):
+        await bus.publish(boot(number))
+    for _ in range(2):
+        got: list[Delivery] = []
+        subscription = await bus.transport.consume(LANE, got.append, prefetch=SUSPECTS)
+        await until(lambda got=got: len(got) == SUSPECTS)  # type: ignore[misc]
+        await subscription.cancel()
+        for delivery in got:
+            delivery.nack(requeue=True)
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["memory"])
+@pytest.mark.parametrize("concurrency", [1, 2])
+async def test_no_suspect_is_taken_before_the_wait_for_others_is_over(house: House, concurrency: int) -> None:
+    bus = await house.bus()
+    await returned_twice(bus)
+    taken: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        taken.append(loop.time())
+        return [Done()] * len(batch)
+
+    arrived: list[float] = []
+    consumer = bus.consumer(REQUESTS, handle, concurrency=concurrency)
+    plain = consumer._on_delivery
+
+    def on_delivery(lane: ConsumerLane, delivery: Delivery) -> None:
+        arrived.append(loop.time())
+        plain(lane, delivery)
+
+    consumer._on_delivery = on_delivery  # type: ignore[method-assign]
+    await consumer.start()
+    await asyncio.sleep(0)
+    try:
+        await until(lambda: taken)
+        waited = taken[0] - arrived[0]
+        assert waited >= SUSPECT_WAIT_S * 0.9, f"the first suspect was taken after {waited:.4f} s"
+    finally:
+        await consumer.drain(1.0)
+
+
+@pytest.mark.parametrize("kind", ["memory"])
+@pytest.mark.parametrize("concurrency", [1, 2])
+async def test_the_first_to_arrive_is_not_always_the_first_taken(house: House, concurrency: int) -> None:
+    """What the wait is for: a process that the first taken one ends must not take the same one each time."""
+    firsts: set[str] = set()
+    loop = asyncio.get_running_loop()
+    for seed in range(6):
+        bus = await house.bus(f"s{seed}")
+        await returned_twice(bus)
+        taken: list[str] = []
+
+        async def handle(batch: Sequence[Received], taken: list[str] = taken) -> Sequence[Outcome]:
+            taken += [one.message.instance_uuid for one in batch]  # type: ignore[attr-defined]
+            return [Done()] * len(batch)
+
+        consumer = bus.consumer(REQUESTS, handle, concurrency=concurrency, max_batch=1)
+        plain, arrivals = consumer._on_delivery, itertools.count()
+
+        def apart(lane: ConsumerLane, delivery: Delivery, plain=plain, arrivals=arrivals) -> None:  # type: ignore[no-untyped-def]
+            loop.call_later(0.005 * next(arrivals), plain, lane, delivery)  # as from a network
+
+        consumer._on_delivery = apart  # type: ignore[method-assign]
+        await consumer.start()
+        await until(lambda taken=taken: len(taken) == SUSPECTS)  # type: ignore[misc]
+        await consumer.drain(1.0)
+        firsts.add(taken[0])
+    assert len(firsts) > 1, f"of six runs each took {firsts} first"

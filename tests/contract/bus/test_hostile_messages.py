@@ -7,6 +7,7 @@ import json
 import random
 import struct
 from collections.abc import AsyncIterator
+from itertools import product
 
 import pytest
 
@@ -14,8 +15,10 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.consuming.consumer import Consumer
+from bus.consuming.in_flight import InFlightMessage
 from bus.consuming.lanes import ArrivedDelivery
 from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.consuming.outcome_handling import OutcomeHandler, OutcomeMessage
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS
 from bus.depths import waiting_in
@@ -23,6 +26,7 @@ from bus.key_trust import letters_code
 from bus.rabbitmq import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.rig import REQUESTS, Answering, Collector, boot
+from tests.kit.cases import case
 from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table
 from tests.kit.waiting import until
 
@@ -124,7 +128,7 @@ class Watched:
 
 
 @pytest.fixture
-async def watched(amqp: tuple[str, str]) -> AsyncIterator[Watched]:
+async def watched(amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Watched]:
     url, prefix = amqp
     transport = RabbitTransport(url, name="api", prefix=prefix)
     bus = Bus("api", transport, process="p", clock=SystemClock(), rng=random.Random(1))
@@ -153,18 +157,18 @@ async def settled_with(watched: Watched, dead: int) -> None:
     await until(as_instructed)
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-async def test_no_property_or_header_ends_a_consumer(watched: Watched, body: bytes) -> None:
+async def test_no_property_or_header_ends_a_consumer(watched: Watched) -> None:
     """Each of them once with each body; a good message sent after each is handled, on the same connection."""
-    for number, properties in enumerate(HOSTILE.values(), 1):
-        await watched.publish(body, **properties)
-        await watched.bus.publish(boot(2))
-        await until(
-            lambda number=number: (  # type: ignore[misc]
-                sum(one.message == boot(2) for one in watched.handler.got) == number or watched.lost
+    for number, (body, hostile) in enumerate(product(BODIES, HOSTILE), 1):
+        with case(body, hostile):
+            await watched.publish(BODIES[body], **HOSTILE[hostile])
+            await watched.bus.publish(boot(2))
+            await until(
+                lambda number=number: (  # type: ignore[misc]
+                    sum(one.message == boot(2) for one in watched.handler.got) == number or watched.lost
+                )
             )
-        )
-        assert not watched.lost, properties
+            assert not watched.lost
 
 
 async def test_a_message_id_of_bytes_is_parked_with_its_body_and_its_bytes(watched: Watched) -> None:
@@ -202,20 +206,20 @@ async def test_a_retry_keeps_the_bytes_of_its_properties(watched: Watched) -> No
     assert [one.meta.attempt for one in got[:2]] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'[{"meta":{"id":"\xff"},"body":{}}]',
-        b'[{"meta":{"id":"1","cause":"\xff"},"body":{"type":"\xff"}}]',
-        b'[{"meta":{"id":"1","reply_to":"amq.rabbitmq.reply-to"},"body":' + REQUEST + b"}]",
-        b'[{"meta":{"id":"1"},"body":{}}]',
-    ],
-    ids=["meta of bytes", "cause of bytes", "direct reply-to", "invalid"],
+BAD_ITEMS = (
+    b'[{"meta":{"id":"\xff"},"body":{}}]',
+    b'[{"meta":{"id":"1","cause":"\xff"},"body":{"type":"\xff"}}]',
+    b'[{"meta":{"id":"1","reply_to":"amq.rabbitmq.reply-to"},"body":' + REQUEST + b"}]",
+    b'[{"meta":{"id":"1"},"body":{}}]',
 )
-async def test_one_bad_item_of_a_batch_with_a_long_id_is_a_dead_letter(watched: Watched, body: bytes) -> None:
+
+
+async def test_one_bad_item_of_a_batch_with_a_long_id_is_a_dead_letter(watched: Watched) -> None:
     watched.answer = Retry("not.yet")
-    await watched.publish(body, content_type=BATCH.encode(), message_id=b"i" * 255)
-    await settled_with(watched, dead=1)
+    for number, body in enumerate(BAD_ITEMS, 1):
+        with case(body):
+            await watched.publish(body, content_type=BATCH.encode(), message_id=b"i" * 255)
+            await settled_with(watched, dead=number)
 
 
 async def test_keys_of_bytes_and_of_full_length_are_read(watched: Watched) -> None:
@@ -242,15 +246,14 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 ) -> None:
     """Whatever else may go wrong while a message is settled, it goes wrong for that message."""
     watched.answer = Retry("not.yet")
-    handling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
-    retry = handling._retry
+    retry = OutcomeHandler._retry
 
-    def breaks(self: object, received: Received, waiter: object) -> None:
+    def breaks(self: OutcomeHandler, item: InFlightMessage, received: Received) -> OutcomeMessage:
         if received.message == boot(1):
             raise ValueError("cannot be written")
-        retry(self, received, waiter)  # type: ignore[arg-type]
+        return retry(self, item, received)
 
-    monkeypatch.setattr(handling, "_retry", breaks)
+    monkeypatch.setattr(OutcomeHandler, "_retry", breaks)
     await watched.bus.publish_all([(boot(number), "") for number in (3, 1, 4)])
     await until(lambda: sum(one.meta.attempt == 1 for one in watched.handler.got) >= 2)
     watched.answer = Done()
@@ -263,13 +266,11 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
 
-    async def breaks(*_: object) -> None:
+    def breaks(*_: object, **__: object) -> OutcomeMessage:
         raise ValueError("cannot be written")
 
-    monkeypatch.setattr(handling, "apply", breaks)
-    monkeypatch.setattr(handling, "park", breaks)
+    monkeypatch.setattr(OutcomeHandler, "_letter", breaks)
     transport = watched.bus.transport
     await watched.bus.declare("scheduler.given_up")
     await watched.publish(b"{")

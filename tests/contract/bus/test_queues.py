@@ -120,7 +120,7 @@ async def test_letters_of_one_queue_are_listed_sent_back_and_dropped_without_the
 
 @EVERY_ADAPTER
 async def test_more_letters_than_are_read_are_counted(rig: Rig, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(dead_letters, "MAX_LOOKED_AT", 3)
+    monkeypatch.setattr(dead_letters, "MAX_COUNTED", 3)
     transport = await rig.transport()
     queue = await declare(transport)
     for number in range(5):
@@ -401,7 +401,7 @@ async def test_a_consumers_hands_hold_few_bytes_however_large_the_bodies_are(
     await bus.declare(REQUESTS)
     handler = Gated()
     consumer = await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1)
-    lane = consumer._lanes.every[1 + lane_of(NOISY)]
+    (lane,) = (one for one in consumer._lanes.every if one.name == f"{REQUESTS}.{lane_of(NOISY)}")
     most = 0
     for number in range(30):
         message = structs.replace(boot(number), project_id=NOISY, name="n" * 200)

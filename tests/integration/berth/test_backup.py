@@ -21,6 +21,7 @@ from berth.schemas import SchemaState, assess, find_schemas, in_order, package_o
 from bus.persistence.database import Database
 from bus.persistence.revision import APPLIED, REVISION_TABLES, Revisions
 from tests.kit import servers
+from tests.kit.cases import case
 from tests.kit.catalog import described
 
 pytestmark = pytest.mark.postgres
@@ -219,17 +220,19 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", SPOILED)
 async def test_a_spoiled_backup_is_refused_and_the_database_stays_empty(
-    backup: Path, postgres_server: str, how: str
+    backup: Path, postgres_server: str, tmp_path: Path
 ) -> None:
-    spoil, code = SPOILED[how]
-    spoil(backup)
     with servers.fresh_database(postgres_server) as target:
-        with pytest.raises(BadBackup) as caught:
-            await restore(target, backup)
-        assert caught.value.code == code, caught.value
-        assert await content(target) == {}
+        for how, (spoil, code) in SPOILED.items():
+            with case(how):
+                spoiled = tmp_path / how
+                shutil.copytree(backup, spoiled)
+                spoil(spoiled)
+                with pytest.raises(BadBackup) as caught:
+                    await restore(target, spoiled)
+                assert caught.value.code == code, caught.value
+                assert await content(target) == {}
 
 
 async def test_a_target_that_holds_something_is_refused_and_left_as_it_was(

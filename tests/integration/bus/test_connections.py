@@ -164,12 +164,22 @@ async def test_a_connection_that_takes_no_writes_is_dropped(empty_database: str,
     await database.open()
     try:
         await _execute(database, way, "CREATE TABLE written (pid int)")
+        before = await _backend_pid(database, way)
         await _execute(database, way, "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
         with pytest.raises(DatabaseUnavailable):
             await _execute(database, way, "INSERT INTO written VALUES (1)")
         await _execute(database, way, "INSERT INTO written VALUES (1)")
+        assert await _backend_pid(database, way) != before
     finally:
         await database.close()
+
+
+async def _backend_pid(database: Database, way: str) -> int:
+    statement = "SELECT pg_backend_pid()"
+    async with getattr(database, way)() as connection:
+        if way == "transaction":
+            return int(await connection.scalar(text(statement)))
+        return int(await connection.fetchval(statement))
 
 
 async def _execute(database: Database, way: str, statement: str) -> None:

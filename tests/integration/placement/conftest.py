@@ -11,6 +11,7 @@ from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpda
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
+from placement_worker.operations.overcommit import Beyond, beyond_capacity
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 Hold = Mapping[str, Mapping[str, int]]
@@ -48,9 +49,9 @@ class Book:
         async with self.database.raw() as connection:
             return await audit.findings(connection)
 
-    async def over_capacity(self) -> list[audit.InventoryRow]:
+    async def over_capacity(self) -> list[Beyond]:
         async with self.database.raw() as connection:
-            return await audit.over_capacity(connection)
+            return await beyond_capacity(connection)
 
     async def allocations(self) -> dict[str, dict[str, dict[str, int]]]:
         async with self.database.raw() as connection:

@@ -26,9 +26,8 @@ from bus.memory import MemoryTransport
 from bus.service.settings import SettingsError
 from placement_worker.domain.trees import CreateProvider
 from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth
-from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfig
+from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfig, with_oslo_conf
 from placement_worker.rest.keystone import Keystone, KeystoneForbidden, KeystoneUnavailable
-from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import Policy
 from placement_worker.rest.routes import RESHAPE, USAGES
 from tests.integration.placement_rest.conftest import START_TIMEOUT_S, Placement, holding, on_postgres

@@ -22,6 +22,7 @@ from bus.service.http_protocol import MAX_PIPELINED
 from placement_worker import metrics as worker_metrics
 from placement_worker.rest import api, bodies, candidates, metrics, providers
 from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, serving
+from tests.kit.cases import case
 from tests.kit.waiting import until
 
 # --- one client's long search, and one that does not read its answer, cost no other client anything
@@ -129,30 +130,30 @@ async def test_too_many_long_searches_are_answered_503(postgres_url: str, gate: 
         assert {200, 400, 503}.issuperset(statuses)  # 400: a busy machine found nothing in so short a time
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "&".join(f"resources{number}=SRIOV_NET_VF:1" for number in range(1, 102)) + "&group_policy=none",
-        "&".join(f"resources{number}=SRIOV_NET_VF:1,VCPU:1" for number in range(1, 101))
-        + "&group_policy=none&resources="
-        + ",".join(f"CUSTOM_{number}:1" for number in range(40)),
-        "resources=VCPU:1"
-        + "&required=in:HW_CPU_X86_AVX,HW_CPU_X86_AVX2" * 1
-        + "".join(f"&required=in:HW_CPU_X86_AVX,CUSTOM_{number}" for number in range(70)),
-        "resources=VCPU:1" + "".join(f"&member_of=00000000-0000-4000-8000-{number:012d}" for number in range(70)),
-        "resources=VCPU:1" + "&x=1" * 1001,
-        "resources=VCPU:" + "9" * 5000,
-        "resources=" + "VCPU:1," * 9000,
-    ],
-    ids=["groups", "slots", "required", "member_of", "parameters", "digits", "bytes"],
-)
+BEYOND = {
+    "groups": "&".join(f"resources{number}=SRIOV_NET_VF:1" for number in range(1, 102)) + "&group_policy=none",
+    "slots": "&".join(f"resources{number}=SRIOV_NET_VF:1,VCPU:1" for number in range(1, 101))
+    + "&group_policy=none&resources="
+    + ",".join(f"CUSTOM_{number}:1" for number in range(40)),
+    "required": "resources=VCPU:1&required=in:HW_CPU_X86_AVX,HW_CPU_X86_AVX2"
+    + "".join(f"&required=in:HW_CPU_X86_AVX,CUSTOM_{number}" for number in range(70)),
+    "member_of": "resources=VCPU:1"
+    + "".join(f"&member_of=00000000-0000-4000-8000-{number:012d}" for number in range(70)),
+    "parameters": "resources=VCPU:1" + "&x=1" * 1001,
+    "digits": "resources=VCPU:" + "9" * 5000,
+    "bytes": "resources=" + "VCPU:1," * 9000,
+}
+
+
 @pytest.mark.postgres
-async def test_queries_beyond_a_bound_are_400_with_a_reason(placement: Placement, query: str) -> None:
-    kind = "traits" if "required" in query else "resource_classes"
-    for name in re.findall(r"CUSTOM_\d+", query):
-        await placement.call("PUT", f"/{kind}/{name}")
-    answer = await placement.call("GET", f"/allocation_candidates?{query}", status=400)
-    assert answer.json()["errors"][0]["detail"]
+async def test_queries_beyond_a_bound_are_400_with_a_reason(placement: Placement) -> None:
+    for bound, query in BEYOND.items():
+        with case(bound):
+            kind = "traits" if "required" in query else "resource_classes"
+            for name in re.findall(r"CUSTOM_\d+", query):
+                await placement.call("PUT", f"/{kind}/{name}")
+            answer = await placement.call("GET", f"/allocation_candidates?{query}", status=400)
+            assert answer.json()["errors"][0]["detail"]
 
 
 @pytest.mark.postgres
@@ -213,25 +214,25 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("what", ENDLESS)
 @pytest.mark.postgres
-async def test_a_head_without_end_is_refused_before_it_is_large(postgres_url: str, what: str) -> None:
-    begin, more = ENDLESS[what]
+async def test_a_head_without_end_is_refused_before_it_is_large(postgres_url: str) -> None:
     async with serving(postgres_url) as placement:
-        before = metrics.LET_GO.labels("size")._value.get()
         host, _, port = placement.base_url.removeprefix("http://").rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(begin)
-        sent = 0
-        with contextlib.suppress(ConnectionError):
-            while sent < TOO_MUCH:
-                writer.write(more)
-                await writer.drain()
-                sent += len(more)
-        assert sent < TOO_MUCH
-        assert metrics.LET_GO.labels("size")._value.get() == before + 1
-        writer.close()
-        await placement.call("GET", "/", status=200)
+        for what, (begin, more) in ENDLESS.items():
+            with case(what):
+                before = metrics.LET_GO.labels("size")._value.get()
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.write(begin)
+                sent = 0
+                with contextlib.suppress(ConnectionError):
+                    while sent < TOO_MUCH:
+                        writer.write(more)
+                        await writer.drain()
+                        sent += len(more)
+                assert sent < TOO_MUCH
+                assert metrics.LET_GO.labels("size")._value.get() == before + 1
+                writer.close()
+                await placement.call("GET", "/", status=200)
 
 
 def begun(size: int, of: int) -> bytes:

@@ -142,7 +142,7 @@ async def test_two_schedulers_fill_the_hosts_and_all_replicas_agree(site: Site) 
         results = await client.request_all(reports, InventoryResult, timeout_s=TIMEOUT_S, causes=[""] * hosts)
         sequence = max(result.sequence for result in results if isinstance(result, InventoryResult))
         for follower, book in (one, two):
-            assert await follower.wait_until(sequence, timeout_s=TIMEOUT_S)
+            await until(lambda book=book: book.sequence >= sequence, follower)  # type: ignore[misc]
             assert len(book) == 2 * hosts
 
         async def schedule(replica: tuple[Follower, Book], seed: int) -> list[ClaimOutcome]:

@@ -75,7 +75,7 @@ class Brokered(World):
 
 
 @pytest.fixture
-async def brokered(postgres_url: str, amqp: tuple[str, str]) -> AsyncIterator[Brokered]:
+async def brokered(postgres_url: str, amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Brokered]:
     """A scheduler that has declared its queues and is gone."""
     made = Brokered(postgres_url)
     made.amqp_url, made.prefix = amqp

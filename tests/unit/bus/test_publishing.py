@@ -342,6 +342,7 @@ async def test_a_publisher_that_closes_begins_nothing_and_ends_all_it_has(began:
     await asyncio.sleep(0)
     assert (transport.calls, ended) == (calls, [True] * len(MESSAGES))
     assert calls <= 1
+    assert ([waiter.pending for waiter in waiters], bus.publisher._in_flight) == ([0] * len(MESSAGES), 0)
 
 
 # --- a publish without a confirm: one of the queues that it goes to may hang, and others take what comes after it

@@ -1,12 +1,13 @@
-"""What a compute service publishes: its scans, its builds that wait, and a later number under its own name."""
+"""What a compute service publishes: its scans and inventory, and a later number under its own name."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,15 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.cell import (
-    MAX_WAITING,
-    BuildsWaiting,
     ComputeHosts,
     ComputeResult,
     Heartbeat,
     ReportHosts,
     RescanHosts,
     ServiceOutdated,
-    WaitingBuild,
 )
 from bus.contracts.placement import InventoryOutdated, InventoryUpdate, ProviderReport
-from bus.port import BusError, BusUnavailable
+from bus.port import BusUnavailable
 from compute_sim import reporter as reporting
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import Entry, Phase
@@ -40,7 +38,6 @@ from compute_sim.offering import Offering
 from compute_sim.publishing import PendingPublisher
 from compute_sim.records import FARTHEST, Records
 from compute_sim.reporter import Reporter
-from compute_sim.waiting import WaitingReporter
 
 # --- the reporter's messages about its own scans
 
@@ -87,34 +84,54 @@ def everything_offered(world: Any, records: Records) -> Offering:
     return offering
 
 
+def reporter_of(world: Any, records: Records, changes: HostChanges) -> Reporter:
+    return Reporter(
+        world, service="s", cell="c1", survey=world, records=records, changes=changes, clock=world,
+        offering=everything_offered(world, records), rng=random.Random(1), heartbeat_interval_s=1.0,
+        report_interval_s=60.0,
+    )  # fmt: skip
+
+
+def inventory_of(world: Any, records: Records, changes: HostChanges, **more: Any) -> InventoryReporter:
+    return InventoryReporter(
+        world, service="s", driver=world, records=records, changes=changes, clock=world,
+        offering=everything_offered(world, records), rng=random.Random(1), report_interval_s=60.0, **more,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def working(*works: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """These side by side, for as long as the block runs."""
+    tasks = [asyncio.ensure_future(work()) for work in works]
+    try:
+        async with asyncio.timeout(60):
+            yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def announced(world: Any, records: Records) -> None:
     """A reporter starts, publishes everything once, and ends."""
-    reporter = Reporter(
-        world,
-        service="s",
-        cell="c1",
-        survey=world,
-        records=records,
-        changes=HostChanges(world),
-        offering=everything_offered(world, records),
-        clock=world,
-        rng=random.Random(1),
-        heartbeat_interval_s=1.0,
-        report_interval_s=60.0,
-    )
     world.sent.clear()
-    task = asyncio.create_task(reporter.announce())
-    async with asyncio.timeout(60):
+    async with working(reporter_of(world, records, HostChanges(world)).announce):
         await world.sent.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+
+
+def reports_in(world: SlowWorld) -> list[ComputeHosts]:
+    return [message for message in world.published if isinstance(message, ComputeHosts)]
+
+
+def later_scan(*hosts: str) -> RescanHosts:
+    """A conductor's request for one."""
+    return RescanHosts(service="s", cell="c1", hosts=hosts, rescans=("60000000-0000-4000-8000-000000000001",))
 
 
 async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
     world = SlowWorld()
     await announced(world, Records())
-    (report,) = world.published
-    assert isinstance(report, ComputeHosts)
+    (report,) = reports_in(world)
     assert (report.seen_at, world.now) == (1000.0, 1060.0)
     assert [host.running for host in report.hosts] == [None], "a host that the driver did not see proves nothing lost"
 
@@ -144,8 +161,7 @@ async def test_item_16_many_hosts_are_put_into_pages_in_several_turns(monkeypatc
     counting = asyncio.create_task(count())
     await announced(world, records)
     counting.cancel()
-    (report,) = world.published
-    assert isinstance(report, ComputeHosts)
+    (report,) = reports_in(world)
     assert [host.uuid for host in report.hosts] == [host.uuid for host in hosts]
     assert sum(read.values()) == 7 and max(read.values()) <= 2
 
@@ -171,7 +187,7 @@ async def test_a_result_that_is_published_during_a_scan_is_not_older_than_it() -
     world.answers.report_end((HOST, HOST), Entry(1, Phase.RUNNING))
     for _ in range(2):
         await announced(world, world.records)
-    reports = [message for message in world.published if isinstance(message, ComputeHosts)]
+    reports = reports_in(world)
     assert [result.scan for result in world.results] == [0, 1, 2]
     assert [report.scan for report in reports] == [1, 2]
     assert {sent.epoch for sent in (*world.results, *reports)} == {world.records.epoch}
@@ -229,6 +245,10 @@ class Shrinking(QuickWorld):
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Any]:
         return [(ProviderReport(uuid=uuid, name=uuid),) for uuid in hosts or ()]
 
+    def updated(self) -> list[InventoryUpdate]:
+        """All that were published."""
+        return [self.updates.get_nowait() for _ in range(self.updates.qsize())]
+
 
 @pytest.mark.parametrize(
     ("left", "runs", "leaves"), [((HOST,), False, True), ((), False, False), ((HOST,), True, False)]
@@ -245,24 +265,10 @@ async def test_a_host_that_its_service_no_longer_has_leaves_the_book(
         records.start(1000.0 + life)
         if runs:
             records.put((OTHER_HOST, "i"), Entry(1, Phase.RUNNING))
-        inventory = InventoryReporter(
-            world,
-            service="s",
-            driver=world,
-            records=records,
-            changes=HostChanges(world),
-            offering=everything_offered(world, records),
-            clock=world,
-            rng=random.Random(1),
-            report_interval_s=60.0,
-        )
-        reporting = asyncio.create_task(inventory.report())
-        async with asyncio.timeout(60):
+        async with working(inventory_of(world, records, HostChanges(world)).report):
             await world.sent.wait()
-        reporting.cancel()
         records.close()
-        updates = [world.updates.get_nowait() for _ in range(world.updates.qsize())]
-        return [(one.root_uuid, bool(one.providers)) for one in updates]
+        return [(one.root_uuid, bool(one.providers)) for one in world.updated()]
 
     assert await published(1, HOST, OTHER_HOST) == [(HOST, True), (OTHER_HOST, True)]
     gone = [(OTHER_HOST, False)] if leaves else []
@@ -280,51 +286,20 @@ async def test_a_host_that_is_gone_is_taken_from_no_other_service(tmp_path: Path
     records.open()
     records.start(1000.0)
     records.note_in_book([HOST, OTHER_HOST], is_in=True)
-    inventory = InventoryReporter(
-        world, service="s", driver=world, records=records, changes=HostChanges(world),
-        offering=everything_offered(world, records), clock=world, rng=random.Random(1), report_interval_s=60.0,
-        take_over=lambda _: "compute:other",
-    )  # fmt: skip
-    reporting = asyncio.create_task(inventory.report())
-    async with asyncio.timeout(60):
+    inventory = inventory_of(world, records, HostChanges(world), take_over=lambda _: "compute:other")
+    async with working(inventory.report):
         await world.sent.wait()
-    reporting.cancel()
     records.close()
-    updates = [world.updates.get_nowait() for _ in range(world.updates.qsize())]
-    assert {one.root_uuid: one.takes_over for one in updates} == {OTHER_HOST: None, HOST: "compute:other"}
+    assert {one.root_uuid: one.takes_over for one in world.updated()} == {OTHER_HOST: None, HOST: "compute:other"}
 
 
 async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> None:
     """A late message of the service's former process undid the first one; for ten reports that stayed so."""
     world: Any = QuickWorld()
     records = Records()
-    changes, offering = HostChanges(world), everything_offered(world, records)
-    reporter = Reporter(
-        world,
-        service="s",
-        cell="c1",
-        survey=world,
-        records=records,
-        changes=changes,
-        offering=offering,
-        clock=world,
-        rng=random.Random(1),
-        heartbeat_interval_s=1.0,
-        report_interval_s=60.0,
-    )
-    inventory = InventoryReporter(
-        world,
-        service="s",
-        driver=world,
-        records=records,
-        changes=changes,
-        offering=offering,
-        clock=world,
-        rng=random.Random(1),
-        report_interval_s=60.0,
-    )
-    tasks = [asyncio.create_task(work()) for work in (reporter.announce, inventory.report)]
-    async with asyncio.timeout(60):
+    changes = HostChanges(world)
+    reporter, inventory = reporter_of(world, records, changes), inventory_of(world, records, changes)
+    async with working(reporter.announce, inventory.report):
         await world.updates.get()  # all, at start
         await world.announced.get()
         changes.on_host_changed([HOST])
@@ -342,9 +317,6 @@ async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> 
         changes.on_request()
         await world.announced.get()
     assert world.updates.empty()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Requested(SlowWorld):
@@ -373,33 +345,17 @@ class Requested(SlowWorld):
         await asyncio.sleep(0)
 
 
-@asynccontextmanager
-async def announcing(world: Any, records: Records, changes: HostChanges) -> AsyncIterator[None]:
-    reporter = Reporter(
-        world, service="s", cell="c1", survey=world, records=records, changes=changes, clock=world,
-        offering=everything_offered(world, records), rng=random.Random(1), heartbeat_interval_s=1.0,
-        report_interval_s=60.0,
-    )  # fmt: skip
-    task = asyncio.create_task(reporter.announce())
-    try:
-        async with asyncio.timeout(60):
-            yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> None:
     """A scan that was under way may have passed the host before the machine came to be."""
     world, records = Requested(), Records()
     changes = HostChanges(world)  # type: ignore[arg-type]
-    order = RescanHosts(service="s", cell="c1", hosts=(HOST,), rescans=("60000000-0000-4000-8000-000000000001",))
+    order = later_scan(HOST)
     world.on_scan = lambda: changes.on_rescan(order)
-    async with announcing(world, records, changes):
+    async with working(reporter_of(world, records, changes).announce):
         await world.has_published(2)
         changes.on_request()
         await world.has_published(3)
-    reports = [one for one in world.published if isinstance(one, ComputeHosts)]
+    reports = reports_in(world)
     assert [one.rescans for one in reports] == [(), order.rescans, ()], "each rescan is named once"
     assert [one.uuid for one in reports[1].hosts] == [HOST]
 
@@ -429,14 +385,14 @@ async def test_a_report_that_names_a_look_has_its_hosts_after_a_failure_too() ->
     """Found by reading: what was published again named it without its host, and nothing named it with it."""
     world, records = Refusing(), Records()
     changes = HostChanges(world)  # type: ignore[arg-type]
-    order = RescanHosts(service="s", cell="c1", hosts=(OTHER_HOST,), rescans=("60000000-0000-4000-8000-000000000001",))
+    order = later_scan(OTHER_HOST)
     world.on_scan = lambda: changes.on_rescan(order)
-    async with announcing(world, records, changes):
+    async with working(reporter_of(world, records, changes).announce):
         await world.has_published(1)
         world.refusals = 1
         changes.on_failures_changed(HOST)
         await world.has_published(2)
-    reports = [one for one in world.published if isinstance(one, ComputeHosts)]
+    reports = reports_in(world)
     assert {OTHER_HOST} == {host.uuid for one in reports if one.rescans for host in one.hosts} - {HOST}
 
 
@@ -444,13 +400,13 @@ async def test_a_look_that_is_requested_again_while_it_is_taken_is_taken_once() 
     """Found by reading: each such request made a report more, which named no look, and so led to the next request."""
     world, records = Requested(), Records()
     changes = HostChanges(world)  # type: ignore[arg-type]
-    order = RescanHosts(service="s", cell="c1", hosts=(HOST,), rescans=("60000000-0000-4000-8000-000000000001",))
+    order = later_scan(HOST)
     world.on_scan = world.on_later_scan = lambda: changes.on_rescan(order)
-    async with announcing(world, records, changes):
+    async with working(reporter_of(world, records, changes).announce):
         await world.has_published(2)
         for _ in range(20):
             await asyncio.sleep(0)
-    reports = [one for one in world.published if isinstance(one, ComputeHosts)]
+    reports = reports_in(world)
     assert [one.rescans for one in reports] == [(), order.rescans]
 
 
@@ -472,11 +428,8 @@ async def test_an_unavailable_driver_is_queried_again_within_a_second() -> None:
 
     clock: Any = NotingClock()
     publisher = PendingPublisher(PendingReport(), clock=clock, rng=random.Random(1), interval_s=60.0)
-    running = asyncio.create_task(publisher.run(publish))
-    async with asyncio.timeout(60):
+    async with working(partial(publisher.run, publish)):
         await done.wait()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
     assert max(slept[:failures]) <= 1.0
 
 
@@ -571,56 +524,3 @@ async def test_its_own_heartbeats_from_before_are_not_anothers() -> None:
     await rig.receive(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=1))
     with pytest.raises(NameTaken):
         await rig.receive(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=2))
-
-
-# --- a compute service's messages about its builds that wait
-
-
-WAITS = WaitingBuild(
-    instance_uuid="10000000-0000-4000-8000-000000000001", attempt=1, since=990.0, reason="waits for Ironic"
-)
-
-
-class World:
-    """A driver and a bus."""
-
-    def __init__(self) -> None:
-        self.now: list[WaitingBuild] = []
-        self.published: list[Message] = []
-        self.is_down = False
-
-    def waiting(self) -> Sequence[WaitingBuild]:
-        return self.now
-
-    async def publish(self, message: Message, *, cause: str = "") -> None:
-        if self.is_down:
-            raise BusError("down")
-        self.published.append(message)
-
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
-        raise AssertionError
-
-
-async def test_waiting_builds_are_published_while_they_wait_and_once_more_when_none_does() -> None:
-    world = World()
-    reporter = WaitingReporter(world, world, service="metal1", cell="cell1", clock=SystemClock(), interval_s=2.0)
-    await reporter.look()
-    assert world.published == []
-    world.now = [WAITS]
-    await reporter.look()
-    await reporter.look()
-    world.now, world.is_down = [], True
-    await reporter.look()
-    world.is_down = False
-    await reporter.look()
-    await reporter.look()
-    some = BuildsWaiting(service="metal1", cell="cell1", waiting=(WAITS,), lasts_s=6.0)
-    assert world.published == [some, some, BuildsWaiting(service="metal1", cell="cell1", lasts_s=6.0)]
-
-
-async def test_more_than_a_message_may_hold_are_left_out() -> None:
-    world = World()
-    world.now = [WAITS] * (MAX_WAITING + 1)
-    await WaitingReporter(world, world, service="m", cell="c", clock=SystemClock(), interval_s=2.0).look()
-    (message,) = world.published
-    assert isinstance(message, BuildsWaiting) and len(message.waiting) == MAX_WAITING

@@ -8,11 +8,12 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -508,3 +509,28 @@ def test_every_metric_of_the_dashboard_and_the_rules_is_exported() -> None:
     requested = {name.removesuffix("_bucket") for file in files for name in NAME.findall(file.read_text())}
     assert requested - known == set()
     assert len(requested) > 20
+
+
+# --- the filter of docs/start/first-filter.md, read out of the page and asked about hosts
+
+
+TUTORIAL = (DOCS / "start" / "first-filter.md").read_text()
+
+
+def block_of_the_tutorial(language: str) -> str:
+    found = re.search(rf"^ *```{language}\n(.*?)^ *```$", TUTORIAL, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return textwrap.dedent(found.group(1))
+
+
+def test_the_filter_of_the_tutorial_passes_odd_hosts() -> None:
+    module: dict[str, object] = {"__name__": "my_filters"}
+    exec(block_of_the_tutorial("python"), module)
+    tried = module["OddHostsOnly"]()  # type: ignore[operator]
+    assert tried.rejection_reason(SimpleNamespace(name="c1-00003"), None) is None
+    assert tried.rejection_reason(SimpleNamespace(name="c1-00004"), None) == "host.even"
+
+
+def test_the_settings_of_the_tutorial_are_settings(tmp_path: Path) -> None:
+    (tmp_path / "berth.toml").write_text(block_of_the_tutorial("toml"))
+    assert read_settings(tmp_path / "berth.toml", {}).scheduler.enabled_filters == ("ComputeFilter", "OddHostsOnly")

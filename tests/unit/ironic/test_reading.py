@@ -9,12 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from bus.clock import Clock
+from bus.clock import Clock, event_or_time
 from ironic_sync.domain.rules import NO_CLASS
 from ironic_sync.reader import LIST_FROM, READS_A_SECOND
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import UNREADABLE
-from ironic_sync.waiting import event_or_time
 from tests.unit.ironic.world import INSTANCE, NODE, OTHER, Nodes, World, body, notification, reserved, turns, world
 
 PATIENCE_S = 60.0

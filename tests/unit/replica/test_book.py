@@ -446,6 +446,34 @@ async def test_a_load_leaves_nothing_to_be_built_by_the_first_search() -> None:
     assert book.totals("VCPU", rows).tolist() == copied.totals("VCPU", rows).tolist() == list(range(8, 8 + MANY))
 
 
+def reported(book: Book) -> Book:
+    """A book that one host has reported to."""
+    assert book.apply([changed(1, provider(0, inventories={"VCPU": 8}))]) is None
+    return book
+
+
+def test_a_copy_has_its_own_log_of_changes() -> None:
+    made = reported(Book())
+    copy = copy_of(made)
+    assert copy.moves is not made.moves
+    assert copy.shape_moves is not made.shape_moves
+
+
+def test_the_pairs_of_a_copy_are_computed_once_however_the_book_moves_on() -> None:
+    made = reported(Book())
+    copy = copy_of(made)
+    first = sharing_of(copy)
+    assert sharing_of(copy) is first
+    rebuilt = 0
+    for sequence in range(2, 12):
+        report = provider(0, generation=sequence, shape=sequence, inventories={"VCPU": sequence % 8})
+        assert made.apply([changed(sequence, report)]) is None
+        found = sharing_of(copy)
+        rebuilt += found is not first
+        first = found
+    assert rebuilt == 0, f"computed again after {rebuilt} of 10 reports to the live book"
+
+
 async def test_forgotten_inventories_leave_the_columns_of_the_others() -> None:
     book = Book()
     book.load([provider(number, inventories={"VCPU": 8 + number}) for number in range(SWEEP_FROM)], 1)

@@ -15,13 +15,13 @@ from msgspec import structs
 
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.offload import copy_of
 from placement_worker.replica import candidates as module
 from placement_worker.replica.book import SWEEP_FROM, Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
 from placement_worker.replica.compiled import MAX_SLOTS
 from placement_worker.replica.request import QueryTooWide
-from placement_worker.replica.sharing import SHARING_TRAIT
 from placement_worker.replica.tree_solver import TimeBudget, TooLong, TreeProblem, TreeSolver, can_match
 from tests.unit.replica.worlds import (
     all_candidates,
@@ -309,7 +309,7 @@ def test_amounts_never_requested_before_cost_no_call_per_inventory() -> None:
 
 
 def test_a_sharing_provider_that_gives_everything_is_one_candidate() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT,), aggregates=("a",))
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in (1, 2, 3)]
     book = loaded([pool, *hosts])
     answer = candidates(book, plain(DISK_GB=1))
@@ -319,7 +319,7 @@ def test_a_sharing_provider_that_gives_everything_is_one_candidate() -> None:
 
 
 def test_a_sharing_provider_serves_the_whole_tree_of_any_member() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT,), aggregates=("a",))
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
     host = provider(1, inventories={"VCPU": 8})
     child = provider(2, root=1, parent=1, aggregates=("a",))
     answer = candidates(loaded([pool, host, child]), plain(DISK_GB=1, VCPU=1))
@@ -328,7 +328,7 @@ def test_a_sharing_provider_serves_the_whole_tree_of_any_member() -> None:
 
 def test_a_sharing_provider_alone_is_anchored_at_every_tree_it_serves() -> None:
     """The un-numbered group from the pool, the numbered one from either host (Placement loses one of them)."""
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT,), aggregates=("a",))
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in (1, 2)]
     request = CandidatesRequest(
         groups=(Group(resources={"DISK_GB": 1}), Group(suffix="1", resources={"VCPU": 1})),

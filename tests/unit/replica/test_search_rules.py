@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus.contracts.placement import ProviderState
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.replica import compiled
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import Group, request_of, total_resources
 from placement_worker.replica.search import Query, options, search
-from placement_worker.replica.sharing import SHARING_TRAIT
 from placement_worker.replica.verdicts import QUERIES_KEPT, VerdictsCache, verdicts_of
 from tests.unit.replica.worlds import (
     AGGREGATES,
@@ -432,7 +432,7 @@ def test_stays_right_while_usage_shapes_and_claims_move(seed: int) -> None:
 
 
 def test_a_shared_pool_that_fills_up_takes_its_hosts_along() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT,), aggregates=("a",))
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
     book = loaded([pool, *hosts])
     query = Query(resources={"VCPU": 1, "DISK_GB": 4})
@@ -449,7 +449,7 @@ def test_a_shared_pool_that_fills_up_takes_its_hosts_along() -> None:
 
 
 def test_a_pool_that_leaves_the_aggregate_leaves_its_hosts() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT,), aggregates=("a",))
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
     book = loaded([pool, *hosts])
     query = Query(resources={"VCPU": 1, "DISK_GB": 4})
@@ -506,10 +506,10 @@ def test_what_one_claim_takes_the_next_search_sees() -> None:
 
 
 def test_a_pool_that_loses_a_trait_loses_the_requests_for_it() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT, "CUSTOM_SSD"), aggregates=("a",))
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING, "CUSTOM_SSD"), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
     book = loaded([pool, *hosts])
     query = Query(resources={"VCPU": 1, "DISK_GB": 4}, required=(("CUSTOM_SSD",),))
     assert len(search(book, query).roots) == 39
-    book.apply([changed(book.sequence + 1, structs.replace(pool, generation=2, traits=(SHARING_TRAIT,)))])
+    book.apply([changed(book.sequence + 1, structs.replace(pool, generation=2, traits=(SHARING,)))])
     assert len(search(book, query).roots) == 0

@@ -10,10 +10,10 @@ from msgspec import Struct, structs
 
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, CandidatesRequest, Group
 from placement_worker.replica.request import Query
-from placement_worker.replica.sharing import SHARING_TRAIT
 
 # --- providers and changes for tests
 
@@ -117,7 +117,7 @@ def _member(
 ) -> ProviderState:
     traits = [trait for trait in TRAITS if rng.random() < 0.5]
     if sharing and rng.random() < 0.3:
-        traits.append(SHARING_TRAIT)
+        traits.append(SHARING)
     has = {
         name: inventory(
             rng.randint(1, 8), low=rng.choice((1, 1, 1, 2)), high=rng.randint(2, 8), step=rng.choice((1, 1, 1, 2))
@@ -260,7 +260,7 @@ def _ways(world: dict[str, ProviderState], root: ProviderState, group: Group) ->
     sharers = [
         state
         for state in world.values()
-        if state.root_uuid != root.uuid and SHARING_TRAIT in state.traits and in_aggregates & set(state.aggregates)
+        if state.root_uuid != root.uuid and SHARING in state.traits and in_aggregates & set(state.aggregates)
     ]
     tree = None if group.in_tree is None else world[group.in_tree].root_uuid
     if group.suffix:

@@ -174,7 +174,6 @@ def test_an_instance_of_another_project_is_unknown(of: str, code: str | None) ->
         (MoveKind.ABORT, False, None, None),
         (MoveKind.ABORT, False, "another", "another"),
         (MoveKind.REVERT, True, None, MOVE),
-        (MoveKind.REVERT, True, "another", "another"),
     ],
 )
 def test_a_request_that_ends_another_leaves_that_one_under_way(

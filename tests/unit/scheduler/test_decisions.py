@@ -22,8 +22,8 @@ from bus.contracts.feed import Change
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import ClaimAll, ClaimAllResult, ProviderState
 from bus.faults import Fault
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.replica.book import Book
-from placement_worker.replica.sharing import SHARING_TRAIT
 from scheduler_worker import engine as engine_module
 from scheduler_worker import handlers, placing, queries
 from scheduler_worker.config import SchedulerConfig
@@ -173,7 +173,7 @@ def test_a_class_that_another_tree_shares_does_not_bound_a_gang() -> None:
         generation=1,
         shape=1,
         inventories={"DISK_GB": (9000, 0, 1, 9000, 1, 0, 1.0)},
-        traits=(SHARING_TRAIT,),
+        traits=(SHARING,),
         aggregates=("shared",),
     )
     assert isinstance(hosts.book, Book)

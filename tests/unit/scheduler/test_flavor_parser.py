@@ -1,17 +1,11 @@
-"""What flavors and quotas of the settings ask for, and the filter of docs/start/first-filter.md."""
+"""What flavors ask for, and what they get on trees of hosts."""
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import SimpleNamespace
 
-import msgspec
 import pytest
 
-from berth.settings import read_settings
 from bus.contracts.placement import ClaimOption, ProviderState
 from placement_worker.replica.request import Group
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
@@ -20,10 +14,6 @@ from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.ranking import Choice
 from scheduler_worker.domain.selector import NoValidHost
 from tests.unit.scheduler.hosts import Hosts
-
-# --- Flavors with groups, subtrees, any-of traits and wishes: what they ask for, and what they get on trees of
-# hosts.
-
 
 SHARES = "MISC_SHARES_VIA_AGGREGATE"
 ROOM = {"VCPU": 8, "MEMORY_MB": 8192, "DISK_GB": 100}
@@ -322,51 +312,3 @@ def test_a_policy_for_dead_hosts_is_one_that_there_is_and_no_filter_reads_it() -
     assert not parsed.query.required
     with pytest.raises(ValueError, match="restart, wait, fail"):
         parse("f", Flavor(vcpus=1, extra_specs={"berth:on_host_failure": "again"}))
-
-
-# --- Quota settings that could never be held to are refused when they are read.
-
-
-@pytest.mark.parametrize("name", ["vcpu", "VCPU ", "", "VCPU\n", "CPU-CORES", "X" * 256])
-def test_a_quota_under_a_name_that_no_claim_may_carry_is_refused(name: str) -> None:
-    for raw in ({"default_quota": {name: 1}}, {"quotas": {"p": {name: 1}}}):
-        with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(raw, SchedulerConfig)
-
-
-def test_a_quota_of_more_classes_than_a_claim_may_limit_is_refused() -> None:
-    raw = {"default_quota": {f"CUSTOM_{number}": 1 for number in range(65)}}
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(raw, SchedulerConfig)
-
-
-def test_quotas_of_classes_and_instances_are_taken() -> None:
-    quota = {"VCPU": 5, "CUSTOM_GOLD": 0, "INSTANCES": 2}
-    config = msgspec.convert({"default_quota": {"VCPU": 1}, "quotas": {"p": quota}}, SchedulerConfig)
-    assert config.quota_of("p") == quota
-    assert config.quota_of("q") == {"VCPU": 1}
-
-
-# --- The filter of docs/start/first-filter.md, read out of the page and asked about hosts.
-
-
-PAGE = (Path(__file__).parents[3] / "docs" / "start" / "first-filter.md").read_text()
-
-
-def block(language: str) -> str:
-    found = re.search(rf"^ *```{language}\n(.*?)^ *```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return textwrap.dedent(found.group(1))
-
-
-def test_the_filter_of_the_tutorial_passes_odd_hosts() -> None:
-    module: dict[str, object] = {"__name__": "my_filters"}
-    exec(block("python"), module)
-    tried = module["OddHostsOnly"]()  # type: ignore[operator]
-    assert tried.rejection_reason(SimpleNamespace(name="c1-00003"), None) is None
-    assert tried.rejection_reason(SimpleNamespace(name="c1-00004"), None) == "host.even"
-
-
-def test_the_settings_of_the_tutorial_are_settings(tmp_path: Path) -> None:
-    (tmp_path / "berth.toml").write_text(block("toml"))
-    assert read_settings(tmp_path / "berth.toml", {}).scheduler.enabled_filters == ("ComputeFilter", "OddHostsOnly")

@@ -29,18 +29,16 @@ END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
--- Whole providers, by number: [[number, parent's number, root's number, provider, times], ...], as `store.rows` reads
--- them. times: [when its row, when one of its traits, {class: when its inventory} was written last], where they are
--- wanted.
-CREATE FUNCTION read_providers(ids bigint[], timed boolean) RETURNS json AS $$
+-- Whole providers, by number: [[number, parent's number, root's number, provider, when it was written last], ...], as
+-- `store.rows` reads them.
+CREATE FUNCTION read_providers(ids bigint[]) RETURNS json AS $$
 BEGIN
     RETURN (
         SELECT coalesce(json_agg(json_build_array(p.id, p.parent_id, p.root_id, json_build_object(
             'uuid', p.uuid, 'name', p.name, 'parent', parent.uuid, 'root', root.uuid, 'generation', p.generation,
             'shape', p.shape, 'cell', p.cell, 'inventories', stock.inventories, 'used', stock.used,
             'traits', own.traits, 'lasting', own.lasting, 'aggregates', member.aggregates
-        ), CASE WHEN timed THEN json_build_array(extract(epoch FROM p.updated_at), extract(epoch FROM own.written),
-            stock.written) END) ORDER BY p.id), '[]')
+        ), extract(epoch FROM p.updated_at)) ORDER BY p.id), '[]')
         FROM providers p JOIN providers root ON root.id = p.root_id
         LEFT JOIN providers parent ON parent.id = p.parent_id
         CROSS JOIN LATERAL (
@@ -48,9 +46,7 @@ BEGIN
                     'min_unit', i.min_unit, 'max_unit', i.max_unit, 'step_size', i.step_size,
                     'allocation_ratio', i.allocation_ratio, 'capacity', i.capacity, 'stranded', i.stranded)), '{}')
                     AS inventories,
-                coalesce(json_object_agg(i.name, i.used) FILTER (WHERE i.used <> 0), '{}') AS used,
-                coalesce(json_object_agg(i.name, extract(epoch FROM i.updated_at)) FILTER (WHERE timed), '{}')
-                    AS written
+                coalesce(json_object_agg(i.name, i.used) FILTER (WHERE i.used <> 0), '{}') AS used
             FROM (
                 SELECT c.name, i.* FROM inventories i JOIN resource_classes c ON c.id = i.class_id
                 WHERE i.provider_id = p.id ORDER BY c.name
@@ -58,9 +54,9 @@ BEGIN
         ) AS stock
         CROSS JOIN LATERAL (
             SELECT coalesce(json_agg(t.name), '[]') AS traits,
-                coalesce(json_agg(t.name) FILTER (WHERE t.lasting), '[]') AS lasting, max(t.updated_at) AS written
+                coalesce(json_agg(t.name) FILTER (WHERE t.lasting), '[]') AS lasting
             FROM (
-                SELECT t.name, t.updated_at, pt.lasting FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id
+                SELECT t.name, pt.lasting FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id
                 WHERE pt.provider_id = p.id ORDER BY t.name
             ) AS t
         ) AS own
@@ -71,7 +67,8 @@ BEGIN
         WHERE p.id = ANY(ids)
     );
 END
-$$ LANGUAGE plpgsql STABLE;
+$$ LANGUAGE plpgsql STABLE SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off;
 
 -- Lock and read providers named by uuid, and (whole) those with all of their tree that are named by uuid or by name;
 -- draw a shape, and a number for each provider of `creating` that does not exist. The shape is drawn under the lock of
@@ -94,7 +91,7 @@ BEGIN
     ) AS found;
     SELECT json_agg(nextval(pg_get_serial_sequence('providers', 'id'))) INTO numbers
     FROM unnest(creating) AS n (uuid) WHERE NOT EXISTS (SELECT FROM providers p WHERE p.uuid = n.uuid);
-    RETURN json_build_array(nextval('shapes'), coalesce(numbers, '[]'), read_providers(locked, false));
+    RETURN json_build_array(nextval('shapes'), coalesce(numbers, '[]'), read_providers(locked));
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
@@ -137,7 +134,7 @@ BEGIN
         ON CONFLICT (provider_id, class_id) DO UPDATE SET total = EXCLUDED.total, reserved = EXCLUDED.reserved,
             min_unit = EXCLUDED.min_unit, max_unit = EXCLUDED.max_unit, step_size = EXCLUDED.step_size,
             allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity,
-            stranded = EXCLUDED.stranded, updated_at = now();
+            stranded = EXCLUDED.stranded;
     END IF;
     IF it ? 'lost' THEN
         DELETE FROM provider_traits t USING jsonb_to_recordset(it -> 'lost') AS n (provider_id bigint, member integer)
