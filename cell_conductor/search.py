@@ -68,15 +68,12 @@ class _Found:
             if isinstance(answer, Fault):
                 self.missing[question.service] = answer.code
                 continue
-            if question.thorough and answer.hosts is None:
-                self.missing[question.service] = "of a version before"
-                continue
-            self.hosts.update(answer.hosts or ())
+            self.hosts.update(answer.hosts)
             for one in answer.machines:
                 if one.instance_uuid in self._uuids:
                     self._machines[one.instance_uuid][one.service, one.host_uuid, one.attempt] = one
-            if answer.more and question.hosts_after is not None:
-                after = question.hosts_after + len(answer.hosts or ())
+            if answer.more:
+                after = question.hosts_after + len(answer.hosts)
                 if question.hosts_after < after < MAX_LOOKED_AT:
                     following.append(replace(question, hosts_after=after))
                 else:
@@ -133,8 +130,8 @@ class MachineSearch:
     async def find(self, uuids: Collection[str], also: Collection[str] = (), *, thorough: bool = False) -> Searched:
         """Query every service that is up, and these others, about these instances.
 
-        thorough: about machines of other deployments as well; an answer that does not name the hosts that were looked
-        at (of a service of a version before) is none. The hosts come in pages, each with the deadline anew.
+        thorough: about machines of other deployments as well, with the hosts that were looked at. These come in pages,
+        each with the deadline anew.
         """
         up = self._up()
         if not uuids:
@@ -148,7 +145,6 @@ class MachineSearch:
                 deployment=self._store.deployment,
                 instance_uuids=tuple(wanted[start : start + MAX_FOUND_AT_ONCE]),
                 thorough=thorough,
-                hosts_after=0 if thorough else None,
             )
             for service in sorted({*up, *also})
             for start in range(0, len(wanted), MAX_FOUND_AT_ONCE)

@@ -385,19 +385,20 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
             concurrency=1,  # two would block on each other's row locks
             prefetch=config.prefetch,
         ),
-        bus.consumer(
-            "scheduler.asks",
-            CellAsksHandler(parts.store, bus.name, claims=BusClaims(parts.api, timeout_s=config.claim_timeout_s)),
-            max_batch=config.batch,
-            concurrency=1,
-            prefetch=config.prefetch,
-        ),
+        _asks_consumer(parts, bus),
         bus.consumer(
             "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
         ),
         _metrics_consumer(bus, parts.selector, measured),
     ]
     return CellLink(bus, consumers, beside=[listener.run])
+
+
+def _asks_consumer(parts: SchedulerParts, bus: Bus) -> Consumer:
+    config = parts.config
+    claims = BusClaims(parts.api, timeout_s=config.claim_timeout_s)
+    handler = CellAsksHandler(parts.store, bus.name, claims=claims)
+    return bus.consumer("scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
 
 
 def _add_link(parts: SchedulerParts, bus: Bus, links: CellLinks) -> CellLink:

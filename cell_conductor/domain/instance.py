@@ -149,7 +149,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     then: of claiming, releasing and destroying, the state that it comes to. position: the selection of the current
     attempt. attempt: the fencing number last commanded (or claimed). consumer_generation: the consumer's generation in
     placement as last received. sequence: the number of the next announcement. build_sequence: that of the last
-    announcement of its build (0: none, or an older version's record); those of moves are numbered on from there.
+    announcement of its build (0: none); those of moves are numbered on from there.
     deadline: when the sweep looks at it again (None: never). since: when the current state was entered. answered: the
     build request got its terminal event. cause: the last request about it. queried: the attempt's deadline has passed,
     and its host was queried. doubted: the database was set back while this was being built or moved, so only the hosts
