@@ -138,6 +138,7 @@ def _search_of(
         unexplained=lambda: hosts().unexplained,
         forgotten=keeper.forgotten,
         listers=lambda host: hosts().listers(host),
+        listed=lambda services: hosts().listed(services),
     )
 
 

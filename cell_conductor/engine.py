@@ -464,7 +464,7 @@ class Engine:
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
         now = self._clock.time()
         forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
-        found, held = await self._search.find_moved(moved, self._down())
+        found, held = await self._search.find_moved(moved, self._down(), self._fences.known)
         forgotten, unsure = {**forgotten, **found}, unsure | held
         return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 

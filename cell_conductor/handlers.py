@@ -285,6 +285,10 @@ class HostHandlers:
         """Instances of which a host has a machine that no record explains."""
         return self._guard.unexplained
 
+    def listed(self, services: Collection[str]) -> set[str]:
+        """The hosts that these services have reported."""
+        return self._listings.hosts_of(services)
+
     def listers(self, host: str) -> Collection[str]:
         """The services that have reported this host."""
         return self._listings.listers(host)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from heapq import nsmallest
 from itertools import islice
 
 import structlog
@@ -98,12 +99,14 @@ class MachineSearch:
         unexplained: Callable[[], Collection[str]] = frozenset,
         forgotten: Callable[[], Collection[str]] = frozenset,
         listers: Callable[[str], Collection[str]] = lambda _host: (),
+        listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
     ) -> None:
         """`unexplained()`: instances of which a host has a machine that no record explains. `listers(host)`: the
-        services that have reported this host. `forgotten()`: services that are gone for good, as an operator has
+        services that have reported this host; `listed(services)`: the hosts that these have. `forgotten()`: services that are gone for good, as an operator has
         stated.
         """
         self._listers = listers
+        self._listed = listed
         self._forgotten = forgotten
         self._store = store
         self._bus = bus
@@ -194,23 +197,25 @@ class MachineSearch:
         return seen
 
     async def find_moved(
-        self, moved: Mapping[str, Instance], down: Collection[str]
+        self, moved: Mapping[str, Instance], down: Collection[str], fenced: Collection[str]
     ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
         """Machines that the records of these moves in doubt do not have; and the instances for which nothing is to be
         requested of placement now.
 
-        Every service of the cell has to answer, also those that are down, without a limit: what is released may be
-        started again from its image. A forgotten service has not to: an operator has stated that it is gone with its
-        machines.
+        Every service of the cell has to answer, also those that are down, without a limit, and to have looked at each
+        of its hosts that is not fenced: what is released may be started again from its image. A forgotten service has
+        not to: an operator has stated that it is gone with its machines.
         """
         if not moved:
             return {}, set()
-        searched = await self.find(moved, set(down) - set(self._forgotten()), thorough=True)
+        down = set(down) - set(self._forgotten())
+        searched = await self.find(moved, down, thorough=True)
         found = {uuid: tuple(machines) for uuid, machines in searched.machines.items() if machines}
-        held = set(moved) if searched.missing else found.keys() & moved.keys()
+        unseen = set(self._listed({*(self._up() or ()), *down})) - searched.hosts - set(fenced)
+        held = set(moved) if searched.missing or unseen else found.keys() & moved.keys()
         metrics.HELD_MOVES.inc(len(held))
         for uuid in sorted(held)[:LOGGED_MOVES]:
-            _log_held(moved[uuid], found.get(uuid, ()), searched.missing)
+            _log_held(moved[uuid], found.get(uuid, ()), searched.missing, unseen)
         return found, held
 
     async def find_forgotten(
@@ -292,14 +297,18 @@ def _log_searched(
     )
 
 
-def _log_held(instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str]) -> None:
+def _log_held(
+    instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str], unseen: Collection[str]
+) -> None:
     log.warning(
         "move.held",
         instance=instance.uuid,
         state=instance.state,
         found=[one.host for one in machines],
         unanswered=list(missing[:LOGGED_SERVICES]),
+        unseen=nsmallest(LOGGED_SERVICES, unseen),
         cause=instance.cause or instance.uuid,
         hint="the cell's database was set back in the middle of a move: its machine may run on another host than its"
-        " record has. `berth services forget` states that a service is gone for good",
+        " record has. `berth services forget` states that a service is gone for good, `berth hosts fence` that a host"
+        " is off",
     )

@@ -118,10 +118,10 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         up=lambda: ("s1", "s2"),
         forgotten=keeper.forgotten,
     )
-    _, waits = await search.find_moved(moved, keeper.down())
+    _, waits = await search.find_moved(moved, keeper.down(), ())
     assert waits == {UUID}
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    _, waits = await search.find_moved(moved, keeper.down())
+    _, waits = await search.find_moved(moved, keeper.down(), ())
     assert waits == set()
 
 

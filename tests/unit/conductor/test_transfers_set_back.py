@@ -162,14 +162,18 @@ def test_a_delete_ends_what_is_held() -> None:
     assert [one.unless_built for one in orders(there)][-1:] == [False] and not is_searched_for(there.instance)
 
 
-@pytest.mark.parametrize("how", ["nothing", "found", "silent", "down", "unknown"])
+@pytest.mark.parametrize("how", ["nothing", "found", "silent", "down", "unknown", "unseen", "fenced"])
 async def test_placement_is_requested_once_all_services_have_answered_that_they_have_none(how: str) -> None:
     services = Services(s1=(), s2=(machine(9),) if how == "found" else ())
     services.silent = {"s2"} if how == "silent" else {"s3"}
     conductor = Conductor(services, None if how == "unknown" else ("s1", "s2"))
     await conductor.store.open()
-    machines, waits = await conductor.search.find_moved({UUID: held().instance}, {"s3"} if how == "down" else ())
-    assert waits == (set() if how == "nothing" else {UUID})
+    if how in ("unseen", "fenced"):  # it may have the machine, which no record has
+        conductor.listed |= {host(77)}
+    fenced = {host(77)} if how == "fenced" else set()
+    down = {"s3"} if how == "down" else ()
+    machines, waits = await conductor.search.find_moved({UUID: held().instance}, down, fenced)
+    assert waits == (set() if how in ("nothing", "fenced") else {UUID})
     assert bool(machines) is (how == "found")
 
 
@@ -200,7 +204,7 @@ async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
     await conductor.store.open()
     moved = {f"{n:08x}-0000-4000-8000-000000000000": held().instance for n in range(LOGGED_MOVES + 3)}
     with capture_logs() as logged:
-        _, waits = await conductor.search.find_moved(moved, {"s3"})
+        _, waits = await conductor.search.find_moved(moved, {"s3"}, ())
     assert waits == moved.keys()
     assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
 

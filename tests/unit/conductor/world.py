@@ -111,6 +111,7 @@ class Conductor:
     def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
         self.table = MemoryInstanceTable(clock := SystemClock())
         self.table.made_at = 0.0  # long before every request
+        self.listed = set(services.hosts)
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
         self.search = MachineSearch(
@@ -119,6 +120,7 @@ class Conductor:
             timeout_s=1.0,
             up=lambda: up,
             unexplained=lambda: unexplained,
+            listed=lambda _services: self.listed,
         )
         self.engine = Engine(
             store=self.store,
