@@ -102,8 +102,8 @@ class MachineSearch:
         listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
     ) -> None:
         """`unexplained()`: instances of which a host has a machine that no record explains. `listers(host)`: the
-        services that have reported this host; `listed(services)`: the hosts that these have. `forgotten()`: services that are gone for good, as an operator has
-        stated.
+        services that have reported this host; `listed(services)`: the hosts that these have. `forgotten()`: services
+        that are gone for good, as an operator has stated.
         """
         self._listers = listers
         self._listed = listed
