@@ -670,3 +670,23 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
         record = await world.show(built.instance_uuid)
         assert record is not None
         assert (record.cell, arrivals()) == ("c1", [])
+
+
+async def test_what_a_cell_asks_of_placement_holds_up_nothing_that_it_announces(world: World) -> None:
+    """A batch of announcements waited for each such question by itself, for as long as placement was away."""
+    config = replace(WARM, moves_across_cells=True, claim_timeout_s=600.0)
+    built, move = await to_be_unshelved_elsewhere(world, config)
+    await world.ask(move)
+    leaving = await world.dispatched(move)
+    await world.kill("p1")
+    book = CellBook(
+        asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
+        instance_uuid=built.instance_uuid,
+        question=Release(consumer=built.instance_uuid, attempt=1000),
+        sequence=1,
+    )
+    await world.buses["c1"].publish(CellAsks(message=book))
+    await world.move_announced("c1", move, MoveState.CLAIMING, 16)
+    event = await world.until(lambda: [one for one in world.move_events if one.state is MoveState.CLAIMING])
+    assert (event[0].request_id, world.books, leaving.to_cell) == (move.request_id, [], "c2")
+    await world.kill("s1")  # it would wait for the answer
