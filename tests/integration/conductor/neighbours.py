@@ -40,7 +40,6 @@ from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.postgres import PostgresInstances
-from tests.kit.waiting import until
 
 CELL = "c1"
 WAIT_S = 60.0
@@ -192,9 +191,6 @@ class Neighbours:
         self.events += [received.message for received in batch if isinstance(received.message, BuildEvent)]
         self.moves += [received.message for received in batch if isinstance(received.message, MoveEvent)]
         return [Done()] * len(batch)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        await until(condition)
 
     def ends(self, uuid: str) -> list[BuildState]:
         return [event.state for event in self.events if event.instance_uuid == uuid and event.terminal]
