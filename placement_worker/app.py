@@ -98,10 +98,10 @@ def _store(
     if store is None:
         database = env.database(NAME, pool_size=config.pool_size)
         store = ResourceBook(PostgresBookRows(database))
-        service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
+        service.add_task("identity", partial(watch_identity, database, lambda: store.rows.deployment, env.clock))
 
     def claim(bus: Bus) -> None:
-        bus.belongs_to("placement", lambda: store.deployment, lambda: "" if database is None else database.place)
+        bus.belongs_to("placement", lambda: store.rows.deployment, lambda: "" if database is None else database.place)
 
     return store, claim
 
@@ -127,7 +127,7 @@ def _handlers(
 def _add_book(service: Service, store: ResourceBook, api: Bus) -> None:
     service.add_resource(store.open, store.close)
     service.add_resource(api.open, api.close)
-    service.add_check("database", lambda: store.ready)
+    service.add_check("database", lambda: store.rows.ready)
     service.add_bus_check("bus api", api)
 
 

@@ -74,28 +74,15 @@ class ResourceBook:
     def __init__(self, rows: port.BookRows) -> None:
         self.rows = rows
         self.names, self.reads = rows.names, rows.reads
+        self.head, self.trim, self.close = rows.head, rows.trim, rows.close
         self._lease: Any = None  # of the last turn of publishing, until the turn has succeeded
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
-
-    @property
-    def ready(self) -> bool:
-        """Whether the book is open (for /readyz)."""
-        return self.rows.ready
-
-    @property
-    def deployment(self) -> str:
-        """The identity of the database, a uuid that was created with its schema. It is known after `open`."""
-        return self.rows.deployment
 
     async def open(self) -> None:
         """Connect and migrate, and insert the standard names. Waits while the database is unavailable."""
         await self.rows.open()
         await self.names.open()
         await self.newest()
-
-    async def close(self) -> None:
-        """Disconnect."""
-        await self.rows.close()
 
     # --- claims and reports
 
@@ -261,10 +248,6 @@ class ResourceBook:
         more = len(states) < len(providers)
         return SnapshotPage(sequence=head.sequence, providers=tuple(states), more=more, history=head.history)
 
-    async def head(self) -> FeedHead:
-        """Return the number of the newest committed change, and the id of its history."""
-        return await self.rows.head()
-
     async def newest(self) -> port.NewestHead:
         """Return the newest head. The history gets a new id when the database was restored or its standby promoted.
 
@@ -299,18 +282,6 @@ class ResourceBook:
         await self.rows.move_position(last, taken.lease)
         self._lease = None
         return Published(last - taken.rows[0].first + 1, taken.more)
-
-    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Delete published changes, fences and sources that are no longer needed, at most `limit` rows of each. Returns
-        whether there may be more.
-
-        keep_changes: the newest changes to keep. keep_fences_s: seconds after the release. keep_sources_s: seconds
-        after the last report; a source is deleted if its root no longer exists, or if a newer report of another source
-        covers all its providers.
-        """
-        return await self.rows.trim(
-            keep_changes=keep_changes, keep_fences_s=keep_fences_s, keep_sources_s=keep_sources_s, limit=limit
-        )
 
 
 def _bytes_of(provider: Provider) -> int:

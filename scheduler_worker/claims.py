@@ -28,13 +28,13 @@ from bus.contracts.placement import (
     Revert,
     RevertResult,
 )
-from bus.faults import Fault, Transient
+from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
 from scheduler_worker.domain.builds import ProjectsBuild
 from scheduler_worker.domain.placement import (
     FIRST_ATTEMPT,
     PlacementUnavailable,
-    unavailable_after,
+    answered,
 )
 
 Reply = TypeVar("Reply", bound=Message)
@@ -137,40 +137,49 @@ class HeldClaims:
 
     async def of(self, instances: Collection[str]) -> dict[str, HeldAllocation]:
         """What instances hold, whosoever they are, and in which cell, if that is known. Raises PlacementUnavailable
-        when placement does not answer.
+        when placement does not answer, RequestRefused when it refuses to.
         """
         held: dict[str, HeldAllocation] = {}
         for answer in await self._claims.holding(list(instances)) if instances else ():
-            if isinstance(answer, Fault):
-                raise unavailable_after(answer) from answer
-            if answer is not None:
-                announced = (cell for host in answer.hosts if (cell := self._cell_of_host(host)) is not None)
-                held[answer.consumer] = replace(answer, cell=answer.cell or next(announced, None))
+            if (one := answered(answer)) is not None:
+                announced = (cell for host in one.hosts if (cell := self._cell_of_host(host)) is not None)
+                held[one.consumer] = replace(one, cell=one.cell or next(announced, None))
         return held
 
     async def of_builds(self, builds: Collection[ProjectsBuild]) -> dict[ProjectsBuild, HeldAllocation]:
-        """The same, of what was claimed for a build of this project: two may name one instance. Raises as `of`."""
+        """The same, of what was claimed for these builds. Raises as `of`."""
         held = await self.of({uuid: None for uuid, _ in builds})
-        return {
-            (uuid, project): one
-            for uuid, project in builds
-            if (one := held.get(uuid)) is not None and one.attempt and one.project_id == project
-        }
+        return {build: one for build in builds if (one := held.get(build[0])) is not None and is_claim_of(build, one)}
 
-    async def take_over(self, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> None:
+    async def given_to(self, runs: Mapping[ProjectsBuild, str]) -> dict[str, HeldAllocation | Fault]:
+        """What the instances of builds that are not placed hold; what was claimed for these builds their runs have from
+        now on. Or why that is not known, of each.
+        """
+        by_instance = {uuid: run for (uuid, _), run in runs.items()}
+        try:
+            held = await self.of(by_instance)
+        except (PlacementUnavailable, RequestRefused) as fault:
+            return dict.fromkeys(by_instance, fault)
+        claimed = [one for build in runs if (one := held.get(build[0])) is not None and is_claim_of(build, one)]
+        return {**held, **await self.take_over(claimed, by_instance)}
+
+    async def take_over(self, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> dict[str, Fault]:
         """Give these runs ({instance: run}) what another run has claimed, before a cell gets the build: a Release of
-        the other, whose record is lost, may still be on its way. What a cell has claimed no run releases. Raises
-        PlacementUnavailable when that is not known to have happened.
+        the other, whose record is lost, may still be on its way. What a cell has claimed no run releases. Returns why
+        not, of each instance of which that is not known to have happened.
 
         Only the run on record takes over. The record is read after what is held: one that has been made anew since was
         there before its run has claimed anything, so no earlier run takes a claim back from it.
         """
         others = [one for one in held if one.run not in ("", runs[one.consumer]) and one.attempt == FIRST_ATTEMPT]
         if not others:
-            return
+            return {}
         on_record = await self._runs_on_record([one.consumer for one in others])
-        if any(on_record.get(one.consumer) != runs[one.consumer] for one in others):
-            raise PlacementUnavailable("a record was lost while its request was placed, and may have been made anew")
+        lost = PlacementUnavailable("its record was lost while it was placed, and may have been made anew")
+        changed = PlacementUnavailable("what the instance holds has changed meanwhile")
+        missed: dict[str, Fault] = {
+            one.consumer: lost for one in others if on_record.get(one.consumer) != runs[one.consumer]
+        }
         claims = [
             Claim(
                 consumer=one.consumer,
@@ -182,12 +191,17 @@ class HeldClaims:
                 project_id=one.project_id,
             )
             for one in others
+            if one.consumer not in missed
         ]
-        for answer in await self._claims.submit(claims):
-            if isinstance(answer, Fault):
-                raise unavailable_after(answer) from answer
-            if answer.outcome is not ClaimOutcome.CLAIMED:
-                raise PlacementUnavailable("what the instance holds has changed meanwhile")
+        for claim, answer in zip(claims, await self._claims.submit(claims) if claims else (), strict=True):
+            if isinstance(answer, Fault) or answer.outcome is not ClaimOutcome.CLAIMED:
+                missed[claim.consumer] = answer if isinstance(answer, Fault) else changed
+        return missed
+
+
+def is_claim_of(build: ProjectsBuild, held: HeldAllocation) -> bool:
+    """Whether it was claimed for a build of this project: two may name one instance."""
+    return bool(held.attempt) and held.project_id == build[1]
 
 
 async def claim_gangs(port: ClaimPort, gangs: Sequence[ClaimAll]) -> dict[str, ClaimResult | Fault]:

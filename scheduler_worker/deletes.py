@@ -15,6 +15,8 @@ from scheduler_worker import metrics
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain.builds import Author, ProjectsBuild
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes, refuse_unknown, tombstones
+from scheduler_worker.domain.placement import PlacementUnavailable
+from scheduler_worker.domain.requests import waits
 from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -39,13 +41,16 @@ class Deletes:
     async def delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
         """Carry out deletes: outcomes by position, and the instances that are to be deleted.
 
-        One transaction; one more for those of builds that no cell has, after placement is queried. Safe to repeat.
-        Raises Transient when placement does not answer.
+        One transaction; one more for those of builds that no cell has, after placement is queried: they wait while it
+        does not answer. Safe to repeat.
         """
         plan = await self._carry_out(deletes)
         if not plan.unbuilt:
             return plan.outcomes, plan.accepted
-        held = await self._held.of_builds({one.key for one in plan.unbuilt})
+        try:
+            held = await self._held.of_builds({one.key for one in plan.unbuilt})
+        except PlacementUnavailable as fault:
+            return plan.outcomes | dict.fromkeys((one.position for one in plan.unbuilt), waits(fault)), plan.accepted
         of_unbuilt = await self._carry_out(plan.unbuilt, held)
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 

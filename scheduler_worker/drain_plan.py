@@ -41,7 +41,7 @@ from scheduler_worker.domain.drains import (
     held_on,
     is_migration,
 )
-from scheduler_worker.domain.placement import PlacementUnavailable, unavailable_after
+from scheduler_worker.domain.placement import PlacementUnavailable, answered, unavailable_after
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
@@ -373,7 +373,7 @@ class DrainPlanner:
         choices.hold()
         try:
             for request, one, page in zip(pending, instances, pages, strict=True):
-                chosen = await self._chosen(request, one, choices.seen(one, page), drained)
+                chosen = await self._chosen(request, one, choices.seen(one, answered(page)), drained)
                 if chosen.selections:
                     choices.add(request.request.request_id, one, chosen)
                 hosts = tuple(selection.host for selection in chosen.selections)

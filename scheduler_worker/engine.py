@@ -19,17 +19,14 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome
-from bus.contracts.build import BuildState, member_uuids
-from bus.contracts.cell import CellBuild
-from bus.contracts.cell_queries import CellBuildQuery
+from bus.consuming.outcome import Done, Outcome, Wait
+from bus.contracts.build import member_uuids
 from bus.contracts.stages import Stamps
-from bus.faults import Transient
-from bus.persistence.outbox import OutboxMessage
+from bus.faults import Fault
 from bus.persistence.unit_of_work import run_optimistic
 from bus.turns import InParts
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, HeldClaims
+from scheduler_worker.claims import ClaimPort, HeldClaims, is_claim_of
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import (
@@ -38,33 +35,36 @@ from scheduler_worker.domain.admission import (
     Continue,
     PendingBuild,
     Start,
-    accepted,
     admit,
     admit_expired,
     first_of_each,
     is_clash_of_first,
     new_build,
     pending_again,
-    stamps_of,
 )
-from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus, NewBuild
+from scheduler_worker.domain.builds import Author, BuildStatus, NewBuild
 from scheduler_worker.domain.decisions import (
-    Circumstances,
     Conclusion,
     DecidedBuild,
     PlacedBuild,
-    build_query,
     by_request,
-    cell_build,
-    conclude_all,
+    conclude,
     ended_where_held,
+    messages_of,
     prepare,
     with_stages,
 )
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.effects import effects, releases_of
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
-from scheduler_worker.domain.placement import FIRST_ATTEMPT, PlacementRequest, PlacementState, PlacementUnavailable
+from scheduler_worker.domain.placement import (
+    FIRST_ATTEMPT,
+    PlacementRequest,
+    PlacementState,
+    PlacementUnavailable,
+    unknown_after,
+)
+from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.step import stranded
 from scheduler_worker.placing import Placer, ReplicaFollower
@@ -76,6 +76,8 @@ log = structlog.get_logger(__name__)
 MAX_SPECULATIVE = 16
 # Requests that are recorded, prepared or concluded in one turn of the event loop, each a build or a gang.
 BUILDS_AT_ONCE = 64
+# The transaction of a record does not wait for the disk, and the database has crashed since: record and decide again.
+FORGOTTEN = Wait("request.forgotten", "it is not on record any more")
 
 
 class RequestRecorder:
@@ -89,9 +91,12 @@ class RequestRecorder:
     async def record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
         """Insert the new requests and separate repeated ones from clashes: one statement each for the whole batch."""
         author, firsts = Author(self._who, self._clock.time()), first_of_each(builds)
+        records: dict[str, NewBuild] = {}
+        async for part in InParts(firsts.items(), BUILDS_AT_ONCE):
+            records |= {uuid: new_build(pending, author) for uuid, pending in part}
 
         async def insert(unit: BuildUnit) -> list[Admission]:
-            return await self._insert(unit, builds, firsts, author)
+            return await self._insert(unit, builds, firsts, records, author.at)
 
         # Not durable: until a decision is on disk, the unacknowledged message itself survives a crash.
         admissions = await run_optimistic(
@@ -106,30 +111,32 @@ class RequestRecorder:
         return admissions
 
     async def _insert(
-        self, unit: BuildUnit, builds: Sequence[PendingBuild], firsts: Mapping[str, PendingBuild], author: Author
+        self,
+        unit: BuildUnit,
+        builds: Sequence[PendingBuild],
+        firsts: Mapping[str, PendingBuild],
+        records: Mapping[str, NewBuild],
+        at: float,
     ) -> list[Admission]:
         """The transaction. The record of a gang's first member stands for the whole request, so it goes first."""
-        new, known, records = set[str](), dict[str, BuildStatus](), dict[str, NewBuild]()
+        new, known = set[str](), dict[str, BuildStatus]()
         for later in (False, True):
             part = {
                 uuid: pending
                 for uuid, pending in firsts.items()
                 if pending.is_later_member is later and not (later and is_clash_of_first(pending, firsts, known))
             }
-            async for some in InParts(part.items(), BUILDS_AT_ONCE):
-                records |= {uuid: new_build(pending, author) for uuid, pending in some}
-            new |= await unit.insert([records[uuid] for uuid in part], author.at)
+            new |= await unit.insert([records[uuid] for uuid in part], at)
             known |= await unit.read([uuid for uuid in part if uuid not in new])
-        async for firsts_of_part in InParts(firsts.items(), BUILDS_AT_ONCE):
-            for uuid, pending in firsts_of_part:
-                if uuid in new:
-                    for message in effects(
-                        None, records[uuid].build, author.at, None, stamps_of(pending, None, author.at)
-                    ):
-                        unit.emit(message)
         admissions = [
             admit(pending, firsts, new, known) async for some in InParts(builds, BUILDS_AT_ONCE) for pending in some
         ]
+        async for firsts_of_part in InParts(firsts.items(), BUILDS_AT_ONCE):
+            for uuid, pending in firsts_of_part:
+                if uuid in new:
+                    stamps = pending.stamps(None, at)
+                    for message in effects(None, records[uuid].build, at, None, stamps):
+                        unit.emit(message)
         for admission in admissions:
             if isinstance(admission, Answered) and admission.event is not None:
                 unit.emit(admission.event)
@@ -186,29 +193,27 @@ class SchedulingEngine:
                 if isinstance(admission, Answered):
                     outcomes[pending.position] = admission.outcome
                 elif pending.instance_uuid in deleted:
-                    outcomes[pending.position] = accepted(pending.instance_uuid)
+                    outcomes[pending.position] = pending.accepted
                 else:
                     to_place.append(without_withdrawn(pending, withdrawn))
             outcomes |= await self._schedule(to_place, chosen)
         finally:
-            self._placer.drop(chosen.values())
+            if chosen:
+                self._placer.drop(chosen.values())
         return outcomes, of_deletes
 
-    async def not_left(self, requests: Sequence[PendingBuild]) -> list[PendingBuild | None]:
-        """Each request as it is processed; None: its time was over before it was begun, and its requester has left it.
-
-        Raises Transient when placement does not answer.
+    async def not_left(self, expired: Mapping[int, PendingBuild]) -> dict[int, PendingBuild | Outcome]:
+        """Requests whose time is over, as they are processed; the outcome of one that is not: its time was over before
+        it was begun, and its requester has left it, or whether it was begun is not known yet.
         """
-        expired = {at: one for at, one in enumerate(requests) if one.delivery.is_late()}
-        if not expired:
-            return list(requests)
         async with self._store.unit() as unit:
             begun = set(await unit.read([one.instance_uuid for one in expired.values()]))
-        begun |= await self._may_have_claimed([one for one in expired.values() if one.instance_uuid not in begun])
-        return [
-            admit_expired(one, may_be_begun=one.instance_uuid in begun) if at in expired else one
-            for at, one in enumerate(requests)
-        ]
+        unknown = {at: one for at, one in expired.items() if one.instance_uuid not in begun}
+        try:
+            begun |= await self._may_have_claimed(list(unknown.values()))
+        except PlacementUnavailable as fault:
+            return {at: waits(fault) if at in unknown else one for at, one in expired.items()}
+        return {at: admit_expired(one, may_be_begun=one.instance_uuid in begun) for at, one in expired.items()}
 
     async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> set[str]:
         """The requests of these of which an instance holds what they may have claimed."""
@@ -261,51 +266,45 @@ class SchedulingEngine:
         """Decide, claim and write builds."""
         if not builds:
             return {}
-        now = self._circumstances()
+        author = Author(self._who, self._clock.time())
         concluded: list[tuple[PendingBuild, Conclusion]] = []
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
         async for part in InParts(builds, BUILDS_AT_ONCE):
             for pending in part:
-                prepared = prepare(pending, chosen.get(pending.instance_uuid), self._selector, now)
+                prepared = prepare(pending, chosen.get(pending.instance_uuid), self._selector, author)
                 if isinstance(prepared, PlacementRequest):
                     placing.append((pending, prepared))
                 else:
                     concluded.append((pending, prepared))
-        concluded = await self._ended_where_held(concluded)
+        if concluded:
+            concluded = await self._ended_where_held(concluded)
         results = await self._placer.place([request for _, request in placing], chosen)
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
-        unavailable: PlacementUnavailable | None = None
+        nearest = self._selector.config.max_funnel_nearest
         async for requests in InParts(by_request(placed), BUILDS_AT_ONCE):
-            of_placed, missing = conclude_all(requests, self._circumstances())
-            concluded += of_placed
-            unavailable = missing or unavailable
+            author = Author(self._who, self._clock.time())
+            for members in requests:
+                concluded += conclude(members, author, nearest)
         outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
-        outcomes |= await self._write([end for _, end in concluded if isinstance(end, DecidedBuild)])
-        if unavailable is not None:
-            # Raised after the decisions are written: when the same batch is processed again, their requests are
-            # repeated ones.
-            raise unavailable
-        return outcomes
+        return outcomes | await self._write([end for _, end in concluded if isinstance(end, DecidedBuild)])
 
     async def _ended_where_held(
         self, concluded: Sequence[tuple[PendingBuild, Conclusion]]
     ) -> list[tuple[PendingBuild, Conclusion]]:
-        """The conclusions about builds that are not placed, where a claim is held. A message that was given up is no
-        proof of its publisher: it is the end of what it has put on record itself.
-        """
-        ended = {
-            one.instance_uuid: (one, end)
-            for one, end in concluded
-            if isinstance(end, DecidedBuild) and (one.attempt or one.delivery.why is None)
-        }
-        asked = await self._held.of_builds([(uuid, one.request.project_id) for uuid, (one, _) in ended.items()])
-        held = {uuid: one for (uuid, _), one in asked.items()}
-        await self._held.take_over(list(held.values()), {uuid: ended[uuid][0].run for uuid in held})
-        author = self._circumstances().author
+        """The conclusions about builds that are not placed, where a claim is held: its cell is queried, and ends it."""
+        ended = {one.instance_uuid: (one, end) for one, end in concluded if isinstance(end, DecidedBuild)}
+        if not ended:
+            return list(concluded)
+        held = await self._held.given_to({(uuid, one.request.project_id): one.run for uuid, (one, _) in ended.items()})
+        author = Author(self._who, self._clock.time())
         queried: dict[str, Conclusion] = {}
         for uuid, one in held.items():
             pending, end = ended[uuid]
-            queried[uuid] = ended_where_held(pending, stranded(one, end.decision.build.reason), author)
+            result = unknown_after(one) if isinstance(one, Fault) else stranded(one, end.decision.build.reason)
+            if isinstance(result, PlacementUnavailable):
+                queried[uuid] = waits(result)
+            elif isinstance(one, Fault) or is_claim_of((uuid, pending.request.project_id), one):
+                queried[uuid] = ended_where_held(pending, result, author)
         return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
 
     async def _write(self, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
@@ -314,7 +313,7 @@ class SchedulingEngine:
             return {}
         ended_at = self._clock.time()
         decisions = [
-            with_stages(one.decision, stamps_of(one.pending, None, ended_at))
+            with_stages(one.decision, one.pending.stamps(None, ended_at))
             if one.decision.build.terminal
             else one.decision
             for one in scheduled
@@ -328,8 +327,8 @@ class SchedulingEngine:
             async for part in InParts(zip(scheduled, decisions, strict=True), BUILDS_AT_ONCE):
                 for one, decided in part:
                     if one.pending.instance_uuid in written:
-                        stages.append(stamps_of(one.pending, one.claimed, now))
-                        for message in self._effects(one, decided, now, stages[-1]):
+                        stages.append(one.pending.stamps(one.claimed, now))
+                        for message in messages_of(one, decided, now, stages[-1], self._selector.config):
                             unit.emit(message)
             return written
 
@@ -342,41 +341,25 @@ class SchedulingEngine:
             if build.terminal:
                 uuid = build.instance_uuid
                 log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
-        await self._withdraw(scheduled, written)
-        return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
+        unwritten = {uuid: one.pending.run for one in scheduled if (uuid := one.pending.instance_uuid) not in written}
+        forgotten = await self._withdraw(unwritten) if unwritten else set()
+        return {
+            one.pending.position: FORGOTTEN if one.pending.instance_uuid in forgotten else one.pending.accepted
+            for one in scheduled
+        }
 
-    def _effects(self, one: DecidedBuild, decided: BuildDecision, now: float, stamps: Stamps) -> list[OutboxMessage]:
-        request, config = one.pending.request, self._selector.config
-        command: CellBuild | CellBuildQuery | None = None
-        if one.claimed is not None:
-            command = cell_build(request, one.claimed, now, stamps, config)
-        elif not decided.build.terminal:
-            command = build_query(request, decided.build, now, config)
-        return effects(BuildState.ACCEPTED, decided.build, now, command, stamps, decided.funnel)
-
-    async def _withdraw(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:
-        """Release the claims for builds that another scheduler, or a delete, has ended meanwhile. By the run of this
-        decision: where the record has another, nothing was ever dispatched for this one. Raises Transient: a record is
-        gone.
+    async def _withdraw(self, runs: Mapping[str, str]) -> set[str]:
+        """Release the claims for builds ({instance: run}) that another scheduler, or a delete, has ended meanwhile. By
+        the run of this decision: where the record has another, nothing was ever dispatched for this one. Returns those
+        whose record is gone.
         """
-        runs = {one.pending.instance_uuid: one.pending.run for one in scheduled}
-        unwritten = [uuid for uuid in runs if uuid not in written]
-        if not unwritten:
-            return
         async with self._store.unit() as unit:
-            known = await unit.read(unwritten)
+            known = await unit.read(list(runs))
             for uuid, one in known.items():
                 for message in releases_of(replace(one.build, run=runs[uuid])):
                     unit.emit(message)
-        if len(known) < len(unwritten):
-            # The transaction of a record does not wait for the disk, and the database has crashed since: record and
-            # decide again.
-            raise Transient("a request is not on record any more", code="request.forgotten")
+        return runs.keys() - known.keys()
 
     async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
         async with self._store.unit() as unit:
             return {uuid: one.build.run for uuid, one in (await unit.read(instances)).items()}
-
-    def _circumstances(self) -> Circumstances:
-        author = Author(self._who, self._clock.time())
-        return Circumstances(author=author, nearest=self._selector.config.max_funnel_nearest)

@@ -10,7 +10,7 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Received
+from bus.consuming.outcome import Done, Outcome, Received, Wait
 from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
 from bus.faults import BrokenInvariant, Forbidden, Transient
@@ -57,7 +57,8 @@ class RequestHandler:
         self._keep_up = keep_up
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Process a batch; one outcome for each message, in order. Raises Transient when placement does not answer.
+        """Process a batch; one outcome for each message, in order. What placement does not answer about waits. Raises
+        Transient when the database does not answer.
 
         A dead letter is no proof of its publisher (`bus.key_trust`). What is on record was published by its project,
         and goes on; anything else that a letter leads to is its end.
@@ -75,11 +76,12 @@ class RequestHandler:
         by a record that the database has lost. A gang with all its members.
 
         instances: {instance: how often this was done before}. Returns those that wait for a database or for placement:
-        that was no try, and holds up none of the others.
+        that was no try, and holds up none of the others. One whose end crashes as well is tried again later.
         """
 
-        async def process(members: Sequence[PendingBuild], delivery: RequestDelivery) -> None:
-            await self._engine.process([replace(one, delivery=delivery) for one in members], ())
+        async def process(members: Sequence[PendingBuild], delivery: RequestDelivery) -> bool:
+            outcomes, _ = await self._engine.process([replace(one, delivery=delivery) for one in members], ())
+            return any(isinstance(one, Wait) for one in outcomes.values())
 
         waiting: set[str] = set()
         try:
@@ -88,11 +90,17 @@ class RequestHandler:
             log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
             return set(instances)
         for members in requests:
+            uuids = {one.instance_uuid for one in members}
             try:
-                await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid)
+                if await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid):
+                    waiting |= uuids
             except Transient as fault:
                 log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
-                waiting |= {one.instance_uuid for one in members}
+                waiting |= uuids
+            except (BrokenInvariant, Forbidden, BusError):
+                raise
+            except Exception:  # no message is given up here: the process would end, and every other after it
+                log.exception("scheduler.given_up_crashed", cause=members[0].instance_uuid)
         return waiting
 
     async def _or_end(
@@ -128,7 +136,8 @@ class RequestHandler:
             if isinstance(received.message, MoveRequest)
         ]
         outcomes = await self._build_and_delete(await self._builds(taken, now), deletes)
-        outcomes |= await self._moves.process(moves)
+        if moves:
+            outcomes |= await self._moves.process(moves)
         return [outcomes[position] for position in range(len(batch))]
 
     async def _build_and_delete(
@@ -136,12 +145,14 @@ class RequestHandler:
     ) -> dict[int, Outcome]:
         """The outcomes of build requests ({position in the batch: request}) and deletes, by position in the batch."""
         outcomes: dict[int, Outcome] = {}
-        going_on: dict[int, PendingBuild] = {}
-        for position, request in zip(requests, await self._engine.not_left(list(requests.values())), strict=True):
-            if request is None:
-                outcomes[position] = Done()
-            else:
+        going_on = dict(requests)
+        expired = {position: one for position, one in requests.items() if one.delivery.is_late()}
+        for position, request in (await self._engine.not_left(expired) if expired else {}).items():
+            if isinstance(request, PendingBuild):
                 going_on[position] = request
+            else:
+                outcomes[position] = request
+                del going_on[position]
         for number, some in enumerate(_in_parts(going_on) or [{}]):
             builds: list[PendingBuild] = []
             members: dict[int, list[PendingBuild]] = {}

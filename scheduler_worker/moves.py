@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Retry
-from bus.contracts.base import Refusal
+from bus.consuming.outcome import Done, Outcome, Retry, Wait
+from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.book import MAX_PROJECTS
 from bus.contracts.build import FunnelStep
 from bus.contracts.cell import Selection
@@ -36,7 +36,7 @@ from bus.contracts.moves import (
 )
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage, LocateRequest
-from bus.faults import Fault, Transient
+from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
@@ -58,7 +58,7 @@ from scheduler_worker.domain.moves import (
     placed_as,
     under_way,
 )
-from scheduler_worker.domain.placement import PlacementRequest, initial_state, unavailable_after
+from scheduler_worker.domain.placement import PlacementRefused, PlacementRequest, initial_state, result_after
 from scheduler_worker.domain.recorded_moves import (
     InstanceRecord,
     MoveContext,
@@ -68,7 +68,7 @@ from scheduler_worker.domain.recorded_moves import (
     flavor_of,
     recorded,
 )
-from scheduler_worker.domain.requests import HOSTS_UNKNOWN
+from scheduler_worker.domain.requests import HOSTS_UNKNOWN, waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable, peers_of
 from scheduler_worker.placing import ReplicaFollower
@@ -139,9 +139,7 @@ class MoveEngine:
         self._expiring: asyncio.TimerHandle | None = None
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
-        """Schedule a batch; returns the outcomes by position. Raises PlacementUnavailable."""
-        if not moves:
-            return {}
+        """Schedule a batch; returns the outcomes by position. What placement does not answer about waits."""
         self._selector.holds.settle()
         async with self._store.operation() as unit:
             known = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves})
@@ -152,15 +150,20 @@ class MoveEngine:
             found = known[pending.request.request_id]
             if self.check(pending, found) is None and looks_at_hosts(pending.request, found):
                 choosing.append(pending)
-        room = await self._room([one for one in moves if self.check(one, known[one.request.request_id]) is None])
-        pages = await self.locate(choosing, known)
-        for pending, page in zip(choosing, pages, strict=True):
-            result = await self.choose(pending, known[pending.request.request_id], page)
-            if isinstance(result, Retry):
-                outcomes[pending.position] = result
+        results: dict[int, Chosen | Outcome] = await self._room(
+            [one for one in moves if self.check(one, known[one.request.request_id]) is None]
+        )
+        for pending, page in zip(choosing, await self.locate(choosing, known), strict=True):
+            results[pending.position] = (
+                _without_answer(page)
+                if isinstance(page, Fault)
+                else await self.choose(pending, known[pending.request.request_id], page)
+            )
+        for position, result in results.items():
+            if isinstance(result, Chosen):
+                chosen[position] = result
             else:
-                chosen[pending.position] = result
-        chosen |= {position: Chosen(room=left) for position, left in room.items()}
+                outcomes[position] = result
         outcomes |= await self._write([one for one in moves if one.position not in outcomes], known, chosen)
         return outcomes
 
@@ -168,11 +171,8 @@ class MoveEngine:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""
         return check_move(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
 
-    async def _room(self, moves: Sequence[PendingMove]) -> dict[int, Mapping[str, int]]:
-        """How much more the project of each revert may hold, by position: its instance may have been larger.
-
-        Raises PlacementUnavailable.
-        """
+    async def _room(self, moves: Sequence[PendingMove]) -> dict[int, Chosen | Outcome]:
+        """How much more the project of each revert may hold, by position: its instance may have been larger."""
         quotas = {
             one.position: (one.request.project_id, self._selector.config.quota_of(one.request.project_id))
             for one in moves
@@ -182,18 +182,21 @@ class MoveEngine:
         if not projects:
             return {}
         page = await self._claims.usage(projects)
+        asked = {position: of for position, of in quotas.items() if of[0] in projects}
         if isinstance(page, Fault):
-            raise unavailable_after(page)
+            return dict.fromkeys(asked, _without_answer(page))
+        used = page.usage
         return {
-            position: {name: max(0, most - page.usage.get(project, {}).get(name, 0)) for name, most in quota.items()}
-            for position, (project, quota) in quotas.items()
-            if project in projects
+            position: Chosen(
+                room={name: max(0, most - used.get(project, {}).get(name, 0)) for name, most in quota.items()}
+            )
+            for position, (project, quota) in asked.items()
         }
 
     # --- choose
 
-    async def locate(self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext]) -> list[LocatePage]:
-        """Where the instances and those that they depend on are. Raises PlacementUnavailable."""
+    async def locate(self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext]) -> list[LocatePage | Fault]:
+        """Where the instances and those that they depend on are."""
         if not moves:
             return []
         questions = []
@@ -208,12 +211,7 @@ class MoveEngine:
                     consumers=tuple(dict.fromkeys(consumers)),
                 )
             )
-        pages: list[LocatePage] = []
-        for page in await self._claims.locate(questions):
-            if isinstance(page, Fault):
-                raise unavailable_after(page)
-            pages.append(page)
-        return pages
+        return await self._claims.locate(questions)
 
     async def choose(
         self,
@@ -427,9 +425,7 @@ class MoveEngine:
         move, command = self._decided(pending, found, verdict, chosen, author)
         if not await unit.insert_moves([move], author.at):
             # Another scheduler has just put it on record.
-            if pending.delivery.last:
-                raise Transient(CHANGED.reason, code=CHANGED.code)
-            return CHANGED
+            return Wait(CHANGED.code, CHANGED.reason)
         batch.moves[request.request_id] = move
         if found.build is not None and found.build.project_id == request.project_id:
             entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen))
@@ -497,6 +493,14 @@ class MoveEngine:
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
             sequence=known.now.sequence,
         )
+
+
+def _without_answer(fault: Fault) -> Chosen | Outcome:
+    """What follows where placement has no answer: the move waits, or ends if placement has refused for good."""
+    ended = result_after(fault)
+    if isinstance(ended, PlacementRefused):
+        return Chosen(failure=Refusal(code=ended.code, reason=ended.reason[:MAX_REASON]))
+    return waits(ended)
 
 
 def _detail(move: RecordedMove, chosen: Chosen | None) -> str:

@@ -39,7 +39,6 @@ from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.gangs import claimable, merged, with_gang_results, within_bounds
 from scheduler_worker.domain.placement import (
     Assume,
-    ClaimStranded,
     Forget,
     HostClaimed,
     PlacementRequest,
@@ -50,10 +49,12 @@ from scheduler_worker.domain.placement import (
     Settle,
     claim_of,
     initial_state,
+    is_as_held,
     is_lost,
     is_without_host,
+    result_after,
     result_of,
-    unavailable_after,
+    unknown_after,
 )
 from scheduler_worker.domain.ranking import CellRuns, Spread
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -278,7 +279,7 @@ class Placer:
             page = pages[request]
             uuid = state.request.instance_uuid
             if isinstance(page, Fault):
-                answered[uuid] = replace(state, result=unavailable_after(page))
+                answered[uuid] = replace(state, result=result_after(page))
             else:
                 spec = state.spec.with_peers(peers_of(state.request, page), uuid)
                 answered[uuid] = replace(state, spec=spec)
@@ -289,26 +290,21 @@ class Placer:
         request whose record is lost, as after a restore. They may be why there is no room.
         """
         unsure = [one for one in states if is_without_host(one) or one.recovered is not None]
+        if not unsure:
+            return states
+        held = await self._held.given_to(
+            {(one.request.instance_uuid, one.request.project_id): one.run for one in unsure}
+        )
         after: list[PlacementState] = []
-        try:
-            held = await self._held.of([one.request.instance_uuid for one in unsure])
-            for state in unsure:
-                found_now = held.get(state.request.instance_uuid)
-                if is_without_host(state) and found_now is not None:
-                    stepped = found(state, found_now, self._selector, now=self._clock.time())
-                    self._carry_out(stepped)
-                    after.append(stepped.state)
-                elif state.recovered is not None and found_now is None:
-                    # The run that had claimed it has released it meanwhile.
-                    after.append(replace(state, result=PlacementUnavailable("what the instance held is released")))
-                else:
-                    after.append(state)
-            owners = {
-                one.request.instance_uuid: one.run
-                for one in after
-                if isinstance(one.result, HostClaimed | ClaimStranded)
-            }
-            await self._held.take_over([held[uuid] for uuid in owners if uuid in held], owners)
-        except PlacementUnavailable as fault:
-            after = [replace(one, result=fault) for one in unsure]
+        for state in unsure:
+            found_now = held.get(state.request.instance_uuid)
+            if isinstance(found_now, Fault):
+                after.append(replace(state, result=unknown_after(found_now)))
+            elif found_now is None and state.recovered is not None:
+                # The run that had claimed it has released it meanwhile.
+                after.append(replace(state, result=PlacementUnavailable("what the instance held is released")))
+            elif found_now is not None and not is_as_held(state, found_now):
+                stepped = found(state, found_now, self._selector, now=self._clock.time())
+                self._carry_out(stepped)
+                after.append(stepped.state)
         return merged(states, after)

@@ -396,6 +396,8 @@ ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),
     ("late", (*WORKERS, "berth"), LATE, set()),
     ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/requests.py"}),
+    ("release", ("scheduler_worker",), {"ReleaseRun"}, {"scheduler_worker/domain/effects.py"}),
+    ("taken over", ("scheduler_worker",), {"take_over"}, {"scheduler_worker/claims.py"}),
     ("copy", ("cell_conductor",), COPY, {"cell_conductor/handlers.py"}),
     ("copy", ("placement_worker", "compute_sim", "ironic_sync", "berth"), COPY, set()),
 )
@@ -428,8 +430,9 @@ def read_in(path: Path) -> Iterator[tuple[str, int]]:
             yield node.func.id, node.lineno
 
 
-def test_the_functions_that_decide_are_where_the_page_says() -> None:
-    text = (ROOT / "docs/concepts/one-place.md").read_text()
+@pytest.mark.parametrize("page", ["one-place", "mechanisms"])
+def test_the_functions_that_decide_are_where_the_page_says(page: str) -> None:
+    text = (ROOT / f"docs/concepts/{page}.md").read_text()
     missing = [name for name in re.findall(r"`(\w+/[\w/]+\.py)[:`]", text) if not (ROOT / name).exists()]
     for name, member in re.findall(r"`(\w+/[\w/]+\.py): (\w+)`", text):
         defined = {getattr(node, "name", "") for node in nodes(ROOT / name)}

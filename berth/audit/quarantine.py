@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import asyncpg
@@ -40,6 +40,8 @@ OVER = frozenset({State.ABSENT, State.TOMBSTONE, State.DELETED, State.DEPARTED, 
 _INSTANCES = "SELECT uuid::text, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
 T = TypeVar("T")
+K = TypeVar("K")
+TrippedBreaker = tuple[str, str, float | None]
 
 
 class CellNeverStarted(Fault):
@@ -85,34 +87,62 @@ async def read(env: Environment, cell: str | None = None) -> InCells:
 
 async def decide(
     env: Environment, machines: Mapping[str, Sequence[DecidedMachine]], verdict: str, by: str
-) -> dict[str, list[MachineKey]]:
-    """Have machines of cells destroyed, or left for good; returns those that are in quarantine. Raises as `read`."""
+) -> tuple[dict[str, list[MachineKey]], dict[str, Fault]]:
+    """Have machines of cells destroyed, or left for good; returns those that are in quarantine, by cell, and the faults
+    of the other cells. Raises as `read` where none has answered.
+    """
     now = env.clock.time()
-    decided: dict[str, list[MachineKey]] = {}
-    for cell, of in machines.items():
-        with contextlib.suppress(CellNeverStarted):
-            decided[cell] = await _in_cell(env, cell, lambda safety, of=of: safety.decide(of, verdict, by, now))  # type: ignore[misc]
-    return decided
+
+    async def in_cell(cell: str) -> list[MachineKey]:
+        return await _in_cell(env, cell, lambda safety: safety.decide(machines[cell], verdict, by, now))
+
+    return await _each(machines, in_cell, [])
 
 
-async def reset(env: Environment, cell: str, service: str, by: str, *, tripped_at: float | None = None) -> bool:
-    """Allow what tripped a breaker; False: it is not open, or tripped at another time. Raises as `read`."""
+async def reset(
+    env: Environment, breakers: Sequence[TrippedBreaker], by: str
+) -> tuple[dict[TrippedBreaker, bool], dict[TrippedBreaker, Fault]]:
+    """Allow what tripped these breakers, each (cell, service, when it tripped). False: it is not open, or tripped at
+    another time. Returns the faults of the others beside. Raises as `read` where no cell has answered.
+    """
     now = env.clock.time()
-    with contextlib.suppress(CellNeverStarted):
+
+    async def in_cell(one: TrippedBreaker) -> bool:
+        cell, service, tripped_at = one
         return await _in_cell(env, cell, lambda safety: safety.reset(service, by, now, tripped_at=tripped_at))
-    return False
+
+    return await _each(breakers, in_cell, False)
+
+
+async def _each(items: Iterable[K], work: Callable[[K], Awaitable[T]], nothing: T) -> tuple[dict[K, T], dict[K, Fault]]:
+    """What was done of each, and the faults of the others: what is committed in one cell stays when another one does
+    not answer. Raises the first fault where nothing was done. nothing: of a cell that was never started.
+    """
+    done: dict[K, T] = {}
+    faults: dict[K, Fault] = {}
+    for one in items:
+        try:
+            done[one] = await work(one)
+        except CellNeverStarted:
+            done[one] = nothing
+        except Fault as fault:
+            faults[one] = fault
+    if faults and not done:
+        raise next(iter(faults.values()))
+    return done, faults
 
 
 async def adopt(
     env: Environment, places: Sequence[MachineKey], *, who: str, why: str, seen: SeenWith | None = None
-) -> tuple[dict[MachineKey, str], dict[MachineKey, RequestRefused]]:
+) -> tuple[dict[MachineKey, str], dict[MachineKey, Fault]]:
     """Decide that machines in quarantine are their instances: checked against the cells' records, and put on record for
     the conductors, which check the hosts' own answers before they carry it out.
 
     seen: the cell and the attempt that each was seen with; None: by its place alone.
 
-    Each is in the log of changes before. Returns the cells of those that were decided, and the refusals of the others
-    (`quarantine.` unknown, several, not_adoptable, recorded_elsewhere). Raises as `read`.
+    Each that was decided is in the log of changes after. Returns the cells of those, and why the others were not: a
+    refusal (`quarantine.` unknown, several, not_adoptable, recorded_elsewhere), or the fault of their cell. Raises as
+    `read`.
     """
     records = await read(env)
     kept: dict[str, list[tuple[str, UnexplainedRecord]]] = defaultdict(list)
@@ -120,9 +150,10 @@ async def adopt(
         kept[one.machine.uuid].append((cell, one))
     uuids = sorted({uuid for _, uuid in places})
     known = {cell: await _instances(env, cell, uuids) for cell in records.found}
-    refused: dict[MachineKey, RequestRefused] = {}
+    refused: dict[MachineKey, Fault] = {}
     chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
     repairs: dict[str, AuditRepair] = {}
+    cell_of: dict[MachineKey, str] = {}
     for host, uuid in places:
         of_instance = {cell: found[uuid] for cell, found in known.items() if uuid in found}
         try:
@@ -132,13 +163,14 @@ async def adopt(
             continue
         repairs[uuid] = _repair(machine, cell, of_instance[cell])
         chosen[cell].append(DecidedMachine(uuid, host, machine.machine.attempt))
-    if repairs:
-        await enter(env, repairs, who, why)
-    decided = {place: cell for cell, of in (await decide(env, chosen, ADOPT, who)).items() for place in of}
-    for host, uuid in places:
-        if (host, uuid) not in decided:
-            refused.setdefault((host, uuid), unknown(uuid, host))
-    return decided, refused
+        cell_of[host, uuid] = cell
+    of_cells, faults = await decide(env, chosen, ADOPT, who)
+    decided = {place: cell for cell, of in of_cells.items() for place in of}
+    refused |= {place: faults[cell] for place, cell in cell_of.items() if cell in faults}
+    left = {(host, uuid): unknown(uuid, host) for host, uuid in places if (host, uuid) not in decided}
+    if decided:
+        await enter(env, {uuid: repairs[uuid] for _, uuid in decided}, who, why)
+    return decided, left | refused
 
 
 def _repair(machine: UnexplainedRecord, cell: str, has: Instance) -> AuditRepair:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from berth.audit import quarantine as records
-from berth.audit.quarantine import InCells
+from berth.audit.quarantine import InCells, TrippedBreaker
 from berth.commands.common import (
     AsJson,
     By,
@@ -28,6 +28,7 @@ from berth.commands.common import (
 from berth.commands.options import CommandGroup
 from berth.render import counted, render_rows, utc
 from berth.settings import Settings
+from bus.faults import Fault
 from bus.service.environment import Environment
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
@@ -79,12 +80,14 @@ async def release(
         machine = one.machine
         if service in (None, one.service) and (machine.uuid in instances or not (instances or one.verdict)):
             chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
-    decided = [place for of in (await records.decide(here, chosen, verdict, who)).values() for place in of]
+    of_cells, faults = await records.decide(here, chosen, verdict, who)
+    decided = [place for of in of_cells.values() for place in of]
     what = ", ".join(sorted(instances)) or f"service {service}"
-    if not decided:
+    if not decided and not faults:
         raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {what} is in quarantine")
     found = {"instances": sorted({uuid for _, uuid in decided}), "verdict": verdict, "machines": len(decided)}
     print_result(found, as_json, f"{what}: {verdict}, {counted(len(decided), 'machine')}")
+    raise_first(faults)
 
 
 @quarantine.command("adopt")
@@ -140,16 +143,24 @@ async def reset(
     It may be destroyed or counted as lost; later findings are judged anew.
     """
     here, who = environment(settings), decided_by(by)
-    seen = [
-        (name, one.tripped_at)
+    seen: list[TrippedBreaker] = [
+        (name, one.service, one.tripped_at)
         for name, breakers in (await records.read(here, cell)).breakers.items()
         for one in breakers
         if one.service == service and one.is_open
     ]
-    done = [name for name, at in seen if await records.reset(here, name, service, who, tripped_at=at)]
-    if not done:
+    was_open, faults = await records.reset(here, seen, who)
+    done = [name for (name, _, _), is_reset in was_open.items() if is_reset]
+    if not done and not faults:
         raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
     print_result({"service": service, "cells": done}, as_json, f"{service}: reset in {', '.join(done)}")
+    raise_first(faults)
+
+
+def raise_first(faults: Mapping[Any, Fault]) -> None:
+    """Of the cells that have not answered, after what was done in the others is stated."""
+    for fault in faults.values():
+        raise fault
 
 
 def environment(settings: Settings) -> Environment:

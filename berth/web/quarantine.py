@@ -17,13 +17,13 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from berth.audit import quarantine as records
-from berth.audit.quarantine import InCells
+from berth.audit.quarantine import InCells, TrippedBreaker
 from berth.web.access import WebRole
 from berth.web.api import Handlers, caller_of, converted, number_of, object_of, parsed, route, truth_of
 from berth.web.fleet import PAGE_TIMEOUT_S
 from berth.web.problems import Problem
 from bus.contracts.base import Count, Reason, Uuid, Word
-from bus.faults import DatabaseUnavailable, Forbidden, RequestRefused, Transient
+from bus.faults import DatabaseUnavailable, Fault, Forbidden, Transient
 from bus.service.environment import Environment, NotConfigured
 from bus.service.settings import SettingsError
 from cell_conductor.domain.breaker import Breaker
@@ -110,6 +110,11 @@ class SeenBreaker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     service: Word
     tripped_at: float
 
+    @property
+    def tripped(self) -> TrippedBreaker:
+        """Which it is."""
+        return self.cell, self.service, self.tripped_at
+
 
 class QuarantineDecision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What becomes of machines in quarantine: `destroy` by their hosts, `keep` as they are, `adopt` by their instances
@@ -144,10 +149,13 @@ class BreakersReset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class BreakersAfterReset(Struct, frozen=True):
-    """The breakers that were reset, and those that are not open, or have tripped at another time."""
+    """The breakers that were reset, those that are not open, or have tripped at another time, and those whose cell has
+    not answered.
+    """
 
     reset: tuple[SeenBreaker, ...]
     not_open: tuple[SeenBreaker, ...]
+    no_answer: tuple[SeenBreaker, ...] = ()
 
 
 class SafetyCounts(Struct, frozen=True):
@@ -235,18 +243,19 @@ class SafetyReader:
         for one in decision.machines:
             of_cells[one.cell].append(DecidedMachine(one.instance_uuid, one.host_uuid, one.attempt))
         async with _as_problems():
-            found = await records.decide(self._env, of_cells, decision.verdict, who)
-        return _decided(decision.machines, {(cell, *place) for cell, of in found.items() for place in of}, {})
+            found, faults = await records.decide(self._env, of_cells, decision.verdict, who)
+        refused = {one.place: faults[one.cell] for one in decision.machines if one.cell in faults}
+        return _decided(decision.machines, {(cell, *place) for cell, of in found.items() for place in of}, refused)
 
     async def reset(self, breakers: Sequence[SeenBreaker], who: str) -> BreakersAfterReset:
         """Reset those that are as they were seen."""
-        reset: list[SeenBreaker] = []
-        not_open: list[SeenBreaker] = []
         async with _as_problems():
-            for one in breakers:
-                done = await records.reset(self._env, one.cell, one.service, who, tripped_at=one.tripped_at)
-                (reset if done else not_open).append(one)
-        return BreakersAfterReset(tuple(reset), tuple(not_open))
+            done, faults = await records.reset(self._env, [one.tripped for one in breakers], who)
+        return BreakersAfterReset(
+            tuple(one for one in breakers if done.get(one.tripped)),
+            tuple(one for one in breakers if done.get(one.tripped) is False),
+            tuple(one for one in breakers if one.tripped in faults),
+        )
 
 
 class WebQuarantine(Handlers):
@@ -341,7 +350,7 @@ def _breaker(cell: str, one: Breaker) -> BreakerView:
 def _decided(
     machines: Sequence[SeenMachine],
     decided: Collection[tuple[str, str, str]],
-    refused: Mapping[MachineKey, RequestRefused],
+    refused: Mapping[MachineKey, Fault],
 ) -> QuarantineDecided:
     left = [
         (one, refused.get(one.place) or records.unknown(one.instance_uuid, one.host_uuid))

@@ -4,10 +4,10 @@ The handling of one message, by its outcome. Done: it is acknowledged. Retry: it
 next delay, and given up after the last one. Refuse: its requester gets a Refusal; a message without a requester is a
 dead letter. GiveUp: the same, but a request that another queue ends by its dead letter is one in either case.
 
-After a transient fault the consumer waits and calls the handler again with the same batch: an outage uses up no
-retries. A handler that crashes is called again with each message alone, so that only the message that crashes it is a
-dead letter. The same happens when an invariant breaks; then the consumer finishes its batch under way, takes no further
-messages and ends (docs/decisions/0010-broken-invariants.md).
+After a transient fault the consumer waits and calls the handler again with the same batch, and after an outcome Wait
+with the messages that have it: an outage uses up no retries. A handler that crashes is called again with each message
+alone, so that only the message that crashes it is a dead letter. The same happens when an invariant breaks; then the
+consumer finishes its batch under way, takes no further messages and ends (docs/decisions/0010-broken-invariants.md).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from bus.consuming.in_flight import (
     of_use_until,
 )
 from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
-from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, endless_s
+from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
 from bus.consuming.outcome_handling import ConsumedBus, OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
-from bus.faults import BrokenInvariant, Forbidden
+from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.gather import Gather
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
@@ -402,14 +402,26 @@ class Consumer:
         if malformed:
             await self._refuse_all(malformed)
         if sound:
-            outcomes = await self._ask(sound)
-            if self._batch_interval is not None:
-                done = self._bus.clock.monotonic()
-                self._batch_interval.end_batch(done - now, len(sound), done, more=self._is_full())
-            await self._apply_outcomes(sound, outcomes)
-            self._close_all(sound, outcomes)
-            for kind, times in Counted(map(type, outcomes)).items():
-                self._count(kind.__name__.lower(), times)
+            await self._until_available.call(partial(self._settle, sound))
+
+    async def _settle(self, waiting: list[InFlightMessage]) -> None:
+        """Call the handler and carry out its outcomes. Raises Transient for messages that wait; only these are left."""
+        began, asked = self._bus.clock.monotonic(), list(waiting)
+        outcomes = await self._ask(asked)
+        if self._batch_interval is not None:
+            done = self._bus.clock.monotonic()
+            self._batch_interval.end_batch(done - began, len(asked), done, more=self._is_full())
+        waits = [one for one in outcomes if isinstance(one, Wait)]
+        waiting[:] = [item for item, one in zip(asked, outcomes, strict=True) if isinstance(one, Wait)]
+        if waits:
+            asked = [item for item, one in zip(asked, outcomes, strict=True) if not isinstance(one, Wait)]
+            outcomes = [one for one in outcomes if not isinstance(one, Wait)]
+        await self._apply_outcomes(asked, outcomes)
+        self._close_all(asked, outcomes)
+        for kind, times in Counted(map(type, outcomes)).items():
+            self._count(kind.__name__.lower(), times)
+        if waits:
+            raise Transient(waits[0].reason, code=waits[0].code)
 
     async def _refuse_all(self, malformed: Sequence[InFlightMessage]) -> None:
         bad = [item.received for item in malformed if isinstance(item.received, Malformed)]

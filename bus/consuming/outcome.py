@@ -40,6 +40,15 @@ class Refuse(Struct, frozen=True):
     reason: str = ""
 
 
+class Wait(Struct, frozen=True):
+    """A server that this message depends on does not answer: the handler is called again with it after a wait, which
+    holds up no other message of its batch, and uses up no retry.
+    """
+
+    code: str
+    reason: str = ""
+
+
 class GiveUp(Struct, frozen=True):
     """The consumer gives the message up: its handler has stated no outcome, and may have put it on record before.
 
@@ -51,7 +60,7 @@ class GiveUp(Struct, frozen=True):
     reason: str = ""
 
 
-Outcome = Done | Retry | Refuse | GiveUp
+Outcome = Done | Retry | Refuse | Wait | GiveUp
 
 
 def endless_s() -> float:

@@ -336,7 +336,7 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     one of this project: a client may make up a uuid under which another client holds something. of_migration: only one
     of a migration: an instance may have been built under the uuid of a move's request. by: when given, only one that
     this run owns: that of any other may be of an earlier request for the same uuid, which a database that was set back
-    may have lost while its instance runs.
+    may have lost while its instance runs. The fence that is left refuses later claims of this attempt by the same run.
     """
 
     consumer: Uuid

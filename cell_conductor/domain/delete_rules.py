@@ -177,5 +177,5 @@ def release_destroyed(instance: Instance, event: Destroyed | HostMissing, contex
         return Step(instance)
     if here is is_here_due and source is is_source_due:
         return Step(steps.released_after(instance, event.at, context))
-    gone = replace(move_of(instance), here_gone=here or not is_here_due, source_gone=source or not is_source_due)
-    return Step(replace(instance, move=gone))
+    # Both are due, and one is gone.
+    return Step(replace(instance, move=replace(move_of(instance), here_gone=here, source_gone=source)))

@@ -222,6 +222,11 @@ class PeerWatch:
                         counted += before - after  # what it grew by is in `held`
                 yield counted
 
+    def forget_refusals(self, instances: Iterable[str]) -> None:
+        """Their scheduler's database was set back to before these requests: their clients may have them granted now."""
+        for uuid in instances:
+            self.refused.pop(uuid, None)
+
     # --- at rest
 
     def unsettled(self) -> Iterator[str]:

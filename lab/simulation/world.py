@@ -402,6 +402,8 @@ class World:
         for before, after in zip(now, tables.get(schema, []), strict=True):
             differing = [uuid for uuid in {**before, **after} if before.get(uuid) is not after.get(uuid)]
             self.listener.exempt.update(differing)  # an end is announced again, under a higher number
+            if schema == "scheduler":
+                self.peer_watch.forget_refusals(differing)
             if not self.plan.judges_forgotten:
                 self.taken_back.update(dict.fromkeys(differing))
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")

@@ -205,11 +205,17 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     """Whether this attempt is the newest, and the consumer has the generation that the claim names (as in microversion
     1.28).
     """
-    if known is not None and claim.attempt <= known.attempt:
+    if known is not None and claim.attempt <= known.attempt and not _is_fence_of_another(known, claim):
         return False
     if known is None or not known.holding:
         return may_be_new(claim)
     return claim.consumer_generation == known.generation
+
+
+def _is_fence_of_another(known: ConsumerState, claim: Claim) -> bool:
+    """Whether the row is only a fence against another run: a release by name refuses nothing of the runs after it."""
+    is_runs_fence = not known.holding and known.run and claim.attempt == known.attempt
+    return bool(is_runs_fence) and claim.by not in (None, known.run)
 
 
 def _changed(claim: Claim, known: ConsumerState | None) -> ClaimVerdict:
@@ -326,8 +332,11 @@ def _release_only(
     )
 
 
-def _fence(known: ConsumerState, attempt: int) -> ConsumerState:
-    return ConsumerState(known.generation, attempt, known.project_id, known.user_id, known.consumer_type)
+def _fence(known: ConsumerState, attempt: int, by: str | None = None) -> ConsumerState:
+    """The row that refuses claims up to this attempt. by: of this run alone (None: of every run)."""
+    return ConsumerState(
+        known.generation, attempt, known.project_id, known.user_id, known.consumer_type, run="" if by is None else by
+    )
 
 
 def _larger(wanted: Holding, source: Holding) -> dict[str, dict[str, int]]:
@@ -379,10 +388,12 @@ def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
     known = ledger.consumer(release.consumer)
     attempt = release.attempt
     if known is None or not known.holding:
-        if attempt is not None and (known is None or known.attempt < attempt):
-            # A claim of this attempt may still be in flight; the fence refuses the claim when it arrives.
-            fence = _fence(known, attempt) if known is not None else ConsumerState(0, attempt, "", "", "")
-            ledger.write(release.consumer, fence)
+        before = ConsumerState(0, 0, "", "", "") if known is None else known
+        is_of_another = before.attempt == attempt and before.run not in ("", release.by)
+        if attempt is not None and (before.attempt < attempt or is_of_another):
+            # A claim of this attempt may still be in flight; the fence refuses the claim when it arrives. Of two runs
+            # it is refused whosever it is.
+            ledger.write(release.consumer, _fence(before, attempt, None if is_of_another else release.by))
         return ClaimVerdict(outcome="absent")
     if ledger.is_others(known.holding):
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
@@ -392,7 +403,7 @@ def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
     if is_another or (attempt is not None and known.attempt > attempt):
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
     ledger.move(known.holding, NOTHING)
-    ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))
+    ledger.write(release.consumer, None if attempt is None else _fence(known, attempt, release.by))
     return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))
 
 

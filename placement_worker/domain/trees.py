@@ -63,20 +63,14 @@ class SetInventories(ProviderWrite, frozen=True):
     flaw: str = ""
 
 
-class ReplaceInventory(ProviderWrite, frozen=True):
-    """Replace one inventory, which must exist."""
+class WriteInventory(ProviderWrite, frozen=True):
+    """Replace one inventory. generation: the one that the provider must have; None: the inventory must not exist yet,
+    and is added.
+    """
 
     resource_class: str
     inventory: StoredInventory
-    generation: int
-    flaw: str = ""
-
-
-class AddInventory(ProviderWrite, frozen=True):
-    """Add one inventory, which must not exist."""
-
-    resource_class: str
-    inventory: StoredInventory
+    generation: int | None = None
     flaw: str = ""
 
 
@@ -117,8 +111,7 @@ TreeWrite = (
     | DeleteProvider
     | DeleteTree
     | SetInventories
-    | ReplaceInventory
-    | AddInventory
+    | WriteInventory
     | DeleteInventory
     | SetTraits
     | SetAggregates
@@ -174,7 +167,7 @@ def classes_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
     for write in writes:
         if isinstance(write, SetInventories):
             named.update(write.inventories)
-        elif isinstance(write, ReplaceInventory | AddInventory):
+        elif isinstance(write, WriteInventory):
             named.add(write.resource_class)
     return named
 
@@ -331,36 +324,30 @@ class ProviderTrees:
 
     def set_inventories(self, before: Provider, write: SetInventories) -> TreeOutcome:
         """Replace all inventories."""
-        if write.generation is not None and write.generation != before.generation:
+        return self._refusal(before, write, write.inventories) or with_inventories(
+            before, self._shape, write.inventories
+        )
+
+    def write_inventory(self, before: Provider, write: WriteInventory) -> TreeOutcome:
+        """Change or add one inventory."""
+        name = write.resource_class
+        if (refusal := self._refusal(before, write, (name,))) is not None:
+            return refusal
+        if write.generation is None and name in before.inventories:
+            return WriteRefusal(Why.DUPLICATE, f"inventory of class {name} already exists")
+        if write.generation is not None and name not in before.inventories:
+            return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {name} found.")
+        return with_inventories(before, self._shape, {**before.inventories, name: write.inventory})
+
+    def _refusal(
+        self, before: Provider, write: SetInventories | WriteInventory, classes: Iterable[str]
+    ) -> WriteRefusal | None:
+        """What speaks against a write of inventories, whatever inventories the provider has."""
+        if write.generation not in {None, before.generation}:
             return generation_conflict()
         if write.flaw:
             return WriteRefusal(Why.BAD_INVENTORY, write.flaw)
-        for name in write.inventories:
-            if name not in self._known_classes:
-                return no_such_class(name)
-        return with_inventories(before, self._shape, write.inventories)
-
-    def replace_inventory(self, before: Provider, write: ReplaceInventory) -> TreeOutcome:
-        """Change one inventory."""
-        if write.generation != before.generation:
-            return generation_conflict()
-        if write.flaw:
-            return WriteRefusal(Why.BAD_INVENTORY, write.flaw)
-        if write.resource_class not in self._known_classes:
-            return no_such_class(write.resource_class)
-        if write.resource_class not in before.inventories:
-            return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found.")
-        return with_inventories(before, self._shape, {**before.inventories, write.resource_class: write.inventory})
-
-    def add_inventory(self, before: Provider, write: AddInventory) -> TreeOutcome:
-        """Add one inventory."""
-        if write.flaw:
-            return WriteRefusal(Why.BAD_INVENTORY, write.flaw)
-        if write.resource_class not in self._known_classes:
-            return no_such_class(write.resource_class)
-        if write.resource_class in before.inventories:
-            return WriteRefusal(Why.DUPLICATE, f"inventory of class {write.resource_class} already exists")
-        return with_inventories(before, self._shape, {**before.inventories, write.resource_class: write.inventory})
+        return next((no_such_class(name) for name in classes if name not in self._known_classes), None)
 
     def delete_inventory(self, before: Provider, write: DeleteInventory) -> TreeOutcome:
         """Remove one inventory."""
@@ -413,8 +400,7 @@ _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
     DeleteProvider: ProviderTrees.delete,
     DeleteTree: ProviderTrees.delete_tree,
     SetInventories: ProviderTrees.set_inventories,
-    ReplaceInventory: ProviderTrees.replace_inventory,
-    AddInventory: ProviderTrees.add_inventory,
+    WriteInventory: ProviderTrees.write_inventory,
     DeleteInventory: ProviderTrees.delete_inventory,
     SetTraits: ProviderTrees.set_traits,
     SetAggregates: ProviderTrees.set_aggregates,

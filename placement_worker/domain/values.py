@@ -82,8 +82,8 @@ class ClaimedProvider(Struct, frozen=True):
 
 
 class ConsumerState(Struct, frozen=True):
-    """A consumer and its allocations. With an empty holding the row is only a fence: attempts up to `attempt` are
-    refused. run: whose claim it was ('': unknown).
+    """A consumer and its allocations. run: whose claim it is ('': unknown). With an empty holding the row is only a
+    fence: attempts up to `attempt` are refused, and where it has a run that last attempt of this run alone.
     """
 
     generation: int

@@ -10,10 +10,9 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from bus.contracts.placement import INSTANCES
 from bus.persistence.tables import fetch
-from placement_worker.domain.server_groups import SHARING
 from placement_worker.store import tables
 from placement_worker.store.limits import WRONG
-from placement_worker.store.rows import CLASSES, ROOT
+from placement_worker.store.rows import CLASSES, ROOT, SHARES, holdings_of
 
 _STOCK, _HELD, _FEED = tables.inventories.c, tables.allocations.c, tables.changes.c
 
@@ -86,11 +85,6 @@ def _strays() -> sa.CompoundSelect[Any]:
 
 def _doubled() -> sa.Select[Any]:
     roots = sa.distinct(sa.cast(ROOT.c.uuid, sa.Text))
-    shares = sa.exists().where(
-        tables.provider_traits.c.provider_id == tables.providers.c.id,
-        tables.provider_traits.c.trait_id == tables.traits.c.id,
-        tables.traits.c.name == SHARING,
-    )
     return (
         sa.select(
             _HELD.consumer, CLASSES.name, sa.func.array_agg(aggregate_order_by(roots, sa.cast(ROOT.c.uuid, sa.Text)))
@@ -100,7 +94,7 @@ def _doubled() -> sa.Select[Any]:
             .join(ROOT, ROOT.c.id == tables.providers.c.root_id)
             .join(tables.resource_classes, CLASSES.id == _HELD.class_id)
         )
-        .where(~shares)
+        .where(~SHARES)
         .group_by(_HELD.consumer, CLASSES.name)
         .having(sa.func.count(sa.distinct(tables.providers.c.root_id)) > 1)
         .order_by(_HELD.consumer, CLASSES.name)
@@ -109,10 +103,7 @@ def _doubled() -> sa.Select[Any]:
 
 async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dict[str, int]]]:
     """Return the allocations of every consumer: {consumer: {provider: {class: amount}}}."""
-    held: dict[str, dict[str, dict[str, int]]] = {}
-    for consumer, provider, name, amount in await fetch(connection, _ALLOCATIONS):
-        held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
-    return held
+    return holdings_of(await fetch(connection, _ALLOCATIONS))
 
 
 async def doubled(connection: asyncpg.Connection) -> list[str]:

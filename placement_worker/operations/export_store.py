@@ -25,7 +25,7 @@ from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.names import NameTable
 from placement_worker.store.postgres_rows import PostgresBookTransaction
-from placement_worker.store.rows import CLASSES, HELD, columns_of, one_of, read_providers
+from placement_worker.store.rows import CLASSES, HELD, columns_of, holdings_of, one_of, read_providers
 from placement_worker.store.tables import allocations, consumers, feed_head, group_members, providers
 
 CHUNK = 2000  # rows in one statement
@@ -62,9 +62,7 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: sa.Select
     providers: dict[str, Provider] = {}
     for start in range(0, len(numbers), CHUNK):
         providers.update(await read_providers(connection, numbers[start : start + CHUNK]))
-    held: dict[str, dict[str, dict[str, int]]] = {}
-    for consumer, provider, name, amount in await fetch(connection, _ALLOCATIONS):
-        held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
+    held = holdings_of(await fetch(connection, _ALLOCATIONS))
     consumers = {
         row[0]: ConsumerState(row[1], row[2], row[3], row[4], row[5], held[row[0]], row[6])
         for row in await fetch(connection, _CONSUMERS)

@@ -13,18 +13,13 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by
 from bus.contracts.placement import ConsumerAllocations, Swap, SwapResult
 from bus.persistence.tables import UUID, fetch
 from placement_worker.book import ResourceBook
-from placement_worker.domain.server_groups import SHARING
 from placement_worker.store import tables
-from placement_worker.store.rows import CLASSES, STOCKS
+from placement_worker.store.rows import CLASSES, SHARES, STOCKS
 
 Holding = Mapping[str, Mapping[str, int]]
 
 _STOCK = tables.inventories.c
-_SHARERS = (
-    sa.select(tables.providers.c.uuid)
-    .select_from(tables.providers.join(tables.provider_traits).join(tables.traits))
-    .where(tables.traits.c.name == SHARING)
-)
+_SHARERS = sa.select(tables.providers.c.uuid).where(SHARES)
 _ALIVE = tables.consumers.c.released_at.is_(None)
 _CONSUMER = sa.select(
     tables.consumers.c.project_id, tables.consumers.c.user_id, tables.consumers.c.consumer_type

@@ -186,17 +186,6 @@ class Book(Trees):
             kept = self._caches[kind] = kind()
         return kept
 
-    @property
-    def version(self) -> int:
-        """A number that changes with everything that can change an answer (see `changed_roots`)."""
-        return self.moves.end
-
-    def changed_roots(self, since: int) -> Rows | None:
-        """The rows of roots whose tree has changed since that version, ascending. None: the version is too old, and
-        every root may have changed. Some of the rows may no longer be roots.
-        """
-        return self.moves.since(since)
-
     def generation_of(self, row: int) -> int:
         """The provider's generation, as Placement's API has it."""
         return int(self.generation[row])

@@ -124,11 +124,6 @@ class Trees:
         """The row of the provider's root."""
         return int(self.root[row])
 
-    def parent_of(self, row: int) -> int | None:
-        """The row of the provider's parent, None for a root."""
-        parent = int(self.parent[row])
-        return None if parent == NO_ROW else parent
-
     def tree(self, root_row: int) -> list[int]:
         """The rows of the tree: the root, then each depth in turn, sorted by name."""
         members = self._members(root_row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from placement_worker.domain.refusal import Why
-from placement_worker.domain.trees import AddInventory, DeleteInventory, ReplaceInventory, SetInventories
+from placement_worker.domain.trees import DeleteInventory, SetInventories, WriteInventory
 from placement_worker.domain.values import StoredInventory
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api
@@ -94,7 +94,7 @@ async def create(api: Api, request: HttpRequest) -> Response:
     unable = RefusedAnswer(f"Unable to create inventory for resource provider {uuid}: {{}}")
     conflict = RefusedAnswer("Update conflict: {}", code=CONCURRENT_UPDATE)
     answers = {Why.DUPLICATE: conflict, Why.BAD_INVENTORY: unable, Why.NO_SUCH: unable}
-    provider = await api.write_tree(AddInventory(uuid, name, body.inventory(), flaw), answers)
+    provider = await api.write_tree(WriteInventory(uuid, name, body.inventory(), flaw=flaw), answers)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     path = f"/resource_providers/{uuid}/inventories/{name}"
     return json_response(data, 201).set_location(path).set_modified(request, api.clock.time())
@@ -111,7 +111,7 @@ async def update(api: Api, request: HttpRequest) -> Response:
         Why.BAD_INVENTORY: RefusedAnswer(f"Unable to update inventory for resource provider {uuid}: {{}}"),
         Why.NO_SUCH: RefusedAnswer(status=404),
     }
-    write = ReplaceInventory(uuid, name, body.inventory(), body.resource_provider_generation, flaw)
+    write = WriteInventory(uuid, name, body.inventory(), body.resource_provider_generation, flaw)
     provider = await api.write_tree(write, answers)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     return json_response(data).set_modified(request, api.clock.time())

@@ -13,7 +13,7 @@ from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, InventoryUsage
 from placement_worker.store import limits
 from placement_worker.store.port import Locked
-from placement_worker.store.rows import transposed
+from placement_worker.store.rows import holdings_of, transposed
 
 # Both call functions of 0001_functions.sql, so that each takes one round trip.
 LOCK = """
@@ -50,9 +50,7 @@ def classes_used(rows: Rows) -> set[int]:
 def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Mapping[int, str]) -> Locked:
     """The rows with the names of their classes."""
     consumers, held, providers, usage = rows
-    holdings: dict[str, dict[str, dict[str, int]]] = {}
-    for consumer, provider, class_id, amount in held:
-        holdings.setdefault(consumer, {}).setdefault(provider, {})[class_names[class_id]] = amount
+    holdings = holdings_of((consumer, uuid, class_names[number], amount) for consumer, uuid, number, amount in held)
     found = {row[0]: ConsumerState(*row[1:6], holdings.get(row[0], NOTHING), row[6]) for row in consumers}
     return Locked(
         inserted={uuid: consumer for uuid, consumer in expected.items() if uuid not in found},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -61,16 +61,13 @@ class MemoryBookRows:
         self.ready = False
         self.session.cut()
 
-    def transaction(self) -> AbstractAsyncContextManager[MemoryBookTransaction]:
-        """A transaction that commits at the end and rolls back on an exception."""
-        return self._transaction()
-
-    snapshot = transaction  # reads without an await between them are of one moment
-
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[MemoryBookTransaction]:
+    async def transaction(self) -> AsyncIterator[MemoryBookTransaction]:
+        """A transaction that commits at the end and rolls back on an exception."""
         async with self.session.transaction() as transaction:
             yield MemoryBookTransaction(self.table, transaction, self.names)
+
+    snapshot = transaction  # reads without an await between them are of one moment
 
     async def head(self) -> FeedHead:
         """The number of the newest committed change, and the id of its history."""

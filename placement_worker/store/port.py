@@ -387,4 +387,10 @@ class BookRows(Protocol):
         """Record that the changes up to this number are published, and end the lease."""
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Delete rows that are no longer needed, as `ResourceBook.trim`."""
+        """Delete published changes, fences and sources that are no longer needed, at most `limit` rows of each. Returns
+        whether there may be more.
+
+        keep_changes: the newest changes to keep. keep_fences_s: seconds after the release. keep_sources_s: seconds
+        after the last report; a source is deleted if its root no longer exists, or if a newer report of another source
+        covers all its providers.
+        """

@@ -6,7 +6,7 @@ transaction, and those that are one of their own. This module has only statement
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -366,25 +366,23 @@ class PostgresBookRows:
         """The operations within a transaction that the caller has opened."""
         return PostgresBookTransaction(connection, self.names)
 
-    def transaction(self) -> AbstractAsyncContextManager[PostgresBookTransaction]:
-        """A transaction that commits at the end and rolls back on an exception."""
-        return self._transaction()
-
-    def snapshot(self) -> AbstractAsyncContextManager[PostgresBookTransaction]:
-        """A transaction whose reads are all of one moment."""
-        return self._transaction(REPEATABLE)
-
     @asynccontextmanager
-    async def _transaction(self, first: str = "") -> AsyncIterator[PostgresBookTransaction]:
+    async def transaction(self) -> AsyncIterator[PostgresBookTransaction]:
+        """A transaction that commits at the end and rolls back on an exception. Raises StaleNames, Unstorable."""
         try:
             async with self.database.raw() as connection:
-                if first:
-                    await connection.execute(first)
                 yield self.on(connection)
         except asyncpg.ForeignKeyViolationError as error:
             raise StaleNames(str(error)) from error
         except asyncpg.DataError as error:
             raise port.Unstorable(str(error)) from error
+
+    @asynccontextmanager
+    async def snapshot(self) -> AsyncIterator[PostgresBookTransaction]:
+        """A transaction whose reads are all of one moment."""
+        async with self.transaction() as transaction:
+            await transaction.connection.execute(REPEATABLE)
+            yield transaction
 
     async def head(self) -> FeedHead:
         """The number of the newest committed change, and the id of its history."""

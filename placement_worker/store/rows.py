@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import asyncpg
@@ -10,12 +10,14 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.sql.selectable import FromClause
 
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.domain.values import Provider
 from placement_worker.store.port import NameKind
 from placement_worker.store.tables import (
     allocations,
     consumers,
     inventories,
+    provider_traits,
     providers,
     resource_classes,
     traits,
@@ -32,6 +34,12 @@ HELD: FromClause = (
     allocations.join(providers, providers.c.id == allocations.c.provider_id)
     .join(consumers, consumers.c.uuid == allocations.c.consumer)
     .join(resource_classes, resource_classes.c.id == allocations.c.class_id)
+)
+# Whether a provider shares with other trees.
+SHARES = sa.exists().where(
+    provider_traits.c.provider_id == providers.c.id,
+    provider_traits.c.trait_id == traits.c.id,
+    traits.c.name == SHARING,
 )
 NAMES = {NameKind.CLASS: resource_classes, NameKind.TRAIT: traits}
 
@@ -71,6 +79,14 @@ async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Prov
     for *_, provider, updated_at in _decode(await connection.fetchval(READ_PROVIDER, uuid)):
         return provider, updated_at
     return None
+
+
+def holdings_of(rows: Iterable[Sequence[Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return rows of (consumer, provider, class, amount) as {consumer: {provider: {class: amount}}}."""
+    held: dict[str, dict[str, dict[str, int]]] = {}
+    for consumer, provider, name, amount in rows:
+        held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
+    return held
 
 
 def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:

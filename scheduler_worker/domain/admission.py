@@ -11,11 +11,10 @@ from hashlib import blake2b
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.consuming.outcome import Done, Outcome, Received, Wait
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.stages import Stamps
-from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     ACCEPTED,
@@ -70,8 +69,8 @@ class Answered(Struct, frozen=True, kw_only=True):
 Admission = Start | Continue | Answered
 
 
-def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | None:
-    """A build whose time is over, as it is processed; None: it is left by its requester.
+def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | Outcome:
+    """A build whose time is over, as it is processed; its outcome if it is left by its requester.
 
     may_be_begun: it is on record, or an instance of it holds what it may have claimed: its record is lost, and where
     that claim is it is built, or runs already. Another one ends with its event.
@@ -79,7 +78,7 @@ def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild 
     delivery = pending.delivery
     if may_be_begun:
         return replace(pending, delivery=delivery.going_on())
-    return None if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
+    return Done() if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
 
 
 def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:
@@ -134,23 +133,19 @@ def admit_repeated(pending: PendingBuild, first: PendingBuild, admission: Admiss
     """
     if pending.digest != first.digest:
         return _clash(pending)
-    outcome = admission.outcome if isinstance(admission, Answered) else accepted(pending.instance_uuid)
+    outcome = admission.outcome if isinstance(admission, Answered) else pending.accepted
     return Answered(outcome=outcome)
 
 
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     """It was on record already: a redelivery continues where the earlier delivery ended, a repeated request changes
     nothing. What it would be refused for now does not count: it was not purged, however old it is, and if an object
-    that it names has been deleted since, the decision ends it. Raises Transient if another transaction is about to put
-    it on record, and it is not retried any more.
+    that it names has been deleted since, the decision ends it.
     """
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
-        reason = "the same request is being recorded by another scheduler"
-        if pending.delivery.last:
-            raise Transient(reason, code="request.concurrent")
-        return Answered(outcome=Retry("request.concurrent", reason))
-    build, repeated = known.build, accepted(pending.instance_uuid)
+        return Answered(outcome=Wait("request.concurrent", "the same request is being recorded by another scheduler"))
+    build, repeated = known.build, pending.accepted
     if build.code == UNKNOWN and build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
@@ -216,6 +211,16 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     def instance_uuid(self) -> str:
         """The instance that it requests."""
         return self.request.instance_uuid
+
+    @property
+    def accepted(self) -> Done:
+        """The outcome once it is on record."""
+        return Done(reply=BuildAccepted(instance_uuid=self.instance_uuid))
+
+    def stamps(self, claimed: HostClaimed | None, now: float) -> Stamps:
+        """When each stage so far has ended."""
+        decided_at, claimed_at = (now, 0.0) if claimed is None else (claimed.decided_at, claimed.claimed_at)
+        return Stamps(requested=self.requested_at, queued=self.taken_at, decided=decided_at, claimed=claimed_at)
 
 
 def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess) -> PendingBuild:
@@ -345,17 +350,3 @@ def new_build(pending: PendingBuild, author: Author) -> NewBuild:
         timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
         gang=pending.gang,
     )
-
-
-def stamps_of(pending: PendingBuild, claimed: HostClaimed | None, now: float) -> Stamps:
-    """When each stage so far has ended."""
-    if claimed is None:
-        return Stamps(requested=pending.requested_at, queued=pending.taken_at, decided=now)
-    return Stamps(
-        requested=pending.requested_at, queued=pending.taken_at, decided=claimed.decided_at, claimed=claimed.claimed_at
-    )
-
-
-def accepted(instance_uuid: str) -> Done:
-    """The outcome of a request that is on record."""
-    return Done(reply=BuildAccepted(instance_uuid=instance_uuid))

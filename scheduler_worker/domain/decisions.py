@@ -18,9 +18,11 @@ from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
+from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, BuildDecision, RecordedBuild
+from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.fences import for_cell, policy_of
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
@@ -39,7 +41,7 @@ from scheduler_worker.domain.placement import (
     PlacementState,
     PlacementUnavailable,
 )
-from scheduler_worker.domain.requests import HOSTS_UNKNOWN
+from scheduler_worker.domain.requests import HOSTS_UNKNOWN, waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
 
@@ -67,26 +69,16 @@ class DecidedBuild(Struct, frozen=True):
 Conclusion = DecidedBuild | Outcome
 
 
-class Circumstances(Struct, frozen=True, kw_only=True):
-    """The inputs of a conclusion besides the placement. author: who concludes, and when. nearest: how many of the
-    nearest misses an explanation names.
-    """
-
-    author: Author
-    nearest: int
-
-
 def prepare(
     pending: PendingBuild,
     ahead: PlacementState | None,
     selector: Selector,
-    circumstances: Circumstances,
+    author: Author,
 ) -> PlacementRequest | Conclusion:
     """The placement request of a build; or its conclusion, if it cannot be placed.
 
-    ahead: a choice made while it was recorded.
+    ahead: a choice made while it was recorded. author: who concludes, and when.
     """
-    author = circumstances.author
     if pending.delivery.why is not None:
         return _decided_of(pending, given_up(pending.request, pending.delivery.why, author))
     spec = selector.request_spec(pending.request) if ahead is None else ahead.spec
@@ -107,7 +99,7 @@ def _decided_of(pending: PendingBuild, one: BuildDecision, result: PlacementResu
 
 
 def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> DecidedBuild:
-    """The decision about a build that is not placed, while a claim of it is held."""
+    """The decision about a build that is not placed, while a claim of it is held, or may be."""
     return _decided_of(pending, _stranded(pending.request, held, author))
 
 
@@ -117,29 +109,16 @@ def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
     return [list(members) for _, members in grouped]
 
 
-def conclude_all(
-    requests: Sequence[Sequence[PlacedBuild]], circumstances: Circumstances
-) -> tuple[list[tuple[PendingBuild, Conclusion]], PlacementUnavailable | None]:
-    """The conclusion of each build; and the fault of those that placement has not answered, which have none.
-
-    requests: as `by_request` returns them. One member without an answer leaves the whole gang without a conclusion.
-    """
-    concluded: list[tuple[PendingBuild, Conclusion]] = []
-    unavailable: PlacementUnavailable | None = None
-    for members in requests:
-        missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
-        if missing is not None:
-            unavailable = missing
-        else:
-            concluded += conclude(members, circumstances)
-    return concluded, unavailable
-
-
-def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> list[tuple[PendingBuild, Conclusion]]:
-    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry.
+def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> list[tuple[PendingBuild, Conclusion]]:
+    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry. One
+    member that placement has not answered about leaves the whole gang waiting.
 
     The cell of a member that has a claim and whose gang is short is queried: the member may have started before.
+    nearest: how many of the nearest misses an explanation names.
     """
+    missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+    if missing is not None:
+        return [(one.pending, waits(missing)) for one in members]
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else needed(gang, [one.result for one in members]))
@@ -152,7 +131,8 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
         if gang is not None and is_short and isinstance(result, HostClaimed):
             why = GangIncomplete(gang, started, result.claims).reason
             result = ClaimStranded(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
-        concluded.append((one.pending, _decided(one, result, circumstances)))
+        decided = decision(one.request.request, one.request.spec, result, author, nearest=nearest)
+        concluded.append((one.pending, _decided_of(one.pending, decided, result)))
     return concluded
 
 
@@ -162,13 +142,6 @@ def _retry_of(placed: PlacedBuild) -> Retry | None:
     if isinstance(result, NoValidHost) and result.may_be_early and delivery.awaits_hosts:
         return HOSTS_UNKNOWN
     return None if delivery.last else retry_of(result)
-
-
-def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> DecidedBuild:
-    """The decision to write of a placement's result."""
-    request, nearest = placed.request, circumstances.nearest
-    decided = decision(request.request, request.spec, result, circumstances.author, nearest=nearest)
-    return _decided_of(placed.pending, decided, result)
 
 
 def decision(
@@ -286,6 +259,20 @@ def with_stages(one: BuildDecision, stamps: Stamps) -> BuildDecision:
     """A failure that the scheduler decides: how long the stages took goes with the last line of the timeline."""
     *before, last = one.timeline
     return replace(one, timeline=(*before, replace(last, stamps=stamps)))
+
+
+def messages_of(
+    one: DecidedBuild, decided: BuildDecision, at: float, stamps: Stamps, config: SchedulerConfig
+) -> list[OutboxMessage]:
+    """The messages of a decision that is written: with the command to the cell, or the query of it. decided: as it is
+    written.
+    """
+    command: CellBuild | CellBuildQuery | None = None
+    if one.claimed is not None:
+        command = cell_build(one.pending.request, one.claimed, at, stamps, config)
+    elif not decided.build.terminal:
+        command = build_query(one.pending.request, decided.build, at, config)
+    return effects(BuildState.ACCEPTED, decided.build, at, command, stamps, decided.funnel)
 
 
 # The parts of a flavor's extra specs that concern the node: traits of the whole host (traits of numbered groups are not

@@ -83,5 +83,5 @@ def _is_over(state: BuildState | None, build: RecordedBuild) -> bool:
     """Whether in this state of it the instance held nothing, and no cell has it. What a stranded one holds stays until
     its delete finds nothing any more.
     """
-    has_failed = state is BuildState.FAILED and build.code != STRANDED
+    has_failed = state in (BuildState.FAILED, BuildState.REFUSED) and build.code != STRANDED
     return build.cell is None and (has_failed or state is BuildState.DELETED)

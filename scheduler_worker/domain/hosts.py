@@ -349,7 +349,7 @@ class HostTable:
             state.first_sequence, state.pages_received, state.listing = first_sequence, 0, self._listings
         for host in message.hosts:
             if host.owner is not None:
-                self._refuse(host.uuid, service)
+                self._refuse(host.uuid, service, self.service_of(message.cell, host.owner))
                 continue
             if host.uuid in self._contested and self._contested[host.uuid][0] == service:
                 del self._contested[host.uuid]
@@ -382,15 +382,17 @@ class HostTable:
         digest = self._digests.get(service.cell)
         return now_s - max(service.last_seen_s, digest.last_seen_s if digest else -math.inf) <= CELL_HOLD_S
 
-    def _refuse(self, uuid: str, service: int) -> None:
-        """The book has this host as another service's, so it does not belong to this one."""
+    def _refuse(self, uuid: str, service: int, owner: int) -> None:
+        """The book has this host as the owner's, so it does not belong to this service. It is the owner's again if this
+        one was taken to have succeeded it: the owner is down, and still has what runs there.
+        """
         if uuid in self._contested or len(self._contested) < MAX_HOSTS:
             self._contested[uuid] = (service, self.services[service].listing)
         index = self._index.get(uuid)
         if index is not None and self.service[index] == service:
-            self.service[index] = NO_SERVICE
+            self.service[index] = owner
         if index is not None and self.last_service[index] == service:
-            self.last_service[index] = NO_SERVICE
+            self.last_service[index] = owner
 
     def _is_anothers(self, uuid: str, service: int, now_s: float) -> bool:
         """Whether another service of this cell has the host, and this one does not take it over.

@@ -104,7 +104,7 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
     """Why this cannot be requested of the instance in its state. The cell checks the rest."""
     build, now = known.build, known.now
     assert build is not None and known.build_request is not None
-    if build.state is not BuildState.ACTIVE or build.cell is None or now.condition in _ENDED:
+    if build.state is not BuildState.ACTIVE or now.condition in _ENDED:
         state = now.condition.value if now.condition in _ENDED else build.state.value
         return Refusal(code=NOT_ACTIVE, reason=f"the instance is {state}")
     if now.under_way is not None and request.kind is not MoveKind.ABORT:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
-from bus.faults import Fault, Transient
+from bus.faults import Fault, RequestRefused, Transient
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.ranking import Choice, RankedHost
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec
+
+T = TypeVar("T")
 
 CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client's: the scheduler never releases it
 STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, and of no known cell
@@ -45,6 +49,15 @@ def unavailable_after(fault: Fault) -> PlacementUnavailable:
     if isinstance(fault, PlacementUnavailable):
         return fault
     return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
+
+
+def answered(answer: T | Fault) -> T:
+    """The answer to a query. Raises PlacementUnavailable, or RequestRefused: placement has refused it for good."""
+    if isinstance(answer, RequestRefused):
+        raise answer
+    if isinstance(answer, Fault):
+        raise unavailable_after(answer) from answer
+    return answer
 
 
 class HostClaimed(Struct, frozen=True, kw_only=True):
@@ -117,6 +130,18 @@ class GangIncomplete(Struct, frozen=True):
             f"{self.placed} of the {self.gang.size} members of gang {self.gang.uuid} had a host, and"
             f" {self.gang.min_count} start together or none; each other member has its own reason"
         )
+
+
+def result_after(fault: Fault) -> PlacementRefused | PlacementUnavailable:
+    """The result of a placement that a message about it has no answer to."""
+    return PlacementRefused(fault.code, fault.reason) if isinstance(fault, RequestRefused) else unavailable_after(fault)
+
+
+def unknown_after(fault: Fault) -> ClaimStranded | PlacementUnavailable:
+    """The result of a placement of which it is not known what its instance holds, or that its run has it. Where
+    placement has refused to tell, for good, it ends as if the claim were of no known cell, and nothing is released.
+    """
+    return ClaimStranded(str(fault)) if isinstance(fault, RequestRefused) else unavailable_after(fault)
 
 
 DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | GangIncomplete
@@ -194,6 +219,16 @@ def is_without_host(state: PlacementState) -> bool:
     record is lost, or by this one.
     """
     return not isinstance(state.result, HostClaimed | PlacementUnavailable)
+
+
+def is_as_held(state: PlacementState, held: HeldAllocation) -> bool:
+    """Whether it goes where its instance holds something: a claim that was recovered may have been another one's."""
+    result, project = state.result, state.request.project_id
+    return isinstance(result, HostClaimed) and (held.project_id, held.attempt, held.holding) == (
+        project,
+        result.attempt,
+        result.selections[0].allocations,
+    )
 
 
 def result_of(state: PlacementState) -> PlacementResult:

@@ -18,12 +18,13 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.consuming.given_up import EXPIRED_WAITING, GIVEN_UP_BY_BROKER, given_up_of
-from bus.consuming.outcome import Received, Retry, never
+from bus.consuming.outcome import Received, Retry, Wait, never
 from bus.contracts.base import MAX_REASON, Message, Refusal, Uuid
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.catalogue import BY_QUEUE, project_of
 from bus.contracts.groups import ServerGroup
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 
@@ -245,6 +246,11 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
     def crashed(self) -> RequestDelivery:
         """Of one without a letter, whose handling has crashed: it ends now."""
         return replace(self, why=GIVEN_UP_BY_BROKER, is_late=never)
+
+
+def waits(fault: Transient) -> Wait:
+    """The outcome of a request that a server does not answer about."""
+    return Wait(fault.code, str(fault))
 
 
 LAST = RequestDelivery(attempt=RETRIES, last=True)

@@ -21,7 +21,7 @@ from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import ClaimOutcome, ClaimResult
-from bus.faults import Fault, RequestRefused
+from bus.faults import Fault
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
@@ -37,7 +37,7 @@ from scheduler_worker.domain.placement import (
     PlacementState,
     PlacementStep,
     Settle,
-    unavailable_after,
+    result_after,
 )
 from scheduler_worker.domain.ranking import Choice, RankedHost, Weights
 from scheduler_worker.domain.selector import Selector
@@ -56,7 +56,7 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     choice = state.choice
     assert choice is not None
     if isinstance(answer, Fault):
-        return PlacementStep(replace(state, result=_after_fault(answer)))
+        return PlacementStep(replace(state, result=result_after(answer)))
     if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
         return _claimed(state, choice, answer.option, answer, selector, now=now)
     if answer.outcome is ClaimOutcome.CLAIMED or _is_held_elsewhere(answer):
@@ -126,13 +126,6 @@ def no_valid_host(state: PlacementState, selector: Selector) -> PlacementState:
 def refused(state: PlacementState, code: str, reason: str) -> PlacementState:
     """The end by a refusal."""
     return replace(state, choice=None, result=PlacementRefused(code, reason))
-
-
-def _after_fault(fault: Fault) -> PlacementResult:
-    """No result of a claim: placement refused the message itself, or nothing answered."""
-    if isinstance(fault, RequestRefused):
-        return PlacementRefused(fault.code, fault.reason)
-    return unavailable_after(fault)
 
 
 def _after_loss(state: PlacementState, choice: Choice, answer: ClaimResult, selector: Selector) -> PlacementState:

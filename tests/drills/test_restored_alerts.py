@@ -68,9 +68,10 @@ async def test_an_old_backup_raises_the_alarms_until_an_operator_has_decided(tmp
             found = [one.machine for _, one in read.machines(UnexplainedKind.QUARANTINED)]
             assert {one.uuid for one in found} == set(after)
             chosen = [DecidedMachine(one.uuid, one.host_uuid, one.attempt) for one in found]
-            decided = await quarantine.decide(env, {"cell1": chosen}, KEEP, "drill")
+            decided, _ = await quarantine.decide(env, {"cell1": chosen}, KEEP, "drill")
             assert len(decided["cell1"]) == MACHINES
             await until_firing(client, {"BerthBreakerTripped"})
-            for one in read.breakers["cell1"]:
-                assert await quarantine.reset(env, "cell1", one.service, "drill", tripped_at=one.tripped_at)
+            tripped = [("cell1", one.service, one.tripped_at) for one in read.breakers["cell1"]]
+            reset, _ = await quarantine.reset(env, tripped, "drill")
+            assert all(reset.values())
             await until_firing(client, set())

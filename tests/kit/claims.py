@@ -27,7 +27,8 @@ class BookClaims:
     """A ClaimPort on a memory book. It passes tests/contract/placement/test_claim_port.py.
 
     held: what `holding` answers instead of the book.
-    answer: a script that answers claims instead of the book (None: no answer). away: nothing is answered.
+    answer: a script that answers claims instead of the book (None: no answer). unavailable: nothing is answered.
+    refused: the code with which every read is refused for good ("": none is).
     """
 
     def __init__(self, book: ResourceBook | None = None) -> None:
@@ -38,6 +39,7 @@ class BookClaims:
         self.held: dict[str, HeldAllocation] = {}
         self.answer: Answer | None = None
         self.unavailable = False
+        self.refused = ""
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         self.submitted += claims
@@ -57,21 +59,27 @@ class BookClaims:
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         self.located += requests
-        if self.unavailable:
-            return [RequestTimeout("unavailable") for _ in requests]
+        if (fault := self._fault()) is not None:
+            return [fault for _ in requests]
         return list(await self.book.reads.locate(requests))
 
     async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
         self.asked += consumers
-        if self.unavailable:
-            return [RequestTimeout("unavailable") for _ in consumers]
+        if (fault := self._fault()) is not None:
+            return [fault for _ in consumers]
         held = {one.consumer: one for one in await self.book.reads.holding(consumers)} | self.held
         return [held.get(uuid) for uuid in consumers]
 
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
+        if (fault := self._fault()) is not None:
+            return fault
+        return await self.book.reads.usage(ProjectUsageQuery(projects=tuple(projects)))
+
+    def _fault(self) -> Fault | None:
+        """Why no read is answered."""
         if self.unavailable:
             return RequestTimeout("unavailable")
-        return await self.book.reads.usage(ProjectUsageQuery(projects=tuple(projects)))
+        return RequestRefused("refused", code=self.refused) if self.refused else None
 
 
 def _answered(reply: ClaimResult | Refusal | None) -> ClaimResult | Fault:

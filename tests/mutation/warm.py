@@ -30,6 +30,7 @@ from tests.mutation.planting import PLANT, Functions, OnlyByImport
 HUNG_FACTOR = 10
 LEAST_PROCESSOR_S = 30
 LONGEST_PROCESSOR_S = 3600
+MOST_MEMORY_BYTES = 2**31  # beside what the tests without a mutant have
 # A mutant that waits for what never comes uses no processor: the bound by the clock is far more than any of these tests
 # takes on a busy machine.
 OPTIONS = ("-n0", "-q", "-p", "no:cacheprovider", "-m", "not postgres and not rabbitmq", "--timeout", "240")
@@ -195,9 +196,12 @@ class _Source:
 
 
 def bounded(known_s: float) -> None:
-    """Bound the processor time of this process and of each that it starts."""
+    """Bound the processor time and the memory of this process and of each that it starts."""
     most = int(max(LEAST_PROCESSOR_S, HUNG_FACTOR * known_s) + time.process_time())
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MOST_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 def forked(tasks: Iterable[int], run: Callable[[int], int], jobs: int) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.placement import ReleaseRun
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker import deletes, engine
+from scheduler_worker import deletes
 from scheduler_worker.domain import decisions
 from scheduler_worker.domain.builds import Author, BuildDecision, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.decisions import NO_HOST, given_up
@@ -40,7 +40,7 @@ def claims_are_released_without_a_name() -> Iterator[None]:
         release = ReleaseRun(consumer=after.instance_uuid, attempt=FIRST_ATTEMPT, project_id=after.project_id)
         return [*sent, OutboxMessage(API, release, after.instance_uuid)]
 
-    with full_clouds_are_not_looked_up(), patch.object(engine, "effects", nameless):
+    with full_clouds_are_not_looked_up(), patch.object(decisions, "effects", nameless):
         yield
 
 

@@ -322,7 +322,7 @@ function startDecision(form) {
     try {
       const { ok, reply, sentence } = await request("POST", form.dataset.path, { ...fieldsOf(form, button), [form.dataset.list]: chosen });
       if (!ok) return showStatus(form, sentence, true);
-      const left = reply.undecided ?? reply.not_open ?? [];
+      const left = reply.undecided ?? [...(reply.not_open ?? []), ...(reply.no_answer ?? [])];
       if (!left.length) return location.reload();
       showStatus(form, `${chosen.length - left.length} decided about; ${left.length} were left: ${left[0].code ?? "breaker.not_open"}`, true);
     } catch (fault) {

@@ -17,9 +17,9 @@ from bus.consuming import consumer as consuming
 from bus.consuming import dead_letters
 from bus.consuming.consumer import Malformed
 from bus.consuming.dead_letters import DeadLetter
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry, Wait
 from bus.contracts.base import Message
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildState
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS
 from bus.contracts.cell import CellDelete, Destroy
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
@@ -287,6 +287,26 @@ async def test_a_passing_fault_uses_up_no_retry(house: House) -> None:
     assert all(call == calls[0] for call in calls)
     assert calls[3][0].meta.attempt == 0
     assert consumer.ready
+
+
+async def test_a_message_that_waits_for_a_server_holds_up_no_other_of_its_batch(house: House) -> None:
+    bus = await house.bus()
+    calls: list[list[str]] = []
+    is_back = asyncio.Event()
+
+    async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
+        uuids = [str(one.message.instance_uuid) for one in received if isinstance(one.message, BuildRequest)]
+        calls.append(uuids)
+        waits = Wait("placement.unavailable", "no answer")
+        return [waits if uuid == boot(1).instance_uuid and not is_back.is_set() else Done() for uuid in uuids]
+
+    consumer = await house.consume(bus, REQUESTS, handler, concurrency=1)
+    await asyncio.gather(*(bus.publish(boot(number)) for number in (1, 2, 3)))
+    await until(lambda: consumer.in_hand == 1 and len(calls) > 3)
+    is_back.set()
+    await settled(bus)
+    assert Counter(uuid for call in calls for uuid in call)[boot(2).instance_uuid] == 1
+    assert calls[-1] == [boot(1).instance_uuid]
 
 
 async def test_a_broken_invariant_ends_the_consumer(house: House) -> None:

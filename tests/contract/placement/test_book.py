@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
@@ -100,6 +101,29 @@ async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced
     assert await outcomes(store, Release(consumer=CONSUMERS[0], attempt=3)) == ["released"]
     assert await outcomes(store, claim(CONSUMERS[0], FOUR[0], attempt=3)) == ["consumer_changed"]
     assert await outcomes(store, claim(CONSUMERS[0], FOUR[0], attempt=4)) == ["claimed"]
+
+
+async def test_a_release_by_a_run_fences_no_run_after_it(store: ResourceBook) -> None:
+    """The Release of a run whose record was lost was on its way; the build of the record after it failed."""
+    await store.report([report(FOUR[0], 1, VCPU=2)])
+    lost, later = (partial(claim, CONSUMERS[0], FOUR[0], by=run) for run in ("lost", "later"))
+    release = Release(consumer=CONSUMERS[0], attempt=1, project_id="p", by="lost")
+    assert await outcomes(store, lost(), release, lost(), later()) == [
+        "claimed",
+        "released",
+        "consumer_changed",
+        "claimed",
+    ]
+    assert await outcomes(store, release, lost()) == ["consumer_changed"] * 2, "by now it is the later one's"
+    other = Release(consumer=CONSUMERS[0], attempt=1, project_id="p", by="later")
+    assert await outcomes(store, other, release, later(), lost(), claim(CONSUMERS[0], FOUR[0])) == [
+        "released",
+        "absent",
+        *["consumer_changed"] * 3,
+    ]
+    unclaimed = replace(release, consumer=CONSUMERS[1])
+    of_unclaimed = [claim(CONSUMERS[1], FOUR[0], by=run) for run in ("lost", "later")]
+    assert await outcomes(store, unclaimed, *of_unclaimed) == ["absent", "consumer_changed", "claimed"]
 
 
 async def test_an_older_report_loses_whichever_source_sends_it(make: Books, store: ResourceBook) -> None:

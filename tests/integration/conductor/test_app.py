@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 
 import cell_conductor.app
 import compute_sim.app
+from berth.audit import quarantine
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API, Bus
 from bus.clock import SystemClock
@@ -26,7 +27,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, InstanceSpec, ReportHosts, Selection
 from bus.contracts.placement import InventoryUpdate
-from bus.faults import BrokenInvariant
+from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from bus.port import BusForbidden, Transport
@@ -504,4 +505,43 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
         logged = [tuple(row) for row in await connection.fetch("SELECT name, who, why FROM object_log")]
     assert logged == [(A, "ann", "moved")]
     for one in (first, second, schedulers):
+        await one.close()
+
+
+async def test_what_was_decided_in_one_cell_is_told_though_another_does_not_answer(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a fault of all. And an adoption was in the log of changes before, also one that was not decided."""
+    monkeypatch.setattr(quarantine, "TIMEOUT_S", 0.5)
+    cells = {name: PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2")}
+    schedulers = Database(postgres_url, "scheduler")
+    await schedulers.open("scheduler_worker.store.migrations")
+    home = Selection(host_uuid=B, host="home", service="s", allocations={B: {"VCPU": 1}})
+    at = dict(zip(cells, (A, B), strict=True))
+    for name, store in cells.items():
+        await store.open()
+        spec = InstanceSpec(instance_uuid=at[name], project_id="p")
+        await store.safety.record("s", [Unexplained(at[name], 3, HOST, UnexplainedKind.QUARANTINED, "newer")], 1.0)
+        async with store.transaction() as transaction:
+            await transaction.insert(
+                [Instance(uuid=at[name], state=State.ACTIVE, spec=spec, selections=(home,), attempt=1)]
+            )
+        await store.safety.trip(Breaker(service="s", tripped_at=1.0))
+    connect = partial(MemoryTransport, MemoryBroker(MovingClock()), "op")
+    env = Environment("op", transports=lambda _: connect(), database_url=postgres_url, cells=tuple(cells))
+    machines = {name: [DecidedMachine(uuid, HOST)] for name, uuid in at.items()}
+    locked = Database(postgres_url, "cell_cell2", pool_size=1)
+    async with locked.raw() as connection:
+        await connection.execute("LOCK TABLE unexplained, breakers IN EXCLUSIVE MODE")
+        decided, faults = await quarantine.decide(env, machines, KEEP, "ann")
+        assert (decided, list(faults)) == ({"cell1": [(HOST, A)]}, ["cell2"])
+        reset, missed = await quarantine.reset(env, [(name, "s", 1.0) for name in at], "ann")
+        assert (reset, list(missed)) == ({("cell1", "s", 1.0): True}, [("cell2", "s", 1.0)])
+        adopted, refused = await quarantine.adopt(env, [(HOST, A), (HOST, B)], who="ann", why="moved")
+        assert (adopted, [one.code for one in refused.values()]) == ({(HOST, A): "cell1"}, ["database.unavailable"])
+        with pytest.raises(DatabaseUnavailable):
+            await quarantine.decide(env, {"cell2": machines["cell2"]}, KEEP, "ann")
+    async with schedulers.raw() as connection:
+        assert [row[0] for row in await connection.fetch("SELECT name FROM object_log")] == [A]
+    for one in (*cells.values(), schedulers, locked):
         await one.close()

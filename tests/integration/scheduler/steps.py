@@ -27,17 +27,18 @@ ROOM_FOR_ONE = {"VCPU": 1, "MEMORY_MB": 4096, "DISK_GB": 100}
 
 
 class Gate:
-    """Holds the first call of a method until it is opened."""
+    """Holds the first call of a method until it is opened. after: when it is done, and has not returned."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, *, after: bool = False) -> None:
         self.reached, self.open = asyncio.Event(), asyncio.Event()
         real: Callable[..., Any] = getattr(owner, name)
 
         async def held(this: Any, *arguments: Any) -> Any:
+            done = [await real(this, *arguments)] if after else []
             if not self.reached.is_set():
                 self.reached.set()
                 await self.open.wait()
-            return await real(this, *arguments)
+            return done[0] if done else await real(this, *arguments)
 
         monkeypatch.setattr(owner, name, held)
 

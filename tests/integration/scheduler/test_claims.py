@@ -82,7 +82,7 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
     await world.active(request)
     await forget(world, request.instance_uuid)
     await unannounce(world, host)
-    ended = Gate(monkeypatch, SchedulingEngine, "_withdraw")
+    ended = Gate(monkeypatch, SchedulingEngine, "_write", after=True)
     await world.ask(request)
     await ended.wait()
     assert await world.queried(request) == "c1"
@@ -202,7 +202,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     await world.scheduler("s2", CONFIG)
     book = world.replicas["s2"]
     await world.until(lambda: book.row_of(host) is not None)
-    ended = Gate(monkeypatch, SchedulingEngine, "_withdraw")
+    ended = Gate(monkeypatch, SchedulingEngine, "_write", after=True)
     await world.ask(request)
     await ended.wait()  # its end here is on record, and the message is not acknowledged
     cell = await world.queried(request)

@@ -5,22 +5,34 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.base import Refusal
+from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, FoundMachine, HostReport, Running
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
-from cell_conductor.domain import breaker
+from cell_conductor.domain import breaker, leases
 from cell_conductor.domain import events as e
 from cell_conductor.domain.adopt_rules import why_not_its_machine
 from cell_conductor.domain.breaker import pages
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import NOT_TRIED, Instance, Power, State, summary_of
 from cell_conductor.domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, LeaseTable
 from cell_conductor.domain.move_events import DONE, MoveEnd, close
 from cell_conductor.domain.orders import numbered
-from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
+from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_ordered
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
-from tests.unit.conductor.move_scenario import Scenario, active, begun, claimed, refused, to_resized
+from tests.unit.conductor.move_scenario import (
+    MOVE,
+    OTHER,
+    Scenario,
+    active,
+    begun,
+    claimed,
+    refused,
+    request,
+    to_resized,
+)
 from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
@@ -35,6 +47,7 @@ from tests.unit.conductor.scenario import (
     selection,
     spawned,
 )
+from tests.unit.conductor.scenario import refused as build_refused
 
 ACTIVE = Instance(
     uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, consumer_generation=7
@@ -191,7 +204,8 @@ def in_place(*, arrived: bool = True) -> Scenario:
 def test_a_resize_in_place_that_has_arrived_stays_on_its_fenced_host() -> None:
     arrived, under_way = in_place(), in_place(arrived=False)
     assert arrived.instance.state is State.RESIZED and arrived.instance.is_in_place
-    assert arrived.apply(fenced(1)).instance.state is State.RESIZED
+    stays = arrived.apply(fenced(1))
+    assert stays.instance.state is State.RESIZED and stays.commands == ()
     assert under_way.apply(fenced(1)).instance.state is not State.RESIZING
 
 
@@ -202,6 +216,86 @@ def test_an_answer_to_an_earlier_change_in_place_does_not_end_its_undoing() -> N
     assert undoing.phase == (State.DESTROYING, State.REVERTING) and undoing.move is not None
     late = e.ChangeEnded(at=401.0, attempt=1, order=undoing.move.order - 1, host_uuid=host(1), service="s1", done=True)
     assert made.apply(late).instance.phase == undoing.phase
+
+
+def test_an_undone_resize_in_place_on_a_fenced_host_waits_for_placement_alone() -> None:
+    made = in_place(arrived=False)
+    made.end(1, 1, done=False, code="change.failed")
+    made.apply(e.TimedOut(at=400.0))
+    assert made.apply(fenced(1)).instance.phase == (State.REVERTING, None)
+
+
+@pytest.mark.parametrize(("request_id", "ends"), [(MOVE, []), (OTHER, [(MoveState.REFUSED, True)])])
+def test_a_request_that_was_given_up_ends_unless_it_is_under_way(request_id: str, ends: list[object]) -> None:
+    made = begun(MoveKind.MIGRATE, 2)
+    why = Refusal(code="x", reason="y")
+    stepped = made.apply(replace(request(MoveKind.MIGRATE, 2, request_id=request_id), given_up=why))
+    assert [(one.state, one.terminal) for one in stepped.commands if isinstance(one, MoveEvent)] == ends
+
+
+@pytest.mark.parametrize(("runs", "power"), [(True, Power.RUNNING), (False, Power.STOPPED)])
+def test_after_a_change_that_was_not_done_its_hosts_answer_counts(runs: bool, power: Power) -> None:
+    made = begun(MoveKind.STOP)
+    assert made.end(1, 1, done=False, code="x", runs=runs).instance.power is power
+
+
+def test_a_start_leaves_it_running_and_what_does_not_run_is_not_rescued() -> None:
+    stopped = begun(MoveKind.STOP)
+    stopped.end(1, 1)
+    started, rescued = Scenario(stopped.instance), Scenario(stopped.instance)
+    started.apply(request(MoveKind.START, request_id=OTHER))
+    assert started.end(1, 1, runs=True).instance.power is Power.RUNNING
+    rescued.apply(request(MoveKind.UNRESCUE, request_id=OTHER))
+    assert rescued.terminals == [(MoveKind.UNRESCUE, MoveState.REFUSED, "instance.not_rescued")]
+    assert rescued.instance.state is State.ACTIVE
+
+
+@pytest.mark.parametrize(("n", "state"), [(1, State.ACTIVE), (2, State.CHANGING)])
+def test_a_change_is_ended_by_the_fence_of_its_own_host(n: int, state: State) -> None:
+    assert begun(MoveKind.STOP).apply(fenced(n)).instance.state is state
+
+
+def test_a_machine_of_another_attempt_is_no_arrival() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.apply(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    assert made.apply(spawned(attempt=9, n=3)).instance.state is State.FINISHING
+    assert made.apply(spawned(attempt=2)).instance.state is State.RESIZED
+
+
+def test_a_build_that_was_given_up_releases_its_claim_unless_it_is_doubted() -> None:
+    given_up = run(replace(queried(hosts=1), given_up=Refusal(code="x", reason="y"))).instance
+    assert (given_up.phase, given_up.code) == ((State.RELEASING, State.FAILED), "x")
+
+
+@pytest.mark.parametrize(("attempt", "hosts"), [(1, 1), (2, 2)])
+def test_a_host_that_was_passed_over_is_counted_once(attempt: int, hosts: int) -> None:
+    """The first is among those that are left; a later one was taken from them."""
+    passed = AttemptRecord(attempt=attempt, host="host-1", outcome=NOT_TRIED)
+    known = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),), history=(passed,))
+    assert summary_of(known).startswith(f"0 of {hosts} hosts")
+
+
+@pytest.mark.parametrize("reason", ["", "of another cell"])
+def test_a_build_whose_instance_holds_anothers_allocation_says_why_it_failed(reason: str) -> None:
+    tried = run(queried(hosts=2), failed()).instance
+    ended = step(tried, replace(build_refused(changed=True), reason=reason), PATIENCE).instance
+    assert ended.code == "placement.consumer_changed" and ended.reason and reason in ended.reason
+
+
+def test_a_move_whose_instance_holds_anothers_allocation_says_why_it_is_undone() -> None:
+    for reason in ("", "of another cell"):
+        made = begun(MoveKind.MIGRATE, 2)
+        move = made.apply(replace(refused(), consumer_changed=True, reason=reason)).instance.move
+        assert move is not None and move.lost_reason and reason in move.lost_reason
+
+
+def test_a_build_is_announced_with_the_host_that_it_has() -> None:
+    (*_, last) = announced(run(queried(hosts=1), spawned()))
+    assert (last.host, last.host_uuid) == ("host-1", host(1))
+    (deleted,) = announced(step(Instance(uuid=UUID, spec=SPEC, state=State.FAILED), DELETE, PATIENCE))[:1]
+    assert (deleted.host, deleted.host_uuid) == (None, None)
 
 
 def test_changes_are_numbered_one_by_one_where_the_clock_is_behind() -> None:
@@ -271,6 +365,45 @@ def test_two_services_contest_a_host_unless_they_share_by_a_ring(
     known.note(page("s2", host(1), ring=second))
     known.note(page("s1", host(1), ring=first))
     assert known.contested(page("s1", host(1), ring=first), up) == ({host(1): "s2"} if contested else {})
+
+
+def test_what_a_service_had_before_it_began_anew_is_its_no_more() -> None:
+    known = breaker.Listings()
+    known.note(page("s1", host(1)))
+    known.note(replace(page("s1", host(2)), epoch=2))
+    assert (known.listers(host(1)), known.listers(host(2))) == ((), ("s1",))
+    assert known.hosts_of(["s1", "nothing"]) == {host(2)}
+
+
+def test_services_beyond_the_bound_are_not_kept_and_no_number_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_SERVICES", 1)
+    known = LeaseTable(3)
+    told = [("s1", 0, 0), ("s2", 1, 0), ("s1", 0, -1), ("s1", -1, 0), ("s1", 1, 0)]
+    assert [known.renew(name, epoch, number, at=1.0) for name, epoch, number in told] == [
+        True, False, False, False, True,
+    ]  # fmt: skip
+
+
+def test_an_epoch_is_a_time_and_a_service_with_an_earlier_one_is_sent_it() -> None:
+    known = LeaseTable(3)
+    known.note_outdated("s1", 1_790_000_000_000)
+    known.note_outdated("s2", leases.FARTHEST_EPOCH + 1)
+    assert known.outdated() == {"s1": 1_790_000_000_000}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "of_move", "ordered"), [(1, False, True), (1, True, True), (2, False, False), (2, True, False)]
+)
+def test_a_record_has_ordered_the_end_of_what_it_or_its_move_has_left(
+    attempt: int, of_move: bool, ordered: bool
+) -> None:
+    left = (AttemptRecord(attempt=1, host="host-1", outcome="timed_out"),)
+    moved = to_resized().instance
+    assert moved.move is not None
+    known = replace(moved, attempt=5, newest=5, move=replace(moved.move, source=None, history=left if of_move else ()))
+    known = replace(known, history=() if of_move else left)
+    listed = e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(9), service="s1")
+    assert is_ordered(known, listed) is ordered
 
 
 def test_hosts_beyond_the_bound_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from placement_worker.replica.catch_up import AT_ONCE, Loading, LocalReplica, ap
 from placement_worker.replica.columns import MOVES_KEPT, Moves
 from placement_worker.replica.search import Query, search
 from placement_worker.replica.sharing import Sharing, sharing_of
-from placement_worker.replica.trees import FIRST_SIZE
+from placement_worker.replica.trees import FIRST_SIZE, NO_ROW
 from tests.unit.replica.worlds import changed, provider, removed, used, uuid
 
 # --- folding in changes, trees, and claims in flight
@@ -84,8 +84,8 @@ def test_a_tree_is_published_root_first_then_by_depth_and_name() -> None:
     states = [provider(3, root=0, parent=1), provider(2, root=0, parent=0), provider(1, root=0, parent=0), provider(0)]
     book = loaded(*states)
     assert [book.name_of(row) for row in book.tree(book.row_of(uuid(0)) or 0)] == ["p0", "p1", "p2", "p3"]
-    assert book.parent_of(book.row_of(uuid(3)) or 0) == book.row_of(uuid(1))
-    assert book.parent_of(book.row_of(uuid(0)) or 0) is None
+    assert book.parent[book.row_of(uuid(3)) or 0] == book.row_of(uuid(1))
+    assert book.parent[book.row_of(uuid(0)) or 0] == NO_ROW
 
 
 def test_rows_of_removed_trees_are_used_again() -> None:
@@ -217,13 +217,13 @@ def test_a_removed_provider_takes_its_settled_claims_along() -> None:
 
 def test_versions_show_which_roots_moved() -> None:
     book = loaded(provider(0, inventories={"VCPU": 8}), provider(1, root=0, parent=0), provider(2))
-    version = book.version
-    assert book.changed_roots(version) is not None
-    assert book.changed_roots(version).tolist() == []  # type: ignore[union-attr]
+    version = book.moves.end
+    assert book.moves.since(version) is not None
+    assert book.moves.since(version).tolist() == []  # type: ignore[union-attr]
     book.apply([used(11, 1, 2, {"VCPU": 0})])
-    assert book.changed_roots(version).tolist() == [book.row_of(uuid(0))]  # type: ignore[union-attr]
+    assert book.moves.since(version).tolist() == [book.row_of(uuid(0))]  # type: ignore[union-attr]
     book.load([], 30)
-    assert book.changed_roots(version) is None
+    assert book.moves.since(version) is None
 
 
 def test_moves_are_remembered_within_their_bound() -> None:
@@ -347,7 +347,7 @@ async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
     assert (len(book), free_after(book), free_after(book, 1), book.sequence) == (3, 8, 6, 5)
     book.assume("l", {uuid(2): {"VCPU": 3}})  # while it is loaded
     book.forget("k")
-    epoch, version = book.epoch, book.version
+    epoch, version = book.epoch, book.moves.end
     loading.begin(SnapshotPage(sequence=9, providers=(), history="h"))
     loading.finish(book)
     assert (len(book), free_after(book), free_after(book, 1), free_after(book, 2), book.sequence) == (
@@ -357,7 +357,7 @@ async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
         13,
         9,
     )
-    assert book.epoch > epoch and book.changed_roots(version) is None
+    assert book.epoch > epoch and book.moves.since(version) is None
     book.forget("l")
     assert free_after(book, 2) == 16
 

@@ -14,6 +14,7 @@ from placement_worker.domain.server_groups import SHARING
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, CandidatesRequest, Group
 from placement_worker.replica.request import Query
+from placement_worker.replica.trees import NO_ROW
 
 # --- providers and changes for tests
 
@@ -357,7 +358,7 @@ def dump(book: Book) -> dict[str, object]:
 
 
 def _row(book: Book, row: int) -> tuple[object, ...]:
-    parent = book.parent_of(row)
+    parent = int(book.parent[row])
     return (
         book.name_of(row),
         book.generation_of(row),
@@ -365,7 +366,7 @@ def _row(book: Book, row: int) -> tuple[object, ...]:
         book.traits_of(row),
         book.aggregates_of(row),
         book.inventory_of(row),
-        None if parent is None else book.uuid_of(parent),
+        None if parent == NO_ROW else book.uuid_of(parent),
         book.uuid_of(book.root_of(row)),
     )
 

@@ -25,7 +25,7 @@ from scheduler_worker.domain.admission import (
 )
 from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
 from scheduler_worker.domain.gangs import withdrawn_by_gang
-from scheduler_worker.domain.moves import check_move, pending_move, under_way
+from scheduler_worker.domain.moves import check_move, chooses_hosts, pending_move, under_way
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.requests import RequestDelivery
 from tests.unit.scheduler.hosts import Hosts
@@ -83,6 +83,7 @@ def test_a_build_that_was_refused_is_refused_again_as_it_is_on_record(flavor: st
     admission = admit_known(pending, refused)
     assert isinstance(admission, Answered) and isinstance(admission.outcome, Done)
     assert isinstance(admission.outcome.reply, Refusal) and admission.outcome.reply.code == "group.unknown"
+    assert not admission.withdrawn, "no delete has taken it out of its gang"
 
 
 def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> None:
@@ -159,6 +160,23 @@ def test_a_move_is_the_same_by_its_content_and_its_project() -> None:
 def test_a_resize_names_another_flavor_that_there_is(flavor: str | None, code: str | None) -> None:
     answer = checked(MoveKind.RESIZE, flavor=flavor)
     assert (answer.code if isinstance(answer, Refusal) else answer) == code
+
+
+@pytest.mark.parametrize(
+    ("kind", "condition", "chosen"),
+    [
+        (MoveKind.UNSHELVE, Condition.SHELVED, False),
+        (MoveKind.UNSHELVE, Condition.OFFLOADED, True),
+        (MoveKind.MIGRATE, Condition.ACTIVE, True),
+        (MoveKind.STOP, Condition.ACTIVE, False),
+    ],
+)
+def test_hosts_are_chosen_for_what_does_not_start_where_it_is(
+    kind: MoveKind, condition: Condition, chosen: bool
+) -> None:
+    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind)
+    instance = InstanceRecord(instance_uuid=UUID, condition=condition)
+    assert chooses_hosts(request, MoveContext(build=ACTIVE, instance=instance, build_request=REQUEST)) is chosen
 
 
 @pytest.mark.parametrize(("of", "code"), [("p", None), ("q", "instance.unknown")])

@@ -27,7 +27,7 @@ from placement_worker.replica.book import Book
 from scheduler_worker import engine as engine_module
 from scheduler_worker import handlers, placing, queries
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain import decision_round, decisions
+from scheduler_worker.domain import decision_round
 from scheduler_worker.domain.admission import PendingBuild, new_build
 from scheduler_worker.domain.builds import Author, BuildDecision, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
@@ -319,9 +319,8 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     28 ms when they were put on record.
     """
     cluster = cluster_of([WIDE] * 8)
-    recorded = ("new_build", "admit")
-    steps = Turns(monkeypatch, *((engine_module, name) for name in (*recorded, "prepare", "stamps_of", "effects")))
-    monkeypatch.setattr(decisions, "conclude", steps.counted("conclude", decisions.conclude))
+    counted = ("new_build", "admit", "effects", "prepare", "conclude", "messages_of")
+    steps = Turns(monkeypatch, *((engine_module, name) for name in counted))
     monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
@@ -338,8 +337,8 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     async with steps.counting():
         outcomes, _ = await engine.process(builds, [])
     assert len(outcomes) == BATCH and all(isinstance(one, Done) for one in outcomes.values())
-    for name in (*recorded, "prepare", "conclude", "effects"):
-        assert steps.total(name) == BATCH * (2 if name == "effects" else 1) and steps.most(name) <= BUILDS_AT_ONCE, name
+    for name in counted:
+        assert steps.total(name) == BATCH and steps.most(name) <= BUILDS_AT_ONCE, name
     assert steps.total("step") >= BATCH and steps.most("step") <= ANSWERS_AT_ONCE
 
 
@@ -347,9 +346,6 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
     """Each one's digest, flavor and server group."""
 
     class Engine:
-        async def not_left(self, requests: Sequence[PendingBuild]) -> Sequence[PendingBuild]:
-            return requests
-
         async def process(
             self, builds: Sequence[PendingBuild], _deletes: object
         ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Wait
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.builds import NewBuild
 from scheduler_worker.domain.deletes import PendingDelete
-from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import OVERTAKES, RequestDelivery
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -24,7 +23,6 @@ UNKNOWN = "00000000-0000-4000-8000-000000000002"
 
 
 async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_does_not_answer_for_another() -> None:
-    """The batch is handled again as a whole: only the answer to its requester waits."""
     store, sent, port = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), Sent(), BookClaims()
     store.publish_through(sent)  # type: ignore[arg-type]
     build = replace(recorded(BuildState.ACTIVE, "c1"), sequence=12)
@@ -48,8 +46,8 @@ async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_doe
     ]
     carry_out = Deletes(store, held, clock=SystemClock(), process="s1")
     for _ in range(2):
-        with pytest.raises(PlacementUnavailable):
-            await carry_out.delete(deletes)
+        outcomes, _ = await carry_out.delete(deletes)
+        assert isinstance(outcomes[0], Done) and isinstance(outcomes[1], Wait)
     assert [type(one.message) for _, batch in sent.rows for one in batch] == [CellDelete]
     async with store.unit() as unit:
         assert (await unit.lock([UUID]))[UUID].state is BuildState.DELETING

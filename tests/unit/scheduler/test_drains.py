@@ -77,6 +77,8 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
     assert (request.kind, request.host, request.user_id) == (MoveKind.LIVE_MIGRATE, None, "drain")
     assert request.auto_confirm_s is None
     assert passed(after, known()) == (after, ())  # not on record yet
+    as_it_is = OpenDrain(record=RECORD, open=(after,), counts={S.UNDER_WAY: 1}, last_begun_at=NOW)
+    assert step(as_it_is, {A: known()}, UP, NOW).changed == (), "a row that stays is not written"
     again, repeated = passed(replace(after, begun_at=NOW - 61.0), known())
     assert repeated == (request,) and again.begun_at == NOW
     assert replace(after, state=S.WAITING).request_id != after.request_id == ROW.request_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,7 +11,7 @@ from bus.contracts.placement import ClaimOption, ProviderState
 from placement_worker.replica.request import Group
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
-from scheduler_worker.domain.flavors import parse
+from scheduler_worker.domain.flavors import FlavorInvalid, parse
 from scheduler_worker.domain.ranking import Choice
 from scheduler_worker.domain.selector import NoValidHost
 from tests.unit.scheduler.hosts import Hosts
@@ -171,6 +172,15 @@ def test_virtual_gpus_run_out_device_by_device() -> None:
     given = [cluster.place() for _ in range(3)]
     assert given[:2] == [{"h0": {"VCPU": 1}, "c1": {"VGPU": 2}}, {"h0": {"VCPU": 1}, "c2": {"VGPU": 2}}]
     assert given[2] is None
+
+
+@pytest.mark.parametrize(
+    ("amount", "is_valid"), [("1", True), (str(2**31 - 1), True), (str(2**31), False), ("-1", False), ("x", False)]
+)
+def test_an_amount_is_one_that_placement_can_hold(amount: str, is_valid: bool) -> None:
+    flavor = Flavor(vcpus=1, extra_specs={"resources:CUSTOM_A": amount})
+    with nullcontext() if is_valid else pytest.raises(FlavorInvalid):
+        assert parse("f", flavor).query.resources["CUSTOM_A"] == int(amount)
 
 
 def numa_cluster(room: tuple[int, int]) -> Cluster:

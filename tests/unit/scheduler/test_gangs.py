@@ -20,7 +20,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
 from scheduler_worker.domain.admission import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.builds import Author, Gang
-from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude
+from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude
 from scheduler_worker.domain.gangs import claimable, needed, with_gang_results, with_shared_findings, within_bounds
 from scheduler_worker.domain.placement import (
     GangIncomplete,
@@ -151,8 +151,8 @@ def test_the_cell_of_a_member_that_has_a_claim_is_queried_without_the_others(att
         PlacedBuild(*pair, result)
         for pair, result in zip(zip(members, requests, strict=True), (there, REFUSED), strict=True)
     ]
-    around = Circumstances(author=Author(who="s", at=1.0), nearest=3)
-    (_, first), (_, second) = conclude(placed, around)
+    around = Author(who="s", at=1.0)
+    (_, first), (_, second) = conclude(placed, around, 3)
     assert isinstance(first, DecidedBuild) and isinstance(second, DecidedBuild)
     ends = [(one.decision.build.state, one.decision.build.cell, one.claimed) for one in (first, second)]
     assert ends == [(BuildState.SCHEDULED, "c1", None), (BuildState.FAILED, None, None)]
@@ -201,6 +201,6 @@ def test_a_build_fences_its_claims_if_one_was_sent(claims: int) -> None:
     (pending,) = members_of(taken(REQUEST), start=0)
     request = PlacementRequest(request=pending.request, spec=Hosts([]).spec())
     over = PlacementRefused("quota.exceeded", "VCPU", claims=claims)
-    around = Circumstances(author=Author(who="s", at=1.0), nearest=3)
-    ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around)
+    around = Author(who="s", at=1.0)
+    ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around, 3)
     assert isinstance(decided, DecidedBuild) and decided.decision.build.attempt == claims

@@ -80,6 +80,7 @@ def test_the_newest_number_counts_whichever_service_measured_it() -> None:
     put(hosts, {0: 40.0, 1: 50.0}, at=NOW - 10)
     assert put(hosts, {0: 60.0}, at=NOW - 20, source="late") == {"older": 1}
     assert put(hosts, {1: 70.0}, at=NOW - 5, source="other") == {"taken": 1}
+    assert put(hosts, {1: 70.0}, at=NOW - 5, source="same time") == {"taken": 1}
     assert known(hosts) == [40.0, 70.0, None]
 
 

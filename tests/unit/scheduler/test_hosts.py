@@ -145,6 +145,20 @@ def test_a_refused_service_that_was_announced_first_loses_the_host_to_its_owner(
     assert table.live_service_of(HOST) == "second" and table.contested_by(HOST) is None, "it has taken the host over"
 
 
+def test_a_host_that_a_second_service_reports_while_its_own_is_down_stays_with_its_own() -> None:
+    """The second one was taken to have succeeded it; when the book refused that one, the host had no service at all."""
+    table = hosts.HostTable()
+    announce(table, "c1", 1, 0.0)
+    down = (ServiceDown(service="s", epoch=1, code="service.silent"),)
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
+    announce(table, "c1", 1, 2.0, service="second")
+    refused = (HostReport(uuid=HOST, name="h", owner="s"),)
+    table.apply(ComputeHosts(service="second", cell="c1", epoch=1, sequence=2, hosts=refused), 3.0)
+    assert table.is_down(HOST) and table.contested_by(HOST) == "second"
+    table.apply(ServicesDigest(cell="c1", term=1, number=2), 4.0)
+    assert table.live_service_of(HOST) == "s"
+
+
 def test_a_host_whose_service_is_silent_or_gone_may_come_to_another_cell() -> None:
     table = hosts.HostTable()
     announce(table, "c1", 1, 0.0)

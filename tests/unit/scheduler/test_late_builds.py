@@ -9,13 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from bus.consuming.given_up import EXPIRED, GIVEN_UP
-from bus.consuming.outcome import Done, Outcome, Received
+from bus.consuming.outcome import Done, Outcome, Received, Wait
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.faults import BrokenInvariant
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
-from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import RequestDelivery, delivery_of
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
@@ -58,12 +57,13 @@ async def test_a_build_whose_time_is_over_ends_as_a_move_does(cluster: Cluster, 
     engine = engine_of(cluster)
     late, in_time = cluster.hosts.request(), cluster.hosts.request()
     came = [taken(cluster, late, waits=waits), taken(cluster, in_time, left_s=9.0, waits=waits)]
-    ended, begun = await engine.not_left(came)
-    assert begun is came[1]
-    assert (None if ended is None or ended.delivery.why is None else ended.delivery.why.code) == (
-        None if waits else EXPIRED
-    )
-    assert (ended is None) is waits, "its requester may request it again"
+    assert [one.delivery.is_late() for one in came] == [True, False]
+    ended = (await engine.not_left({0: came[0]}))[0]
+    if waits:
+        assert ended == Done(), "its requester may request it again"
+    else:
+        assert isinstance(ended, PendingBuild) and ended.delivery.why is not None
+        assert ended.delivery.why.code == EXPIRED
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
@@ -73,8 +73,8 @@ async def test_a_build_whose_time_is_over_goes_on_where_it_was_begun(cluster: Cl
         await engine.process([taken(cluster, request, left_s=9.0)], ())
     else:
         hold(cluster, request)
-    (going_on,) = await engine.not_left([taken(cluster, request)])
-    assert going_on is not None and going_on.delivery.why is None and not going_on.delivery.is_late()
+    going_on = (await engine.not_left({7: taken(cluster, request)}))[7]
+    assert isinstance(going_on, PendingBuild) and going_on.delivery.why is None and not going_on.delivery.is_late()
 
 
 class Broken:
@@ -87,11 +87,13 @@ class Broken:
     async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
         return [[replace(self._accepted, delivery=RequestDelivery(has_letter=False))]]
 
-    async def process(self, builds: Sequence[PendingBuild], _deletes: object) -> dict[int, Outcome]:
+    async def process(
+        self, builds: Sequence[PendingBuild], _deletes: object
+    ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
         if any(one.delivery.why is None for one in builds):
             raise BrokenInvariant("broken")
         self.ended += [one.delivery.why.code for one in builds if one.delivery.why is not None]
-        return dict.fromkeys(range(len(builds)), Done())
+        return dict.fromkeys(range(len(builds)), Done()), {}
 
 
 async def test_a_build_that_no_queue_has_ends_and_its_broken_invariant_stops_the_process(cluster: Cluster) -> None:
@@ -121,11 +123,13 @@ class Stalling:
     async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
         return [[one] for one in self._builds]
 
-    async def process(self, builds: Sequence[PendingBuild], _deletes: object) -> dict[int, Outcome]:
+    async def process(
+        self, builds: Sequence[PendingBuild], _deletes: object
+    ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
         if builds[0].instance_uuid == self._builds[0].instance_uuid:
-            raise PlacementUnavailable("no answer")
+            return dict.fromkeys(range(len(builds)), Wait("placement.unavailable")), {}
         self.processed += [one.instance_uuid for one in builds]
-        return dict.fromkeys(range(len(builds)), Done())
+        return dict.fromkeys(range(len(builds)), Done()), {}
 
 
 async def test_a_build_that_waits_for_placement_holds_up_no_other_and_uses_up_no_try(cluster: Cluster) -> None:

@@ -50,8 +50,7 @@ UNLOCATED = Retry("instance.unlocated", "placement does not know where the insta
 
 
 class NoBuilds:
-    async def not_left(self, requests: Sequence[object]) -> Sequence[object]:
-        return requests
+    """Stands for SchedulingEngine."""
 
 
 class Moves:

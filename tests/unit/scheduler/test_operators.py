@@ -74,7 +74,9 @@ def cell_of_fence(
         return None
     (one,) = made
     assert one.after is not None
-    return msgspec.convert(one.after, FenceRecord).cell
+    fence = msgspec.convert(one.after, FenceRecord)
+    assert fence.version > present.revision, "a later decision has a later version"
+    return fence.cell
 
 
 @pytest.mark.parametrize(

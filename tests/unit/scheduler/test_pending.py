@@ -8,13 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from bus.consuming.given_up import EXPIRED
-from bus.consuming.outcome import Done, Received, Retry
+from bus.consuming.outcome import Done, Received, Wait
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import AttemptRecord, BuildAccepted, BuildEvent, BuildRecord, BuildRequest, BuildState
 from bus.contracts.cell import BuildsWaiting, CellDelete, WaitingBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.moves import CellMove, CellMoveQuery, MoveKind, MoveState
-from bus.faults import Transient
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain import fleet
 from scheduler_worker.domain.admission import (
@@ -34,7 +33,7 @@ from scheduler_worker.domain.builds import Author, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.fleet import WaitingTable
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.requests import LAST, LETTERS, TOO_OLD, RequestDelivery, delivery_of
+from scheduler_worker.domain.requests import LETTERS, TOO_OLD, RequestDelivery, delivery_of
 from scheduler_worker.domain.unanswered import (
     CELL_SILENT,
     CELL_UNKNOWN,
@@ -123,9 +122,7 @@ def test_a_redelivery_goes_on_where_it_was() -> None:
     assert admit_known(taken(), status()) == Continue("")
     assert admit_known(taken(sent_at=1.0), status()) == Continue(""), "on record, however old: it was not purged"
     concurrent = admit_known(taken(), None)
-    assert isinstance(concurrent, Answered) and isinstance(concurrent.outcome, Retry)
-    with pytest.raises(Transient):
-        admit_known(replace(taken(), delivery=LAST), None)
+    assert isinstance(concurrent, Answered) and isinstance(concurrent.outcome, Wait)
 
 
 @pytest.mark.parametrize("has_requester", [False, True])
@@ -135,10 +132,10 @@ def test_a_build_that_expired_goes_on_if_it_was_begun(*, has_requester: bool) ->
     received = Received(REQUEST, Meta(id="m", reply_to=reply_to), "api", LETTERS, given_up=EXPIRED)
     expired = replace(taken(), delivery=delivery_of(received, is_warming_up=True))
     begun = admit_expired(expired, may_be_begun=True)
-    assert begun is not None and begun.delivery.why is None
+    assert isinstance(begun, PendingBuild) and begun.delivery.why is None
     assert begun.delivery.last and not begun.delivery.awaits_hosts, "a letter has no letter"
     ended = admit_expired(expired, may_be_begun=False)
-    assert ended == (None if has_requester else expired)
+    assert ended == (Done() if has_requester else expired)
     assert expired.delivery.why is not None and expired.delivery.why.code == EXPIRED
 
 

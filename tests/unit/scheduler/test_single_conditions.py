@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import TreeHolder
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.fences import EvacuationPolicy
@@ -34,7 +34,7 @@ from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import members_of, new_build, pending_again
 from scheduler_worker.domain.builds import Author, Gang, RecordedBuild, apply_announcement, is_early
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude, prepare
+from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, prepare
 from scheduler_worker.domain.deletes import plan_deletes
 from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
@@ -43,7 +43,7 @@ from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorIn
 from scheduler_worker.domain.gangs import with_gang_results, without_withdrawn
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.moves import rebuilt_from
-from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left, removed_cells
+from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left, removed_cells, zones_of_each
 from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
 from scheduler_worker.domain.objects import ChangePlan, body_of, plan
 from scheduler_worker.domain.placement import (
@@ -57,9 +57,10 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.requests import RETRIES, timeline_of
+from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import ANOTHERS, FENCED
 from scheduler_worker.domain.unanswered import open_build, open_move, open_now
-from scheduler_worker.domain.view import Membership, Peers
+from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 from tests.unit.scheduler.test_deletes import AUTHOR, LETTER, recorded
 from tests.unit.scheduler.test_deletes import UUID as UUID_OF_DELETES
@@ -233,6 +234,26 @@ def test_a_service_that_is_not_known_has_an_epoch_before_all_others() -> None:
 def test_a_forced_request_shares_no_ranking_with_one_that_is_not() -> None:
     hosts = Hosts([PLENTY], config=SchedulerConfig(force_host_projects=("demo",)))
     assert hosts.spec(host="h0", forced=True).key != hosts.spec(host="h0").key == hosts.spec(host="h0").key
+
+
+def test_a_host_that_is_looked_at_alone_has_its_aggregates() -> None:
+    rack, other = aggregate("a"), aggregate("b")
+    config = SchedulerConfig(aggregates=(rack, other))
+    view = Hosts([PLENTY] * 2, config=config, members={rack.uuid: [1]}).view()
+    assert [view.host(at).aggregates for at in range(2)] == [(), (rack,)]
+
+
+def test_a_host_is_in_the_zones_of_its_aggregates_or_in_the_default_one() -> None:
+    east = aggregate("east", availability_zone="east")
+    view = Hosts([PLENTY] * 2, config=SchedulerConfig(aggregates=(east,)), members={east.uuid: [1]}).view()
+    assert zones_of_each(view, ["h0", "h1"], "nova") == {"h0": ["nova"], "h1": ["east"]}
+
+
+@pytest.mark.parametrize(("unannounced", "early"), [(0, False), (1, True)])
+def test_no_host_is_early_while_one_is_not_announced(unannounced: int, early: bool) -> None:
+    funnel = (FunnelStep(step="announced", remaining=1),)
+    assert NoValidHost(funnel, unannounced).may_be_early is early
+    assert NoValidHost((FunnelStep(step="announced", remaining=0),), 0).may_be_early, "no host is in the book"
 
 
 def test_the_aggregates_with_a_key_are_those_whose_metadata_has_it() -> None:
@@ -435,6 +456,14 @@ def test_a_decision_about_a_host_that_nobody_announces_is_about_no_other_one() -
     assert hosts.view().host(0).enabled
 
 
+@pytest.mark.parametrize(("word", "shown"), [("forbidden", True), ("perhaps", False)])
+def test_the_traits_of_an_image_that_no_host_can_have_are_named(word: str, shown: bool) -> None:
+    flavor = Flavor(vcpus=1, extra_specs={"trait:CUSTOM_A": "required"})
+    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": flavor}))
+    wrong = hosts.selector.request_spec(hosts.request("f", image_properties={"trait:CUSTOM_A": word}))
+    assert isinstance(wrong, Unsatisfiable) and ("CUSTOM_A" in wrong.reason) is shown
+
+
 def test_the_image_traits_of_a_flavor_with_only_groups_are_the_hosts() -> None:
     flavor = Flavor(vcpus=0, memory_mb=0, disk_gb=0, extra_specs={"resources1:VGPU": "1"})
     hosts = Hosts([PLENTY])
@@ -536,7 +565,7 @@ def test_members_that_have_claims_start_when_enough_of_them_have(least: int, que
         PlacedBuild(one, PlacementRequest(request=one.request, spec=spec), result)
         for one, result in zip(members, (claimed, PlacementRefused("claim.invalid", "")), strict=True)
     ]
-    (_, first), _ = conclude(placed, Circumstances(author=Author(who="s", at=1.0), nearest=3))
+    (_, first), _ = conclude(placed, Author(who="s", at=1.0), 3)
     assert isinstance(first, DecidedBuild) and (first.claimed is None) is queried
 
 
@@ -544,7 +573,7 @@ def test_a_build_whose_claim_is_stranded_is_tried_again() -> None:
     (member,) = members_of(taken(BUILD_REQUEST), start=0)
     stranded = ClaimStranded("why", "c1", HOST, 1, ())
     placed = PlacedBuild(member, PlacementRequest(request=member.request, spec=Hosts([]).spec()), stranded)
-    ((_, outcome),) = conclude([placed], Circumstances(author=Author(who="s", at=1.0), nearest=3))
+    ((_, outcome),) = conclude([placed], Author(who="s", at=1.0), 3)
     assert isinstance(outcome, Retry)
 
 
@@ -552,7 +581,7 @@ def test_a_build_whose_claim_is_stranded_is_tried_again() -> None:
 def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attempt: int) -> None:
     pending = taken(BUILD_REQUEST)
     ended = replace(pending, attempt=attempt, delivery=replace(pending.delivery, why=Refusal(code="x", reason="")))
-    concluded = prepare(ended, None, Hosts([PLENTY]).selector, Circumstances(author=Author("s", 1.0), nearest=3))
+    concluded = prepare(ended, None, Hosts([PLENTY]).selector, Author("s", 1.0))
     assert isinstance(concluded, DecidedBuild) and concluded.decision.build.attempt == attempt
 
 
@@ -588,7 +617,7 @@ def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_ann
         replace(pending, delivery=delivery),
         None,
         Hosts([PLENTY]).selector,
-        Circumstances(author=Author("s", 1.0), nearest=3),
+        Author("s", 1.0),
     )
     assert isinstance(concluded, Retry) is waits
 

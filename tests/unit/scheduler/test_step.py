@@ -22,6 +22,7 @@ from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import decision
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
+    Assume,
     ClaimStranded,
     Forget,
     GangIncomplete,
@@ -75,6 +76,26 @@ def test_a_claim_that_holds_ends_the_placement_and_is_settled_at_its_generations
     assert isinstance(result, HostClaimed)
     assert (result.selections[0].host_uuid, result.claims, result.claimed_at) == (case.chosen, 1, 7.0)
     assert case.state.result is None and case.state.claims == 0, "a step changes no state: it makes another"
+
+
+def test_what_is_assumed_is_the_option_that_was_taken() -> None:
+    case = ClaimCase()
+    choice = case.state.choice
+    assert choice is not None
+    (first,) = choice.selected.options
+    second = replace(first, allocations={case.chosen: {"VCPU": 2}})
+    selected = replace(choice.selected, options=[first, second])
+    state = replace(case.state, choice=replace(choice, selected=selected))
+    stepped = case.step(ClaimOutcome.CLAIMED, state=state, option=1, generations={case.chosen: 2}, sequence=9)
+    assert stepped.commands == (Assume(second.allocations), Settle({case.chosen: 2}, 9))
+
+
+def test_the_only_host_that_passes_is_claimed_without_weights() -> None:
+    case = ClaimCase()
+    assert case.state.choice is not None
+    alone = replace(case.state, choice=replace(case.state.choice, alternates=(), passed=1, weights=()))
+    result = case.step(ClaimOutcome.CLAIMED, state=alone, option=0).state.result
+    assert isinstance(result, HostClaimed) and result.scores == ()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from tests.mutation.__main__ import EQUIVALENT, ROOT, Reasons
 from tests.mutation.planting import PLANT, Functions, OnlyByImport, changed_functions
+from tests.mutation.warm import KILLED, MOST_MEMORY_BYTES, bounded, forked
 
 SOURCE = """
 LIMIT = 3
@@ -88,6 +89,19 @@ def test_what_an_import_runs_is_planted_before_a_conftest_imports_it(tmp_path: P
             [*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, check=False
         )
         assert done.returncode == ended, done.stdout
+
+
+def test_a_mutant_that_takes_memory_without_end_fails_before_the_machine_does() -> None:
+    """An array that doubled with each host took 20 GB."""
+
+    def grows(_: int) -> int:
+        bounded(1.0)
+        try:
+            return len(bytearray(2 * MOST_MEMORY_BYTES))
+        except MemoryError:
+            return KILLED
+
+    assert list(forked([7], grows, 1)) == [(7, KILLED)]
 
 
 def test_a_mutant_is_equivalent_by_its_text_wherever_it_stands(tmp_path: Path) -> None:

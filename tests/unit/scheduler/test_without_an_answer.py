@@ -1,0 +1,256 @@
+"""What placement does not answer about waits, alone; what it refuses for good ends. Neither holds up its batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import new_uuid
+from bus.consuming.given_up import EXPIRED, GIVEN_UP
+from bus.consuming.outcome import Done, Outcome, Received, Retry, Wait
+from bus.contracts.base import Meta, Refusal
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
+from scheduler_worker.domain.admission import PendingBuild, pending_build
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.placement import HostClaimed
+from scheduler_worker.domain.recorded_moves import PendingMove
+from scheduler_worker.domain.requests import LAST, LETTERS, RequestDelivery
+from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.fleet import Warmup
+from scheduler_worker.handlers import RequestHandler
+from scheduler_worker.moves import MoveEngine
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.kit.sent import Sent
+from tests.unit.scheduler.test_deletes import hold, nowhere
+from tests.unit.scheduler.test_late_moves import keep_up
+from tests.unit.scheduler.test_placing import Cluster, cluster
+
+__all__ = ["cluster"]  # a fixture
+
+REFUSED = "request.invalid"
+FIRST = RequestDelivery()
+
+
+class Site:
+    """A scheduler's engines on one memory store, beside the hosts and the placement of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.sent = cluster, Sent()
+        self.store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
+        self.store.publish_through(self.sent)  # type: ignore[arg-type]
+        selector = cluster.hosts.selector
+        more = {"clock": cluster.clock, "rng": random.Random(7)}
+        self.engine = SchedulingEngine(
+            self.store,
+            cluster.port,
+            selector,
+            cluster,
+            config=cluster.hosts.config,
+            **more,  # type: ignore[arg-type]
+        )
+        self.moves = MoveEngine(self.store, cluster.port, selector, cluster, **more)  # type: ignore[arg-type]
+        self.handler = RequestHandler(
+            self.engine,
+            self.moves,
+            selector,
+            clock=cluster.clock,
+            config=cluster.hosts.config,
+            warmup=Warmup(selector, clock=cluster.clock),
+            keep_up=keep_up,
+        )
+
+    async def process(self, *builds: PendingBuild) -> list[Outcome]:
+        placed = [replace(one, position=at) for at, one in enumerate(builds)]
+        outcomes, _ = await self.engine.process(placed, ())
+        return [outcomes[at] for at in range(len(builds))]
+
+    async def build_of(self, uuid: str) -> RecordedBuild:
+        async with self.store.unit() as unit:
+            return (await unit.read([uuid]))[uuid].build
+
+    async def runs(self, cell: str = "c1") -> str:
+        """An instance that is active."""
+        request = self.cluster.hosts.request()
+        build = RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id="p",
+            state=BuildState.ACTIVE,
+            sequence=9,
+            terminal=True,
+            cell=cell,
+            host="h0",
+        )
+        async with self.store.unit() as unit:
+            await unit.insert([NewBuild(request=replace(request, project_id="p"), digest=b"1", build=build)], 1.0)
+        return request.instance_uuid
+
+    def emitted(self, kind: type) -> list[object]:
+        return [one.message for _, rows in self.sent.rows for one in rows if isinstance(one.message, kind)]
+
+
+@pytest.fixture
+def site(cluster: Cluster) -> Site:
+    return Site(cluster)
+
+
+def taken(request: BuildRequest, delivery: RequestDelivery = FIRST) -> PendingBuild:
+    return PendingBuild(
+        position=0, request=request, digest=b"1", requested_at=0.0, taken_at=0.0, delivery=delivery, run="mine"
+    )
+
+
+# --- Builds. It was a fault of the whole batch, and one that placement refuses for good was one without end.
+
+
+async def test_a_build_that_placement_does_not_answer_about_waits_and_the_others_end(site: Site) -> None:
+    ruled_out, fits = nowhere(site.cluster), site.cluster.hosts.request()
+    site.cluster.port.unavailable = True
+    waiting, _ = await site.process(taken(ruled_out), taken(fits))
+    assert isinstance(waiting, Wait)
+    site.cluster.port.unavailable = False
+    for _ in range(2):
+        ended, done = await site.process(taken(ruled_out), taken(fits))
+        assert isinstance(ended, Done) and isinstance(done, Done)
+    assert (await site.build_of(ruled_out.instance_uuid)).code == "no_valid_host"
+
+
+async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_ends_and_releases_nothing(site: Site) -> None:
+    ruled_out, fits = nowhere(site.cluster), site.cluster.hosts.request()
+    site.cluster.port.refused = REFUSED
+    retried, done = await site.process(taken(ruled_out), taken(fits))
+    assert isinstance(retried, Retry) and retried.code == "claim.stranded" and isinstance(done, Done)
+    (ended,) = await site.process(taken(ruled_out, LAST))
+    build = await site.build_of(ruled_out.instance_uuid)
+    assert isinstance(ended, Done) and (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+
+
+async def test_a_build_whose_claim_placement_refuses_to_hand_over_ends(site: Site) -> None:
+    def answer(claim: Claim) -> ClaimResult | Refusal:
+        return Refusal(code=REFUSED, reason="") if claim.takes_over else site.cluster.claimed(claim)
+
+    site.cluster.answer = answer
+    ruled_out, fits = nowhere(site.cluster), site.cluster.hosts.request()
+    hold(site.cluster, ruled_out)
+    retried, done = await site.process(taken(ruled_out), taken(fits))
+    assert isinstance(retried, Retry) and isinstance(done, Done)
+    (ended,) = await site.process(taken(ruled_out, LAST))
+    build = await site.build_of(ruled_out.instance_uuid)
+    assert isinstance(ended, Done) and (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+
+
+async def test_a_claim_that_changes_while_it_is_taken_over_holds_up_no_other_build(site: Site) -> None:
+    site.cluster.answer = lambda claim: (
+        ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED) if claim.takes_over else site.cluster.claimed(claim)
+    )
+    changing, steady = nowhere(site.cluster), nowhere(site.cluster)
+    hold(site.cluster, changing)
+    waiting, ended = await site.process(taken(changing), taken(steady))
+    assert isinstance(waiting, Wait) and isinstance(ended, Done)
+    assert (await site.build_of(steady.instance_uuid)).code == "no_valid_host"
+
+
+@pytest.mark.parametrize("given_up", [GIVEN_UP, EXPIRED])
+async def test_a_letter_whose_record_is_lost_is_left_to_the_cell_of_what_its_instance_holds(
+    site: Site, given_up: str
+) -> None:
+    """One that a worker had given up ended as failed, and its machine ran."""
+    request = nowhere(site.cluster)
+    hold(site.cluster, request, cell="c2")
+    letter = Received(request, Meta(id="m"), "api", LETTERS, given_up=given_up)
+    (outcome,) = await site.handler([letter])
+    build = await site.build_of(request.instance_uuid)
+    assert isinstance(outcome, Done) and (build.state, build.cell) == (BuildState.SCHEDULED, "c2")
+
+
+async def test_a_letter_whose_instance_holds_nothing_ends(site: Site) -> None:
+    request = site.cluster.hosts.request()
+    (outcome,) = await site.handler([Received(request, Meta(id="m"), "api", LETTERS, given_up=GIVEN_UP)])
+    build = await site.build_of(request.instance_uuid)
+    assert isinstance(outcome, Done) and (build.state, build.code) == (BuildState.FAILED, GIVEN_UP)
+    assert site.emitted(CellBuildQuery) == []
+
+
+async def test_a_build_whose_end_crashes_too_is_tried_again_later_and_ends_no_process(site: Site) -> None:
+    request, other = site.cluster.hosts.request(), site.cluster.hosts.request()
+    for one in (request, other):
+        pending = pending_build(
+            Received(one, Meta(id="m"), "api", "q"), RequestDelivery(), now=0.0, flavors=site.cluster.hosts.selector
+        )
+        async with site.store.unit() as unit:
+            build = RecordedBuild(
+                instance_uuid=one.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="r"
+            )
+            await unit.insert([NewBuild(request=one, digest=pending.digest, build=build)], 0.0)
+    process = site.engine.process
+
+    async def crashing(builds: Sequence[PendingBuild], _: object) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
+        if any(one.instance_uuid == request.instance_uuid for one in builds):
+            raise ZeroDivisionError
+        return await process(builds, ())
+
+    site.engine.process = crashing  # type: ignore[method-assign,assignment]
+    assert await site.handler.resume({request.instance_uuid: 0, other.instance_uuid: 0}) == set()
+    assert (await site.build_of(other.instance_uuid)).state is BuildState.SCHEDULED
+
+
+@pytest.mark.parametrize(
+    "now", [{"project_id": "another"}, {"attempt": 2}, {"holding": {"gone": {"VCPU": 1}}, "hosts": ("gone",)}]
+)
+async def test_a_build_goes_where_its_claim_is_when_its_cell_gets_it(site: Site, now: dict[str, object]) -> None:
+    """Between its own claim, which named what it holds, and the look at it that has changed."""
+    holding = {site.cluster.hosts.uuids[1]: {"VCPU": 1}}
+    request = site.cluster.holds(holding)
+    (placed,) = await site.cluster.place(request)
+    assert isinstance(placed, HostClaimed) and placed.selections[0].allocations == holding
+    held = site.cluster.port.held
+    held[request.instance_uuid] = replace(held[request.instance_uuid], **now)
+    (placed,) = await site.cluster.place(request)
+    assert not isinstance(placed, HostClaimed) or placed.attempt == 2
+
+
+# --- Moves.
+
+
+def move_of(uuid: str, kind: MoveKind, at: int, rng: random.Random) -> PendingMove:
+    request = MoveRequest(request_id=new_uuid(rng), instance_uuid=uuid, project_id="p", kind=kind)
+    return PendingMove(position=at, request=request, digest=b"2", taken_at=0.0, delivery=RequestDelivery())
+
+
+async def both(site: Site) -> Mapping[int, Outcome]:
+    """A stop, and a migration, which needs placement."""
+    kinds = (MoveKind.STOP, MoveKind.MIGRATE)
+    moves = [move_of(await site.runs(), kind, at, site.cluster.hosts.rng) for at, kind in enumerate(kinds)]
+    return await site.moves.process(moves)
+
+
+async def test_a_move_that_placement_does_not_answer_about_waits_and_the_others_begin(site: Site) -> None:
+    site.cluster.port.unavailable = True
+    outcomes = await both(site)
+    assert isinstance(outcomes[0], Done) and isinstance(outcomes[1], Wait)
+
+
+async def test_a_move_that_placement_refuses_for_good_is_refused(site: Site) -> None:
+    site.cluster.port.refused = REFUSED
+    outcomes = await both(site)
+    assert isinstance(outcomes[0], Done)
+    assert outcomes[1] == Done(reply=Refusal(code=REFUSED, reason="refused"))
+    states = [one.state for one in site.emitted(MoveEvent) if isinstance(one, MoveEvent) and one.code == REFUSED]
+    assert states == [MoveState.REFUSED]
+
+
+async def test_a_move_begins_while_a_build_of_its_batch_waits_for_placement(site: Site) -> None:
+    site.cluster.port.unavailable = True
+    stop = MoveRequest(
+        request_id=new_uuid(site.cluster.hosts.rng), instance_uuid=await site.runs(), project_id="p", kind=MoveKind.STOP
+    )
+    build = nowhere(site.cluster)
+    batch = [Received(one, Meta(id=f"m{at}"), "api", "scheduler.requests") for at, one in enumerate((build, stop))]
+    waiting, begun = await site.handler(batch)
+    assert isinstance(waiting, Wait) and isinstance(begun, Done)
