@@ -43,7 +43,7 @@ HOSTS = "conductor.hosts.{process}"
 LEASES = "conductor.leases.{process}"
 # The queues of announcements are declared here too: announcements made before the first scheduler listens must not be
 # lost.
-ANNOUNCED_TO = "scheduler.builds"
+ANNOUNCED_TO = ("scheduler.builds", "scheduler.asks")
 
 
 def is_progress(message: Message) -> bool:
@@ -138,11 +138,12 @@ def _search_of(
         unexplained=lambda: hosts().unexplained,
         forgotten=keeper.forgotten,
         listers=lambda host: hosts().listers(host),
+        listed=lambda services: hosts().listed(services),
     )
 
 
 async def _declare(bus: Bus) -> None:
-    for queue in (ANNOUNCED_TO, REQUESTS, GIVEN_UP_QUEUE, RESULTS, HOSTS, LEASES):
+    for queue in (*ANNOUNCED_TO, REQUESTS, GIVEN_UP_QUEUE, RESULTS, HOSTS, LEASES):
         await bus.declare(queue)
 
 

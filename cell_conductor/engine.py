@@ -25,7 +25,7 @@ from bus.tracing.context import traceparent_of
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.adopt_rules import is_searched, is_unsearched
+from .domain.adopt_rules import is_searched
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
 from .domain.evacuations import misses_proof
@@ -46,6 +46,7 @@ from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_doubts import is_searched_for
+from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, question_of, step
 from .domain.way_back import SourceQuery
@@ -308,7 +309,7 @@ class Engine:
         ended_by = FenceSteps()
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
-            if self._search is not None and is_unsearched(before, instance_event.event, context.set_back_at):
+            if self._search is not None and is_unsearched(before, instance_event.event, context.set_back):
                 raise Transient("the database was set back since this was taken", code="cell.database_set_back")
             stepped = step(before, instance_event.event, context)
             if isinstance(instance_event.event, DeleteRequested) and is_of_another_project(
@@ -340,8 +341,7 @@ class Engine:
         return replace(
             self._context,
             deployment=self._store.deployment,
-            set_back_at=self._store.set_back_at,
-            made_at=self._store.made_at,
+            set_back=self._store.set_back,
             down=self._down(),
             fences=self._fences.known,
             still_running=self._fences.still_running,
@@ -464,7 +464,7 @@ class Engine:
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
         now = self._clock.time()
         forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
-        found, held = await self._search.find_moved(moved, self._down())
+        found, held = await self._search.find_moved(moved, self._down(), self._fences.known)
         forgotten, unsure = {**forgotten, **found}, unsure | held
         return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 

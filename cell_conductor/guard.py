@@ -37,6 +37,7 @@ from .domain.breaker import Finding, Listings, RecentFindings, ScanFindings, ass
 from .domain.events import Event, InstanceEvent
 from .domain.instance import Instance
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind, is_ordered
+from .domain.set_back import SetBack
 from .store.port import InstanceStore
 from .store.safety import ADOPT, DESTROY, MachineKey, UnexplainedRecord
 
@@ -75,7 +76,7 @@ class Guard:
         self._recent = RecentFindings(config.breaker_window_s)
         self._known: dict[Unexplained, None] = {}
         self._recorded: dict[MachineKey, str] = {}  # {machine: service} as on record
-        self._read_at: float | None = None  # when the database that they were read of was set back; None: not read yet
+        self._read_at: SetBack | None = None  # the set-back of the database that they were read of; None: not read yet
         self._instances: frozenset[str] = frozenset()  # of these
 
     @property
@@ -200,12 +201,12 @@ class Guard:
         """Read the record once, and again when the database was set back: a backup has machines that have been
         taken off the record since.
         """
-        set_back_at = self._store.set_back_at
-        if self._read_at == set_back_at:
+        set_back = self._store.set_back
+        if self._read_at == set_back:
             return
         self._recorded = {record.place: record.service for record in await self._store.safety.records()}
         self._instances = frozenset(uuid for _, uuid in self._recorded)
-        self._read_at = set_back_at
+        self._read_at = set_back
 
     async def _announce(self, report: ComputeHosts, new: Sequence[Unexplained]) -> None:
         """Publish the machines that are newly on record; of several conductors the one that recorded them does."""

@@ -47,7 +47,7 @@ from .domain.events import (
 )
 from .domain.instance import MACHINE_EXISTS
 from .domain.report import Differences, Newest, differences
-from .domain.rules import is_doubted_request
+from .domain.set_back import is_of_forgotten
 from .engine import Engine
 from .fences import FenceKeeper
 from .guard import Guard, HostOwners, Leases, QuarantineReservations
@@ -216,8 +216,9 @@ def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequest
 
 
 def _may_be_lost(event: Event, search: MachineSearch) -> bool:
-    is_lost_delete = isinstance(event, DeleteRequested) and (bool(search.set_back_at) or event.unrecorded)
-    return is_lost_delete or _is_query(event)
+    if isinstance(event, DeleteRequested):
+        return event.unrecorded or is_of_forgotten(event, search.set_back)
+    return _is_query(event)
 
 
 def _is_query(event: Event) -> TypeGuard[BuildRequested]:
@@ -240,7 +241,7 @@ def _is_doubted(incoming: InstanceEvent, search: MachineSearch) -> bool:
     event = incoming.event
     if not isinstance(event, BuildRequested) or event.is_query:
         return False
-    return is_doubted_request(event, search.set_back_at) or search.is_unexplained(incoming.uuid)
+    return is_of_forgotten(event, search.set_back) or search.is_unexplained(incoming.uuid)
 
 
 class HostHandlers:
@@ -283,6 +284,10 @@ class HostHandlers:
     def unexplained(self) -> frozenset[str]:
         """Instances of which a host has a machine that no record explains."""
         return self._guard.unexplained
+
+    def listed(self, services: Collection[str]) -> set[str]:
+        """The hosts that these services have reported."""
+        return self._listings.hosts_of(services)
 
     def listers(self, host: str) -> Collection[str]:
         """The services that have reported this host."""

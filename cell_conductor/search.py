@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from heapq import nsmallest
 from itertools import islice
 
 import structlog
@@ -24,6 +25,7 @@ from . import metrics
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
 from .domain.events import SourceAnswered
 from .domain.instance import Instance, State
+from .domain.set_back import SetBack
 from .domain.way_back import SourceQuery, answer_about
 from .store.port import InstanceStore
 from .store.safety import UnexplainedRecord
@@ -67,15 +69,12 @@ class _Found:
             if isinstance(answer, Fault):
                 self.missing[question.service] = answer.code
                 continue
-            if question.thorough and answer.hosts is None:
-                self.missing[question.service] = "of a version before"
-                continue
-            self.hosts.update(answer.hosts or ())
+            self.hosts.update(answer.hosts)
             for one in answer.machines:
                 if one.instance_uuid in self._uuids:
                     self._machines[one.instance_uuid][one.service, one.host_uuid, one.attempt] = one
-            if answer.more and question.hosts_after is not None:
-                after = question.hosts_after + len(answer.hosts or ())
+            if answer.more:
+                after = question.hosts_after + len(answer.hosts)
                 if question.hosts_after < after < MAX_LOOKED_AT:
                     following.append(replace(question, hosts_after=after))
                 else:
@@ -100,12 +99,14 @@ class MachineSearch:
         unexplained: Callable[[], Collection[str]] = frozenset,
         forgotten: Callable[[], Collection[str]] = frozenset,
         listers: Callable[[str], Collection[str]] = lambda _host: (),
+        listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
     ) -> None:
         """`unexplained()`: instances of which a host has a machine that no record explains. `listers(host)`: the
-        services that have reported this host. `forgotten()`: services that are gone for good, as an operator has
-        stated.
+        services that have reported this host; `listed(services)`: the hosts that these have. `forgotten()`: services
+        that are gone for good, as an operator has stated.
         """
         self._listers = listers
+        self._listed = listed
         self._forgotten = forgotten
         self._store = store
         self._bus = bus
@@ -114,9 +115,9 @@ class MachineSearch:
         self._unexplained = unexplained
 
     @property
-    def set_back_at(self) -> float:
-        """When the database was last set back (0: never)."""
-        return self._store.set_back_at
+    def set_back(self) -> SetBack:
+        """When the database came to be older than the world."""
+        return self._store.set_back
 
     def is_unexplained(self, uuid: str) -> bool:
         """Whether a host has a machine of this instance that no record explains."""
@@ -132,8 +133,8 @@ class MachineSearch:
     async def find(self, uuids: Collection[str], also: Collection[str] = (), *, thorough: bool = False) -> Searched:
         """Query every service that is up, and these others, about these instances.
 
-        thorough: about machines of other deployments as well; an answer that does not name the hosts that were looked
-        at (of a service of a version before) is none. The hosts come in pages, each with the deadline anew.
+        thorough: about machines of other deployments as well, with the hosts that were looked at. These come in pages,
+        each with the deadline anew.
         """
         up = self._up()
         if not uuids:
@@ -147,7 +148,6 @@ class MachineSearch:
                 deployment=self._store.deployment,
                 instance_uuids=tuple(wanted[start : start + MAX_FOUND_AT_ONCE]),
                 thorough=thorough,
-                hosts_after=0 if thorough else None,
             )
             for service in sorted({*up, *also})
             for start in range(0, len(wanted), MAX_FOUND_AT_ONCE)
@@ -197,23 +197,25 @@ class MachineSearch:
         return seen
 
     async def find_moved(
-        self, moved: Mapping[str, Instance], down: Collection[str]
+        self, moved: Mapping[str, Instance], down: Collection[str], fenced: Collection[str]
     ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
         """Machines that the records of these moves in doubt do not have; and the instances for which nothing is to be
         requested of placement now.
 
-        Every service of the cell has to answer, also those that are down, without a limit: what is released may be
-        started again from its image. A forgotten service has not to: an operator has stated that it is gone with its
-        machines.
+        Every service of the cell has to answer, also those that are down, without a limit, and to have looked at each
+        of its hosts that is not fenced: what is released may be started again from its image. A forgotten service has
+        not to: an operator has stated that it is gone with its machines.
         """
         if not moved:
             return {}, set()
-        searched = await self.find(moved, set(down) - set(self._forgotten()), thorough=True)
+        down = set(down) - set(self._forgotten())
+        searched = await self.find(moved, down, thorough=True)
         found = {uuid: tuple(machines) for uuid, machines in searched.machines.items() if machines}
-        held = set(moved) if searched.missing else found.keys() & moved.keys()
+        unseen = set(self._listed({*(self._up() or ()), *down})) - searched.hosts - set(fenced)
+        held = set(moved) if searched.missing or unseen else found.keys() & moved.keys()
         metrics.HELD_MOVES.inc(len(held))
         for uuid in sorted(held)[:LOGGED_MOVES]:
-            _log_held(moved[uuid], found.get(uuid, ()), searched.missing)
+            _log_held(moved[uuid], found.get(uuid, ()), searched.missing, unseen)
         return found, held
 
     async def find_forgotten(
@@ -230,8 +232,7 @@ class MachineSearch:
         unsure: set[str] = set()
         for uuid, instance in doubted.items():
             machines = searched.of(uuid)
-            doubted_for_s = now - max(instance.since, self.set_back_at)
-            if machines is None and doubted_for_s < limit_s:
+            if machines is None and self.set_back.doubted_for_s(instance, now) < limit_s:
                 unsure.add(uuid)
             elif forgotten := forgotten_machines(instance, machines or ()):
                 unsure.add(uuid)
@@ -296,14 +297,18 @@ def _log_searched(
     )
 
 
-def _log_held(instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str]) -> None:
+def _log_held(
+    instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str], unseen: Collection[str]
+) -> None:
     log.warning(
         "move.held",
         instance=instance.uuid,
         state=instance.state,
         found=[one.host for one in machines],
         unanswered=list(missing[:LOGGED_SERVICES]),
+        unseen=nsmallest(LOGGED_SERVICES, unseen),
         cause=instance.cause or instance.uuid,
         hint="the cell's database was set back in the middle of a move: its machine may run on another host than its"
-        " record has. `berth services forget` states that a service is gone for good",
+        " record has. `berth services forget` states that a service is gone for good, `berth hosts fence` that a host"
+        " is off",
     )

@@ -45,7 +45,7 @@ class Finder:
         seen = {(one.host_uuid, one.instance_uuid): one for machines in listed.values() for one in machines}
         found = [self._recorded(key, entry, seen.get(key), ours) for key, entry in recorded.items()]
         found += [self._unrecorded(one, ours) for key, one in unrecorded.items() if key not in recorded]
-        hosts, more = self._looked_at(question.hosts_after) if thorough else (None, False)
+        hosts, more = self._looked_at(question.hosts_after) if thorough else ((), False)
         return MachinesFound(service=self._service, machines=tuple(found), hosts=hosts, more=more)
 
     async def _on_hosts(self, question: FindMachines) -> MachinesFound:
@@ -67,10 +67,8 @@ class Finder:
             return not machine.left
         return entry.attempt == machine.attempt and entry.phase is Phase.RUNNING and is_there(entry, ours)
 
-    def _looked_at(self, after: int | None) -> tuple[tuple[str, ...], bool]:
-        """A page of the hosts that have been looked at, and whether there are others; all of them without `after`."""
-        if after is None:
-            return self._survey.listed(), False
+    def _looked_at(self, after: int) -> tuple[tuple[str, ...], bool]:
+        """A page of the hosts that have been looked at, and whether there are others."""
         found = self._survey.listed(after, MAX_LOOKED_AT_ONCE + 1)
         return found[:MAX_LOOKED_AT_ONCE], len(found) > MAX_LOOKED_AT_ONCE
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 import structlog
 
 from bus.clock import Clock
-from bus.contracts.placement import NEWER_FIELDS, InventoryUpdate
+from bus.contracts.placement import InventoryUpdate
 from bus.turns import InParts
 from compute_sim import metrics
 from compute_sim.domain.reserved import with_reserved
@@ -108,6 +108,5 @@ class InventoryReporter:
             version=version,
             root_uuid=root,
             providers=with_reserved(tree, self._records.reserved(root)) if tree else (),
-            may_ignore=NEWER_FIELDS,
             takes_over=self._take_over(root) if tree else None,  # what is not here is taken from nobody
         )

@@ -52,11 +52,11 @@ class Survey:
         """The name of a host; its uuid where that is all that is known."""
         return self._names.get(host) or host
 
-    def listed(self, after: int = 0, most: int | None = None) -> tuple[str, ...]:
-        """The hosts whose machines have been read: what is unrecorded there is known. after, most: a page of them, in
-        the order in which they were first read; one may be missing where hosts have been taken out between two pages.
+    def listed(self, after: int, most: int) -> tuple[str, ...]:
+        """A page of the hosts whose machines have been read: what is unrecorded there is known. In the order in which
+        they were first read; one may be missing where hosts have been taken out between two pages.
         """
-        return tuple(islice(self._listed, after, None if most is None else after + most))
+        return tuple(islice(self._listed, after, after + most))
 
     def unrecorded(self, instances: Collection[str]) -> list[Machine]:
         """Machines of these instances that carry a mark and are not on record here, as their hosts last listed them."""

@@ -14,13 +14,12 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent, TimelineEntry
 from bus.contracts.fences import HostFence
-from bus.contracts.moves import CellAsks, CellBook, CellCheck, MoveEvent
+from bus.contracts.moves import MoveEvent
 from bus.contracts.stages import Stamps
-from bus.faults import Fault, Transient
+from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
-from scheduler_worker.claims import BusClaims
 from scheduler_worker.domain.builds import (
     BuildUpdate,
     RecordedBuild,
@@ -29,7 +28,7 @@ from scheduler_worker.domain.builds import (
     is_known,
 )
 from scheduler_worker.domain.requests import delivery_of, timeline_of
-from scheduler_worker.domain.transfers import AnnouncedMoves, gives_back, handed_on, may_ask, refused, without_departure
+from scheduler_worker.domain.transfers import AnnouncedMoves
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -183,9 +182,7 @@ class AnnouncementHandler:
         *,
         clock: Clock,
         on_fences: Callable[[Sequence[HostFence]], Awaitable[None]],
-        claims: BusClaims,
     ) -> None:
-        self._claims = claims
         self._store = store
         self._writer = writer
         self._cell = cell
@@ -204,9 +201,6 @@ class AnnouncementHandler:
         moves = [received.message for received in batch if isinstance(received.message, MoveEvent)]
         if moves:
             await self._apply_moves(sorted(moves, key=lambda event: (event.instance_uuid, event.sequence)))
-        asked = [received.message.message for received in batch if isinstance(received.message, CellAsks)]
-        await self._ask_book([one for one in asked if isinstance(one, CellBook)])
-        await self._hand_on([one for one in asked if isinstance(one, CellCheck)])
         if fences := [received.message for received in batch if isinstance(received.message, HostFence)]:
             await self._on_fences([one for one in fences if one.cell == self._cell])
         flushed = self._store.flushed(losses)
@@ -220,38 +214,6 @@ class AnnouncementHandler:
             return [Done(after=flushed)] * len(batch)
         early = {id(event) for event in applied.early}
         return [EARLY if id(received.message) in early else Done(after=flushed) for received in batch]
-
-    async def _ask_book(self, books: Sequence[CellBook]) -> None:
-        """What only placement as a whole answers, of instances that leave this cell. Without an answer the cell asks
-        again.
-
-        An instance leaves its cell, or what it was to leave for is given back: the first of the two that is on record
-        here rules the other out.
-        """
-        if not books:
-            return
-        async with self._store.operation() as unit:
-            known = await unit.known({one.asked_by.request_id: one.instance_uuid for one in books}, lock=True)
-            asked = [one for one in books if may_ask(one, known[one.asked_by.request_id], self._cell)]
-            given_back = [one for one in asked if gives_back(one)]
-            await unit.put_instances([without_departure(one, known[one.asked_by.request_id].now) for one in given_back])
-        answers = await self._claims.ask([one.question for one in asked])
-        answered = [refused(one) for one in books if one not in asked]
-        for one, answer in zip(asked, answers, strict=True):
-            if not isinstance(answer, Fault):
-                answered.append(replace(one, answer=answer))
-        async with self._store.operation() as unit:
-            for book in answered:
-                unit.emit(OutboxMessage(self._cell, book, book.asked_by.request_id))
-
-    async def _hand_on(self, checks: Sequence[CellCheck]) -> None:
-        """Checks of hosts of other cells, and their answers: to the other cell."""
-        if not checks:
-            return
-        async with self._store.operation() as unit:
-            for check in checks:
-                if (message := handed_on(check, self._cell)) is not None:
-                    unit.emit(message)
 
     async def _apply_moves(self, events: Sequence[MoveEvent]) -> None:
         """One durable transaction for all: requests about instances after their builds are rarer than builds."""

@@ -28,6 +28,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from placement_worker.replica.search import warm_up_search
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
+from scheduler_worker.cell_asks import CellAsksHandler
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
@@ -379,18 +380,25 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
                 bus.name,
                 clock=env.clock,
                 on_fences=registry.record_fences,
-                claims=BusClaims(parts.api, timeout_s=config.claim_timeout_s),
             ),
             max_batch=config.batch,
             concurrency=1,  # two would block on each other's row locks
             prefetch=config.prefetch,
         ),
+        _asks_consumer(parts, bus),
         bus.consumer(
             "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
         ),
         _metrics_consumer(bus, parts.selector, measured),
     ]
     return CellLink(bus, consumers, beside=[listener.run])
+
+
+def _asks_consumer(parts: SchedulerParts, bus: Bus) -> Consumer:
+    config = parts.config
+    claims = BusClaims(parts.api, timeout_s=config.claim_timeout_s)
+    handler = CellAsksHandler(parts.store, bus.name, claims=claims)
+    return bus.consumer("scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
 
 
 def _add_link(parts: SchedulerParts, bus: Bus, links: CellLinks) -> CellLink:

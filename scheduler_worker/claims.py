@@ -5,8 +5,9 @@ Every method answers for each message, in order. A missing answer is a fault; it
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -38,6 +39,9 @@ from scheduler_worker.domain.placement import (
 )
 
 Reply = TypeVar("Reply", bound=Message)
+Question: TypeAlias = Claim | Release | Revert
+Answer: TypeAlias = ClaimResult | ReleaseResult | RevertResult
+ANSWERS: Mapping[type[Question], type[Answer]] = {Claim: ClaimResult, Release: ReleaseResult, Revert: RevertResult}
 
 
 class ClaimPort(Protocol):
@@ -93,19 +97,10 @@ class BusClaims:
         (page,) = await self._request([ProjectUsageQuery(projects=tuple(projects))], ProjectUsagePage, [""])
         return page
 
-    async def ask(
-        self, questions: Sequence[Claim | Release | Revert]
-    ) -> list[ClaimResult | ReleaseResult | RevertResult | Fault]:
-        """Questions of cells whose instances leave for another one, one after the other: they are rare."""
-        answers: list[ClaimResult | ReleaseResult | RevertResult | Fault] = []
-        for one in questions:
-            if isinstance(one, Claim):
-                answers += await self._request([one], ClaimResult, [one.consumer])
-            elif isinstance(one, Revert):
-                answers += await self._request([one], RevertResult, [one.consumer])
-            else:
-                answers += await self._request([one], ReleaseResult, [one.consumer])
-        return answers
+    async def ask(self, questions: Sequence[Question]) -> list[Answer | Fault]:
+        """Questions of cells whose instances leave for another one, all at once."""
+        answers = await asyncio.gather(*(self._request([one], ANSWERS[type(one)], [one.consumer]) for one in questions))
+        return [answer for (answer,) in answers]
 
     async def _request(
         self, messages: Sequence[Message], reply: type[Reply], causes: Sequence[str]

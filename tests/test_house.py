@@ -392,6 +392,8 @@ def test_a_docstring_of_a_class_names_fields_that_it_has() -> None:
 # What a decision is made of, and the modules of a package that may read it (`docs/concepts/one-place.md`).
 LATE = {"patience_s", "expiration_s", "meta.waited_s"}
 COPY = {"redelivered", "meta.attempt", "received.exhausted", "received.given_up", "given_up_of"}
+CELLS_STORES = {"cell_conductor/store/memory.py", "cell_conductor/store/postgres.py"}
+SET_BACK = {"set_back_at", "set_back.at", "made_at"}
 ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),
     ("late", (*WORKERS, "berth"), LATE, set()),
@@ -399,6 +401,8 @@ ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("release", ("scheduler_worker",), {"ReleaseRun"}, {"scheduler_worker/domain/effects.py"}),
     ("taken over", ("scheduler_worker",), {"take_over"}, {"scheduler_worker/claims.py"}),
     ("copy", ("cell_conductor",), COPY, {"cell_conductor/handlers.py"}),
+    ("set back", ("cell_conductor",), SET_BACK, {"cell_conductor/domain/set_back.py", *CELLS_STORES}),
+    ("set back", ("scheduler_worker", "placement_worker", "compute_sim", "berth"), SET_BACK, set()),
     ("copy", ("placement_worker", "compute_sim", "ironic_sync", "berth"), COPY, set()),
 )
 # They carry a message's time to the broker and from there.

@@ -40,9 +40,8 @@ from bus.contracts.build import (
     HostsQuery,
 )
 from bus.contracts.patterns import reason_of
-from bus.faults import Fault, RequestRefused
+from bus.faults import Fault
 from bus.port import BusError
-from bus.wire import INVALID
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
@@ -198,16 +197,8 @@ class WebApi(Handlers):
         return _accepted(build.instance_uuid)
 
     async def builds(self, query: BuildQuery) -> BuildPage:
-        """Ask a scheduler for a page of builds.
-
-        A scheduler of an earlier version refuses `before_instance`, whose page then begins after all of that time.
-        """
-        try:
-            return await self._bus.request(query, BuildPage, timeout_s=ASK_TIMEOUT_S)
-        except RequestRefused as refusal:
-            if query.before_instance is None or refusal.code != INVALID:
-                raise
-        return await self._bus.request(replace(query, before_instance=None), BuildPage, timeout_s=ASK_TIMEOUT_S)
+        """Ask a scheduler for a page of builds."""
+        return await self._bus.request(query, BuildPage, timeout_s=ASK_TIMEOUT_S)
 
     async def build(self, uuid: str, caller: WebCaller, *, to_change: bool = False) -> BuildRecord:
         """One build that the caller may see (and change). Raises Problem 404 for another project's as for none."""

@@ -146,17 +146,17 @@ class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
 
     It waits in the service's queue behind the commands that were published before, so those count. deployment: as in
     Spawn; machines with the mark of another one are left out. thorough: they are not, and the answer names the hosts
-    that the service has looked at. hosts_after: only the next page of these hosts, after so many (None: all; the
-    conductor is of a version before). The machines are those of all hosts with every page: each page is true by itself.
-    on_hosts: these hosts are looked at now, and only the machines that they list count, whatever is on record; the
-    answer names those that the service has and has looked at ((): none in particular).
+    that the service has looked at. hosts_after: only the next page of these hosts, after so many. The
+    machines are those of all hosts with every page: each page is true by itself. on_hosts: these hosts are looked at
+    now, and only the machines that they list count, whatever is on record; the answer names those that the service has
+    and has looked at ((): none in particular).
     """
 
     service: Word
     deployment: Uuid
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_FOUND)]
     thorough: bool = False
-    hosts_after: Count | None = None
+    hosts_after: Count = 0
     on_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_FOUND)] = ()
 
 
@@ -179,13 +179,13 @@ class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
     """All that one compute service has of the instances that it was queried about.
 
-    hosts: that it has looked at, if the query was thorough or names hosts (None: it was not, or the service does not
-    know that). more: they are a page, and there are others after it.
+    hosts: that it has looked at, if the query was thorough or names hosts. more: they are a page, and there are
+    others after it.
     """
 
     service: Word
     machines: Annotated[tuple[FoundMachine, ...], Bound(max_length=10 * MAX_FOUND)] = ()
-    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKED_AT)] | None = None
+    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKED_AT_ONCE)] = ()
     more: bool = False
 
 

@@ -26,9 +26,6 @@ from .base import (
 )
 from .groups import ServerGroup
 
-# Fields of InventoryUpdate, and of its parts, that the first release lacked. Workers name them in `may_ignore`.
-NEWER_FIELDS: tuple[str, ...] = ("takes_over",)
-
 # A compute service named S reports inventory under this and S; a root has one such source at a time.
 COMPUTE_SOURCE = "compute-"
 OTHER_SERVICE = "host.other_service"  # why such a report is refused: the root is another compute service's

@@ -21,14 +21,13 @@ from .events import (
     BuildRequested,
     Claimed,
     ClaimRefused,
-    DeleteRequested,
-    Event,
     HostRuns,
     MachineFound,
     Spawned,
 )
-from .instance import FORGOTTEN_ATTEMPTS, MACHINE_EXISTS, Instance, State
+from .instance import MACHINE_EXISTS, Instance, State
 from .report import Unexplained
+from .set_back import FORGOTTEN_ATTEMPTS, numbered_on
 from .steps import Step, StepContext
 
 MAX_SELECTIONS = 10  # of one record, as of one request
@@ -38,17 +37,6 @@ def is_searched(instance: Instance) -> bool:
     """Whether the cell's services are to be queried about it before another host is claimed for it."""
     desire = desire_of(instance)
     return instance.doubted and desire.asks is Ask.CLAIM and desire.work is Work.BUILD
-
-
-def is_unsearched(instance: Instance, event: Event, set_back_at: float) -> bool:
-    """Whether a request may begin a record that the database has lost, and no service was queried about it.
-
-    It was taken before the set-back was recognised, and is to be taken once more.
-    """
-    if isinstance(event, BuildRequested) and not event.is_query:
-        return event.found is None and rules.is_doubted_request(event, set_back_at)
-    is_new = instance.spec is None
-    return isinstance(event, DeleteRequested) and bool(set_back_at) and is_new and event.found is None
 
 
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
@@ -72,7 +60,7 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     is_new = is_held and any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or is_new:
         return rules.start_build(instance, event, context)
-    return _adopt(replace(rules.numbered_on(requested, event), reused_from=1), event.found, event.at, context)
+    return _adopt(replace(numbered_on(requested, event), reused_from=1), event.found, event.at, context)
 
 
 def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:
@@ -127,7 +115,7 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
     if instance.state is State.ACTIVE and is_here:
         return Step(instance)
     decided = replace(
-        rules.numbered_on(instance),
+        numbered_on(instance),
         newest=max(found.attempt, instance.last_attempt) + FORGOTTEN_ATTEMPTS,
         order=instance.order + FORGOTTEN_ATTEMPTS,
         reused_from=instance.reused_from or 1,

@@ -20,7 +20,7 @@ from .events import (
     HostMissing,
     SpawnFailed,
 )
-from .instance import FORGOTTEN_ATTEMPTS, MACHINE_EXISTS, Instance, State
+from .instance import MACHINE_EXISTS, Instance, State
 from .move_events import (
     DELETED,
     MoveEnd,
@@ -31,6 +31,7 @@ from .move_events import (
 )
 from .move_steps import leave
 from .repeat_rules import report_deleting
+from .set_back import FORGOTTEN_ATTEMPTS, numbered_on
 from .steps import Step, StepContext
 
 
@@ -47,7 +48,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     own.sort(key=lambda one: (one.built, one.attempt, one.host_uuid), reverse=True)
     last = max((one.attempt for one in own), default=0)
     forgotten = replace(
-        rules.numbered_on(instance),
+        numbered_on(instance),
         spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
         selections=tuple(
             Selection(

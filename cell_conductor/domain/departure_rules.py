@@ -15,7 +15,7 @@ from bus.contracts.moves import ENDS_OF_MOVES, Condition, Departure, MoveEvent, 
 from . import steps
 from .desires import desire_of
 from .events import DeleteRequested, InstanceArrives, MoveQueried, MoveRequested, Released
-from .instance import MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Power, State
+from .instance import MAX_ENDED, EndedMove, Instance, Power, State
 from .move_events import (
     DELETED,
     IN_DOUBT,
@@ -31,6 +31,7 @@ from .move_events import (
     report_progress,
 )
 from .move_steps import adopt, finish, try_next, undo
+from .set_back import SET_BACK_GAP
 from .steps import Step, StepContext
 
 
@@ -128,7 +129,7 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     begun = adopt(here, event, source=None, selections=(arrival.last, *arrival.selections))
     move = replace(move_of(begun), began=arrival.at, answered=has_ended(here, request_id))
     begun = replace(begun, position=1, attempt=arrival.newest, move=move)
-    if context.may_lack(arrival.at):
+    if context.set_back.may_lack(arrival.at):
         number = begun.sequence + SET_BACK_GAP
         doubted = replace(begun, doubted=True, reused_from=arrival.newest, sequence=number)
         return undo(doubted, event.at, context, IN_DOUBT, WHY)

@@ -66,10 +66,6 @@ class Power(StrEnum):
 
 # The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
-# A record that was set back continues this much higher: above every number of its forgotten announcements.
-SET_BACK_GAP = 1_000_000
-# Of an instance that the record has forgotten: so many attempts may have been made of it since.
-FORGOTTEN_ATTEMPTS = 1000
 
 
 # Why a build is refused: it has a machine already that is not proved to be its project's; an operator decides about it.
@@ -153,7 +149,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     then: of claiming, releasing and destroying, the state that it comes to. position: the selection of the current
     attempt. attempt: the fencing number last commanded (or claimed). consumer_generation: the consumer's generation in
     placement as last received. sequence: the number of the next announcement. build_sequence: that of the last
-    announcement of its build (0: none, or an older version's record); those of moves are numbered on from there.
+    announcement of its build (0: none); those of moves are numbered on from there.
     deadline: when the sweep looks at it again (None: never). since: when the current state was entered. answered: the
     build request got its terminal event. cause: the last request about it. queried: the attempt's deadline has passed,
     and its host was queried. doubted: the database was set back while this was being built or moved, so only the hosts

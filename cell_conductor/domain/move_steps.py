@@ -22,9 +22,10 @@ from .events import (
     ChangeEnded,
     MoveRequested,
 )
-from .instance import FORGOTTEN_ATTEMPTS, NO_HOST, Instance, Move, Power, State
+from .instance import NO_HOST, Instance, Move, Power, State
 from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .orders import change_of, numbered, step_s
+from .set_back import FORGOTTEN_ATTEMPTS, marked_reused
 from .steps import Step, StepContext, is_doubted
 
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
@@ -165,7 +166,7 @@ def spec_after(spec: InstanceSpec, request: CellMove) -> InstanceSpec:
 
 def claim(instance: Instance, at: float, context: StepContext) -> Step:
     """Request the first remaining destination of placement, or go back when there is none."""
-    instance = _marked_reused(instance, context)
+    instance = marked_reused(instance, context.set_back)
     move = move_of(instance)
     if notes := context.closed.passed_over(instance.alternates, instance.next_attempt, at):
         move = replace(move, history=move.history + notes)
@@ -181,14 +182,6 @@ def claim(instance: Instance, at: float, context: StepContext) -> Step:
     if not kept:
         return undo(left, at, context, NO_HOST, summary_of_hosts(left))
     return report_progress(steps.claiming(left, State.PREPARING, at, context), MoveState.CLAIMING, at, context)
-
-
-def _marked_reused(instance: Instance, context: StepContext) -> Instance:
-    """Record the first number that a record gives out after it was set back: it may have given it out before."""
-    is_older = instance.requested_at < context.set_back_at + steps.CLOCKS_APART_S
-    if instance.reused_from or not context.set_back_at or not is_older:
-        return instance
-    return replace(instance, reused_from=instance.next_attempt)
 
 
 def try_next(instance: Instance, at: float, context: StepContext) -> Step:

@@ -32,9 +32,10 @@ from .events import (
     TimedOut,
 )
 from .fences import FENCED
-from .instance import MACHINE_EXISTS, NO_HOST, NOT_TRIED, SET_BACK_GAP, Instance, State, summary_of, why_not_claimed
+from .instance import MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
-from .steps import CLOCKS_APART_S, Step, StepContext
+from .set_back import is_doubted_request, numbered_on
+from .steps import Step, StepContext
 
 # The code of a doubted build whose host stayed silent.
 OUTCOME_UNKNOWN = "build.outcome_unknown"
@@ -51,22 +52,10 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
     return Step(instance)
 
 
-def is_doubted_request(event: BuildRequested, set_back_at: float) -> bool:
-    """Whether it may have been handed in before, to a record that the database has lost: it was sent before the
-    set-back, or this cell has claimed for it already, or its schedulers wait for its end.
-
-    `stamps.requested` is when its client sent it; `requested_at` when a scheduler decided it, perhaps a second time.
-    """
-    if event.attempt > 1 or event.is_query:
-        return True
-    sent_at = min(event.requested_at, event.stamps.requested if event.stamps is not None else event.requested_at)
-    return bool(set_back_at) and sent_at < set_back_at + CLOCKS_APART_S
-
-
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
     adopted = with_request(instance, event)
-    if is_doubted_request(event, context.set_back_at):
+    if is_doubted_request(event, context.set_back):
         # It may have been handed in before, to a record that the database has lost. Whatever becomes of it, this
         # record's actions do not prove that a machine is over.
         adopted = replace(numbered_on(adopted, event), doubted=True, reused_from=1)
@@ -85,12 +74,6 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
         return Step(steps.claiming(left, State.BUILDING, event.at, context))
     over = replace(left, code=NO_HOST, reason=steps.cut(summary_of(left)))
     return Step(steps.releasing(over, State.FAILED, event.at, context))
-
-
-def numbered_on(instance: Instance, event: BuildRequested | None = None) -> Instance:
-    """The record of an instance whose announcements may be lost: schedulers ignore numbers that they have had."""
-    known = 0 if event is None else event.sequence
-    return replace(instance, sequence=max(instance.sequence + SET_BACK_GAP, known + 1))
 
 
 def _end_unbuilt(instance: Instance, event: BuildRequested, why: Refusal, context: StepContext) -> Step:
@@ -202,7 +185,7 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     only the host can know whether it runs, and is queried until the doubt's own limit. After that the client is
     informed that the build has failed, and a machine that the host may run is kept for an operator (`proof.is_unsure`).
     """
-    doubted_for_s = event.at - max(instance.since, context.set_back_at)
+    doubted_for_s = context.set_back.doubted_for_s(instance, event.at)
     if instance.queried and instance.doubted and doubted_for_s >= context.doubt_limit_s:
         reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
         stamped = replace(instance, stamps=_stamped(instance, event))

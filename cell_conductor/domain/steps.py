@@ -21,10 +21,7 @@ from .fences import ClosedHosts, Fence, RunningAfterFence
 from .instance import Instance, State
 from .leases import Lease
 from .report import is_later
-
-# The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
-# after a restore is doubted needlessly: it waits longer for a silent host.
-CLOCKS_APART_S = 30.0
+from .set_back import SetBack
 
 
 class StepContext(Struct, frozen=True, kw_only=True):
@@ -33,8 +30,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     cell: its name, for announcements. deployment: the identity of the cell's database, with which every machine is
     marked. down: compute services that take no builds now, so that none is begun there while another host can be tried.
     fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
-    reported it, the machines that run there all the same. set_back_at: when the database was last found to be set back
-    or replaced (0: never). made_at: when its schema was made (0: that is not known).
+    reported it, the machines that run there all the same. set_back: when the database came to be older than the world.
     """
 
     cell: str
@@ -42,21 +38,13 @@ class StepContext(Struct, frozen=True, kw_only=True):
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
     still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
-    set_back_at: float = 0.0
-    made_at: float = 0.0
+    set_back: SetBack = SetBack()
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
     destroy_retry_s: float = 30.0
     destroy_retry_max_s: float = 600.0
     doubt_limit_s: float = 3600.0
     live_copy_mb_s: float = 0.0
-
-    def may_lack(self, at: float) -> bool:
-        """Whether the database may have no record of what happened then: it was set back since, or its schema was made
-        anew. The latter has no allowance for clocks: the first moves of a new system would be in doubt.
-        """
-        is_set_back = self.set_back_at > 0 and at <= self.set_back_at + CLOCKS_APART_S
-        return is_set_back or 0 < at <= self.made_at
 
     @property
     def closed(self) -> ClosedHosts:
@@ -160,7 +148,7 @@ def destroy_at(
 def is_doubted(instance: Instance, context: StepContext) -> bool:
     """Whether the database was set back in the middle of this move: it may have advanced beyond its record."""
     began = instance.move.began if instance.move is not None else math.inf
-    return instance.doubted and context.may_lack(began)
+    return instance.doubted and context.set_back.may_lack(began)
 
 
 def at_service(instance: Instance, service: str) -> Instance:

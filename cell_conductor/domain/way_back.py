@@ -88,16 +88,15 @@ def answer_about(
     own = next((answer for service, answer in answers if service == source.service), None)
     looked = [(name, one) for name, one in answers if isinstance(one, MachinesFound)]
     for service, found in looked:
-        # One of the version before answers from its record, and names no hosts.
-        if source.host_uuid in (found.hosts or ()) and any(
+        if source.host_uuid in found.hosts and any(
             (m.instance_uuid, m.host_uuid, m.attempt) == (uuid, source.host_uuid, source.attempt)
             for m in found.machines
         ):
             return SourceAnswered(at=at, by=source.by, service=service)
-    if not isinstance(own, MachinesFound) or own.hosts is None:
-        why = own.code if isinstance(own, Fault) else "it is of a version before"
+    if not isinstance(own, MachinesFound):
+        why = "it was not asked" if own is None else own.code
         code, reason = SOURCE_SILENT, f"compute service {source.service} has not answered: {why}"
-    elif any(source.host_uuid in (answer.hosts or ()) for _, answer in looked):
+    elif any(source.host_uuid in answer.hosts for _, answer in looked):
         code, reason = SOURCE_LOST, "its host does not have the machine any more"
     else:
         code, reason = SOURCE_UNREPORTED, f"compute service {source.service} has no such host any more"

@@ -27,7 +27,7 @@ from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Instance, Phase
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.report import is_at
-from cell_conductor.domain.rules import numbered_on
+from cell_conductor.domain.set_back import SetBack, numbered_on
 
 from . import memory_safety
 from .memory_safety import Keeper, MemoryFences, MemoryLeases, MemorySafety
@@ -85,11 +85,11 @@ class MemoryTransaction:
         await self._transaction.statement()
         table = self._table
         check_identity(table.deployment, self._seen.deployment)
-        self._seen.set_back_at = table.set_back_at
+        self._seen.set_back = replace(self._seen.set_back, at=table.set_back_at)
         if table.origin == table.place:
             return None
-        self._seen.set_back_at = table.clock.time()
-        self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back_at))
+        self._seen.set_back = replace(self._seen.set_back, at=table.clock.time())
+        self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back.at))
         under_way = sorted(uuid for uuid, one in table.instances.items() if one.phase in IN_DOUBT_AFTER_SET_BACK)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
         doubted = [replace(numbered_on(table.instances[uuid]), doubted=True) for uuid in under_way]
@@ -173,7 +173,7 @@ class MemoryInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing. Raises PreconditionFailed: another transaction was first."""
         table = self._table
-        seen = self._seen.deployment, self._seen.set_back_at
+        seen = self._seen.deployment, self._seen.set_back.at
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
             if writes.inserts and not _is_known(table, *seen):
@@ -232,19 +232,14 @@ class MemoryInstances:
         return self._seen.deployment
 
     @property
-    def set_back_at(self) -> float:
-        """When the table was last recognised as set back; 0: never."""
-        return self._seen.set_back_at
-
-    @property
-    def made_at(self) -> float:
-        """When the table was made; 0: that is not known."""
-        return self._seen.made_at
+    def set_back(self) -> SetBack:
+        """When the database came to be older than the world, as far as this process has found out."""
+        return self._seen.set_back
 
     async def open(self) -> None:
         """Nothing to migrate."""
-        self._seen.deployment, self._seen.set_back_at = self._table.deployment, self._table.set_back_at
-        self._seen.made_at = self._table.made_at
+        self._seen.deployment = self._table.deployment
+        self._seen.set_back = SetBack(self._table.set_back_at, self._table.made_at)
         self.ready = True
 
     async def close(self) -> None:
@@ -257,7 +252,7 @@ class MemoryInstances:
         async with self._session.transaction() as transaction:
             await transaction.statement()
             table, seen = self._table, self._seen
-            is_known = (table.deployment, table.set_back_at) == (seen.deployment, seen.set_back_at)
+            is_known = (table.deployment, table.set_back_at) == (seen.deployment, seen.set_back.at)
             if table.origin != table.place or not is_known:
                 return True
             return any(one.deadline is not None and one.deadline <= now for one in table.instances.values())

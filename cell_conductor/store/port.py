@@ -14,6 +14,7 @@ from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.table import IllegalStep
 
 from .safety import FenceStore, LeaseStore, Safety
@@ -59,8 +60,7 @@ class KnownDatabase(Struct):
     """The state of its database that a conductor last saw."""
 
     deployment: str = ""
-    set_back_at: float = 0.0
-    made_at: float = 0.0
+    set_back: SetBack = SetBack()
 
 
 class DatabaseChange(Struct, frozen=True):
@@ -152,12 +152,8 @@ class InstanceStore(Protocol):
         """The identity of this cell's database: a uuid made once with its schema. Known once it has been open."""
 
     @property
-    def set_back_at(self) -> float:
-        """When the database was last recognised as set back, in seconds since the epoch; 0: never."""
-
-    @property
-    def made_at(self) -> float:
-        """When the schema was made, in seconds since the epoch; 0: that is not known."""
+    def set_back(self) -> SetBack:
+        """When the database came to be older than the world, as far as this process has found out."""
 
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""

@@ -38,9 +38,9 @@ from cell_conductor.domain.instance import (
     FIRST_SEQUENCE,
     MACHINE_EXISTS,
     NOT_TRIED,
-    SET_BACK_GAP,
     Instance,
 )
+from cell_conductor.domain.set_back import SET_BACK_GAP, SetBack
 
 from . import rows
 from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction
@@ -147,7 +147,7 @@ class PostgresInstanceRows:
         """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
         statement = GuardedStatement()
         if writes.inserts:
-            statement.expect(f"EXISTS ({KNOWN})", self._seen.deployment, self._seen.set_back_at)
+            statement.expect(f"EXISTS ({KNOWN})", self._seen.deployment, self._seen.set_back.at)
         if writes.message_ids:
             statement.expect(rows.NEVER_SEEN, writes.message_ids)
             statement.add("seen", rows.SEEN, writes.message_ids, rows=len(writes.message_ids))
@@ -180,10 +180,10 @@ class PostgresTransaction:
         seen = self._seen
         found, is_elsewhere, set_back_at = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0)
         check_identity(found, seen.deployment)
-        seen.set_back_at = set_back_at
+        seen.set_back = replace(seen.set_back, at=set_back_at)
         if not is_elsewhere:
             return None
-        seen.set_back_at = await self._connection.fetchval(NOTE_SET_BACK)
+        seen.set_back = replace(seen.set_back, at=await self._connection.fetchval(NOTE_SET_BACK))
         status: str = await self._connection.execute(DOUBT, [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK])
         return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
 
@@ -252,14 +252,9 @@ class PostgresInstances:
         return self._seen.deployment
 
     @property
-    def set_back_at(self) -> float:
-        """When the database was last recognised as set back; 0: never."""
-        return self._seen.set_back_at
-
-    @property
-    def made_at(self) -> float:
-        """When the schema was made; 0: that is not known."""
-        return self._seen.made_at
+    def set_back(self) -> SetBack:
+        """When the database came to be older than the world, as far as this process has found out."""
+        return self._seen.set_back
 
     async def open(self) -> None:
         """Migrate, and read the schema's identity. Waits for a database that is unavailable."""
@@ -267,7 +262,8 @@ class PostgresInstances:
         async with self._database.raw() as connection:
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
             seen = self._seen
-            seen.deployment, seen.set_back_at, seen.made_at = await connection.fetchrow(IDENTITY)
+            seen.deployment, *set_back = await connection.fetchrow(IDENTITY)
+            seen.set_back = SetBack(*set_back)
 
     async def close(self) -> None:
         """Close the pool."""
@@ -277,7 +273,7 @@ class PostgresInstances:
         """One statement. A database without its identity has been emptied: the sweep finds that out."""
         async with self._database.single() as connection:
             seen = self._seen
-            return await connection.fetchval(NOTHING_DUE, now, seen.deployment, seen.set_back_at) is not True
+            return await connection.fetchval(NOTHING_DUE, now, seen.deployment, seen.set_back.at) is not True
 
     def transaction(self) -> AbstractAsyncContextManager[PostgresTransaction]:
         """Commits at the end, rolls back on an exception."""

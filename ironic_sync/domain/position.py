@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import NEWER_FIELDS, InventoryUpdate, ProviderReport
+from bus.contracts.placement import InventoryUpdate, ProviderReport
 from bus.retrying import doubled_s
 from ironic_sync.domain.node import Node
 from ironic_sync.domain.rules import is_transient, offers_more, place, reserve_all
@@ -61,7 +61,6 @@ def update_of(position: Position, cell: str = "", source: str = SOURCE) -> Inven
         root_uuid=position.uuid,
         providers=() if position.report is None else (position.report,),
         cell=cell or None,
-        may_ignore=NEWER_FIELDS,
     )
 
 

@@ -233,7 +233,7 @@ def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> Invento
 def _owners(sources: Sources) -> dict[str, list[str]]:
     """Return {root: the compute services (as sources) that have reported the root as their own}.
 
-    A root has one owner, unless an earlier version of berth, which did not refuse the second one, wrote the rows.
+    A root has one owner: the report of a second one is refused.
     """
     owners: dict[str, list[str]] = {}
     for (root, source), last in sorted(sources.items()):

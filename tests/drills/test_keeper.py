@@ -17,6 +17,7 @@ from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.keeper import kept_alive
 from bus.rabbitmq import channels
+from tests.kit.waiting import until
 
 PATIENCE_S = 120.0
 
@@ -33,10 +34,10 @@ async def test_a_server_that_cannot_start_is_tried_until_it_can(monkeypatch: pyt
         kept = broken.read_text()
         broken.write_text("nonsense\n")
         server.kill()
-        await _until(lambda: sum("does not start" in one for one in logged) >= 2)
+        await until(lambda: sum("does not start" in one for one in logged) >= 2, PATIENCE_S)
         assert "in 0.1 s" in logged[1] and "in 0.2 s" in logged[2], logged
         broken.write_text(kept)
-        await _until(lambda: bool(logged) and logged[-1] == "PostgreSQL is up again")
+        await until(lambda: bool(logged) and logged[-1] == "PostgreSQL is up again", PATIENCE_S)
         assert server.pid
 
 
@@ -47,7 +48,7 @@ async def test_a_keeper_that_is_stopped_starts_nothing(monkeypatch: pytest.Monke
     async with asyncio.timeout(PATIENCE_S), kept_alive("PostgreSQL", server, notify=logged.append):
         _hba(server).write_text("nonsense\n")
         server.kill()
-        await _until(lambda: any("does not start" in one for one in logged))
+        await until(lambda: any("does not start" in one for one in logged), PATIENCE_S)
     assert server.pid == 0
 
 
@@ -66,7 +67,7 @@ async def test_a_broker_that_confirms_nothing_is_started_again(monkeypatch: pyte
         await asyncio.to_thread(broker.control, "set_vm_memory_high_watermark", "0.9")
         first = broker.pid
         await asyncio.to_thread(broker.control, "eval", "sys:suspend(ra_log_wal).")
-        await _until(lambda: bool(logged) and logged[-1] == "RabbitMQ is up again")
+        await until(lambda: bool(logged) and logged[-1] == "RabbitMQ is up again", PATIENCE_S)
         assert "did not work 3 times in a row" in logged[0] and "no confirm within" in logged[0], logged
         assert broker.pid not in (0, first)
         await probe(broker.url())
@@ -74,9 +75,3 @@ async def test_a_broker_that_confirms_nothing_is_started_again(monkeypatch: pyte
 
 def _hba(server: Postgres) -> Path:
     return server._data / "pg_hba.conf"
-
-
-async def _until(condition) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  (nothing announces it)
-            await asyncio.sleep(0.02)

@@ -7,8 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -18,6 +16,8 @@ from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.site import process_name
 from berth.trial.servers import start_all, variables
+from tests.kit.cases import case
+from tests.kit.waiting import wait_until
 from tests.system.small import PLAN, Small, small_processes
 
 PATIENCE_S = 60.0
@@ -98,13 +98,6 @@ async def hosts_known(client: BuildClient) -> None:
 def logs(small: Small, name: str, *events: str) -> None:
     """Wait until a worker's log holds one of these events, and the worker lives."""
     worker = small.processes.workers[name]
-    until(lambda: any(f'"event":"{event}"' in worker.log.read_text() for event in events), f"{name} logs {events}")
+    with case(name, events):
+        wait_until(lambda: any(f'"event":"{event}"' in worker.log.read_text() for event in events))
     assert worker.process.running, worker.process.tail()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something that nothing announces to us."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.02)

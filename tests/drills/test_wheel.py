@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 COMMAND_TIMEOUT_S = 300.0
@@ -76,7 +77,7 @@ def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(installed: Installed)
         cwd=installed.home, env=installed.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
-        until(lambda: status_of(installed, "hosts", "--json") == 0, UP_TIMEOUT_S)
+        wait_until(lambda: status_of(installed, "hosts", "--json") == 0, UP_TIMEOUT_S)
         built = json.loads(installed.berth("boot", "--flavor", "m1.small", "--count", "5", "--wait", "--json"))
         assert [one["state"] for one in built] == ["active"] * 5
         installed.berth("check")
@@ -89,10 +90,3 @@ def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(installed: Installed)
 def status_of(installed: Installed, *words: str) -> int:
     command = [str(installed.bin / "berth"), *words]
     return subprocess.run(command, cwd=installed.home, env=installed.env, capture_output=True, check=False).returncode
-
-
-def until(condition: Callable[[], bool], timeout_s: float) -> None:
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, "berth up is not ready"
-        time.sleep(0.5)

@@ -217,9 +217,11 @@ QUEUES: tuple[QueueRow, ...] = (
         "scheduler.builds",
         SCHEDULER,
         CELL,
-        events=("build.event.#", BUILD_EVENTS, "instance.event.#", "host.fence", "cell.asks"),
+        events=("build.event.#", BUILD_EVENTS, "instance.event.#", "host.fence"),
         declared_by=(CONDUCTOR,),
     ),
+    # of its own: what is asked of placement waits for it
+    durable("scheduler.asks", SCHEDULER, CELL, events=("cell.asks",), declared_by=(CONDUCTOR,)),
     private(
         "scheduler.hosts.{process}",
         SCHEDULER,

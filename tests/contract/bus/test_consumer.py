@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from bus import gather, metrics, topology
+from bus import gather, topology
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import consumer as consuming
@@ -21,7 +21,7 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry, Wait
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS
-from bus.contracts.cell import CellDelete, Destroy
+from bus.contracts.cell import CellDelete
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
 from bus.wire import BATCH, MAX_LETTER_BYTES
@@ -202,25 +202,6 @@ async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:
     assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
 
 
-async def test_item_7_a_forged_delete_is_parked_and_replaying_it_does_not_carry_it_out(house: House) -> None:
-    """Its body names project p; it came under the key of another, and so a dead letter of it remembers."""
-    bus = await house.bus()
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
-    body = json.dumps({"instance_uuid": boot(1).instance_uuid, "project_id": "p"}).encode()
-    headers = {"berth-key": "build.delete.17.p"}
-    await bus.transport.publish(
-        Outgoing(exchange=COMMANDS, routing_key="build.delete.18.evil", body=body, headers=headers, message_id="m")
-    )
-    for _ in range(2):
-        await settled(bus, dead=1)
-        (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.18.evil")
-        await settled(bus, dead=1)  # what was looked at is given back
-        assert await dead_letters.replay(bus.transport, REQUESTS) == ["m"]
-    assert handler.got == []
-
-
 CANNOT_TRAVEL: list[dict[str, object]] = [
     {"id": "i" * 300},
     {"id": "ü" * 200},
@@ -378,30 +359,6 @@ async def test_when_only_a_whole_batch_breaks_an_invariant_nothing_is_given_up(h
     await settled(bus)
 
 
-async def test_a_full_queue_of_dead_letters_stops_no_consumer_and_keeps_what_it_has(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each that is dropped is reported. No worker that parks may take others' letters out to make room."""
-    monkeypatch.setattr(topology, "MAX_PARKED", 3)
-    bus = await house.bus()
-
-    def dropped() -> float:
-        return metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value.get()
-
-    before = dropped()
-    bad = Answering(lambda one: Refuse("bad", one.message.name) if one.message.name else Done())  # type: ignore[attr-defined]
-    await house.consume(bus, REQUESTS, bad, concurrency=1, max_batch=1)
-    for number in range(9):
-        await bus.publish(boot(number, name=f"bad {number}"))
-    await bus.publish(boot(99))
-    await bad.wait(10)
-    await until(lambda: depth_is(bus, REQUESTS, 0))
-    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert 3 <= len(letters) <= 5  # RabbitMQ counts a full queue a moment late
-    assert [letter.reason for letter in letters][:3] == ["bad 0", "bad 1", "bad 2"]
-    assert dropped() - before == 9 - len(letters)
-
-
 @pytest.mark.parametrize("fault", [BusForbidden("no"), DatabaseForbidden("no")], ids=["bus", "database"])
 async def test_credentials_that_are_turned_down_end_the_consumer_and_not_its_messages(
     house: House, fault: Exception
@@ -459,31 +416,6 @@ async def test_what_is_not_finished_within_the_grace_time_goes_back(house: House
     await entered.wait()
     await consumer.drain(0.01)
     await until(lambda: depth_is(bus, REQUESTS, 1))
-
-
-async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> None:
-    bus = await house.bus()
-    willing = False
-    handler = Answering(lambda _: Done() if willing else Refuse("not.now"))
-    await house.consume(bus, REQUESTS, handler, concurrency=1)
-    await bus.publish_all([(boot(number), str(number)) for number in range(5)])
-    await settled(bus, dead=5)
-    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert sorted(letter.cause for letter in letters) == ["0", "1", "2", "3", "4"]
-    assert len(await dead_letters.list_dead(bus.transport, REQUESTS, limit=2)) == 2
-    await settled(bus, dead=5)
-    willing = True
-    handler.got.clear()
-    one = letters[3]
-    assert await dead_letters.replay(bus.transport, REQUESTS, [one.id]) == [one.id]
-    assert [(received.meta.cause, received.meta.attempt) for received in await handler.wait(1)] == [(one.cause, 0)]
-    await settled(bus, dead=4)
-    assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4
-    assert len({received.meta.cause for received in await handler.wait(5)}) == 5
-    await settled(bus, dead=0)
-    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=b"{"))
-    await settled(bus, dead=1)
-    assert await dead_letters.purge(bus.transport, REQUESTS) == 1
 
 
 class StandingStill(SystemClock):
@@ -612,18 +544,6 @@ async def test_a_drain_gives_back_what_is_not_flushed(house: House, monkeypatch:
     await house.consume(bus, REQUESTS, again)
     await again.wait(1)
     assert again.uuids == [boot(1).instance_uuid]
-
-
-async def test_a_command_that_a_compute_service_gave_up_is_counted_under_its_queue(house: House) -> None:
-    """`berth dead-letters list` left the queues of compute services out."""
-    bus = await house.bus("c1")
-    await house.consume(bus, "compute.{service}", Answering(lambda _: Refuse("compute.misrouted", "why")), service="s1")
-    command = Destroy(instance_uuid=boot(1).instance_uuid, attempt=1, host_uuid=boot(2).instance_uuid, service="s1")
-    await bus.publish(command, cause="why")
-    await settled(bus, queue="compute.s1", dead=1)
-    assert (await dead_letters.count(bus.transport)).by_queue == {"compute.s1": 1}
-    (letter,) = await dead_letters.list_dead(bus.transport, "compute.s1")
-    assert (letter.code, letter.routing_key) == ("compute.misrouted", "compute.destroy.s1")
 
 
 async def test_deliveries_of_many_bytes_are_opened_in_several_batches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from itertools import product
@@ -18,7 +19,7 @@ from bus.consuming.dead_letters import DIED_AT, DeadLetter
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, encode
 from bus.contracts.catalogue import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
-from bus.contracts.cell import CellDelete
+from bus.contracts.cell import CellDelete, Destroy
 from bus.key_trust import UNTRUSTED
 from bus.port import Delivery, Outgoing, PublishRefused, Transport
 from bus.rabbitmq import RabbitTransport
@@ -173,6 +174,90 @@ async def test_a_letter_behind_those_of_other_queues_is_reached(
             break
         await until(lambda: depth_is(bus, DEAD_LETTERS, 6))  # as between two commands, or two views of the page
     assert found == 1
+
+
+@KINDS
+async def test_item_7_a_forged_delete_is_parked_and_replaying_it_does_not_carry_it_out(house: House) -> None:
+    """Its body names project p; it came under the key of another, and so a dead letter of it remembers."""
+    bus = await house.bus()
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    body = json.dumps({"instance_uuid": boot(1).instance_uuid, "project_id": "p"}).encode()
+    headers = {"berth-key": "build.delete.17.p"}
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.delete.18.evil", body=body, headers=headers, message_id="m")
+    )
+    for _ in range(2):
+        await settled(bus, dead=1)
+        (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.18.evil")
+        await settled(bus, dead=1)  # what was looked at is given back
+        assert await dead_letters.replay(bus.transport, REQUESTS) == ["m"]
+    assert handler.got == []
+
+
+@KINDS
+async def test_a_full_queue_of_dead_letters_stops_no_consumer_and_keeps_what_it_has(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that is dropped is reported. No worker that parks may take others' letters out to make room."""
+    monkeypatch.setattr(topology, "MAX_PARKED", 3)
+    bus = await house.bus()
+
+    def dropped() -> float:
+        return metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value.get()
+
+    before = dropped()
+    bad = Answering(lambda one: Refuse("bad", one.message.name) if one.message.name else Done())  # type: ignore[attr-defined]
+    await house.consume(bus, REQUESTS, bad, concurrency=1, max_batch=1)
+    for number in range(9):
+        await bus.publish(boot(number, name=f"bad {number}"))
+    await bus.publish(boot(99))
+    await bad.wait(10)
+    await until(lambda: depth_is(bus, REQUESTS, 0))
+    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert 3 <= len(letters) <= 5  # RabbitMQ counts a full queue a moment late
+    assert [letter.reason for letter in letters][:3] == ["bad 0", "bad 1", "bad 2"]
+    assert dropped() - before == 9 - len(letters)
+
+
+@KINDS
+async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> None:
+    bus = await house.bus()
+    willing = False
+    handler = Answering(lambda _: Done() if willing else Refuse("not.now"))
+    await house.consume(bus, REQUESTS, handler, concurrency=1)
+    await bus.publish_all([(boot(number), str(number)) for number in range(5)])
+    await settled(bus, dead=5)
+    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert sorted(letter.cause for letter in letters) == ["0", "1", "2", "3", "4"]
+    assert len(await dead_letters.list_dead(bus.transport, REQUESTS, limit=2)) == 2
+    await settled(bus, dead=5)
+    willing = True
+    handler.got.clear()
+    one = letters[3]
+    assert await dead_letters.replay(bus.transport, REQUESTS, [one.id]) == [one.id]
+    assert [(received.meta.cause, received.meta.attempt) for received in await handler.wait(1)] == [(one.cause, 0)]
+    await settled(bus, dead=4)
+    assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4
+    assert len({received.meta.cause for received in await handler.wait(5)}) == 5
+    await settled(bus, dead=0)
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=b"{"))
+    await settled(bus, dead=1)
+    assert await dead_letters.purge(bus.transport, REQUESTS) == 1
+
+
+@KINDS
+async def test_a_command_that_a_compute_service_gave_up_is_counted_under_its_queue(house: House) -> None:
+    """`berth dead-letters list` left the queues of compute services out."""
+    bus = await house.bus("c1")
+    await house.consume(bus, "compute.{service}", Answering(lambda _: Refuse("compute.misrouted", "why")), service="s1")
+    command = Destroy(instance_uuid=boot(1).instance_uuid, attempt=1, host_uuid=boot(2).instance_uuid, service="s1")
+    await bus.publish(command, cause="why")
+    await settled(bus, queue="compute.s1", dead=1)
+    assert (await dead_letters.count(bus.transport)).by_queue == {"compute.s1": 1}
+    (letter,) = await dead_letters.list_dead(bus.transport, "compute.s1")
+    assert (letter.code, letter.routing_key) == ("compute.misrouted", "compute.destroy.s1")
 
 
 # --- Sending dead letters back, on both buses: they carry their age, and some may not go.

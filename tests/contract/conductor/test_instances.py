@@ -18,7 +18,8 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain.desires import Work, in_text, states_where
-from cell_conductor.domain.instance import MACHINE_EXISTS, SET_BACK_GAP, Instance, Move, Phase, State
+from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
+from cell_conductor.domain.set_back import SET_BACK_GAP
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -109,8 +110,8 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     for store in (one, other):
         async with store.transaction() as transaction:
             assert await transaction.recognise() is None
-        assert store.set_back_at == 0
-        assert store.made_at > 0
+        assert store.set_back.at == 0
+        assert store.set_back.made_at > 0
     await restored(one)
     async with one.transaction() as transaction:
         change = await transaction.recognise()
@@ -121,7 +122,7 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
             assert await transaction.recognise() is None
     third = make()
     await third.open()
-    assert one.set_back_at == other.set_back_at == third.set_back_at > 0
+    assert one.set_back.at == other.set_back.at == third.set_back.at > 0
     briefs = await other.briefs([], [A, B, C])
     assert {brief.uuid: brief.doubted for brief in briefs} == {A: True, B: False, C: True}
     doubted = await recorded(other)

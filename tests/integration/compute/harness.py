@@ -128,10 +128,6 @@ class Cell:
         self.silenced.update(services)
         await self._send_rings()
 
-    async def until(self, there: Callable[[], Any]) -> Any:
-        """Wait until what was received makes this true; returns it."""
-        return await until(there)
-
     # --- what was received
 
     def results(self, instance: str | None = None) -> list[ComputeResult]:
@@ -153,11 +149,11 @@ class Cell:
             found = [r for r in self.results(instance) if r.attempt == attempt]
             return found if len(found) >= count else []
 
-        return (await self.until(published))[count - 1]  # type: ignore[no-any-return]
+        return (await until(published))[count - 1]  # type: ignore[no-any-return]
 
     async def ended(self, instance: str, attempt: int, outcome: ComputeOutcome) -> ComputeResult:
         """A result of this attempt with this outcome."""
-        found = await self.until(
+        found = await until(
             lambda: [r for r in self.results(instance) if r.attempt == attempt and r.outcome is outcome]
         )
         return found[0]  # type: ignore[no-any-return]
@@ -178,7 +174,7 @@ class Cell:
         """Have all hosts announced; the whole announcements that came since, at least one."""
         first = len(self.announced())
         await self.ask()
-        return await self.until(lambda: [page for page in self.announced()[first:] if page.complete])  # type: ignore[no-any-return]
+        return await until(lambda: [page for page in self.announced()[first:] if page.complete])  # type: ignore[no-any-return]
 
     # --- what is asked
 

@@ -75,7 +75,7 @@ async def test_a_report_does_not_end_a_build_before_its_driver_has(cell: Cell, m
             hosts = [host for page in cell.announced()[first:] for host in page.hosts if host.uuid == node]
             return [machine for host in hosts for machine in host.running or ()]
 
-        return (await cell.until(shown))[0].built
+        return (await until(shown))[0].built
 
     await metal.in_state("active")
     assert await reported() is False

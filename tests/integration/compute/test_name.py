@@ -56,13 +56,13 @@ async def beat(cell: Cell, epoch: int, sequence: int, *, service: str = SERVICE,
 async def test_two_services_of_one_name_do_not_run_side_by_side(cell: Cell) -> None:
     """40 hosts were announced as active, 10 machines ran without an allocation, and no log had a line of it."""
     first = await cell.compute(SETTINGS, planned(SETTINGS))
-    epochs = {heartbeat.epoch for heartbeat in await cell.until(cell.heartbeats)}
+    epochs = {heartbeat.epoch for heartbeat in await until(cell.heartbeats)}
     fleet = planned(SETTINGS)
     with pytest.raises(NameTaken, match=r"another process runs the compute service 'c1-a' of c1 \(for 0\.1 s\)"):
         await cell.compute(SETTINGS, fleet)
     assert fleet.records.epoch == 0, "the second one has not begun: its machines and memory were not looked at"
     count = len(cell.heartbeats())
-    await cell.until(lambda: len(cell.heartbeats()) > count)
+    await until(lambda: len(cell.heartbeats()) > count)
     assert {heartbeat.epoch for heartbeat in cell.heartbeats()} == epochs
     assert not first.task.done()
 
@@ -132,7 +132,7 @@ async def test_late_heartbeats_of_a_former_life_end_nothing(cell: Cell) -> None:
     await beat(cell, own - 1, 1)
     await beat(cell, own - 1, 2)
     count = len(cell.heartbeats())
-    await cell.until(lambda: len(cell.heartbeats()) > count + 3)
+    await until(lambda: len(cell.heartbeats()) > count + 3)
     assert not life.task.done()
 
 
@@ -204,7 +204,7 @@ async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_l
     fleet = planned(OFFERING_SETTINGS)
     first, second = hosts_of(fleet)
     driver, instance = await returned(cell, fleet, unavailable=unavailable)
-    await cell.until(lambda: is_offered(cell, second))
+    await until(lambda: is_offered(cell, second))
     await driver.begun.wait()
     report = newest(cell, first)
     assert report is not None and (report.enabled, report.disabled_reason) == (False, offering.DESTROYING)
@@ -212,7 +212,7 @@ async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_l
     assert first not in {one.root_uuid for one in cell.inventory()}
     driver.gate.set()
     await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-    await cell.until(lambda: is_offered(cell, first))
+    await until(lambda: is_offered(cell, first))
     assert fleet.guest(first, instance) is None
 
 
@@ -229,7 +229,7 @@ async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue
     await cell.spawn(hosts_of(fleet)[0], instance)
     await cell.spawn(hosts_of(fleet)[0], doomed)
     await until(lambda: fleet.records.accepted == 2)
-    await cell.until(lambda: len(cell.heartbeats()) > 2)
+    await until(lambda: len(cell.heartbeats()) > 2)
     assert markers and cell.announced() == [] and cell.inventory() == []
     assert list(fleet.guests()) == [] and cell.results() == []  # the order that ends a build may be behind it
     await cell.destroy(hosts_of(fleet)[0], doomed)
@@ -238,7 +238,7 @@ async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue
     on_marker(made, replace(markers[0], epoch=markers[0].epoch - 1), ())  # of a former life
     assert not made.begun.is_set()
     on_marker(made, markers[0], ())
-    await cell.until(lambda: all(is_offered(cell, uuid) for uuid in hosts_of(fleet)))
+    await until(lambda: all(is_offered(cell, uuid) for uuid in hosts_of(fleet)))
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
     assert {one.outcome for one in cell.results(doomed)} == {ComputeOutcome.DESTROYED}
 
@@ -339,12 +339,12 @@ async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_
     fleet = planned(CONFIG)
     contested, own = (host.plan.uuid for host in fleet.hosts)
     await either.compute(CONFIG, fleet)
-    await either.until(lambda: either.announced() and reports_of(either, contested))
+    await until(lambda: either.announced() and reports_of(either, contested))
     with capture_logs() as logs:
         for source in ("compute-c1-b", "compute-c1-a"):
             taken = InventoryTaken(source=source, root_uuid=contested, owner="compute-other")
             await either.bus.publish(taken)
-        await either.until(lambda: newest(either, contested).owner == "other")
+        await until(lambda: newest(either, contested).owner == "other")
     errors = [line for line in logs if line.get("code") == "host.other_service"]
     assert [(line["log_level"], line["host"], line["owner"]) for line in errors] == [("error", contested, "other")]
     assert newest(either, own).owner is None
@@ -358,15 +358,15 @@ async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_
     before = len(reports_of(either, contested))
     await either.bus.publish(HostsReleased(service="c1-a", cell=CELL, owner="another", hosts=(contested,)))
     await either.bus.publish(HostsReleased(service="c1-a", cell=CELL, owner="other", hosts=(contested, own)))
-    await either.until(lambda: len(reports_of(either, contested)) > before)
-    await either.until(lambda: newest(either, contested).owner is None)
+    await until(lambda: len(reports_of(either, contested)) > before)
+    await until(lambda: newest(either, contested).owner is None)
     assert [update.takes_over for update in reports_of(either, contested)[before:]] == ["compute-other"]
     assert REGISTRY.get_sample_value("berth_compute_hosts_refused", {"service": "c1-a"}) == 0
     taken_over = either.instance()
     await either.spawn(contested, taken_over)
     assert (await either.outcome(taken_over, 1)).outcome is ComputeOutcome.ACTIVE
     fleet.disable(contested)
-    await either.until(lambda: len(reports_of(either, contested)) > before + 1)
+    await until(lambda: len(reports_of(either, contested)) > before + 1)
     assert reports_of(either, contested)[-1].takes_over is None, "once for each release"
 
 
@@ -404,12 +404,12 @@ async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(e
     fleet = planned(CONFIG)
     (host, _) = (one.plan.uuid for one in fleet.hosts)
     await either.compute(CONFIG, fleet)
-    await either.until(lambda: either.announced() and reports_of(either, host))
+    await until(lambda: either.announced() and reports_of(either, host))
     count = len(either.announced())
     with capture_logs() as logs:
         for _ in range(2):
             await either.bus.publish(HostsContested(service="c1-a", cell=CELL, other="c1-b", hosts=(host,)))
-        await either.until(lambda: len(either.announced()) > count)
+        await until(lambda: len(either.announced()) > count)
     assert newest(either, host).owner is None
     errors = [(line["code"], line["other"]) for line in logs if line["event"] == "host.contested"]
     assert errors == [("host.other_service", "c1-b")], "not with each message"
@@ -426,7 +426,7 @@ async def fleet_on(cell: Cell, config: ComputeConfig) -> tuple[Fleet, Life, list
     await cell.open()
     fleet = planned(config)
     life = await cell.compute(config, fleet)
-    await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 20)
+    await until(lambda: cell.announced() and len(cell.inventory()) >= 20)
     return fleet, life, [host.plan.uuid for host in fleet.hosts]
 
 
@@ -439,13 +439,11 @@ async def test_a_thousand_builds_a_kill_and_a_restart(amqp: tuple[str, str]) -> 
     await life.kill()
     await asyncio.gather(*(cell.spawn(host, instance) for host, instance in builds[500:]))
     await cell.compute(ON_BROKER, fleet)
-    await cell.until(lambda: len({r.instance_uuid for r in cell.results()}) == 1000)
+    await until(lambda: len({r.instance_uuid for r in cell.results()}) == 1000)
     assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
     assert sorted((host, guest.instance_uuid) for host, guest in fleet.guests()) == sorted(builds)
     await asyncio.gather(*(cell.destroy(host, instance) for host, instance in builds))
-    await cell.until(
-        lambda: len({r.instance_uuid for r in cell.results() if r.outcome is ComputeOutcome.DESTROYED}) == 1000
-    )
+    await until(lambda: len({r.instance_uuid for r in cell.results() if r.outcome is ComputeOutcome.DESTROYED}) == 1000)
     assert list(fleet.guests()) == []
     await cell.close()
 
@@ -459,13 +457,13 @@ async def test_results_of_builds_that_end_while_the_broker_is_down_are_published
     fleet, _, hosts = await fleet_on(cell, config)
     builds = [(hosts[n % 20], cell.instance()) for n in range(50)]
     await asyncio.gather(*(cell.spawn(host, instance) for host, instance in builds))
-    await cell.until(lambda: fleet.records.accepted == 50)  # heartbeats make it look again
+    await until(lambda: fleet.records.accepted == 50)  # heartbeats make it look again
     # Shut down, not killed: a killed broker of this version may forget a queue as young as these.
     await asyncio.to_thread(own_broker.shut_down)
     announced = len(cell.inventory())
     await asyncio.to_thread(own_broker.start)
-    await cell.until(lambda: len({r.instance_uuid for r in cell.results()}) == 50)
+    await until(lambda: len({r.instance_uuid for r in cell.results()}) == 50)
     assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
-    await cell.until(lambda: len(cell.inventory()) >= announced + 20)  # published again after the reconnection
+    await until(lambda: len(cell.inventory()) >= announced + 20)  # published again after the reconnection
     assert len(list(fleet.guests())) == 50
     await cell.close()

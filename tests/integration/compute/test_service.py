@@ -87,7 +87,7 @@ async def test_commands_are_answered(
         if outcome is None:
             continue
         count += 1
-        result = (await cell.until(lambda count=count: cell.results(instance)[count - 1 :]))[0]
+        result = (await until(lambda count=count: cell.results(instance)[count - 1 :]))[0]
         assert (result.attempt, result.outcome, result.host_uuid, result.service) == (attempt, outcome, host, SERVICE)
         assert result.final is (code == "final") and code in {"final", result.code}
     assert len(cell.results(instance)) == count and fleet.records.accepted == accepted
@@ -178,7 +178,7 @@ async def test_start_publishes_hosts_inventory_and_heartbeats(cell: Cell) -> Non
     settings = config(hosts=10)
     fleet = planned(settings)
     life = await cell.compute(settings, fleet)
-    await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 10 and len(cell.heartbeats()) >= 2)
+    await until(lambda: cell.announced() and len(cell.inventory()) >= 10 and len(cell.heartbeats()) >= 2)
     page, trees = cell.announced()[0], cell.inventory()
     assert (page.complete, page.cell, page.service) == (True, CELL, SERVICE)
     assert [host.uuid for host in page.hosts] == hosts_of(fleet)
@@ -191,7 +191,7 @@ async def test_start_publishes_hosts_inventory_and_heartbeats(cell: Cell) -> Non
     sequences = [beat.sequence for beat in cell.heartbeats()]
     assert sequences == sorted(set(sequences))
     await life.stop()
-    await cell.until(lambda: cell.heartbeats()[-1].stopping)
+    await until(lambda: cell.heartbeats()[-1].stopping)
 
 
 async def test_more_hosts_than_a_page_holds_are_announced_as_one_report(
@@ -199,7 +199,7 @@ async def test_more_hosts_than_a_page_holds_are_announced_as_one_report(
 ) -> None:
     monkeypatch.setattr(reporter, "HOSTS_PER_PAGE", 4)
     await serve(cell, hosts=10)
-    await cell.until(lambda: [page for page in cell.announced() if page.complete])
+    await until(lambda: [page for page in cell.announced() if page.complete])
     pages = cell.announced()[:3]
     assert [(len(page.hosts), page.pages, page.complete) for page in pages] == [
         (4, 3, False),
@@ -211,7 +211,7 @@ async def test_more_hosts_than_a_page_holds_are_announced_as_one_report(
 
 async def test_a_request_for_a_report_publishes_everything_again_with_what_runs(cell: Cell) -> None:
     _, (_, host, *_) = await serve(cell)
-    first = (await cell.until(cell.announced))[0]
+    first = (await until(cell.announced))[0]
     instance = await cell.built(host)
     page = (await cell.asked())[0]
     assert running([page])[host] == [(instance, 1)] and page.sequence > first.sequence
@@ -219,18 +219,18 @@ async def test_a_request_for_a_report_publishes_everything_again_with_what_runs(
 
 async def test_a_disabled_or_resized_host_is_announced_at_once_with_higher_versions(cell: Cell) -> None:
     fleet, (host, *_) = await serve(cell)
-    await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 4)
+    await until(lambda: cell.announced() and len(cell.inventory()) >= 4)
     before = max(update.version for update in cell.inventory())
     fleet.disable(host, "a fan is loud")
-    page = (await cell.until(lambda: cell.announced()[1:]))[0]
+    page = (await until(lambda: cell.announced()[1:]))[0]
     assert [(h.uuid, h.enabled, h.disabled_reason) for h in page.hosts] == [(host, False, "a fan is loud")]
     assert (page.complete, page.first_sequence) == (False, 0), "it is no report of all hosts"
-    update = (await cell.until(lambda: cell.inventory()[4:]))[0]
+    update = (await until(lambda: cell.inventory()[4:]))[0]
     assert update.root_uuid == host and update.version > before
     assert DISABLED_TRAIT in update.providers[0].traits
     fleet.enable(host)
     fleet.resize(host, HostSize(vcpus=2))
-    healed = await cell.until(lambda: [u for u in cell.inventory() if u.providers[0].inventories["VCPU"].total == 2])
+    healed = await until(lambda: [u for u in cell.inventory() if u.providers[0].inventories["VCPU"].total == 2])
     assert DISABLED_TRAIT not in healed[0].providers[0].traits
 
 
@@ -247,7 +247,7 @@ async def test_consecutive_failures_are_announced_and_end_with_a_success(cell: C
     def announced() -> list[int]:
         return [one.failed_builds for page in cell.announced() for one in page.hosts if one.uuid == host]
 
-    await cell.until(lambda: announced()[-1:] == [expected])
+    await until(lambda: announced()[-1:] == [expected])
 
 
 async def test_measurements_are_published_when_they_are_wanted(cell: Cell) -> None:
@@ -262,14 +262,14 @@ async def test_measurements_are_published_when_they_are_wanted(cell: Cell) -> No
         assert all(message.source == f"compute-{SERVICE}" and len(message.readings) <= 1000 for message in received)
         return {one.host_uuid: one for message in received for one in message.readings}
 
-    await cell.until(lambda: len(readings()) == 1200)
+    await until(lambda: len(readings()) == 1200)
     values = [readings()[host].values for host in (busy, idle)]
     assert [(one["temperature.celsius"], one["power.watts"]) for one in values] == [(47.0, 255.0), (24.0, 110.0)]
 
 
 async def test_nothing_is_measured_by_default(cell: Cell) -> None:
     await serve(cell)
-    await cell.until(lambda: len(cell.heartbeats()) >= 3)
+    await until(lambda: len(cell.heartbeats()) >= 3)
     assert not any(isinstance(message, HostMetrics) for message in cell.received)
 
 
@@ -289,8 +289,8 @@ async def test_the_same_fleet_survives_a_killed_service(cell: Cell) -> None:
     await cell.compute(settings, fleet)
     assert (await cell.ended(waiting, 1, ACTIVE)).host_uuid == host
     assert fleet.records.epoch > epoch
-    await cell.until(lambda: (runs, 1) in running([p for p in cell.announced() if p.epoch > epoch]).get(host, []))
-    await cell.until(lambda: [update for update in cell.inventory() if update.version > versions])
+    await until(lambda: (runs, 1) in running([p for p in cell.announced() if p.epoch > epoch]).get(host, []))
+    await until(lambda: [update for update in cell.inventory() if update.version > versions])
     await cell.spawn(host, fenced, 4)
     assert (await cell.ended(fenced, 4, FAILED)).code == "spawn.fenced"
     await cell.destroyed(host, runs)

@@ -40,7 +40,6 @@ from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.postgres import PostgresInstances
-from tests.kit.waiting import until
 
 CELL = "c1"
 WAIT_S = 60.0
@@ -153,7 +152,7 @@ class Neighbours:
             if uuid in question.instance_uuids
         )
         hosts = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 10))
-        return MachinesFound(service="s1", machines=machines, hosts=hosts if question.thorough else None)
+        return MachinesFound(service="s1", machines=machines, hosts=hosts if question.thorough else ())
 
     def _command(self, message: Message) -> ComputeResult | None:
         if isinstance(message, Spawn | Destroy) and message.host_uuid in self.dead:
@@ -192,9 +191,6 @@ class Neighbours:
         self.events += [received.message for received in batch if isinstance(received.message, BuildEvent)]
         self.moves += [received.message for received in batch if isinstance(received.message, MoveEvent)]
         return [Done()] * len(batch)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        await until(condition)
 
     def ends(self, uuid: str) -> list[BuildState]:
         return [event.state for event in self.events if event.instance_uuid == uuid and event.terminal]

@@ -93,10 +93,10 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
     made = cell.build(1)
     await around.bus.publish(made)
     # The scheduler comes late: what was announced before has waited for it.
-    await around.until(lambda: len(around.spawns) == 1)
+    await until(lambda: len(around.spawns) == 1)
     late = around.bus.consumer("scheduler.builds", around.scheduler)
     await late.start()
-    await around.until(lambda: around.ends(made.spec.instance_uuid) == [BuildState.ACTIVE])
+    await until(lambda: around.ends(made.spec.instance_uuid) == [BuildState.ACTIVE])
     stop.set()
     async with asyncio.timeout(WAIT_S):
         await running
@@ -152,7 +152,7 @@ async def test_with_its_cells_credentials_it_builds_and_reaches_nothing_above(
         await service.ready.wait()
     builds = [cell.build(1, 2) for _ in range(20)]
     await around.bus.publish_all([(made, "") for made in builds])
-    await around.until(lambda: all(around.ends(made.spec.instance_uuid) for made in builds))
+    await until(lambda: all(around.ends(made.spec.instance_uuid) for made in builds))
     assert len(around.spawns) == 40
     await cell.check_at_rest()
     stop.set()
@@ -273,12 +273,9 @@ class World:
         for _ in range(LOOKS):
             earlier = len(self.received)
             await self.bus.publish(ReportHosts(why="test"))
-            await self.until(
+            await until(
                 lambda earlier=earlier: any(isinstance(m, ComputeHosts) and m.complete for m in self.received[earlier:])
             )
-
-    async def until(self, there: Callable[[], object]) -> None:
-        await until(there)
 
     def offered(self) -> list[int]:
         """The processors that each inventory update offers, the newest last."""
@@ -287,7 +284,7 @@ class World:
         return [inventory.total - inventory.reserved for inventory in found]
 
     async def offers(self, processors: int) -> None:
-        await self.until(lambda: self.offered()[-1:] == [processors])
+        await until(lambda: self.offered()[-1:] == [processors])
 
     def put(self, uuid: str = OURS, vcpus: int = 4) -> None:
         """A machine that carries this cell's mark, and of which its record knows nothing."""
@@ -326,7 +323,7 @@ async def test_it_is_kept_over_restarts_of_the_service_and_of_the_conductor(worl
     await world.stop("compute")
     world.received.clear()
     await world.start("compute")  # no conductor is there to name it anew
-    await world.until(world.offered)
+    await until(world.offered)
     await world.start("conductor")
     await world.look()
     assert set(world.offered()) == {12}

@@ -22,6 +22,7 @@ from cell_conductor.engine import Engine
 from cell_conductor.handlers import RequestHandlers, build_requested
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
+from tests.kit.waiting import until
 
 # --- The engine over the in-process bus and a real PostgreSQL, with a scripted placement and compute service.
 
@@ -36,7 +37,7 @@ async def test_a_build_becomes_active(cell: Cell) -> None:
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build, cause="request")
-    await cell.around.until(lambda: bool(cell.around.ends(uuid)))
+    await until(lambda: bool(cell.around.ends(uuid)))
     assert [(e.state, e.sequence, e.terminal) for e in cell.around.events] == [
         (BuildState.BUILDING, 10, False),
         (BuildState.ACTIVE, 11, True),
@@ -50,7 +51,7 @@ async def test_many_builds_use_alternates_and_none_is_lost_or_doubled(cell: Cell
     cell.around.full = {cell.host(2)}
     builds = [cell.build(1, 2, 3) if n % 3 else cell.build(1, 2, 4) for n in range(60)]
     await cell.around.bus.publish_all([(b, "") for b in builds] + [(b, "") for b in builds[:20]])
-    await cell.around.until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
+    await until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
     for number, build in enumerate(builds):
         expected = BuildState.ACTIVE if number % 3 else BuildState.FAILED
         # The answer to the second request is the same event once more.
@@ -70,9 +71,9 @@ async def test_delete_of_an_active_instance_releases_after_the_destroy(cell: Cel
     build = cell.build(1)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: bool(cell.around.ends(uuid)))
+    await until(lambda: bool(cell.around.ends(uuid)))
     await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
     assert not cell.around.held and not cell.around.running
 
 
@@ -83,7 +84,7 @@ async def test_delete_before_its_build_frees_the_claim(cell: Cell) -> None:
     await cell.engine.take([_delete_arrival(uuid, cell)], source="test")
     assert await cell.state(uuid) is State.TOMBSTONE
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.DELETED])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.DELETED])
     assert not cell.around.held and not cell.around.spawns
 
 
@@ -92,11 +93,11 @@ async def test_a_hung_host_is_left_at_the_deadline_and_its_late_success_destroye
     build = cell.build(1, 2, timeout_s=600.0)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: len(cell.around.spawns) == 1)
+    await until(lambda: len(cell.around.spawns) == 1)
     assert await cell.engine.sweep() == 0
     cell.clock.offset += 601.0
     assert await cell.engine.sweep() == 1
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     assert [(s.attempt, s.host_uuid) for s in cell.around.spawns] == [(1, cell.host(1)), (2, cell.host(2))]
     # The host did build attempt 1 after all (its fence was lost): it is commanded to destroy it.
     cell.around.running[cell.host(1), uuid] = 1
@@ -105,7 +106,7 @@ async def test_a_hung_host_is_left_at_the_deadline_and_its_late_success_destroye
         instance_uuid=uuid, attempt=1, host_uuid=cell.host(1), service="s1", outcome=ComputeOutcome.ACTIVE
     )
     await cell.around.bus.publish(late)
-    await cell.around.until(lambda: len(cell.around.destroys) > before)
+    await until(lambda: len(cell.around.destroys) > before)
     assert cell.around.ends(uuid) == [BuildState.ACTIVE]
     await cell.check_at_rest()
 
@@ -117,13 +118,13 @@ async def test_a_crash_between_claim_and_record_leaks_nothing(cell: Cell) -> Non
     build = cell.build(1, 2, 3)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: len(cell.around.destroys) == 1)
-    await cell.around.until(lambda: bool(cell.around.claims))
+    await until(lambda: len(cell.around.destroys) == 1)
+    await until(lambda: bool(cell.around.claims))
     assert cell.around.held[uuid][:2] == (2, cell.host(2))
     assert await cell.state(uuid) is State.CLAIMING
     cell.clock.offset += 60.0
     await cell.new_engine().sweep()  # another process, which knows only the record
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     assert cell.around.claims[0] == cell.around.claims[-1]
     assert [(s.attempt, s.host_uuid) for s in cell.around.spawns] == [(1, cell.host(1)), (2, cell.host(2))]
     await cell.check_at_rest()
@@ -135,10 +136,10 @@ async def test_a_lost_answer_without_room_still_ends_as_exhausted(cell: Cell) ->
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: bool(cell.around.claims))
+    await until(lambda: bool(cell.around.claims))
     cell.clock.offset += 60.0
     await cell.new_engine().sweep()  # another process, which knows only the record
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.FAILED])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.FAILED])
     assert cell.around.events[-1].code == "max_retries_exceeded"
     await cell.check_at_rest()
 
@@ -147,14 +148,14 @@ async def test_an_unanswered_question_waits_its_turn(cell: Cell) -> None:
     cell.around.fails, cell.around.silent_claims = {cell.host(1)}, 2
     build = cell.build(1, 2)
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: bool(cell.around.claims))
+    await until(lambda: bool(cell.around.claims))
     cell.clock.offset += 60.0
     other = cell.new_engine()  # of another process: this one's question is still open
     assert await other.sweep() == 1
     assert await other.sweep() == 0
     cell.clock.offset += 60.0
     assert await other.sweep() == 1
-    await cell.around.until(lambda: cell.around.ends(build.spec.instance_uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(build.spec.instance_uuid) == [BuildState.ACTIVE])
     await cell.check_at_rest()
 
 
@@ -188,7 +189,7 @@ async def test_changed_consumer_is_never_built(cell: Cell) -> None:
     uuid = build.spec.instance_uuid
     cell.around.held[uuid] = (1, cell.host(1), 99)
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.FAILED])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.FAILED])
     assert cell.around.events[-1].code == "placement.consumer_changed"
     assert len(cell.around.spawns) == 1
 
@@ -198,7 +199,7 @@ async def test_reports_repair_lost_results_and_lost_machines_and_leave_what_no_r
     quiet, doomed = cell.build(1), cell.build(2)
     orphan, foreign = new_uuid(cell.rng), new_uuid(cell.rng)
     await cell.around.bus.publish_all([(quiet, ""), (doomed, "")])
-    await cell.around.until(lambda: len(cell.around.spawns) == 2 and bool(cell.around.ends(doomed.spec.instance_uuid)))
+    await until(lambda: len(cell.around.spawns) == 2 and bool(cell.around.ends(doomed.spec.instance_uuid)))
     cell.around.running = {(cell.host(1), quiet.spec.instance_uuid): 1, (cell.host(1), orphan): 4}
     cell.clock.offset += 40.0
     (lost,) = await cell.store.briefs([], [doomed.spec.instance_uuid])
@@ -223,7 +224,7 @@ async def test_reports_repair_lost_results_and_lost_machines_and_leave_what_no_r
     )
     await cell.around.bus.publish_all([(report, ""), (report, "")])
     failed = BuildState.FAILED
-    await cell.around.until(
+    await until(
         lambda: (
             any(e.state is failed and e.instance_uuid == doomed.spec.instance_uuid for e in cell.around.events)
             and cell.around.ends(quiet.spec.instance_uuid) == [BuildState.ACTIVE]
@@ -240,11 +241,11 @@ async def test_two_conductors_sweep_each_instance_once(cell: Cell) -> None:
     cell.around.hangs = {cell.host(1)}
     builds = [cell.build(1, 2, timeout_s=60.0) for _ in range(40)]
     await cell.around.bus.publish_all([(b, "") for b in builds])
-    await cell.around.until(lambda: len(cell.around.spawns) == 40)
+    await until(lambda: len(cell.around.spawns) == 40)
     cell.clock.offset += 61.0
     swept = await asyncio.gather(*[engine.sweep() for engine in (cell.engine, cell.new_engine()) for _ in range(4)])
     assert sum(swept) == 40
-    await cell.around.until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
+    await until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
     assert len(cell.around.spawns) == 80
     await cell.check_at_rest()
 
@@ -262,7 +263,7 @@ async def test_the_same_build_taken_by_two_conductors_at_once_is_commanded_once(
         for order in (builds, builds[::-1])
     ]
     await asyncio.gather(*takes)
-    await cell.around.until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
+    await until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
     assert len(cell.around.spawns) == 30
     await cell.check_at_rest()
 
@@ -275,7 +276,7 @@ async def test_nothing_is_recorded_or_sent_when_the_transaction_fails(cell: Cell
     assert await cell.state(build.spec.instance_uuid) is State.ABSENT
     await _calm_outbox(cell)
     await cell.engine.take([_build_arrival(build, cell)], source="test")
-    await cell.around.until(lambda: bool(cell.around.ends(build.spec.instance_uuid)))
+    await until(lambda: bool(cell.around.ends(build.spec.instance_uuid)))
     assert len(cell.around.spawns) == 1
 
 
@@ -286,7 +287,7 @@ async def test_a_killed_connection_is_transient_and_the_batch_can_be_taken_again
         await cell.engine.take([_build_arrival(build, cell)], source="test")
     await _calm_outbox(cell)
     await cell.engine.take([_build_arrival(build, cell)], source="test")
-    await cell.around.until(lambda: bool(cell.around.ends(build.spec.instance_uuid)))
+    await until(lambda: bool(cell.around.ends(build.spec.instance_uuid)))
     await cell.check_at_rest()
 
 
@@ -397,9 +398,9 @@ async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(ce
     uuids = [build.spec.instance_uuid for build in (gone, kept, failed)]
     tombstone = new_uuid(cell.rng)
     await cell.around.bus.publish_all([(build, "") for build in (gone, kept, failed)])
-    await cell.around.until(lambda: all(cell.around.ends(uuid) for uuid in uuids))
+    await until(lambda: all(cell.around.ends(uuid) for uuid in uuids))
     await cell.around.bus.publish(CellDelete(instance_uuid=uuids[0], project_id="p"))
-    await cell.around.until(lambda: BuildState.DELETED in cell.around.ends(uuids[0]))
+    await until(lambda: BuildState.DELETED in cell.around.ends(uuids[0]))
     await cell.engine.take([InstanceEvent(tombstone, DeleteRequested(at=cell.clock.time()))], source="test")
     day_s = cell.config.deleted_retention_s
     assert await cell.store.purge_deleted(cell.clock.time() - day_s, 10) == 0
@@ -418,7 +419,7 @@ async def test_only_a_scan_that_was_requested_proves_a_machine_missing(cell: Cel
     build = cell.build(1)
     uuid, host = build.spec.instance_uuid, cell.host(1)
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: bool(cell.around.ends(uuid)))
+    await until(lambda: bool(cell.around.ends(uuid)))
     cell.clock.offset += 60.0
     hosts = (HostReport(uuid=host, name="host-1", running=()),)
     before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=cell.clock.time())
@@ -428,4 +429,4 @@ async def test_only_a_scan_that_was_requested_proves_a_machine_missing(cell: Cel
     del cell.around.running[host, uuid]
     (record,) = await cell.store.briefs([], [uuid])
     await cell.receive(replace(before, sequence=2, rescans=(rescan_id(record),)))
-    await cell.around.until(lambda: cell.around.events[-1].state is BuildState.FAILED)
+    await until(lambda: cell.around.events[-1].state is BuildState.FAILED)

@@ -87,7 +87,7 @@ class FencedCell(Cell):
         build = self.build(*hosts)
         uuid = build.spec.instance_uuid
         await self.around.bus.publish(build)
-        await self.around.until(lambda: self.around.ends(uuid) == [BuildState.ACTIVE])
+        await until(lambda: self.around.ends(uuid) == [BuildState.ACTIVE])
         return uuid
 
     async def delete(self, uuid: str) -> None:
@@ -120,7 +120,7 @@ class FencedCell(Cell):
 
     async def settled_reports(self) -> None:
         """Return when all reports so far were handled."""
-        await self.around.until(lambda: self.compared == self.sequence)
+        await until(lambda: self.compared == self.sequence)
 
     def states(self, version: int) -> list[FenceState]:
         return [one.state for one in self.published if one.version == version]
@@ -141,17 +141,17 @@ async def test_a_delete_on_a_fenced_host_ends_and_the_host_is_commanded_before_t
     uuid = await cell.active(1)
     cell.around.silent = True  # the host is dead: its service takes no command
     await cell.delete(uuid)
-    await cell.around.until(lambda: any(one.state is BuildState.DELETING for one in cell.around.events))
+    await until(lambda: any(one.state is BuildState.DELETING for one in cell.around.events))
     await cell.fence(1, 1)
-    await cell.around.until(lambda: cell.around.ends(uuid)[-1:] == [BuildState.DELETED])
+    await until(lambda: cell.around.ends(uuid)[-1:] == [BuildState.DELETED])
     assert uuid not in cell.around.held
-    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    await until(lambda: cell.states(1) == [FenceState.FENCED])
     assert cell.published[-1].losses == 1
     await cell.fence(1, 2, lift=True)
-    await cell.around.until(lambda: cell.states(2) == [FenceState.LIFTING])
+    await until(lambda: cell.states(2) == [FenceState.LIFTING])
     cell.around.silent = False
     await cell.report(1, Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment))
-    await cell.around.until(lambda: FenceState.LIFTED in cell.states(2))
+    await until(lambda: FenceState.LIFTED in cell.states(2))
     assert not cell.around.running
     assert [one.instance_uuid for one in cell.around.destroys] == [uuid]
 
@@ -163,14 +163,14 @@ async def test_what_is_lost_and_has_no_record_any_more_is_destroyed_and_no_break
     await cell.fence(1, 1)
     for uuid in uuids:
         await cell.delete(uuid)
-    await cell.around.until(lambda: all(cell.around.ends(one)[-1] is BuildState.DELETED for one in uuids))
+    await until(lambda: all(cell.around.ends(one)[-1] is BuildState.DELETED for one in uuids))
     assert await cell.store.purge_deleted(cell.clock.time() + 1, 1000) == len(uuids)
     cell.around.silent = False
     foreign = Running(instance_uuid=new_uuid(cell.rng), attempt=1, deployment=new_uuid(cell.rng))
     ours = [Running(instance_uuid=one, attempt=1, deployment=cell.store.deployment) for one in uuids]
     await cell.report(1, foreign, *ours)
     await cell.settled_reports()
-    await cell.around.until(lambda: not cell.around.running)
+    await until(lambda: not cell.around.running)
     assert foreign.instance_uuid not in {one.instance_uuid for one in cell.around.destroys}
     assert not await cell.store.safety.breakers()
     assert [one.machine.uuid for one in await cell.store.safety.records()] == [foreign.instance_uuid]
@@ -180,12 +180,12 @@ async def test_a_fence_survives_its_conductor_and_is_answered_again(cell: Fenced
     uuid = await cell.active(1)
     cell.around.silent = True
     await cell.fence(1, 1)
-    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    await until(lambda: cell.states(1) == [FenceState.FENCED])
     cell.conduct()
     await cell.fences.load()
     assert set(cell.fences.known) == {cell.host(1)}
     await cell.fence(1, 1)  # repeated: answered again, and nothing is recorded twice
-    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED] * 2)
+    await until(lambda: cell.states(1) == [FenceState.FENCED] * 2)
     assert await cell.state(uuid) is State.ACTIVE
 
 
@@ -195,7 +195,7 @@ async def test_a_doubted_build_on_a_dead_host_goes_on_elsewhere_once_its_host_is
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: bool(cell.around.spawns))
+    await until(lambda: bool(cell.around.spawns))
     cell.around.running[cell.host(1), uuid] = 1  # it is up, and the backup is from before that was reported
     cell.around.dead = {cell.host(1)}
     async with cell.database.raw() as connection:
@@ -207,16 +207,16 @@ async def test_a_doubted_build_on_a_dead_host_goes_on_elsewhere_once_its_host_is
         record = (await transaction.lock([uuid]))[uuid]
     assert (record.state, record.doubted, cell.around.destroys) == (State.BUILDING, True, [])
     await cell.fence(1, 1)
-    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    await until(lambda: cell.states(1) == [FenceState.FENCED])
     assert cell.published[-1].losses == 1
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     assert cell.around.spawns[-1].host_uuid == cell.host(2) and cell.around.held[uuid][1] == cell.host(2)
     await cell.fence(1, 2, lift=True)
-    await cell.around.until(lambda: cell.states(2) == [FenceState.LIFTING])
+    await until(lambda: cell.states(2) == [FenceState.LIFTING])
     assert cell.around.running == {(cell.host(1), uuid): 1, (cell.host(2), uuid): 2}
     cell.around.dead.clear()
     await cell.report(1, Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment))
-    await cell.around.until(lambda: FenceState.LIFTED in cell.states(2))
+    await until(lambda: FenceState.LIFTED in cell.states(2))
     assert cell.around.running == {(cell.host(2), uuid): 2}
     await cell.check_at_rest()
 
@@ -236,7 +236,7 @@ async def test_a_conductor_that_missed_the_announcement_of_the_first_fence_reads
     await other.prepare()
     running = asyncio.create_task(other.run())
     await cell.fence(1, 1)
-    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    await until(lambda: cell.states(1) == [FenceState.FENCED])
     assert not other.known
     clock.offset = RELOAD_S
     await until(lambda: other.known)
@@ -247,38 +247,38 @@ async def test_a_fence_is_announced_again_to_schedulers_that_may_have_forgotten_
     clock = LaterClock()
     other = FenceKeeper(cell.store, cell.bus, clock=clock, config=cell.config, cell=CELL)
     await cell.fence(1, 1)
-    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    await until(lambda: cell.states(1) == [FenceState.FENCED])
     running = asyncio.create_task(other.run())
     clock.offset = ANNOUNCE_S
-    await cell.around.until(lambda: len(cell.states(1)) == 2)
+    await until(lambda: len(cell.states(1)) == 2)
     assert cell.states(1)[-1] is FenceState.FENCED
     running.cancel()
 
 
 async def test_an_older_decision_is_ignored_and_a_lift_of_nothing_is_answered(cell: FencedCell) -> None:
     await cell.fence(2, 5)
-    await cell.around.until(lambda: cell.states(5) == [FenceState.FENCED])
+    await until(lambda: cell.states(5) == [FenceState.FENCED])
     await cell.fence(2, 4, lift=True)
-    await cell.around.until(lambda: cell.states(5) == [FenceState.FENCED] * 2)
+    await until(lambda: cell.states(5) == [FenceState.FENCED] * 2)
     await cell.fence(3, 1, lift=True)
-    await cell.around.until(lambda: cell.states(1) == [FenceState.LIFTED])
+    await until(lambda: cell.states(1) == [FenceState.LIFTED])
     await cell.fence(2, 6, lift=True)
-    await cell.around.until(lambda: cell.states(6) == [FenceState.LIFTED])
+    await until(lambda: cell.states(6) == [FenceState.LIFTED])
     assert cell.states(4) == [], "the older decision is never answered as if it held"
 
 
 async def test_a_fence_that_is_delivered_again_after_its_lift_ends_nothing(cell: FencedCell) -> None:
     """A conductor was killed between carrying it out and acknowledging it; another one has lifted the fence since."""
     await cell.fence(1, 5)
-    await cell.around.until(lambda: cell.states(5) == [FenceState.FENCED])
+    await until(lambda: cell.states(5) == [FenceState.FENCED])
     await cell.fence(1, 6, lift=True)
-    await cell.around.until(lambda: cell.states(6) == [FenceState.LIFTED])
+    await until(lambda: cell.states(6) == [FenceState.LIFTED])
     uuid = await cell.active(1)
     cell.conduct()  # one that was started since
     await cell.fence(1, 5)
     await cell.fence(2, 4, lift=True)  # overtakes its fence
     await cell.fence(2, 3)
-    await cell.around.until(lambda: cell.states(6) == cell.states(4) == [FenceState.LIFTED] * 2)
+    await until(lambda: cell.states(6) == cell.states(4) == [FenceState.LIFTED] * 2)
     assert cell.around.ends(uuid) == [BuildState.ACTIVE] and cell.states(3) == []
     assert await cell.store.fences.fences() == []
 
@@ -288,9 +288,9 @@ async def test_a_machine_that_a_returned_host_does_not_have_is_no_loss_after_a_w
     cell.around.silent = True
     await cell.fence(1, 1)
     await cell.delete(uuid)
-    await cell.around.until(lambda: cell.around.ends(uuid)[-1] is BuildState.DELETED)
+    await until(lambda: cell.around.ends(uuid)[-1] is BuildState.DELETED)
     await cell.fence(1, 2, lift=True)
-    await cell.around.until(lambda: cell.states(2) == [FenceState.LIFTING])
+    await until(lambda: cell.states(2) == [FenceState.LIFTING])
     cell.scans_are_old = True
     await cell.report(1)
     await cell.settled_reports()
@@ -300,7 +300,7 @@ async def test_a_machine_that_a_returned_host_does_not_have_is_no_loss_after_a_w
     await cell.settled_reports()
     assert [one.instance_uuid for one in await cell.store.fences.losses()] == [uuid]
     await cell.report(1)
-    await cell.around.until(lambda: FenceState.LIFTED in cell.states(2))
+    await until(lambda: FenceState.LIFTED in cell.states(2))
 
 
 async def test_what_a_fenced_host_reports_as_running_is_known_until_it_does_not_or_the_fence_is_lifted(
@@ -311,7 +311,7 @@ async def test_what_a_fenced_host_reports_as_running_is_known_until_it_does_not_
     deployment = cell.store.deployment
     cell.around.silent = True
     await cell.fence(1, 1)
-    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    await until(lambda: cell.states(1) == [FenceState.FENCED])
     runs = Running(instance_uuid=uuid, attempt=1, deployment=deployment, built=True)
 
     await cell.report(1, replace(runs, stopped=True))
@@ -324,7 +324,7 @@ async def test_what_a_fenced_host_reports_as_running_is_known_until_it_does_not_
     await cell.settled_reports()
     assert cell.fences.still_running[cell.host(1)]["s1"].attempts == {}
     await cell.fence(1, 2, lift=True)
-    await cell.around.until(lambda: cell.states(2)[-1:] == [FenceState.LIFTED])
+    await until(lambda: cell.states(2)[-1:] == [FenceState.LIFTED])
     await cell.fences.load()
     assert cell.fences.still_running == {}
 
@@ -334,7 +334,7 @@ async def test_an_instance_of_a_host_that_was_fenced_while_it_ran_is_evacuated_o
 ) -> None:
     uuid = await cell.active(1)
     await cell.fence(1, 1)
-    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    await until(lambda: cell.states(1) == [FenceState.FENCED])
     await cell.report(1, Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment, built=True))
     await cell.settled_reports()
 
@@ -353,7 +353,7 @@ async def test_an_instance_of_a_host_that_was_fenced_while_it_ran_is_evacuated_o
             found = [one for one in cell.around.moves if one.request_id == move.request_id]
             return [one for one in found if one.state in {MoveState.REFUSED, MoveState.CLAIMING}]
 
-        await cell.around.until(lambda: bool(answers()))
+        await until(lambda: bool(answers()))
         return answers()[0].code
 
     assert await evacuate() == STILL_RUNNING
@@ -362,5 +362,5 @@ async def test_an_instance_of_a_host_that_was_fenced_while_it_ran_is_evacuated_o
     cell.engine._down = lambda: {"s1": down}
     assert await evacuate() == STILL_RUNNING, "silence alone shows nothing"
     await cell.fence(1, 2, at=cell.clock.time())
-    await cell.around.until(lambda: cell.states(2) == [FenceState.FENCED])
+    await until(lambda: cell.states(2) == [FenceState.FENCED])
     assert not await evacuate()

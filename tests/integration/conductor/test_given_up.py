@@ -59,7 +59,7 @@ async def test_a_build_that_a_conductor_gave_up_ends_with_one_event(
     uuid = bad.spec.instance_uuid
     crash(monkeypatch, uuid)
     await cell.around.bus.publish_all([(bad, ""), (good, "")])
-    await cell.around.until(lambda: bool(cell.around.ends(uuid)) and bool(cell.around.ends(good.spec.instance_uuid)))
+    await until(lambda: bool(cell.around.ends(uuid)) and bool(cell.around.ends(good.spec.instance_uuid)))
     (failed,) = [event for event in cell.around.events if event.instance_uuid == uuid and event.terminal]
     assert (failed.state, failed.code) == (BuildState.FAILED, "delivery.given_up")
     assert "handler.crashed" in failed.reason
@@ -70,7 +70,7 @@ async def test_a_build_that_a_conductor_gave_up_ends_with_one_event(
     await cell.around.bus.publish(bad)  # an operator sends the letter back: it has ended
     delete = CellDelete(instance_uuid=uuid, project_id="p")
     await cell.around.bus.publish(delete)
-    await cell.around.until(lambda: cell.around.ends(uuid)[-1:] == [BuildState.DELETED])
+    await until(lambda: cell.around.ends(uuid)[-1:] == [BuildState.DELETED])
     first, again, _deleted = [event for event in cell.around.events if event.instance_uuid == uuid and event.terminal]
     assert (again.state, again.sequence) == (BuildState.FAILED, first.sequence), "the same end, under its number"
     await cell.check_at_rest()
@@ -80,9 +80,9 @@ async def test_a_build_that_was_begun_before_its_message_was_given_up_goes_on(ce
     build = cell.build(1)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     await hand_over_as_given_up(cell, build)
-    await cell.around.until(lambda: len(cell.around.ends(uuid)) > 1)
+    await until(lambda: len(cell.around.ends(uuid)) > 1)
     await cell.drain()
     assert await cell.state(uuid) is State.ACTIVE
     ends = [event for event in cell.around.events if event.instance_uuid == uuid and event.terminal]
@@ -97,10 +97,10 @@ async def test_a_delete_that_a_conductor_gave_up_is_tried_once_more(
     build = cell.build(1)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     crash(monkeypatch, uuid)
     await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
     await cell.check_at_rest()
 
 
@@ -108,13 +108,13 @@ async def test_a_move_that_a_conductor_gave_up_is_refused(cell: Cell, monkeypatc
     build = cell.build(1)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     crash(monkeypatch, uuid)
     for _ in range(2):  # and again: it is answered as it was
         await cell.around.bus.publish(
             CellMove(request_id=REQUEST, instance_uuid=uuid, project_id="p", kind=MoveKind.STOP)
         )
-    await cell.around.until(lambda: len(cell.around.moves) == 2)
+    await until(lambda: len(cell.around.moves) == 2)
     for event in cell.around.moves:
         assert (event.state, event.code, event.terminal) == (MoveState.REFUSED, "delivery.given_up", True)
     assert await cell.state(uuid) is State.ACTIVE
@@ -180,7 +180,7 @@ async def test_a_running_machine_keeps_its_allocation(cell: Cell, *, is_given_up
     build = replace(cell.build(1, 2), requested_at=cell.clock.time())
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     async with cell.database.raw() as connection:
         await connection.execute("DELETE FROM instances")
         await connection.execute("DELETE FROM handled")
@@ -190,7 +190,7 @@ async def test_a_running_machine_keeps_its_allocation(cell: Cell, *, is_given_up
         await hand_over_as_given_up(cell, build)
     else:
         await cell.around.bus.publish(build)
-    await cell.around.until(lambda: len(cell.around.ends(uuid)) == 2)
+    await until(lambda: len(cell.around.ends(uuid)) == 2)
     await cell.drain()
     state = await cell.state(uuid)
     assert (state, cell.around.running, set(cell.around.held)) == (State.ACTIVE, {(cell.host(1), uuid): 1}, {uuid}), (
@@ -219,7 +219,7 @@ async def answered(finder: Cell, build: CellBuild, sequence: int = 0) -> BuildEv
     """The first event that answers a query."""
     known = len(finder.around.events)
     await ask(finder, build, sequence)
-    await finder.around.until(lambda: len(finder.around.events) > known)
+    await until(lambda: len(finder.around.events) > known)
     return finder.around.events[known]
 
 
@@ -227,7 +227,7 @@ async def forget(finder: Cell, build: CellBuild) -> None:
     """The cell has taken the build, and its database is what it was before."""
     await finder.around.bus.publish(build)
     uuid = build.spec.instance_uuid
-    await finder.around.until(lambda: bool(finder.around.ends(uuid) or finder.around.spawns))
+    await until(lambda: bool(finder.around.ends(uuid) or finder.around.spawns))
     await until(lambda: not sum(one.in_hand for one in finder.consumers))
     async with finder.database.raw() as connection:
         await connection.execute("DELETE FROM instances WHERE uuid = $1", uuid)
@@ -239,7 +239,7 @@ async def test_a_build_without_a_record_and_without_a_machine_ends_and_holds_not
     build = finder.build(1, 2)
     uuid = build.spec.instance_uuid
     await ask(finder, build, 3)
-    await finder.around.until(lambda: bool(finder.around.ends(uuid)))
+    await until(lambda: bool(finder.around.ends(uuid)))
     (end,) = [one for one in finder.around.events if one.terminal]
     assert (end.state, end.code, end.sequence > 3) == (BuildState.FAILED, "build.outcome_unknown", True)
     assert "build.lost" in end.reason
@@ -252,9 +252,9 @@ async def test_a_copy_of_its_command_that_comes_after_its_end_is_not_built(finde
     build = replace(finder.build(1, 2), requested_at=finder.clock.time() - 61.0)
     uuid = build.spec.instance_uuid
     await ask(finder, build)
-    await finder.around.until(lambda: bool(finder.around.ends(uuid)))
+    await until(lambda: bool(finder.around.ends(uuid)))
     await finder.around.bus.publish(build)
-    await finder.around.until(lambda: len(finder.around.ends(uuid)) == 2)
+    await until(lambda: len(finder.around.ends(uuid)) == 2)
     assert finder.around.ends(uuid) == [BuildState.FAILED, BuildState.FAILED]
     assert len({one.sequence for one in finder.around.events if one.terminal}) == 1  # the same end once more
     assert not finder.around.spawns
@@ -266,7 +266,7 @@ async def test_a_forgotten_build_whose_machine_runs_is_adopted_with_its_claim(fi
     uuid = build.spec.instance_uuid
     await forget(finder, build)
     await ask(finder, build, 10)
-    await finder.around.until(lambda: len(finder.around.ends(uuid)) == 2)
+    await until(lambda: len(finder.around.ends(uuid)) == 2)
     assert finder.around.ends(uuid) == [BuildState.ACTIVE, BuildState.ACTIVE]
     assert await finder.state(uuid) is State.ACTIVE
     assert finder.around.running == {(finder.host(1), uuid): 1}
@@ -287,7 +287,7 @@ async def test_nothing_is_released_while_a_service_does_not_answer(finder: Cell)
     assert finder.around.held[uuid][:2] == (1, finder.host(1)) and finder.around.running
     finder.around.silent = False
     await ask(finder, build, 10)
-    await finder.around.until(lambda: len(finder.around.ends(uuid)) == 2)
+    await until(lambda: len(finder.around.ends(uuid)) == 2)
     await finder.check_at_rest()
 
 
@@ -298,7 +298,7 @@ async def test_a_machine_that_is_not_proved_to_be_its_own_stays_and_the_build_fa
     await forget(finder, build)
     finder.around.names_amounts = False
     await ask(finder, build, 10)
-    await finder.around.until(lambda: finder.around.ends(uuid)[-1:] == [BuildState.FAILED])
+    await until(lambda: finder.around.ends(uuid)[-1:] == [BuildState.FAILED])
     assert finder.around.events[-1].code == "build.machine_exists"
     assert finder.around.running == {(finder.host(1), uuid): 1}
     assert not finder.around.destroys
@@ -311,7 +311,7 @@ async def test_a_query_releases_no_later_attempt_than_the_next_of_the_one_it_nam
     uuid = build.spec.instance_uuid
     finder.around.held[uuid] = (7, finder.host(2), 3)
     await ask(finder, build, 10)
-    await finder.around.until(lambda: finder.around.ends(uuid) == [BuildState.FAILED])
+    await until(lambda: finder.around.ends(uuid) == [BuildState.FAILED])
     assert finder.around.held[uuid] == (7, finder.host(2), 3)
 
 
@@ -320,13 +320,13 @@ async def test_a_build_under_way_is_answered_by_a_number_above_all_that_the_sche
     finder.around.hangs = {finder.host(1)}
     build = finder.build(1, 2)
     await finder.around.bus.publish(build)
-    await finder.around.until(lambda: bool(finder.around.events))
+    await until(lambda: bool(finder.around.events))
     for sequence in (10, 500):
         answer = await answered(finder, build, sequence)
         assert (answer.state, answer.terminal, answer.sequence) == (BuildState.BUILDING, False, sequence + 1)
     finder.around.hangs = set()
     await finder.around.bus.publish(finder.around.spawns[0])
-    await finder.around.until(lambda: finder.around.ends(build.spec.instance_uuid) == [BuildState.ACTIVE])
+    await until(lambda: finder.around.ends(build.spec.instance_uuid) == [BuildState.ACTIVE])
     assert finder.around.events[-1].sequence == 502
 
 
@@ -334,7 +334,7 @@ async def test_a_build_under_way_is_answered_by_a_number_above_all_that_the_sche
 async def test_an_end_that_the_schedulers_have_not_had_is_announced_under_its_own_number(finder: Cell) -> None:
     build = finder.build(1, 2)
     await finder.around.bus.publish(build)
-    await finder.around.until(lambda: bool(finder.around.ends(build.spec.instance_uuid)))
+    await until(lambda: bool(finder.around.ends(build.spec.instance_uuid)))
     end = finder.around.events[-1]
     assert (await answered(finder, build, end.sequence - 1)).sequence == end.sequence
     above = await answered(finder, build, end.sequence + 7)
@@ -346,14 +346,14 @@ async def test_a_delete_that_comes_again_while_it_is_under_way_is_announced_agai
     build = finder.build(1)
     uuid = build.spec.instance_uuid
     await finder.around.bus.publish(build)
-    await finder.around.until(lambda: bool(finder.around.ends(uuid)))
+    await until(lambda: bool(finder.around.ends(uuid)))
     finder.around.silent = True
     delete = CellDelete(instance_uuid=uuid, project_id="p", begun=True)
     sequences = []
     for _ in range(3):
         known = len(finder.around.events)
         await finder.around.bus.publish(delete)
-        await finder.around.until(lambda known=known: len(finder.around.events) > known)  # type: ignore[misc]
+        await until(lambda known=known: len(finder.around.events) > known)  # type: ignore[misc]
         assert finder.around.events[-1].state is BuildState.DELETING
         sequences.append(finder.around.events[-1].sequence)
     assert sequences == sorted(set(sequences))
@@ -367,7 +367,7 @@ async def test_a_delete_that_came_before_its_build_is_carried_out_when_it_comes_
     uuid = build.spec.instance_uuid
     await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
     await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
-    await finder.around.until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
+    await until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
     assert uuid not in finder.around.held
 
 
@@ -377,5 +377,5 @@ async def test_a_query_of_a_build_that_is_deleted_here_ends_with_the_delete(find
     uuid = build.spec.instance_uuid
     await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
     await ask(finder, build)
-    await finder.around.until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
+    await until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
     assert uuid not in finder.around.held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -117,9 +117,6 @@ class Rig:
         self.published += [received.message for received in batch]
         return [Done()] * len(batch)
 
-    async def until(self, found: Callable[[], object]) -> None:
-        await until(found)
-
     async def _until_reported(self, service: str) -> None:
         """Wait until placement has the inventory of this service's host."""
         consumer, amounts = new_uuid(self.rng), self.selection(service).allocations
@@ -148,7 +145,7 @@ class Rig:
         await self.cell.publish(
             CellBuild(spec=spec, selections=(here,), consumer_generation=result.consumer_generation)
         )
-        await self.until(lambda: self.state(uuid) is BuildState.ACTIVE)
+        await until(lambda: self.state(uuid) is BuildState.ACTIVE)
         return uuid
 
     def state(self, uuid: str) -> BuildState | None:
@@ -166,7 +163,7 @@ class Rig:
             **fields,  # type: ignore[arg-type]
         )
         await self.send(request)
-        await self.until(lambda: self.ends(request.request_id))
+        await until(lambda: self.ends(request.request_id))
         return self.ends(request.request_id)[-1]
 
     async def send(self, request: CellMove) -> None:
@@ -236,7 +233,7 @@ async def test_a_live_migration_leaves_nothing_behind(rig: Rig) -> None:
     uuid = await rig.build()
     moved = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2")
     assert moved.state is MoveState.DONE
-    await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
+    await until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
     assert rig.machines(uuid) == {"s2": True}
     assert await rig.held(uuid, moved.request_id) == ["s2"]
 
@@ -290,7 +287,7 @@ async def test_a_resize_in_place_confirms_by_itself(rig: Rig) -> None:
     larger = InstanceSpec(instance_uuid=uuid, project_id="p", flavor="large")
     resized = await rig.move(uuid, MoveKind.RESIZE, "s1", vcpus=2, spec=larger, auto_confirm_s=0.2)
     assert (resized.state, resized.flavor) == (MoveState.DONE, "large")
-    await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
+    await until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
     assert await rig.held(resized.request_id) == []
     assert rig.machines(uuid) == {"s1": True}
 
@@ -311,7 +308,7 @@ async def test_a_delete_before_the_confirm_leaves_nothing(rig: Rig) -> None:
     uuid = await rig.build()
     moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
     await rig.cell.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await rig.until(lambda: rig.state(uuid) is BuildState.DELETED)
+    await until(lambda: rig.state(uuid) is BuildState.DELETED)
     assert rig.machines(uuid) == {}
     assert await rig.held(uuid, moved.request_id) == []
 
@@ -359,10 +356,10 @@ async def test_a_confirm_to_a_service_that_is_down_shows_what_it_waits_for(rig: 
         events = [m for m in rig.published if isinstance(m, MoveEvent) and m.request_id == request.request_id]
         return any(one.code == "move.source_silent" and not one.terminal for one in events)
 
-    await rig.until(waits)
+    await until(waits)
     assert rig.machines(uuid) == {"s1": False, "s2": True}
     await rig.start("s1")
-    await rig.until(lambda: rig.ends(request.request_id))
+    await until(lambda: rig.ends(request.request_id))
     assert rig.machines(uuid) == {"s2": True}
 
 
@@ -379,6 +376,6 @@ async def test_a_fenced_destination_is_given_up_when_the_source_is_back_and_not_
     assert (refused.state, refused.code) == (MoveState.REFUSED, "move.source_silent")
     assert rig.machines(uuid) == {"s1": False, "s2": False}
     await rig.start("s1")
-    await rig.until(lambda: rig.condition(uuid) is Condition.ACTIVE)
+    await until(lambda: rig.condition(uuid) is Condition.ACTIVE)
     assert rig.machines(uuid) == {"s1": True, "s2": False}
     assert await rig.held(uuid) == ["s1"]

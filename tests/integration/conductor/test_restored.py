@@ -52,12 +52,12 @@ async def _active(cell: Cell) -> tuple[str, str]:
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: bool(cell.around.spawns))
+    await until(lambda: bool(cell.around.spawns))
     async with cell.database.raw() as connection:
         before: str = await connection.fetchval("SELECT record::text FROM instances")
     cell.around.hangs = set()
     await cell.around.bus.publish(cell.around.spawns[0])
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     return uuid, before
 
 
@@ -101,7 +101,7 @@ async def test_of_a_doubted_build_nothing_is_destroyed_while_its_host_is_silent(
     cell.around.silent = False
     cell.clock.offset += 601.0
     await cell.engine.sweep()
-    await cell.around.until(lambda: len(cell.around.ends(uuid)) == 2)  # a second client would receive it, too
+    await until(lambda: len(cell.around.ends(uuid)) == 2)  # a second client would receive it, too
     assert await cell.state(uuid) is State.ACTIVE
     await cell.check_at_rest()
 
@@ -122,7 +122,7 @@ async def test_a_forgotten_build_that_comes_again_for_another_host_is_adopted_wh
     cell.around.held = {uuid: (1, cell.host(3), 1)}  # the book was restored as well, and has the new claim
     spawns = len(cell.around.spawns)
     await cell.around.bus.publish(again)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.ACTIVE])
     assert len(cell.around.spawns) == spawns
     assert cell.around.running == {(cell.host(1), uuid): 1}
     assert cell.around.held == {uuid: (2, cell.host(1), 2)}
@@ -142,7 +142,7 @@ async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_dat
         cell.around.answers.set()
         second = cell.build(2)
         await cell.around.bus.publish(second)
-        await cell.around.until(lambda: cell.around.ends(second.spec.instance_uuid) == [BuildState.ACTIVE])
+        await until(lambda: cell.around.ends(second.spec.instance_uuid) == [BuildState.ACTIVE])
         await cell.drain()
     assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.answer_unexpected"]
 
@@ -167,7 +167,7 @@ async def test_a_delete_of_what_a_set_back_cell_has_forgotten_is_answered(cell: 
         await connection.execute("UPDATE identity SET origin = 'another cluster'")
     await cell.engine.sweep()
     await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
     assert await cell.state(uuid) is State.DELETED
     await cell.check_at_rest()
     assert cell.around.running == {} and cell.around.held == {}
@@ -182,7 +182,7 @@ async def test_a_delete_of_what_an_emptied_cell_had_announced_is_answered(cell: 
     async with cell.database.raw() as connection:
         await connection.execute("DELETE FROM instances")
     await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
     assert await cell.state(uuid) is State.DELETED
     await cell.check_at_rest()
     assert cell.around.running == {} and cell.around.held == {}
@@ -240,7 +240,7 @@ async def test_a_machine_in_quarantine_is_given_back_to_its_record_by_an_operato
     await until(lambda: cell.store.safety.decide([DecidedMachine(uuid, at)], ADOPT, "ann", 1.0))
     assert await cell.state(uuid) is State.ACTIVE and cell.around.events[-1].host == "host-1"
     await report()
-    await cell.around.until(lambda: cell.around.events[-1].host == at)  # the neighbour's hosts have no other name
+    await until(lambda: cell.around.events[-1].host == at)  # the neighbour's hosts have no other name
     assert cell.around.ends(uuid) == [BuildState.ACTIVE] * 2 and not cell.around.destroys
     assert (len(cell.around.spawns), cell.around.running) == (spawns, {(at, uuid): 2})
     assert book[uuid][1] == at
@@ -287,7 +287,7 @@ async def test_a_delete_is_carried_out_though_the_cell_was_set_back_to_before_it
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     async with cell.database.raw() as connection:
         before = await connection.fetchrow("SELECT state, deadline, record::text FROM instances")
     cell.around.silent = True  # the delete is on record and not carried out
@@ -325,13 +325,13 @@ async def test_a_delete_sent_to_a_dead_service_is_sent_to_its_heir(cell: Cell) -
     uuid = build.spec.instance_uuid
     at_dead = replace(build, selections=tuple(replace(s, service="dead") for s in build.selections))
     await around.bus.publish(at_dead)
-    await around.until(lambda: bool(around.events))
+    await until(lambda: bool(around.events))
     around.running[host, uuid] = 1
     built = ComputeResult(instance_uuid=uuid, attempt=1, host_uuid=host, service="dead", outcome=ComputeOutcome.ACTIVE)
     await around.bus.publish(built)
-    await around.until(lambda: bool(around.ends(uuid)))
+    await until(lambda: bool(around.ends(uuid)))
     await around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await around.until(lambda: around.events[-1].state is BuildState.DELETING)
+    await until(lambda: around.events[-1].state is BuildState.DELETING)
     still = Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment)
     report = ComputeHosts(
         service="s1",
@@ -341,7 +341,7 @@ async def test_a_delete_sent_to_a_dead_service_is_sent_to_its_heir(cell: Cell) -
         hosts=(HostReport(uuid=host, name="host-1", running=(still,)),),
     )
     await cell.receive(report)
-    await around.until(lambda: around.events[-1].state is BuildState.DELETED)
+    await until(lambda: around.events[-1].state is BuildState.DELETED)
     assert [order.service for order in around.destroys] == ["s1"]
     assert await cell.state(uuid) is State.DELETED
     await cell.check_at_rest()
@@ -364,7 +364,7 @@ async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by
     build = cell.build(1)
     uuid = build.spec.instance_uuid
     await around.bus.publish(build)
-    await around.until(lambda: bool(around.ends(uuid)))
+    await until(lambda: bool(around.ends(uuid)))
     assert await cell.state(uuid) is State.ACTIVE
     cell.clock.offset += 60.0
     ahead = cell.clock.time() + 3600.0
@@ -380,6 +380,6 @@ async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by
     del around.running[host, uuid]  # it is really gone, and the heir looks again
     again = replace(report, sequence=2, scan=2, rescans=order.rescans)
     await cell.receive(again, ahead)
-    await around.until(lambda: BuildState.FAILED in [event.state for event in around.events])
+    await until(lambda: BuildState.FAILED in [event.state for event in around.events])
     await listening.drain(5.0)
     await running

@@ -20,7 +20,7 @@ from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResul
 from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig
 from tests.integration.scheduler.world import CELLS, World
-from tests.kit.waiting import PATIENCE_S
+from tests.kit.waiting import PATIENCE_S, until
 
 CONFIG = SchedulerConfig(hosts_warmup_s=0.001, concurrency=1)
 ROOM_FOR_ONE = {"VCPU": 1, "MEMORY_MB": 4096, "DISK_GB": 100}
@@ -147,12 +147,12 @@ async def digests(world: World, *down: str, number: int = 1, cells: tuple[str, .
             ServicesDigest(cell=cell, term=1, number=number, page=1, pages=1, up=up, down=silent)
         )
     tables = world.tables.values()
-    await world.until(lambda: all(t.is_complete(cell, world.clock.monotonic()) for t in tables for cell in cells))
-    await world.until(lambda: all(sum(t.down()[:-1]) == len(down) for t in tables))
+    await until(lambda: all(t.is_complete(cell, world.clock.monotonic()) for t in tables for cell in cells))
+    await until(lambda: all(sum(t.down()[:-1]) == len(down) for t in tables))
 
 
 async def fence_sent(world: World, version: int, cell: str = "c1") -> CellFence:
-    found = await world.until(lambda: [one for bus, one in world.fences if (bus, one.version) == (cell, version)])
+    found = await until(lambda: [one for bus, one in world.fences if (bus, one.version) == (cell, version)])
     return found[0]
 
 
@@ -173,7 +173,7 @@ async def becomes(world: World, uuid: str, state: AdminState, **fields: object) 
             for one in found
         )
 
-    await world.until(there)
+    await until(there)
 
 
 F, A, Q, S, C = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING, ObjectKind.CELL

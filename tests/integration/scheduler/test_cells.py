@@ -52,6 +52,7 @@ from tests.integration.scheduler.steps import (
     publish_fence,
 )
 from tests.integration.scheduler.world import World
+from tests.kit.waiting import until
 
 # --- Cells are taken into use and out of use by operators while schedulers and placement run, on real PostgreSQL.
 
@@ -98,7 +99,7 @@ async def cells(world: World) -> dict[str, CellRecord]:
 
 async def linked(world: World, name: str, *, count: int) -> None:
     """Wait until so many workers are connected to a cell's bus, beside this world."""
-    await world.until(lambda: len(world.brokers[name].transports) == count + 1)
+    await until(lambda: len(world.brokers[name].transports) == count + 1)
 
 
 async def problem(world: World, name: str, text: str) -> None:
@@ -107,7 +108,7 @@ async def problem(world: World, name: str, text: str) -> None:
     async def is_named() -> bool:
         return text in (await cells(world))[name].problem
 
-    await world.until(is_named)
+    await until(is_named)
 
 
 async def in_state(world: World, name: str, state: CellState) -> None:
@@ -116,7 +117,7 @@ async def in_state(world: World, name: str, state: CellState) -> None:
     async def is_in_state() -> bool:
         return (await cells(world))[name].state is state
 
-    await world.until(is_in_state)
+    await until(is_in_state)
 
 
 async def only(world: World, name: str) -> None:
@@ -124,7 +125,7 @@ async def only(world: World, name: str) -> None:
     others = {"c1", "c2", "c3"} - {name}
     for other in sorted(others & {"c1", "c2"}):
         await decide_cell(world, other, "disabled")
-    await world.until(lambda: all(others & {"c1", "c2"} <= t.disabled_cells for t in world.tables.values()))
+    await until(lambda: all(others & {"c1", "c2"} <= t.disabled_cells for t in world.tables.values()))
 
 
 async def active_in_added_cell(world: World, name: str) -> BuildRequest:
@@ -173,7 +174,7 @@ async def test_a_cell_with_instances_is_removed_by_force_only_and_left_by_every_
     await decide_cell(running, "c3", "enabled", bus={})
     await linked(running, "c3", count=3)
     await running.delete(request)
-    await running.until(lambda: [one for cell, one in running.deletes if cell == "c3"])
+    await until(lambda: [one for cell, one in running.deletes if cell == "c3"])
 
 
 async def test_a_request_for_a_cell_that_was_left_reaches_it_when_it_is_added_again(running: World) -> None:
@@ -182,10 +183,10 @@ async def test_a_request_for_a_cell_that_was_left_reaches_it_when_it_is_added_ag
     await decide_cell(running, "c3", "removed", bus={}, abandoned=True, force=True)
     await linked(running, "c3", count=0)
     await running.delete(request)
-    await running.until(lambda: running.sql("SELECT 1 FROM scheduler.outbox WHERE bus = 'c3'"))
+    await until(lambda: running.sql("SELECT 1 FROM scheduler.outbox WHERE bus = 'c3'"))
     assert not running.deletes
     await decide_cell(running, "c3", "enabled", bus={})
-    await running.until(lambda: [one for cell, one in running.deletes if cell == "c3"])
+    await until(lambda: [one for cell, one in running.deletes if cell == "c3"])
 
 
 async def test_a_removed_cell_of_the_settings_is_left_and_taken_back(running: World) -> None:
@@ -320,7 +321,7 @@ async def test_a_scheduler_that_starts_while_a_cell_is_unreachable_serves_the_ot
     event = await world.ended(first.instance_uuid, BuildState.SCHEDULED)
     assert event.cell == "c1"
     world.brokers["c2"].start()
-    await world.until(lambda: not service.not_ready())
+    await until(lambda: not service.not_ready())
     await world.ask(second)
     assert (await world.ended(second.instance_uuid, BuildState.SCHEDULED)).cell == "c2"
     await world.announced("c2", second, BuildState.ACTIVE, 10, terminal=True)
@@ -337,7 +338,7 @@ async def restarted_without(world: World, host: str) -> None:
     await world.stop("s1")
     del world.hosts["c1"][host]
     await world.scheduler("s2", WARM)
-    await world.until(lambda: world.tables["s2"].index_of(host) is None)
+    await until(lambda: world.tables["s2"].index_of(host) is None)
     await digests(world)
 
 
@@ -346,7 +347,7 @@ async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_st
     await world.scheduler("s1", WARM)
     dead, _ = await world.add_hosts("c1", 2)
     await restarted_without(world, dead)
-    await world.until(lambda: len(world.tables["s2"]) == 1)
+    await until(lambda: len(world.tables["s2"]) == 1)
     listed = (await hosts_of(world))["c1-0"]
     assert (listed.uuid, listed.announced, listed.up, listed.service) == (dead, False, False, None)
     assert listed.resources["VCPU"] == (0, 16)
@@ -365,7 +366,7 @@ async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_st
     await publish_fence(world, dead, back.fence, FenceState.LIFTED)
     await becomes(world, dead, AdminState.ENABLED, pending=None)
     assert (await forget_host(world, "c1-0")).removed
-    await world.until(lambda: world.replicas["s2"].row_of(dead) is None)
+    await until(lambda: world.replicas["s2"].row_of(dead) is None)
     assert list(await hosts_of(world)) == ["c1-1"]
 
 
@@ -378,7 +379,7 @@ async def test_a_fenced_host_that_has_left_the_book_is_listed_until_its_fence_ha
     await becomes(world, left, AdminState.FENCED, acknowledged=first.fence)
     removed = InventoryUpdate(source="world", version=99, root_uuid=left, providers=())
     await world.answer(removed, InventoryResult)
-    await world.until(lambda: world.replicas["s1"].row_of(left) is None)
+    await until(lambda: world.replicas["s1"].row_of(left) is None)
     assert list(await hosts_of(world)) == ["c1-0", "c1-1"]
     await restarted_without(world, left)
     listed = (await hosts_of(world))["c1-0"]
@@ -407,7 +408,7 @@ async def dead_in_book(world: World) -> str:
     provider = ProviderReport(uuid=dead, name="rack1", inventories={"VCPU": Inventory(total=4, max_unit=4)})
     report = InventoryUpdate(source="compute-s9", version=1, root_uuid=dead, providers=(provider,))
     await world.buses["c1"].publish(report)
-    await world.until(lambda: world.replicas["s1"].row_of(dead) is not None)
+    await until(lambda: world.replicas["s1"].row_of(dead) is not None)
     return dead
 
 
@@ -420,7 +421,7 @@ async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by
     dead = await dead_in_book(world)
     gone = ServiceDown(service="s9", epoch=1, code="service.silent")
     await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(gone,)))
-    await world.until(lambda: world.tables["s1"].dead_unannounced() == [("c1", "s9")])
+    await until(lambda: world.tables["s1"].dead_unannounced() == [("c1", "s9")])
     page = await world.answer(ServicesQuery(up=False), ServicesPage)
     (listed,) = page.services
     assert (listed.cell, listed.name, listed.up, listed.code, listed.announced) == ("c1", "s9", False, gone.code, False)
@@ -476,7 +477,7 @@ async def test_a_copy_of_a_refused_fence_does_nothing_when_its_host_has_been_ena
     await becomes(world, dead, AdminState.ENABLED, pending=None)
     world.hosts["c1"][dead] = HostReport(uuid=dead, name="rack1")
     await world.announce("c1")
-    await world.until(lambda: world.tables["s1"].index_of(dead) is not None)
+    await until(lambda: world.tables["s1"].index_of(dead) is not None)
     await world.buses[API].transport.publish(copy)
     last = await decide(world, dead, AdminState.ENABLED, reason="last")
     assert (last.state, last.fence, last.pending) == (AdminState.ENABLED, 0, None)
@@ -489,7 +490,7 @@ async def test_a_host_reinstalled_under_its_name_is_listed_and_its_name_means_tw
     new = new_uuid(world.rng)
     world.hosts["c1"] = {new: HostReport(uuid=new, name="c1-0")}
     await world.announce("c1")
-    await world.until(lambda: all(table.live_service_of(new) for table in world.tables.values()))
+    await until(lambda: all(table.live_service_of(new) for table in world.tables.values()))
     page = await world.answer(HostsQuery(), HostsPage)
     listed = {one.uuid: one for one in page.hosts}
     assert listed.keys() == {old, new} and {one.name for one in page.hosts} == {"c1-0"}

@@ -51,7 +51,7 @@ async def in_doubt(world: World) -> set[str]:
 
 async def until_acknowledged(world: World) -> None:
     queue = world.brokers[API].queue(f"scheduler.requests.{lane_of('demo')}")
-    await world.until(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
+    await until(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
 
 
 @pytest.mark.parametrize("retries", [1, 0], ids=["tried again", "at once"])
@@ -68,7 +68,7 @@ async def test_a_request_that_finds_a_claim_on_a_silent_host_keeps_it(
     assert host in await world.used(), "the machine runs without its allocation"
     assert await in_doubt(world) == set(), "its request has taken it over"
     await world.delete(request)
-    ((cell, delete),) = await world.until(lambda: world.deletes)
+    ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid) == ("c1", request.instance_uuid)
 
 
@@ -133,7 +133,7 @@ async def test_a_run_whose_record_is_lost_takes_no_claim_back_from_the_run_after
     await world.answer(Release(consumer=other), ReleaseResult)
     cut_request_consumer(world)
     await world.scheduler("s2", CONFIG)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     looking.open.set()
     async with asyncio.timeout(PATIENCE_S):
         await taken_over.wait()
@@ -163,7 +163,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
         await world.kill("s1")
         if is_forgotten:
             await forget(world, request.instance_uuid)
-        await world.until(lambda: world.brokers["api"].queue("scheduler.given_up").ready)
+        await until(lambda: world.brokers["api"].queue("scheduler.given_up").ready)
     await world.scheduler("s2")
     await world.until_expired_are_handled()
     world.events.clear()
@@ -201,7 +201,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     del world.hosts["c1"][host]
     await world.scheduler("s2", CONFIG)
     book = world.replicas["s2"]
-    await world.until(lambda: book.row_of(host) is not None)
+    await until(lambda: book.row_of(host) is not None)
     ended = Gate(monkeypatch, SchedulingEngine, "_write", after=True)
     await world.ask(request)
     await ended.wait()  # its end here is on record, and the message is not acknowledged
@@ -209,9 +209,9 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     assert host in await world.used()
     await world.kill("s2")
     queue = world.brokers["api"].queue(f"scheduler.requests.{lane_of(request.project_id)}")
-    await world.until(lambda: len(queue) == 1)
+    await until(lambda: len(queue) == 1)
     await world.scheduler("s3", CONFIG)
-    await world.until(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
+    await until(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
     await asyncio.sleep(0.2)
     used = await world.used()
     assert (cell, host in used) == ("c1", True), f"the host of the running instance has {used.get(host)}"
@@ -245,7 +245,7 @@ async def set_back_running(world: World) -> tuple[BuildRequest, str]:
 async def test_a_delete_of_a_build_that_was_set_back_reaches_its_cell(world: World) -> None:
     request, host = await set_back_running(world)
     await world.delete(request)
-    ((cell, delete),) = await world.until(lambda: world.deletes)
+    ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
     assert set(await world.used()) == {host}, "the machine runs without its allocation"
 
@@ -258,7 +258,7 @@ async def test_the_last_delivery_of_a_build_that_was_set_back_queries_its_cell(
     request, host = await set_back_running(world)
     await unannounce(world, host)
     await world.answer(request, BuildAccepted)
-    ((cell, query),) = await world.until(lambda: world.queries)
+    ((cell, query),) = await until(lambda: world.queries)
     assert isinstance(query, CellBuildQuery) and (cell, query.attempt, query.sequence) == ("c1", 1, 2)
     assert query.spec.instance_uuid == request.instance_uuid
     assert host in await world.used(), "the machine runs without its allocation"
@@ -272,7 +272,7 @@ async def test_a_request_that_fits_no_host_any_more_queries_the_cell_of_its_clai
     await set_back(world, request.instance_uuid)
     await unannounce(world, host)
     await world.answer(request, BuildAccepted)
-    ((cell, query),) = await world.until(lambda: world.queries)
+    ((cell, query),) = await until(lambda: world.queries)
     assert isinstance(query, CellBuildQuery) and (cell, query.spec.instance_uuid) == ("c1", request.instance_uuid)
     assert host in await world.used()
 
@@ -293,7 +293,7 @@ async def test_the_running_member_of_a_gang_that_is_short_keeps_its_claim(
     await set_back(world, first, second)
     await world.answer(request, BuildAccepted)
     await world.ended(second)
-    ((cell, query),) = await world.until(lambda: world.queries)
+    ((cell, query),) = await until(lambda: world.queries)
     assert isinstance(query, CellBuildQuery) and (cell, query.spec.instance_uuid) == ("c1", first)
     assert set(await world.used()) == {hosts[0] if places[first] == "c1-0" else hosts[1]}
 
@@ -303,7 +303,7 @@ async def test_a_late_release_by_the_run_of_a_lost_record_releases_nothing(world
     request, host = await set_back_running(world)
     ((run,),) = await world.sql("DELETE FROM scheduler.build_requests RETURNING run")
     await world.ask(request)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     late = Release(consumer=request.instance_uuid, attempt=1, project_id=request.project_id, by=run)
     await world.answer(late, ReleaseResult)
     assert set(await world.used()) == {host}, "the machine runs without its allocation"
@@ -352,7 +352,7 @@ async def test_a_build_that_no_host_can_take_is_two_reads_and_leaves_no_row_in_t
     await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
     await world.active(world.request())
     book = world.replicas["s1"]
-    await world.until(lambda: not book.free("VCPU", book.rows_of_roots()).any())
+    await until(lambda: not book.free("VCPU", book.rows_of_roots()).any())
     before, rows = asked(world), await consumers(world)
     request = world.request()
     await world.answer(request, BuildAccepted)
@@ -369,6 +369,6 @@ async def test_a_delete_of_a_build_that_another_scheduler_may_claim_for_is_relea
     before = asked(world)
     await world.ask(request, DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id))
     await world.ended(request.instance_uuid, BuildState.DELETED)
-    await world.until(lambda: asked(world)[2] == before[2] + 1)
+    await until(lambda: asked(world)[2] == before[2] + 1)
     assert (BY_QUEUE[QUEUES[2]].kind, BY_TYPE[ReleaseRun].reply) == (QueueKind.DURABLE, None)
     assert BY_TYPE[ReleaseRun].persistent and BY_TYPE[ReleaseRun].publishers == ("scheduler_worker",)

@@ -43,7 +43,7 @@ from scheduler_worker.store.postgres import PostgresOperationUnit
 from tests.integration.scheduler.steps import becomes as fence_becomes
 from tests.integration.scheduler.steps import decide
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import PATIENCE_S
+from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 
@@ -103,7 +103,7 @@ async def drain_becomes(world: World, drain: DrainProgress, there: Callable[[Dra
     return found
 
 
-async def until(world: World, drain: DrainProgress, state: DrainState) -> DrainProgress:
+async def drain_is(world: World, drain: DrainProgress, state: DrainState) -> DrainProgress:
     return await drain_becomes(world, drain, lambda found: found.state is state)
 
 
@@ -119,7 +119,7 @@ async def into_the_rack(world: World, *hosts: str) -> None:
     for uuid in hosts:
         await world.report(uuid, world.hosts["c1"][uuid].name, AMOUNTS, aggregates=(RACK,))
     book = world.replicas["s1"]
-    await world.until(lambda: all(RACK in book.aggregates_of(book.row_of(uuid) or 0) for uuid in hosts))
+    await until(lambda: all(RACK in book.aggregates_of(book.row_of(uuid) or 0) for uuid in hosts))
 
 
 def commanded(world: World) -> list[CellMove]:
@@ -147,18 +147,18 @@ async def ends(world: World, move: CellMove, state: MoveState = MoveState.DONE, 
 async def passed(world: World) -> None:
     """Every scheduler has looked at the drain again, so whatever it would begin has begun."""
     last = len(PASSES) + 3 * len(world.tables)
-    await world.until(lambda: len(PASSES) > last)
+    await until(lambda: len(PASSES) > last)
 
 
 async def carried_out(world: World, drain: DrainProgress, *, at_once: int, count: int) -> DrainProgress:
     """The cell moves one after another; never were more under way than the drain allows."""
     for done in range(count):
-        await world.until(partial(has_begun, world, done + 1))
+        await until(partial(has_begun, world, done + 1))
         if done == 0:
             await passed(world)
         assert len(commanded(world)) - done <= at_once
         await ends(world, commanded(world)[done])
-    return await until(world, drain, DrainState.ENDED)
+    return await drain_is(world, drain, DrainState.ENDED)
 
 
 async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(world: World) -> None:
@@ -174,7 +174,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     stop = world.move(busy, MoveKind.STOP)
     await world.ask(stop)
     await world.dispatched(stop)
-    await world.until(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
+    await until(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
     for _ in range(2):  # the second is not misled by what the first has left behind
         plan = await plan_of(world, "c1-0")
         assert (plan.host_uuid, plan.host, plan.more) == (host, "c1-0", False)
@@ -204,12 +204,12 @@ async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drai
             uuid, world.hosts["c1"][uuid].name, {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=(RACK,)
         )
     row = world.replicas["s1"].row_of
-    await world.until(lambda: all(RACK in world.replicas["s1"].aggregates_of(row(u) or 0) for u in (first, second)))
+    await until(lambda: all(RACK in world.replicas["s1"].aggregates_of(row(u) or 0) for u in (first, second)))
     group = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.ANTI_AFFINITY)
     apart = [*await active(world, 1, "c1-0", server_group=group), *await active(world, 1, "c1-1", server_group=group)]
     large = await active(world, 1, "c1-0", flavor="m1.large")
     small = await active(world, 2, "c1-1")
-    await world.until(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
+    await until(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
     plan = await plan_of(world, "rack")
     assert (plan.target, plan.hosts, len(plan.moves)) == (DrainTarget.AGGREGATE, 2, 5)
     to = {one.instance_uuid: one.hosts for one in plan.moves}
@@ -234,7 +234,7 @@ async def test_a_drain_moves_so_many_at_a_time_and_ends_when_nothing_is_left(wor
     ended = await carried_out(world, begun, at_once=2, count=5)
     assert (ended.code, sorted(ended.moved)) == ("drain.done", sorted(one.instance_uuid for one in builds))
     assert all("c1-0" not in {one.host for one in move.selections} for move in commanded(world))
-    await world.until(lambda: world.tables["s2"].hosts_of_drain(begun.id))
+    await until(lambda: world.tables["s2"].hosts_of_drain(begun.id))
     decision = next(iter(world.tables["s2"].hosts_of_drain(begun.id).values()))
     assert (decision.host, decision.state, decision.reason) == ("c1-0", AdminState.DISABLED, "fan")
     log = await world.answer(ObjectLogQuery(kind=ObjectKind.DRAIN), ObjectLogPage)
@@ -251,7 +251,7 @@ async def test_each_move_chooses_when_it_begins_whatever_host_was_planned(world:
     plan = await plan_of(world, "c1-0")
     assert [one.hosts for one in plan.moves] == [("c1-1",)] * 2
     begun = await begin(world, "c1-0", at_once=1)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     await decide(world, "c1-1", AdminState.DISABLED)
     await world.add_hosts("c1", 1)
     ended = await carried_out(world, begun, at_once=1, count=2)
@@ -266,7 +266,7 @@ async def test_a_repeated_start_is_one_drain_and_a_killed_scheduler_leaves_the_r
     begun = await begin(world, "c1-0", at_once=1)
     assert (await begin(world, "c1-0", drain=begun.id)).started_at == begun.started_at
     assert await code_of(world, "c1-1", drain=begun.id) == "request.duplicate"
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     await world.kill("s1")
     await world.scheduler("s2", WARM)
     ended = await carried_out(world, begun, at_once=1, count=4)
@@ -286,7 +286,7 @@ async def test_what_cannot_move_stops_a_drain_before_its_start_and_with_force_is
     assert stuck.value.code == "drain.stuck"
     assert world.tables["s1"].decision_of(next(iter(world.hosts["c1"]))) is None
     begun = await begin(world, "c1-0", force=True)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
         "drain.left",
         [(built.instance_uuid, "no_valid_host")],
@@ -301,16 +301,16 @@ async def test_a_drain_is_paused_resumed_and_stopped(world: World) -> None:
     await world.add_hosts("c1", 2)
     await active(world, 3, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     assert (await command(world, begun, DrainAction.PAUSE)).state is DrainState.PAUSED
     await ends(world, commanded(world)[0])
     await drain_becomes(world, begun, lambda drain: not drain.under_way)
     assert (len(commanded(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
     await command(world, begun, DrainAction.RESUME)
-    await world.until(partial(has_begun, world, 2))
+    await until(partial(has_begun, world, 2))
     await command(world, begun, DrainAction.STOP)
     await ends(world, commanded(world)[1])
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, len(ended.moved), len(ended.not_begun)) == ("drain.stopped", 2, 1)
 
 
@@ -321,16 +321,16 @@ async def test_after_its_deadline_a_drain_begins_nothing_and_reports_what_is_lef
     begun = await begin(world, "c1-0", at_once=1, deadline_s=0.01)
     late = await drain_becomes(world, begun, lambda drain: drain.state is DrainState.ENDED or drain.under_way)
     if late.state is not DrainState.ENDED:  # the first pass was within those milliseconds
-        await world.until(partial(has_begun, world, 1))
+        await until(partial(has_begun, world, 1))
         await ends(world, commanded(world)[0])
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, len(ended.not_begun)) == ("drain.deadline", 3 - len(commanded(world)))
     assert len(commanded(world)) <= 1
     await command(world, begun, DrainAction.RESUME, deadline_s=600.0)
     for at in range(len(commanded(world)), 3):
-        await world.until(partial(has_begun, world, at + 1))
+        await until(partial(has_begun, world, at + 1))
         await ends(world, commanded(world)[at])
-    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+    assert (await drain_is(world, begun, DrainState.ENDED)).code == "drain.done"
 
 
 async def test_a_rate_spreads_the_moves(world: World) -> None:
@@ -338,12 +338,12 @@ async def test_a_rate_spreads_the_moves(world: World) -> None:
     await world.add_hosts("c1", 2)
     await active(world, 3, "c1-0")
     begun = await begin(world, "c1-0", at_once=3, per_minute=1)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     await ends(world, commanded(world)[0])
     await drain_becomes(world, begun, lambda drain: drain.moved)
     assert (len(commanded(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
     await command(world, begun, DrainAction.STOP)
-    await until(world, begun, DrainState.ENDED)
+    await drain_is(world, begun, DrainState.ENDED)
 
 
 async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
@@ -353,7 +353,7 @@ async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 3)
     ended = await begin(world, "c1-0")
-    await until(world, ended, DrainState.ENDED)
+    await drain_is(world, ended, DrainState.ENDED)
     await active(world, 1, "c1-1")
     going = await begin(world, "c1-1")
     assert await code_of(world, "c1-2") == "drain.too_many"
@@ -381,14 +381,14 @@ async def test_the_set_is_that_of_the_start_and_a_host_that_is_enabled_leaves_it
     """Also when its aggregate changes, or has nothing to move; one that was in maintenance stays so."""
     await world.scheduler("s1", WARM)
     empty = await begin(world, "rack")
-    assert ((await until(world, empty, DrainState.ENDED)).code, empty.hosts) == ("drain.done", 0)
+    assert ((await drain_is(world, empty, DrainState.ENDED)).code, empty.hosts) == ("drain.done", 0)
     first, second, third = await world.add_hosts("c1", 3)
     await into_the_rack(world, first, second)
     await active(world, 1, "c1-0")
     await active(world, 1, "c1-1")
     await decide(world, "c1-1", AdminState.MAINTENANCE, reason="firmware")
     begun = await begin(world, "rack", at_once=1)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     await world.report(third, "c1-2", AMOUNTS, aggregates=(RACK,))
     await world.report(second, "c1-1", AMOUNTS)
     moving = commanded(world)[0]
@@ -396,7 +396,7 @@ async def test_the_set_is_that_of_the_start_and_a_host_that_is_enabled_leaves_it
     source = (await world.show(other)).host  # type: ignore[union-attr]
     await decide(world, source or "", AdminState.ENABLED)
     await ends(world, moving)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.moved, ended.counts) == ("drain.done", (moving.instance_uuid,), {"left": 1, "moved": 1})
     assert world.tables["s1"].decision_of(third) is None
     states = {uuid: world.tables["s1"].decision_of(uuid) for uuid in (first, second)}
@@ -425,14 +425,14 @@ async def test_nothing_is_moved_from_a_host_that_is_enabled_during_a_pass(
     await world.add_hosts("c1", 2)
     await active(world, 2, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     go_on.clear()
     held.clear()
     await asyncio.wait_for(held.wait(), PATIENCE_S)
     await decide(world, "c1-0", AdminState.ENABLED)
     await ends(world, commanded(world)[0])
     go_on.set()
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts, len(commanded(world))) == ("drain.done", {"left": 1, "moved": 1}, 1)
 
 
@@ -444,7 +444,7 @@ async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world:
     (uuid, _) = await world.add_hosts("c1", 2)
     await active(world, 2, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     await world.buses["c1"].publish(
         HostFence(cell="c1", host_uuid=uuid, version=900, state=FenceState.FENCED, losses=1)
     )
@@ -462,7 +462,7 @@ async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_lef
     await world.ask(late)
     await world.ended(late.instance_uuid, BuildState.SCHEDULED)
     begun = await begin(world, "c1-0", at_once=1)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     first = commanded(world)[0]
     other = gone if first.instance_uuid == built.instance_uuid else built
     await world.announced("c1", late, BuildState.ACTIVE, 11, host="c1-0", attempt=1, terminal=True)
@@ -471,10 +471,10 @@ async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_lef
     await world.announced("c1", other, BuildState.DELETED, 40, terminal=True)
     await world.ended(other.instance_uuid, BuildState.DELETED)
     await ends(world, first)
-    await world.until(partial(has_begun, world, 2))
+    await until(partial(has_begun, world, 2))
     assert commanded(world)[1].instance_uuid == late.instance_uuid
     await ends(world, commanded(world)[1])
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts) == ("drain.done", {"left": 1, "moved": 2})
 
 
@@ -486,12 +486,12 @@ async def test_a_host_that_dies_in_the_middle_leaves_its_rest_with_the_reason(
     await world.add_hosts("c1", 2)
     await active(world, 2, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     down = ServiceDown(service="compute-c1", epoch=1, code="service.unresponsive", reason="no heartbeat")
     await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(down,), up=0))
-    await world.until(lambda: world.tables["s1"].is_down(next(iter(world.hosts["c1"]))))
+    await until(lambda: world.tables["s1"].is_down(next(iter(world.hosts["c1"]))))
     await ends(world, commanded(world)[0], MoveState.FAILED, code="service.down", reason="its source does not answer")
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, {one.code for one in ended.failed}, len(commanded(world))) == (
         "drain.left",
         {"service.down"},
@@ -505,13 +505,13 @@ async def test_what_does_not_run_is_moved_cold(world: World) -> None:
     await world.add_hosts("c1", 2)
     await active(world, 1, "c1-0")
     begun = await begin(world, "c1-0")
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     await ends(world, commanded(world)[0], MoveState.REFUSED, code="instance.not_running")
-    await world.until(partial(has_begun, world, 2))
+    await until(partial(has_begun, world, 2))
     cold = commanded(world)[1]
     assert (commanded(world)[0].kind, cold.kind, cold.auto_confirm_s) == (MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE, 0.0)
     await ends(world, cold, sequence=40)
-    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+    assert (await drain_is(world, begun, DrainState.ENDED)).code == "drain.done"
 
 
 async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: DrainStart | DrainCommand) -> None:
@@ -527,7 +527,7 @@ async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: Drain
 
     async def locked_late(unit: PostgresOperationUnit) -> RecordedObjects:
         locked.append(await lock(unit))
-        await world.until(late[-1])
+        await until(late[-1])
         return locked[-1]
 
     with monkeypatch.context() as patched:
@@ -536,7 +536,7 @@ async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: Drain
         while not late:  # a request that did not arrive in time was not handled at all
             with suppress(RequestTimeout, RequestRefused):
                 await world.buses[API].request(request, DrainResult, timeout_s=0.5)
-        await world.until(lambda: locked)
+        await until(lambda: locked)
 
 
 async def test_a_request_about_a_drain_that_was_given_up_is_not_carried_out(
@@ -552,9 +552,9 @@ async def test_a_request_about_a_drain_that_was_given_up_is_not_carried_out(
     drain = await begin(world, "c1-0")  # otherwise the host belongs to the other one
     await given_up(world, monkeypatch, DrainCommand(drain=drain.id, action=DrainAction.PAUSE, by="bob"))
     assert (await shown(world, drain)).state is DrainState.RUNNING
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     await ends(world, commanded(world)[0])
-    assert (await until(world, drain, DrainState.ENDED)).moved == (build.instance_uuid,)
+    assert (await drain_is(world, drain, DrainState.ENDED)).moved == (build.instance_uuid,)
 
 
 async def test_other_kinds_of_moves_and_unknown_drains_are_refused(world: World) -> None:

@@ -24,15 +24,16 @@ from tests.integration.scheduler.test_drains import (
     command,
     commanded,
     drain_becomes,
+    drain_is,
     ends,
     has_begun,
     passed,
     plan_of,
     quick,
     shown,
-    until,
 )
 from tests.integration.scheduler.world import World
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
 __all__ = ["quick"]  # the fixture
@@ -95,9 +96,9 @@ async def test_a_build_in_progress_is_waited_for_and_moved(world: World) -> None
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
     await world.announced("c1", build, BuildState.ACTIVE, 11, host="c1-0", attempt=1, terminal=True)
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     await ends(world, commanded(world)[0])
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
 
 
@@ -111,7 +112,7 @@ async def test_a_build_that_fails_is_waited_for_until_its_resources_are_released
     await world.ended(build.instance_uuid, BuildState.FAILED)
     await waits(world, begun, build.instance_uuid)
     await world.release(build.instance_uuid)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts) == ("drain.done", {"left": 1})
 
 
@@ -126,11 +127,11 @@ async def test_a_move_to_the_host_is_waited_for_and_its_instance_moved_on(world:
     await waits(world, begun, build.instance_uuid)
     await ends(world, sent)
     await world.add_hosts("c1", 1)
-    await world.until(partial(has_begun, world, 2))
+    await until(partial(has_begun, world, 2))
     on = commanded(world)[1]
     assert (on.instance_uuid, on.request_id != move.request_id) == (build.instance_uuid, True)
     await ends(world, on, sequence=40)
-    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+    assert (await drain_is(world, begun, DrainState.ENDED)).code == "drain.done"
 
 
 async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_left(world: World) -> None:
@@ -148,7 +149,7 @@ async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_l
     assert await code_of(world, "c1-0") == "drain.stuck"
     begun = await begin(world, "c1-0", force=True)
     assert begun.planned == 1
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
         "drain.left",
         [(build.instance_uuid, "instance.unconfirmed")],
@@ -157,7 +158,7 @@ async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_l
     confirmed = {"host": "c1-1", "terminal": True, "condition": Condition.ACTIVE}
     await world.move_announced("c1", move, MoveState.SOURCE_GONE, 31, **confirmed)
     await command(world, begun, DrainAction.RESUME)
-    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+    assert (await drain_is(world, begun, DrainState.ENDED)).code == "drain.done"
 
 
 async def test_an_instance_that_is_reverted_to_the_host_is_moved(world: World) -> None:
@@ -167,16 +168,16 @@ async def test_an_instance_that_is_reverted_to_the_host_is_moved(world: World) -
     (build,) = await active(world, 1, "c1-0")
     _, sent = await unconfirmed(world, build)
     begun = await begin(world, "c1-0", force=True)
-    assert (await until(world, begun, DrainState.ENDED)).code == "drain.left"
+    assert (await drain_is(world, begun, DrainState.ENDED)).code == "drain.left"
     revert, _ = await moving(world, build, MoveKind.REVERT)
     await command(world, begun, DrainAction.RESUME)
     await passed(world)
     await world.revert_claim(sent, source)
     back = {"host": "c1-0", "terminal": True, "condition": Condition.ACTIVE}
     await world.move_announced("c1", revert, MoveState.DONE, 40, **back)
-    await world.until(partial(has_begun, world, 3))
+    await until(partial(has_begun, world, 3))
     await ends(world, commanded(world)[2], sequence=50)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
 
 
@@ -186,7 +187,7 @@ async def leaving(world: World) -> tuple[BuildRequest, DrainProgress, CellMove]:
     await world.add_hosts("c1", 2)
     (build,) = await active(world, 1, "c1-0")
     begun = await begin(world, "c1-0")
-    await world.until(partial(has_begun, world, 1))
+    await until(partial(has_begun, world, 1))
     sent = commanded(world)[0]
     await world.claim_destination(sent)
     return build, begun, sent
@@ -198,7 +199,7 @@ async def test_a_source_that_is_being_released_is_waited_for(world: World) -> No
     await arrives(world, build, sent)
     await waits(world, begun, build.instance_uuid)
     await world.release(sent.request_id)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
 
 
@@ -213,7 +214,7 @@ async def test_a_drain_that_waits_for_a_build_ends_by_its_deadline_or_a_stop(
     if action is not None:
         await waits(world, begun, build.instance_uuid)
         await command(world, begun, action)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.not_begun) == (code, (build.instance_uuid,))
 
 
@@ -229,7 +230,7 @@ async def test_a_drain_does_not_end_while_the_book_does_not_answer(
         await passed(world)
         assert (await shown(world, begun)).state is DrainState.RUNNING
     await world.placement()
-    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+    assert (await drain_is(world, begun, DrainState.ENDED)).code == "drain.done"
 
 
 async def test_resources_that_are_never_released_are_what_is_left(
@@ -239,14 +240,14 @@ async def test_resources_that_are_never_released_are_what_is_left(
     build, begun, sent = await leaving(world)
     monkeypatch.setattr("scheduler_worker.domain.drains.MAX_LOOKS", 3)
     await arrives(world, build, sent)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
         "drain.left",
         [(build.instance_uuid, "instance.unreleased")],
     )
     await world.release(sent.request_id)
     await command(world, begun, DrainAction.RESUME)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
 
 
@@ -260,7 +261,7 @@ async def test_a_host_that_no_service_has_announced_to_this_scheduler_is_not_wai
     await world.stop("s1")
     world.hosts["c1"].clear()
     await world.scheduler("s2", WARM)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
         "drain.left",
         [(build.instance_uuid, "instance.building")],
@@ -297,7 +298,7 @@ async def test_a_look_that_a_command_has_overtaken_changes_nothing(
         return [*found, *(replace(one, instance_uuid=begun.id) for one in found)]
 
     monkeypatch.setattr(DrainHolders, "held_on", overtaken)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts) == ("drain.stopped", {"waiting": 1})
 
 
@@ -361,5 +362,5 @@ async def test_a_drain_moves_no_instance_of_a_namesake_in_another_cell(world: Wo
     await world.add_hosts("c2", 1)
     await world.active(world.request(host=namesake), "c2", "c1-0")
     begun = await begin(world, host)
-    ended = await until(world, begun, DrainState.ENDED)
+    ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts, commanded(world)) == ("drain.done", {}, [])

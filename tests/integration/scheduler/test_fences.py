@@ -20,6 +20,7 @@ from scheduler_worker import keepers
 from scheduler_worker.domain.fences import SPEC
 from tests.integration.scheduler.steps import WARM, becomes, decide, fence_sent, publish_fence, refused
 from tests.integration.scheduler.world import World
+from tests.kit.waiting import until
 
 # --- Fences at the top: sent to a cell until it acknowledges; a fenced host is used once its cell has lifted it.
 
@@ -38,7 +39,7 @@ async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
     number = decided.fence
     command = await fence_sent(world, number)
     assert (command.host_uuid, command.host, command.lift, command.by) == (uuid, "c1-0", False, "ann")
-    await world.until(lambda: len(world.fences) >= 3)  # repeated
+    await until(lambda: len(world.fences) >= 3)  # repeated
     assert {bus for bus, _ in world.fences} == {"c1"}
     await publish_fence(world, uuid, number, FenceState.FENCED, losses=2)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=number, losses=2)
@@ -48,7 +49,7 @@ async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
     await world.scheduler("s2", WARM)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=number)
     monkeypatch.setattr(keepers, "REPEAT_S", 0.0)
-    await world.until(lambda: len(world.fences) > before)
+    await until(lambda: len(world.fences) > before)
 
 
 async def test_a_fenced_host_is_used_only_when_its_cell_has_lifted_the_fence(world: World) -> None:
@@ -130,7 +131,7 @@ async def test_a_fence_that_only_its_cell_knows_is_lifted(world: World, monkeypa
     assert (command.host_uuid, command.host, command.lift) == (uuid, "c1-0", True)
     await becomes(world, uuid, AdminState.FENCED, pending=AdminState.ENABLED, losses=2)
     await publish_fence(world, uuid, 1001, FenceState.LIFTED)
-    await world.until(lambda: [table.decision_of(uuid) for table in world.tables.values()] == [None])
+    await until(lambda: [table.decision_of(uuid) for table in world.tables.values()] == [None])
     build = world.request(host="c1-0")
     await world.ask(build)
     await world.ended(build.instance_uuid, BuildState.SCHEDULED)
@@ -192,7 +193,7 @@ async def test_a_fence_whose_cell_is_gone_for_good_is_ended_by_force_with_a_reas
     await world.ended(build.instance_uuid, BuildState.SCHEDULED)
     # Should the cell come back after all, it is commanded to lift the fence, and does so when it can.
     last, before = max(one.version for _, one in world.fences), len(world.fences)
-    await world.until(lambda: len(world.fences) > before)
+    await until(lambda: len(world.fences) > before)
     assert world.fences[-1][1].lift and world.fences[-1][1].version == last
     await publish_fence(world, uuid, last, FenceState.LIFTING, losses=1)
     await publish_fence(world, uuid, last, FenceState.LIFTED)
@@ -269,7 +270,7 @@ async def test_the_policy_is_that_of_the_request_else_of_the_flavor_else_of_the_
     assert policies == [RESTART, RESTART, None, None, EvacuationPolicy.FAIL]
     await world.add_hosts("c1", 2)
     await fence(world, uuid)
-    await world.until(lambda: len(evacuated(world)) >= 2)
+    await until(lambda: len(evacuated(world)) >= 2)
     wanted = {by_request.instance_uuid, by_flavor.instance_uuid}
     assert {one.instance_uuid for one in evacuated(world)} == wanted
     assert all(not one.fenced and {s.host for s in one.selections} == {"c1-1", "c1-2"} for one in evacuated(world))
@@ -278,7 +279,7 @@ async def test_the_policy_is_that_of_the_request_else_of_the_flavor_else_of_the_
     # The others wait, also for a scheduler that looks at them for the first time; by its settings they are restarted.
     await world.stop("s1")
     await world.scheduler("s2", replace(EVACUATING, on_host_failure=RESTART))
-    await world.until(lambda: len(evacuated(world)) >= 3)
+    await until(lambda: len(evacuated(world)) >= 3)
     assert len(evacuated(world)) == 3
 
 
@@ -289,13 +290,13 @@ async def test_several_schedulers_evacuate_each_instance_once(world: World) -> N
     builds = await active(world, 6, on_host_failure=RESTART)
     await world.add_hosts("c1", 2)
     await fence(world, uuid)
-    await world.until(lambda: len(evacuated(world)) >= len(builds))
+    await until(lambda: len(evacuated(world)) >= len(builds))
     for command in list(evacuated(world)):
         await ends(world, command, MoveState.DONE, host="c1-1")
     # One more host: when what is there has been evacuated, all of them have looked at the first one again.
     last = (await active(world, 1, on_host_failure=RESTART, host="c1-2"))[0]
     await fence(world, next(uuid for uuid, host in world.hosts["c1"].items() if host.name == "c1-2"))
-    await world.until(partial(is_begun, world, len(builds) + 1))
+    await until(partial(is_begun, world, len(builds) + 1))
     builds.append(last)
     assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
 
@@ -306,11 +307,11 @@ async def test_a_scheduler_that_is_killed_leaves_nothing_undone_and_nothing_twic
     builds = await active(world, 5, on_host_failure=RESTART)
     await world.add_hosts("c1", 2)
     await fence(world, uuid)
-    await world.until(lambda: len(evacuated(world)) == 2)
+    await until(lambda: len(evacuated(world)) == 2)
     await world.kill("s1")
     await world.scheduler("s2", replace(EVACUATING, evacuations_at_once=2))
     for done in range(len(builds)):
-        await world.until(partial(is_begun, world, done + 1))
+        await until(partial(is_begun, world, done + 1))
         assert len(evacuated(world)) - done <= 2  # so many at a time
         await ends(world, evacuated(world)[done], MoveState.DONE, host="c1-1")
     assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
@@ -330,11 +331,11 @@ async def test_nothing_is_evacuated_while_the_cell_has_not_the_fence_on_record(w
         await publish_fence(world, uuid, again.fence, FenceState.LIFTING, losses=1)
     # A fence that came later has been carried out when nothing has come of the first.
     await fence(world, other)
-    await world.until(lambda: evacuated(world))
+    await until(lambda: evacuated(world))
     assert {one.instance_uuid for one in evacuated(world)} == {there.instance_uuid}
     if not lifting:
         await publish_fence(world, uuid, version, FenceState.FENCED)
-        await world.until(lambda: built.instance_uuid in {one.instance_uuid for one in evacuated(world)})
+        await until(lambda: built.instance_uuid in {one.instance_uuid for one in evacuated(world)})
 
 
 async def test_what_found_no_room_is_tried_again_under_another_id(
@@ -345,15 +346,15 @@ async def test_what_found_no_room_is_tried_again_under_another_id(
     (uuid,) = await world.add_hosts("c1", 1)
     (built,) = await active(world, 1, on_host_failure=RESTART)
     await fence(world, uuid)
-    await world.until(lambda: len({one.request_id for one in world.move_events if one.terminal}) >= 2)
+    await until(lambda: len({one.request_id for one in world.move_events if one.terminal}) >= 2)
     assert {one.code for one in world.move_events} == {"no_valid_host"}
     await world.add_hosts("c1", 1)
-    await world.until(lambda: evacuated(world))
+    await until(lambda: evacuated(world))
     (command,) = evacuated(world)
     assert command.instance_uuid == built.instance_uuid
     # A request that the cell could not carry out is tried again, too, and no other instance's request has the same id.
     await ends(world, command, MoveState.FAILED, code="move.no_host", host="c1-0")
-    await world.until(lambda: len(evacuated(world)) == 2)
+    await until(lambda: len(evacuated(world)) == 2)
     assert len({one.request_id for one in evacuated(world)}) == 2
 
 
@@ -375,7 +376,7 @@ async def test_a_request_that_was_lost_on_its_way_is_published_again(
     await active(world, 1, on_host_failure=RESTART)
     await world.add_hosts("c1", 1)
     await fence(world, uuid)
-    await world.until(partial(is_begun, world, 1))
+    await until(partial(is_begun, world, 1))
     assert lost
 
 
@@ -391,7 +392,7 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
     await world.moved(shelve)
     await world.add_hosts("c1", 1)
     await fence(world, uuid)
-    found = await world.until(lambda: [one for _, one in world.moves if one.request_id != shelve.request_id])
+    found = await until(lambda: [one for _, one in world.moves if one.request_id != shelve.request_id])
     assert (found[0].kind, found[0].instance_uuid, found[0].selections) == (MoveKind.EVACUATE, built.instance_uuid, ())
     await ends(world, found[0], MoveState.DONE, condition=Condition.OFFLOADED)
     unshelve = world.move(built, MoveKind.UNSHELVE)
@@ -409,12 +410,12 @@ async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tr
     (uuid,) = await world.add_hosts("c1", 1)
     await active(world, 1, on_host_failure=RESTART)
     await fence(world, uuid)
-    await world.until(lambda: len({one.request_id for one in world.move_events if one.terminal}) >= 3)
+    await until(lambda: len({one.request_id for one in world.move_events if one.terminal}) >= 3)
     await world.stop("s1")
     await world.scheduler("s3", EVACUATING)  # it counts what is on record
     await world.add_hosts("c1", 1)
     (other,) = await active(world, 1, on_host_failure=RESTART)
     await fence(world, next(uuid for uuid, host in world.hosts["c1"].items() if host.name == "c1-1"))
-    await world.until(lambda: any(one.instance_uuid == other.instance_uuid for one in world.move_events))
+    await until(lambda: any(one.instance_uuid == other.instance_uuid for one in world.move_events))
     ended = {one.request_id for one in world.move_events if one.instance_uuid != other.instance_uuid}
     assert len(ended) == 3

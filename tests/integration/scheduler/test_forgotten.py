@@ -37,6 +37,7 @@ from tests.integration.scheduler.steps import (
     unannounce,
 )
 from tests.integration.scheduler.world import World
+from tests.kit.waiting import until
 
 # --- One request in two hands: a lost connection gave it to another scheduler while the first one was still at it.
 
@@ -79,7 +80,7 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_next_scheduler(
     await world.kill("s1")
     await forget(world, request.instance_uuid)
     await world.scheduler("s2", CONFIG)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     assert world.builds[0][1].selections[0].host_uuid == host
 
 
@@ -108,16 +109,16 @@ async def test_a_later_claim_of_the_cell_of_a_forgotten_record_goes_to_that_cell
     if is_full:
         await fill(world, here)
         book = world.replicas["s1"]
-        await world.until(lambda: not book.free("VCPU", book.rows_of_roots()).any())
+        await until(lambda: not book.free("VCPU", book.rows_of_roots()).any())
     await world.ask(request)
-    ((cell, build),) = await world.until(lambda: world.builds)
+    ((cell, build),) = await until(lambda: world.builds)
     assert (cell, build.attempt, build.consumer_generation) == ("c1", 2, answer.consumer_generation)
     assert [(one.host_uuid, one.allocations) for one in build.selections] == [(other, {other: {"VCPU": 1}})]
     assert (here in await world.used()) is is_full
     event = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert (event.attempt, event.cell) == (2, "c1")
     await world.delete(request)
-    ((cell, delete),) = await world.until(lambda: world.deletes)
+    ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid) == ("c1", request.instance_uuid)
 
 
@@ -136,7 +137,7 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_scheduler_that_ma
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     request = world.request()
     await world.ask(request)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     assert world.builds[0][1].selections[0].host_uuid == host
 
 
@@ -166,9 +167,9 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     await writing.wait()
     cut_request_consumer(world)
     await world.scheduler("s2", CONFIG)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     await world.delete(request)
-    await world.until(lambda: world.deletes)
+    await until(lambda: world.deletes)
     done = Gate(monkeypatch, engine.SchedulingEngine, "_withdraw")
     done.open.set()
     writing.open.set()
@@ -217,7 +218,7 @@ async def _until_used(world: World, hosts: set[str]) -> None:
     async def is_so() -> bool:
         return set(await world.used()) == hosts
 
-    await world.until(is_so)
+    await until(is_so)
 
 
 # --- After a restore: instances run, their requests are not on record any more, and their clients publish these
@@ -226,9 +227,9 @@ async def _until_used(world: World, hosts: set[str]) -> None:
 async def test_a_full_cloud_gives_the_request_to_the_cell_that_has_its_instance(world: World) -> None:
     request, host = await running(world)
     book = world.replicas["s1"]
-    await world.until(lambda: not book.free("VCPU", book.rows_of_roots()).any())
+    await until(lambda: not book.free("VCPU", book.rows_of_roots()).any())
     await world.ask(request)
-    ((cell, build),) = await world.until(lambda: world.builds)
+    ((cell, build),) = await until(lambda: world.builds)
     assert (cell, build.attempt, build.selections[0].host_uuid) == ("c1", 1, host)
     assert set(await world.used()) == {host}
 
@@ -238,7 +239,7 @@ async def test_a_request_that_expires_goes_to_the_cell_of_its_claim(world: World
     """No scheduler was there to take it, whatever its client's clock. It was released as its own."""
     request, host = await running(world)
     await world.expires(request, sent_at=world.clock.time() + ahead_s)
-    ((cell, build),) = await world.until(lambda: world.builds)
+    ((cell, build),) = await until(lambda: world.builds)
     assert (cell, build.spec.instance_uuid, build.selections[0].host_uuid) == ("c1", request.instance_uuid, host)
     assert set(await world.used()) == {host}
 
@@ -255,7 +256,7 @@ async def test_a_request_that_cannot_be_placed_is_left_to_the_cell_of_its_claim_
     await world.answer(request, BuildAccepted)
     assert set(await world.used()) == {host}, "a repeated request releases nothing either"
     await world.delete(request)
-    ((cell, delete),) = await world.until(lambda: world.deletes)
+    ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid) == ("c1", request.instance_uuid)
     assert host in await world.used()
     await world.announced("c1", request, BuildState.DELETED, 12, terminal=True)
@@ -275,7 +276,7 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
     await world.ask(request, delete)  # one batch
     if on == "c1" or is_announced:
-        ((cell, command),) = await world.until(lambda: world.deletes)
+        ((cell, command),) = await until(lambda: world.deletes)
         assert (cell, command.instance_uuid, command.begun) == ("c1", request.instance_uuid, True)
     else:
         failed = await world.ended(request.instance_uuid, BuildState.FAILED)
@@ -293,7 +294,7 @@ async def test_a_request_that_has_sent_no_claim_releases_none(world: World, monk
     del world.hosts["c1"][host]
     await world.scheduler("s2", CONFIG)
     book = world.replicas["s2"]
-    await world.until(lambda: book.row_of(host) is not None)
+    await until(lambda: book.row_of(host) is not None)
     await world.ask(request)
     assert await world.queried(request) == "c1"
     await world.answer(request, BuildAccepted)
@@ -311,7 +312,7 @@ async def test_a_delete_of_a_request_that_ended_before_any_look_up_reaches_the_c
     await world.ask(structs.replace(request, flavor="no.such"))
     assert (await world.ended(request.instance_uuid)).code == "flavor.unknown"
     await world.delete(request)
-    ((cell, delete),) = await world.until(lambda: world.deletes)
+    ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
     assert host in await world.used()
 
@@ -336,7 +337,7 @@ async def test_each_delete_is_refused_while_it_is_not_known_which_cell_has_the_i
     await world.scheduler("s3", CONFIG)
     await world.stop("s2")
     await world.delete(request)
-    ((cell, _),) = await world.until(lambda: world.deletes)
+    ((cell, _),) = await until(lambda: world.deletes)
     assert cell == "c1" and host in await world.used()
 
 
@@ -346,7 +347,7 @@ async def test_a_delete_reaches_the_cell_that_holds_a_later_attempt(world: World
     await world.sql("UPDATE placement.consumers SET attempt = 2 WHERE uuid = $1", request.instance_uuid)
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
     await world.ask(request, delete)  # one batch
-    ((cell, command),) = await world.until(lambda: world.deletes)
+    ((cell, command),) = await until(lambda: world.deletes)
     assert (cell, command.instance_uuid) == ("c1", request.instance_uuid)
     assert set(await world.used()) == {host}
 
@@ -403,7 +404,7 @@ async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(
     await world.ended(second)
     assert set(await world.used()) == set(hosts)
     await world.delete(world.request(instance_uuid=first))
-    ((cell, delete),) = await world.until(lambda: world.deletes)
+    ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid) == ("c1", first)
 
 
@@ -455,11 +456,11 @@ async def test_a_late_copy_of_a_forgotten_build_builds_nothing(
     await world.add_hosts("c1", 1)
     request = world.request()
     await world.ask(request)
-    await world.until(lambda: len(world.builds) == 1)
+    await until(lambda: len(world.builds) == 1)
     await world.announced("c1", request, BuildState.ACTIVE, 10, terminal=True)
     await world.ended(request.instance_uuid, BuildState.ACTIVE)
     await world.delete(request)
-    await world.until(lambda: world.deletes)
+    await until(lambda: world.deletes)
     await world.announced("c1", request, BuildState.DELETED, 11, terminal=True)
     await world.ended(request.instance_uuid, BuildState.DELETED)
 
@@ -480,7 +481,7 @@ async def test_a_late_copy_of_what_lives_is_a_repeat(world: World, late: Bus) ->
     await world.add_hosts("c1", 1)
     request, marker = world.request(), world.request(flavor="no such flavor")
     await world.ask(request)
-    await world.until(lambda: len(world.builds) == 1)
+    await until(lambda: len(world.builds) == 1)
     await late.publish(request)
     await world.ask(marker)  # behind it on the same queue
     await world.ended(marker.instance_uuid, BuildState.REFUSED)
@@ -499,5 +500,5 @@ async def test_an_old_request_that_is_on_record_undecided_is_carried_out(
     await writing.wait()
     await world.kill("s1")
     await world.scheduler("s2", RETAINING)
-    await world.until(lambda: len(world.builds) == 1)
+    await until(lambda: len(world.builds) == 1)
     assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED)).code == ""

@@ -32,6 +32,7 @@ from scheduler_worker.engine import RequestRecorder, SchedulingEngine
 from scheduler_worker.placing import Placer
 from tests.integration.scheduler.steps import Gate, cut_request_consumer, fill
 from tests.integration.scheduler.world import World
+from tests.kit.waiting import until
 
 # --- Requests for several machines that start together or not at all, from the message to the book.
 
@@ -218,7 +219,7 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
     assert codes(await ends(world, request)) == {"no_valid_host": 1, "gang.incomplete": 1}
     await world.answer(Release(consumer=other), ReleaseResult)
     claiming.open.set()
-    await world.until(lambda: not list(world.replicas["s1"].assumed_keys()))
+    await until(lambda: not list(world.replicas["s1"].assumed_keys()))
     assert await world.used() == {} and world.builds == []
 
 
@@ -312,12 +313,12 @@ async def test_a_repeat_leaves_its_choice(world: World, monkeypatch: pytest.Monk
     for _ in range(2):
         await world.ask(request)
         await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-        await world.until(lambda: not list(book.assumed_keys()))
-    await world.until(lambda: len(chosen) == 2)
+        await until(lambda: not list(book.assumed_keys()))
+    await until(lambda: len(chosen) == 2)
     other = world.request()
     await world.ask(other)  # after the repeat has been settled
     await world.ended(other.instance_uuid, BuildState.SCHEDULED)
-    await world.until(lambda: not list(book.assumed_keys()))
+    await until(lambda: not list(book.assumed_keys()))
     assert chosen == [request.instance_uuid, request.instance_uuid, other.instance_uuid]
     assert [build.spec.instance_uuid for _, build in world.builds] == [request.instance_uuid, other.instance_uuid]
 
@@ -339,4 +340,4 @@ async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: 
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert seen == [[], []], "assumed while the database was unavailable"
-    await world.until(lambda: not list(book.assumed_keys()))
+    await until(lambda: not list(book.assumed_keys()))

@@ -116,7 +116,7 @@ async def test_a_delete_that_expired_in_the_broker_is_refused_and_deletes_nothin
     refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
     assert (refused.code, refused.terminal, refused.sequence) == ("broker.expired", True, 0)
     await brokered.delete(request)  # asked again it is carried out
-    await brokered.until(lambda: brokered.deletes)
+    await until(lambda: brokered.deletes)
     assert await brokered.letters() == ["broker.expired"]
 
 
@@ -216,7 +216,7 @@ async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_wait
         await asking
     planted.is_unavailable = False
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    assert len(await world.until(lambda: world.builds)) == 1
+    assert len(await until(lambda: world.builds)) == 1
 
 
 async def test_a_repeat_of_a_request_whose_requester_has_stopped_waiting_is_built(world: World) -> None:
@@ -263,7 +263,7 @@ async def test_a_request_that_was_begun_goes_on_when_a_repeat_of_it_expires(
     await world.ask(request)
     await planted.begun.wait()
     await expires_with_deadline(world, request)
-    await world.until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
+    await until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
     planted.is_unavailable = False
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     await world.until_expired_are_handled()
@@ -301,7 +301,7 @@ async def begun_and_expired(
         await world.kill("s1")
         with pytest.raises(RequestTimeout) if has_requester else nullcontext():
             await asking
-        await world.until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
+        await until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
     return request
 
 
@@ -380,7 +380,7 @@ async def test_a_build_that_comes_on_record_after_its_request_expired_goes_on(
         transport.lose()
     with pytest.raises(RequestTimeout):
         await asking
-    await world.until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
+    await until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
     await world.scheduler("s2")
     await world.until_expired_are_handled()
     may_go_on.set()
@@ -423,7 +423,7 @@ async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkey
         refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
     assert (refused.code, refused.terminal) == ("delivery.given_up", True)
     await world.delete(request)
-    await world.until(lambda: world.deletes)
+    await until(lambda: world.deletes)
 
 
 # --- Requests without news: their cell is queried; its answer ends them, or they are marked as silent.
@@ -452,7 +452,7 @@ async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -
     await world.dispatched(move)
     # A cell that was set back counts from lower numbers again than those that it has announced before.
     await world.move_announced("c1", move, MoveState.CLAIMING, 40, condition=Condition.MOVING)
-    queried = await world.until(lambda: queries_of(world, move.request_id))
+    queried = await until(lambda: queries_of(world, move.request_id))
     cell, query = queried[0]
     assert (cell, query.instance_uuid, query.kind) == ("c1", built.instance_uuid, MoveKind.MIGRATE)
     await world.move_announced(
@@ -496,7 +496,7 @@ async def test_a_delete_that_its_cell_has_forgotten_is_carried_out(
     request = world.request()
     host = await world.active(request)
     await world.delete(request)
-    await world.until(lambda: world.deletes)
+    await until(lambda: world.deletes)
     assert (await world.show(request.instance_uuid)).state is BuildState.DELETING  # type: ignore[union-attr]
     world.deletes.clear()
     for _ in range(repeats):
@@ -520,7 +520,7 @@ async def test_a_build_that_its_cell_has_forgotten_has_an_end(world: World, stat
     (host,) = await world.add_hosts("c1", 1)
     request = world.request()
     await world.ask(request)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     if state is BuildState.BUILDING:
         await world.announced("c1", request, BuildState.BUILDING, 10, host="c1-0", attempt=1)
     await world.ended(request.instance_uuid, state)

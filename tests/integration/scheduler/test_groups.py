@@ -27,6 +27,7 @@ from bus.faults import RequestRefused
 from scheduler_worker.config import Flavor, SchedulerConfig
 from tests.integration.scheduler.steps import DONE, WARM, change, one_active, refused_change
 from tests.integration.scheduler.world import World
+from tests.kit.waiting import until
 
 # --- Server groups and hints, from the request to the book, while two schedulers race.
 
@@ -203,14 +204,14 @@ async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> 
         rows = {uuid: book.row_of(uuid) for uuid in (named, other)}
         return {uuid for uuid, row in rows.items() if row is not None and ZONE in book.aggregates_of(row)}
 
-    await world.until(lambda: members("s1") == members("s2") == {named})
+    await until(lambda: members("s1") == members("s2") == {named})
     assert (await end(world, availability_zone="east")) == ("", "c1-0")
     why = await refused_change(world, zone(hosts=["c1-1"]))
     (moved, _, what_to_do) = why.reason.partition("; ")
     assert moved == "1 host with instances would be in another availability zone: c1-0 (east to nova)"
     assert what_to_do == "drain them first, or force the change"
     await change(world, zone(hosts=[other]), force=True)
-    await world.until(lambda: members("s1") == members("s2") == {other})
+    await until(lambda: members("s1") == members("s2") == {other})
     assert (await end(world, availability_zone="east")) == ("", "c1-1")
 
 
@@ -222,7 +223,7 @@ async def test_a_host_in_two_zones_leaves_neither_with_an_instance_that_requeste
     await change(world, zone(hosts=["c1-0"]), ObjectChange(kind=A, name="west", body=second))
     joined = AggregateMembers(aggregate=WEST, joins=(host,))  # as Placement's API can, which knows no zones
     await world.answer(joined, AggregateMembersSet)
-    await world.until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
+    await until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
     assert (await end(world, availability_zone="west")) == ("", "c1-0")
     why = await refused_change(world, ObjectChange(kind=A, name="west", body={**second, "hosts": []}))
     assert why.code == "object.in_use" and "c1-0 (east and west to east)" in why.reason
@@ -242,7 +243,7 @@ async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
         assert (why.value.code, why.value.reason) == ("aggregate.zone_conflict", f"host c1-0 would be in zone {both}")
     plain = {"uuid": WEST, "name": "west"}
     await change(world, ObjectChange(kind=A, name="west", body={**plain, "hosts": ["c1-0"]}))
-    await world.until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
+    await until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
     for zoned in (west, {**west, "hosts": ["c1-0"]}):
         assert (
             await refused_change(world, ObjectChange(kind=A, name="west", body=zoned))
@@ -261,10 +262,10 @@ async def test_members_that_are_set_otherwise_are_set_again(world: World, monkey
     def is_member() -> bool:
         return ZONE in book.aggregates_of(book.row_of(host) or 0)
 
-    await world.until(is_member)
+    await until(is_member)
     was = book.shape_of(book.row_of(host) or 0)
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=())
-    await world.until(lambda: is_member() and book.shape_of(book.row_of(host) or 0) > was)
+    await until(lambda: is_member() and book.shape_of(book.row_of(host) or 0) > was)
     assert set(book.aggregates_of(book.row_of(host) or 0)) == {ZONE}, "and in no other"
 
 
@@ -349,7 +350,7 @@ async def test_numa_affinity_and_a_shared_pool_hold_while_two_schedulers_race(wo
     # 2 hosts x 2 cells x 2, and one on the third host: then its pool is empty.
     assert Counter(event.state for event in ended) == {BuildState.SCHEDULED: 9, BuildState.FAILED: 3}
     totals: Counter[tuple[str, str]] = Counter()
-    await world.until(lambda: len(world.builds) == 9)
+    await until(lambda: len(world.builds) == 9)
     for _, build in world.builds:
         chosen = build.selections[0]
         (disk,) = [uuid for uuid, given in chosen.allocations.items() if "DISK_GB" in given]

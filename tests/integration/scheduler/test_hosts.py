@@ -40,7 +40,7 @@ from tests.contract.rig import watched
 from tests.integration.scheduler.steps import WARM, decide, digests, forget_host, hosts_of, publish_fence
 from tests.integration.scheduler.world import World
 from tests.kit.sent import Sent
-from tests.kit.waiting import PATIENCE_S
+from tests.kit.waiting import PATIENCE_S, until
 
 # --- An operator's decisions about hosts: in effect on every scheduler at once, on record, and beyond a restart.
 
@@ -57,7 +57,7 @@ async def test_a_disabled_host_takes_nothing_from_any_scheduler_until_it_is_enab
     decided = await decide(world, "c1-0", AdminState.DISABLED)
     assert (decided.host_uuid, decided.host, decided.by) == (first, "c1-0", "ann")
     tables = world.tables.values()
-    await world.until(lambda: all(table.decision_of(first) == decided for table in tables))
+    await until(lambda: all(table.decision_of(first) == decided for table in tables))
     await world.announce("c1")  # by its service it is enabled
     builds = [world.request() for _ in range(6)]
     await world.ask(*builds)
@@ -112,11 +112,11 @@ async def test_a_fence_is_ended_by_a_scheduler_that_has_never_received_the_host(
     del world.hosts["c1"][host]
     await world.answer(InventoryUpdate(source="world", version=2, root_uuid=host, providers=()), InventoryResult)
     await world.scheduler("s2", config=config)
-    await world.until(lambda: world.tables["s2"].decision_of(host) is not None)
+    await until(lambda: world.tables["s2"].decision_of(host) is not None)
     assert world.tables["s2"].index_of(host) is None
     decided = await decide(world, "c1-0", AdminState.ENABLED, force=True)
     assert (decided.host_uuid, decided.host, decided.state) == (host, "c1-0", AdminState.ENABLED)
-    await world.until(lambda: any(bus == "c1" and fence.lift for bus, fence in world.fences))
+    await until(lambda: any(bus == "c1" and fence.lift for bus, fence in world.fences))
 
 
 async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(world: World) -> None:
@@ -127,7 +127,7 @@ async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(worl
     sent = watched(world.buses[API].transport)
     await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
     table = world.tables["s1"]
-    await world.until(lambda: (found := table.decision_of(host)) is not None and found.reason == "twice")
+    await until(lambda: (found := table.decision_of(host)) is not None and found.reason == "twice")
     (copy,) = sent
     await decide(world, host, AdminState.ENABLED)
     await world.buses[API].transport.publish(copy)
@@ -167,7 +167,7 @@ async def test_unknown_and_ambiguous_hosts_are_refused_by_name(world: World) -> 
     await world.add_hosts("c2", 1)
     world.hosts["c2"] = {uuid: type(one)(uuid=uuid, name="c1-0") for uuid, one in world.hosts["c2"].items()}
     await world.announce("c2")
-    await world.until(lambda: len(world.tables["s1"].find("c1-0")) == 2)
+    await until(lambda: len(world.tables["s1"].find("c1-0")) == 2)
     with pytest.raises(RequestRefused) as ambiguous:
         await decide(world, "c1-0", AdminState.DISABLED)
     assert ambiguous.value.code == "host.ambiguous"
@@ -196,7 +196,7 @@ async def test_a_decision_whose_announcement_is_lost_is_read_with_the_next_readi
             await unit.lock_objects()
             changed = ChangedObject(kind=ObjectKind.HOST, name=host, after=after)
             await unit.write_objects([changed], ChangeAuthor("by hand", "", 1.0))
-        await world.until(partial(is_decided, table, host, decided))
+        await until(partial(is_decided, table, host, decided))
         found = table.decision_of(host)
         assert (None if found is None else found.state) == (AdminState.DISABLED if decided else None)
     await store.close()
@@ -248,7 +248,7 @@ async def test_a_host_whose_compute_service_is_down_is_fenced_without_force(worl
     await world.add_hosts("c1", 1)
     down = ServiceDown(service="compute-c1", epoch=2**62, code="service.silent", reason="no heartbeat for 6 s")
     await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(down,)))
-    await world.until(lambda: all(table.down()[0] for table in world.tables.values()))
+    await until(lambda: all(table.down()[0] for table in world.tables.values()))
     assert (await decide(world, "c1-0", AdminState.FENCED, force=False)).state is AdminState.FENCED
 
 
@@ -275,8 +275,8 @@ async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates
     await digests(world, "compute-c1")
     done = await forget_host(world, "c1-0")
     assert (done.host_uuid, done.host, done.removed, done.aggregates) == (gone, "c1-0", True, ("rack",))
-    await world.until(lambda: all(book.row_of(gone) is None for book in world.replicas.values()))
-    await world.until(lambda: all(table.decision_of(gone) is None for table in world.tables.values()))
+    await until(lambda: all(book.row_of(gone) is None for book in world.replicas.values()))
+    await until(lambda: all(table.decision_of(gone) is None for table in world.tables.values()))
     assert list(await hosts_of(world)) == ["c1-1"]
     assert all(book.row_of(other) is not None for book in world.replicas.values())
     log = await world.answer(ObjectLogQuery(name=gone), ObjectLogPage)
@@ -308,10 +308,10 @@ async def test_a_host_that_a_service_may_still_report_is_kept(world: World) -> N
     assert await refused_code(world, "c1-0") == "host.service_up"
     await world.stop("s1")
     await world.scheduler("s2", WARM)
-    await world.until(lambda: world.tables["s2"].index_of(host) is not None)
+    await until(lambda: world.tables["s2"].index_of(host) is not None)
     silent = ServiceDown(service="compute-c1", epoch=2**62, code="service.silent", reason="no heartbeat")
     await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(silent,)))
-    await world.until(lambda: world.tables["s2"].is_down(host))
+    await until(lambda: world.tables["s2"].is_down(host))
     assert await refused_code(world, "c1-0") == "host.cell_silent"  # c2 may have it
     await world.buses["c2"].publish(ServicesDigest(cell="c2", term=1, number=1, page=1, pages=1, up=2))
     await decide(world, "c1-0", AdminState.DISABLED)
@@ -334,7 +334,7 @@ async def test_a_host_that_something_is_on_record_of_is_kept(world: World) -> No
     assert await refused_code(world, "c1-0") == "host.fence_open"
     await decide(world, host, AdminState.ENABLED, reason="burnt", force=True)
     assert await refused_code(world, "c1-0") == "host.fence_open"  # its cell would put the fence on record again
-    (lift,) = {one.version for _, one in await world.until(lambda: [one for one in world.fences if one[1].lift])}
+    (lift,) = {one.version for _, one in await until(lambda: [one for one in world.fences if one[1].lift])}
     await publish_fence(world, host, lift, FenceState.LIFTING, losses=1)
     async with asyncio.timeout(PATIENCE_S):
         while await refused_code(world, "c1-0") == "host.fence_open":
@@ -369,8 +369,8 @@ async def test_another_host_may_have_the_name_afterwards(world: World) -> None:
             complete=True,
         )
     )
-    await world.until(lambda: world.tables["s1"].index_of(new) is not None)
-    await world.until(lambda: world.replicas["s1"].row_of(new) is not None)
+    await until(lambda: world.tables["s1"].index_of(new) is not None)
+    await until(lambda: world.replicas["s1"].row_of(new) is not None)
     assert (await decide(world, "c1-0", AdminState.DISABLED)).host_uuid == new
 
 
@@ -401,5 +401,5 @@ async def test_a_service_that_announces_under_an_epoch_below_the_known_one_recei
     await announce(9, 1)  # another process that has the name for a moment, with a clock that is ahead
     await announce(9, 1)  # a copy: nothing is outdated by it
     await announce(1, 99)
-    await world.until(lambda: world.outdated)
+    await until(lambda: world.outdated)
     assert world.outdated == [ServiceOutdated(service="compute-c1", cell="c1", epoch=9)]

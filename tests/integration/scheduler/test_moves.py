@@ -45,7 +45,7 @@ from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.moves import MoveEngine
 from tests.integration.scheduler.steps import BEGUN_S, DONE, WARM, one_active, refused
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import PATIENCE_S
+from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 OF_IMAGES = replace(WARM, enabled_filters=("ComputeFilter", "ImagePropertiesFilter"))
@@ -161,7 +161,7 @@ async def test_the_same_request_twice_moves_once_and_other_content_is_refused(wo
     with pytest.raises(RequestRefused) as fault:
         await world.answer(other, MoveAccepted)
     assert fault.value.code == "request.duplicate"
-    answer = await world.until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
+    answer = await until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
     assert [(event.sequence, event.kind) for event in answer] == [(0, MoveKind.START)]
     assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
     mine = world.move(built, MoveKind.STOP, request_id=built.instance_uuid)
@@ -233,7 +233,7 @@ async def test_an_unreadable_request_is_answered_on_the_stream_of_its_project(wo
     ):
         before = len(world.move_events)
         await publish(replace(good, body=bad))
-        (answer,) = await world.until(lambda before=before: world.move_events[before:])  # type: ignore[misc]
+        (answer,) = await until(lambda before=before: world.move_events[before:])  # type: ignore[misc]
         assert (answer.request_id, answer.state, answer.kind) == (other, MoveState.REFUSED, kind)
         assert answer.terminal and answer.sequence == 0 and answer.code == "message.invalid"
 
@@ -281,7 +281,7 @@ async def announce_modes(world: World, modes: dict[str, str]) -> None:
         triples = ",".join(f"x86_64/kvm/{mode}" for mode in modes[host.name].split())
         world.hosts["c1"][uuid] = replace(host, attributes={"supported_instances": triples})
     await world.announce("c1")
-    await world.until(lambda: any("supported_instances" in one for one in world.tables["s1"].attributes))
+    await until(lambda: any("supported_instances" in one for one in world.tables["s1"].attributes))
 
 
 async def test_a_rebuild_is_checked_by_the_filters_that_look_at_images_and_by_no_other(world: World) -> None:
@@ -320,7 +320,7 @@ async def test_a_rebuild_is_held_to_the_traits_of_its_image(
     ((host, _),) = world.hosts["c1"].items()
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, traits)
     book = world.replicas["s1"]
-    await world.until(lambda: book.traits_of(book.row_of(host)) == traits)
+    await until(lambda: book.traits_of(book.row_of(host)) == traits)
     rebuild = world.move(built, MoveKind.REBUILD, image="new", image_properties={"trait:CUSTOM_A": word})
     if is_refused:
         assert await refused(world, rebuild) == "image.unsuitable"
@@ -427,7 +427,7 @@ async def test_an_instance_that_is_deleted_takes_no_move_and_a_move_does_not_sto
     await world.ask(move)
     await world.dispatched(move)
     await world.delete(built)
-    await world.until(lambda: world.deletes)
+    await until(lambda: world.deletes)
     assert await refused(world, world.move(built, MoveKind.STOP)) == "instance.not_active"
     await world.move_announced("c1", move, MoveState.FAILED, 20, terminal=True, condition=Condition.DELETED, code="x")
     await world.announced("c1", built, BuildState.DELETED, 21, terminal=True)
@@ -465,7 +465,7 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
     move = world.move(built, MoveKind.MIGRATE)
     await world.answer(move, MoveAccepted)
     await world.dispatched(move)
-    await world.until(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
+    await until(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
     assert [one.request_id for _, one in world.moves] == [move.request_id], "given back, and not sent once more"
 
 
@@ -479,7 +479,7 @@ async def test_room_beside_a_claimed_move_is_given_to_builds(world: World) -> No
     await world.ask(move)
     await world.claim_destination(await world.dispatched(move))
     book = world.replicas["s1"]
-    await world.until(lambda: [book.inventory_of(book.row_of(one))["VCPU"][1] for one in hosts] == [1, 1])
+    await until(lambda: [book.inventory_of(book.row_of(one))["VCPU"][1] for one in hosts] == [1, 1])
     builds = [world.request(), world.request()]
     await world.ask(*builds)
     for build in builds:
@@ -548,7 +548,7 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
         sequence=16,
     )
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
-    found = await world.until(lambda: [one for cell, one in world.moves if cell == "c2"])
+    found = await until(lambda: [one for cell, one in world.moves if cell == "c2"])
     assert (found[0].request_id, found[0].arrival, found[0].to_cell) == (move.request_id, departure, None)
     await world.move_announced("c2", move, MoveState.DONE, 20, host="c2-0", **DONE)
     end = await world.moved(move)
@@ -557,7 +557,7 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
     assert record is not None and (record.cell, record.host, record.condition) == ("c2", "c2-0", "active")
     # Further requests go to its new cell.
     await world.delete(built)
-    deletes = await world.until(lambda: list(world.deletes))
+    deletes = await until(lambda: list(world.deletes))
     assert [cell for cell, _ in deletes] == ["c2"]
 
 
@@ -581,7 +581,7 @@ async def test_a_cell_has_a_host_of_another_one_checked_by_way_of_the_schedulers
         asked_by=asked,
     )
     await world.buses["c1"].publish(CellAsks(message=CellCheck(cell="c2", asked_by=asked, change=change)))
-    (check,) = await world.until(lambda: [one for cell, one in world.checks if cell == "c2"])
+    (check,) = await until(lambda: [one for cell, one in world.checks if cell == "c2"])
     assert check.change == change
     answer = MachineChanged(
         instance_uuid=built.instance_uuid,
@@ -594,7 +594,7 @@ async def test_a_cell_has_a_host_of_another_one_checked_by_way_of_the_schedulers
         asked_by=asked,
     )
     await world.buses["c2"].publish(CellAsks(message=CellCheck(cell="c2", asked_by=asked, answer=answer)))
-    (answered,) = await world.until(lambda: [one for cell, one in world.checks if cell == "c1"])
+    (answered,) = await until(lambda: [one for cell, one in world.checks if cell == "c1"])
     assert answered.answer == answer
 
 
@@ -621,7 +621,7 @@ async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(wor
         sequence=16,
     )
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
-    found = await world.until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
+    found = await until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
     assert (found[0].arrival, found[0].request_id) == (departure, move.request_id)
     assert [one for one in world.queries if one[1].request_id == move.request_id] == []
 
@@ -651,7 +651,7 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
 
     if has_left:
         await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
-        await world.until(arrivals)
+        await until(arrivals)
     book = CellBook(
         asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
         instance_uuid=built.instance_uuid,
@@ -659,7 +659,7 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
         sequence=1_000_016,
     )
     await world.buses["c1"].publish(CellAsks(message=book))
-    ((cell, answered),) = await world.until(lambda: world.books)
+    ((cell, answered),) = await until(lambda: world.books)
     assert isinstance(answered.answer, ReleaseResult)
     assert (cell, answered.answer.outcome) == ("c1", "consumer_changed" if has_left else "released")
     if not has_left:
@@ -670,3 +670,23 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
         record = await world.show(built.instance_uuid)
         assert record is not None
         assert (record.cell, arrivals()) == ("c1", [])
+
+
+async def test_what_a_cell_asks_of_placement_holds_up_nothing_that_it_announces(world: World) -> None:
+    """A batch of announcements waited for each such question by itself, for as long as placement was away."""
+    config = replace(WARM, moves_across_cells=True, claim_timeout_s=600.0)
+    built, move = await to_be_unshelved_elsewhere(world, config)
+    await world.ask(move)
+    leaving = await world.dispatched(move)
+    await world.kill("p1")
+    book = CellBook(
+        asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
+        instance_uuid=built.instance_uuid,
+        question=Release(consumer=built.instance_uuid, attempt=1000),
+        sequence=1,
+    )
+    await world.buses["c1"].publish(CellAsks(message=book))
+    await world.move_announced("c1", move, MoveState.CLAIMING, 16)
+    event = await world.until(lambda: [one for one in world.move_events if one.state is MoveState.CLAIMING])
+    assert (event[0].request_id, world.books, leaving.to_cell) == (move.request_id, [], "c2")
+    await world.kill("s1")  # it would wait for the answer

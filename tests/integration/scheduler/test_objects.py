@@ -49,7 +49,7 @@ ZONE = "e0000000-0000-4000-8000-000000000000"
 async def taken(world: World, request: BuildRequest) -> str:
     """The code of a request's end; "" when it was scheduled."""
     await world.ask(request)
-    event = await world.until(
+    event = await until(
         lambda: next(
             (
                 event
@@ -155,7 +155,7 @@ async def test_a_change_that_strands_instances_is_refused_unless_forced(world: W
     zone = ObjectChange(
         kind=A, name="east", body={"uuid": ZONE, "name": "east", "metadata": {"availability_zone": "east"}}
     )
-    await world.until(lambda: world.replicas["s1"].aggregates_of(world.replicas["s1"].row_of(host) or 0))
+    await until(lambda: world.replicas["s1"].aggregates_of(world.replicas["s1"].row_of(host) or 0))
     assert await taken(world, world.request()) == ""
     why = await refused_change(world, zone)
     assert (why.code, why.reason) == (

@@ -30,7 +30,7 @@ from scheduler_worker.domain.placement import PlacementRequest, PlacementState
 from scheduler_worker.placing import Placer
 from scheduler_worker.store.port import OptimisticBuildUnit
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import PATIENCE_S
+from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 
@@ -44,7 +44,7 @@ async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> No
     hosts = await world.add_hosts("c1", 3)
     request = world.request("m1.small")
     await world.ask(request)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     cell, build = world.builds[0]
     assert cell == "c1" and build.spec.instance_uuid == request.instance_uuid
     assert [s.host_uuid in hosts for s in build.selections] == [True] * 3
@@ -76,7 +76,7 @@ async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place
     await world.add_hosts("c1", 1)
     request = world.request()
     await world.ask(request)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     started = world.builds[0][1].requested_at + 100
     await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, attempt=1, at=started + 1)
     await world.ended(request.instance_uuid)
@@ -102,10 +102,10 @@ async def test_a_loss_that_overtakes_the_end_of_its_request_waits_for_it(world: 
     await world.add_hosts("c1", 1)
     request = world.request()
     await world.ask(request)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     await world.announced("c1", request, BuildState.FAILED, 12, attempt=1, code="instance.lost")
     await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, attempt=1)
-    await world.until(lambda: "failed" in world.states(request.instance_uuid))
+    await until(lambda: "failed" in world.states(request.instance_uuid))
     ends = [(e.state, e.terminal) for e in world.events if e.sequence > 2]
     assert ends == [(BuildState.ACTIVE, True), (BuildState.FAILED, False)]
 
@@ -117,7 +117,7 @@ async def test_a_loss_whose_request_has_no_other_end_ends_it(world: World, monke
     await world.add_hosts("c1", 1)
     request = world.request()
     await world.ask(request)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     await world.announced("c1", request, BuildState.FAILED, 12, attempt=1, code="instance.lost")
     assert (await world.ended(request.instance_uuid, BuildState.FAILED)).terminal
 
@@ -148,7 +148,7 @@ async def test_the_same_request_twice_builds_once_and_other_content_is_refused(w
             world.request("m1.large", instance_uuid=request.instance_uuid), BuildAccepted, timeout_s=PATIENCE_S
         )
     assert refused.value.code == "request.duplicate"
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     # Several copies in one batch too, and in the hands of two schedulers.
     await world.scheduler("s2")
     again = world.request()
@@ -157,7 +157,7 @@ async def test_the_same_request_twice_builds_once_and_other_content_is_refused(w
     last = world.request()
     await world.ask(last)
     await world.ended(last.instance_uuid, BuildState.SCHEDULED)
-    await world.until(lambda: len(world.builds) >= 3)  # on the cell's bus, which the API's events do not wait for
+    await until(lambda: len(world.builds) >= 3)  # on the cell's bus, which the API's events do not wait for
     built = Counter(build.spec.instance_uuid for _, build in world.builds)
     assert built == {request.instance_uuid: 1, again.instance_uuid: 1, last.instance_uuid: 1}
     answer = [event for event in world.events if event.instance_uuid == request.instance_uuid and event.code]
@@ -172,10 +172,10 @@ async def test_a_uuid_on_record_with_other_content_is_refused_on_the_event_strea
     await world.ask(first)
     await world.ended(first.instance_uuid, BuildState.SCHEDULED)
     await world.ask(world.request("m1.large", instance_uuid=first.instance_uuid))
-    await world.until(lambda: [e for e in world.events if e.code == "request.duplicate"])
+    await until(lambda: [e for e in world.events if e.code == "request.duplicate"])
     duplicate = world.request()
     await world.ask(duplicate, replace(duplicate, name="other"))  # in one batch
-    await world.until(lambda: [e for e in world.events if e.instance_uuid == duplicate.instance_uuid and e.code])
+    await until(lambda: [e for e in world.events if e.instance_uuid == duplicate.instance_uuid and e.code])
     transport = world.buses[API].transport
     assert await transport.depth(DEAD_LETTERS) == 0
 
@@ -233,7 +233,7 @@ async def test_two_schedulers_fill_few_hosts_without_overcommitting(world: World
     ends = [await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED) for request in requests]
     assert Counter(end.state.value for end in ends) == {"scheduled": 8, "failed": 12}
     assert {end.code for end in ends if end.state is BuildState.FAILED} == {"no_valid_host"}
-    await world.until(lambda: len(world.builds) == 8)
+    await until(lambda: len(world.builds) == 8)
     taken = [build.selections[0].host_uuid for _, build in world.builds]
     assert len(set(taken)) == 8
     assert await world.used() == {uuid: {"CUSTOM_BAREMETAL_GOLD": 1} for uuid in taken}
@@ -269,11 +269,11 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     # After dispatch: the cell's business; its `deleted` ends it.
     built = world.request()
     await world.ask(built)
-    await world.until(lambda: any(b.spec.instance_uuid == built.instance_uuid for _, b in world.builds))
+    await until(lambda: any(b.spec.instance_uuid == built.instance_uuid for _, b in world.builds))
     await world.announced("c1", built, BuildState.ACTIVE, 11, terminal=True)
     await world.ended(built.instance_uuid, BuildState.ACTIVE)
     await world.delete(built)
-    await world.until(lambda: any(d.instance_uuid == built.instance_uuid for _, d in world.deletes))
+    await until(lambda: any(d.instance_uuid == built.instance_uuid for _, d in world.deletes))
     await world.announced("c1", built, BuildState.DELETED, 13, terminal=True)
     await world.ended(built.instance_uuid, BuildState.DELETED)
     await world.delete(built)
@@ -307,7 +307,7 @@ async def test_a_build_whose_delete_was_answered_with_no_such_instance_is_never_
     with pytest.raises(RequestRefused, match="no such instance"):
         await world.answer(world_delete(request), BuildAccepted)
     await world.ask(another)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     assert [build.spec.instance_uuid for _, build in world.builds] == [another.instance_uuid]
     assert {event.state for event in world.events if event.instance_uuid == request.instance_uuid} == {
         BuildState.REFUSED
@@ -338,7 +338,7 @@ async def test_an_accepted_request_survives_its_scheduler(world: World, monkeypa
     assert world.builds == []
     await world.scheduler("s2")
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    await world.until(lambda: world.builds)
+    await until(lambda: world.builds)
     ((_, build),) = world.builds
     assert build.selections[0].host_uuid == held and build.selections[0].allocations == {
         held: {"CUSTOM_BAREMETAL_GOLD": 1}
@@ -366,7 +366,7 @@ async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_t
         await world.scheduler("s0")
         await world.ask(request)
         for number in range(1, BY_QUEUE["scheduler.requests"].delivery_limit):
-            await world.until(lambda: died.is_set() or any(one.terminal for one in world.events))
+            await until(lambda: died.is_set() or any(one.terminal for one in world.events))
             if not died.is_set():
                 break
             died.clear()
@@ -393,7 +393,7 @@ async def test_an_unavailable_placement_is_waited_for_and_never_no_host(world: W
     await world.ended(request.instance_uuid, BuildState.ACCEPTED)
     unavailable = metrics.CLAIMS.labels("request.timeout")
     before = unavailable._value.get()
-    await world.until(lambda: unavailable._value.get() > before + 1)
+    await until(lambda: unavailable._value.get() > before + 1)
     assert world.states(request.instance_uuid) == ["accepted"]
     await world.placement("p2")
     assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).state == "scheduled"
@@ -436,7 +436,7 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
     assert len(await world.used()) == 1
     await world.answer(world_delete(request), BuildAccepted)
     deleted.set()
-    ((cell, delete),) = await world.until(lambda: world.deletes)
+    ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
     await world.release(request.instance_uuid)
     await world.announced("c1", request, BuildState.DELETED, 12, terminal=True)
@@ -479,9 +479,9 @@ async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -
     await world.add_hosts("c2", 5, VCPU=64, MEMORY_MB=262_144, DISK_GB=4000)
     requests = [world.request("m1.small") for _ in range(200)]
     asking = asyncio.gather(*(world.ask(request) for request in requests), return_exceptions=True)
-    await world.until(lambda: len(world.builds) > 10)
+    await until(lambda: len(world.builds) > 10)
     world.brokers[API].drop_connections()
-    await world.until(lambda: len(world.builds) > 60)
+    await until(lambda: len(world.builds) > 60)
     world.brokers["c1"].drop_connections()
     world.brokers[API].drop_connections()
     # A client whose publish failed requests again.
@@ -489,7 +489,7 @@ async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -
         if error is not None:
             await world.ask(request)
     wanted = {request.instance_uuid for request in requests}
-    await world.until(lambda: {build.spec.instance_uuid for _, build in world.builds} == wanted)
+    await until(lambda: {build.spec.instance_uuid for _, build in world.builds} == wanted)
     # The outbox may repeat a command; it never announces two results.
     commands: dict[str, set[tuple[str, str]]] = {}
     for cell, build in world.builds:

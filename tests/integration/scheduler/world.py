@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import asyncpg
 from msgspec.structs import replace
@@ -228,9 +228,6 @@ class World:
         self.outdated += [one.message for one in batch if isinstance(one.message, ServiceOutdated)]
         return [Done()] * len(batch)
 
-    async def until(self, there: Callable[[], Awaitable[T]] | Callable[[], T]) -> T:
-        return cast("T", await until(there))
-
     async def sql(self, query: str, *arguments: Any) -> list[asyncpg.Record]:
         """The rows of a statement, on a connection of its own."""
         connection = await asyncpg.connect(self.url)
@@ -255,8 +252,8 @@ class World:
             await self.report(uuid, name, amounts, on=on)
             uuids.append(uuid)
         await self.announce(cell)
-        await self.until(lambda: all(b.row_of(u) is not None for u in uuids for b in self.replicas.values()))
-        await self.until(lambda: all(t.index_of(u) is not None for u in uuids for t in self.tables.values()))
+        await until(lambda: all(b.row_of(u) is not None for u in uuids for b in self.replicas.values()))
+        await until(lambda: all(t.index_of(u) is not None for u in uuids for t in self.tables.values()))
         return uuids
 
     async def report(
@@ -335,7 +332,7 @@ class World:
             mine = [event for event in self.events if event.instance_uuid == uuid]
             return next((e for e in mine if (e.state in states if states else e.terminal)), None)
 
-        event = await self.until(found)
+        event = await until(found)
         assert event is not None
         return event
 
@@ -346,7 +343,7 @@ class World:
             named = ((cell, one) for cell, one in self.queries if isinstance(one, CellBuildQuery))
             return next((cell for cell, one in named if one.spec.instance_uuid == request.instance_uuid), None)
 
-        cell = await self.until(found)
+        cell = await until(found)
         assert cell is not None
         return cell
 
@@ -387,13 +384,13 @@ class World:
             mine = [event for event in self.move_events if event.request_id == move.request_id]
             return next((e for e in mine if (e.state in states if states else e.terminal)), None)
 
-        event = await self.until(found)
+        event = await until(found)
         assert event is not None
         return event
 
     async def dispatched(self, move: MoveRequest) -> CellMove:
         """Wait for the command to the cell."""
-        found = await self.until(lambda: [one for _, one in self.moves if one.request_id == move.request_id])
+        found = await until(lambda: [one for _, one in self.moves if one.request_id == move.request_id])
         return found[0]
 
     async def move_announced(self, cell: str, move: MoveRequest, state: MoveState, sequence: int, **more: Any) -> None:

@@ -311,12 +311,10 @@ def test_item_16_a_message_of_very_many_values_is_not_read(queue: str, make: Cal
         (CONTROL, lambda: reserve(5_000, 1)),
         (CONTROL, lambda: reserve(MAX_RESERVED_AT_ONCE, 8)),
         ("", lambda: found(machines=2 * MAX_FOUND_AT_ONCE, hosts=MAX_LOOKED_AT_ONCE)),
-        ("", lambda: found(machines=0, hosts=40_000)),
     ],
     ids=[
         "a gang, one option", "a gang of nested hosts", "a gang, most options", "many traits", "many providers",
         "reservations of the first release for a whole page of a report", "reservations", "a page of a thorough answer",
-        "a thorough answer of the first release",
     ],
 )  # fmt: skip
 def test_what_berths_workers_send_is_read(queue: str, make: Callable[[], Message]) -> None:

@@ -19,7 +19,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.events import Event, InstanceEvent
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
-from cell_conductor.domain.rules import is_doubted_request
+from cell_conductor.domain.set_back import SetBack, is_doubted_request
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of
 from cell_conductor.engine import Engine
@@ -202,8 +202,15 @@ def test_a_machine_on_a_silent_service_is_kept_when_the_doubted_build_has_failed
 def test_when_its_client_sent_it_counts_and_not_when_it_was_decided_again() -> None:
     again = queried(at=SET_BACK_AT + 200.0)
     late = replace(again, requested_at=SET_BACK_AT + 200.0, stamps=Stamps(requested=SET_BACK_AT - 5.0, queued=0.0))
-    assert is_doubted_request(late, SET_BACK_AT) and not is_doubted_request(late, 0.0)
-    assert not is_doubted_request(replace(late, stamps=None), SET_BACK_AT)
+    assert is_doubted_request(late, SetBack(SET_BACK_AT)) and not is_doubted_request(late, SetBack())
+    assert not is_doubted_request(replace(late, stamps=None), SetBack(SET_BACK_AT))
+
+
+def test_a_build_that_is_older_than_the_database_may_have_been_begun_in_the_one_before() -> None:
+    """Its record was lost with a database that was made anew: only set-backs were asked about, moves knew both."""
+    sent = replace(queried(), requested_at=SET_BACK_AT)
+    assert is_doubted_request(sent, SetBack(made_at=SET_BACK_AT + 1.0))
+    assert not is_doubted_request(sent, SetBack(made_at=SET_BACK_AT - 1.0))
 
 
 def unclaimed() -> Instance:

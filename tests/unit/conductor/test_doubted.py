@@ -15,7 +15,8 @@ from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_doubts import IN_DOUBT
 from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences, is_over
-from cell_conductor.domain.rules import OUTCOME_UNKNOWN, numbered_on
+from cell_conductor.domain.rules import OUTCOME_UNKNOWN
+from cell_conductor.domain.set_back import SetBack, numbered_on
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from cell_conductor.store.port import Brief
@@ -45,7 +46,7 @@ from tests.unit.conductor.scenario import (
 SET_BACK_AT = 1_000.0
 LIMIT_S = 3_600.0
 SILENT = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")}
-AFTER = replace(PATIENCE, set_back_at=SET_BACK_AT, doubt_limit_s=LIMIT_S)
+AFTER = replace(PATIENCE, set_back=SetBack(SET_BACK_AT), doubt_limit_s=LIMIT_S)
 
 
 def run_after(*happened: e.Event, start: Instance | None = None, down: bool = False) -> Step:
@@ -300,7 +301,7 @@ def test_what_a_forgotten_move_left_on_its_destination_is_kept_though_the_record
 # --- Moves in doubt: their cell's database was set back in the middle of one, and only the two hosts know its end.
 
 
-AFTER_MOVE = replace(PATIENCE, set_back_at=SET_BACK_AT)
+AFTER_MOVE = replace(PATIENCE, set_back=SetBack(SET_BACK_AT))
 SOURCE, DESTINATION = (host(1), 1), (host(2), 2)
 ROUNDS = 40
 
@@ -500,7 +501,7 @@ def test_what_a_forgotten_move_left_is_kept_though_a_later_move_had_its_number()
 def test_numbers_of_before_the_set_back_prove_as_ever_and_so_do_those_of_a_younger_build() -> None:
     moved = replace(undone_after_the_set_back().instance, attempt=4)
     assert is_over(moved, 1, host(1)) and not is_over(moved, 2, host(2))
-    younger = Scenario(active(), replace(AFTER_MOVE, set_back_at=-SET_BACK_AT))
+    younger = Scenario(active(), replace(AFTER_MOVE, set_back=SetBack(-SET_BACK_AT)))
     younger.apply(request(MoveKind.RESIZE, 3), refused(), e.Reverted(at=60.0, attempt=2))
     assert is_over(younger.instance, 2, host(2))
 

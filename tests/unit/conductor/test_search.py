@@ -194,8 +194,6 @@ async def test_item_16_the_hosts_that_were_looked_at_are_read_in_pages() -> None
     ]
     assert searched.hosts == set(services.hosts or ()) and not searched.missing
     assert searched.of(UUID) == (machine(),)
-    await conductor.search.find((UUID,))
-    assert services.queried[-1].hosts_after is None, "other queries are of no hosts"
 
 
 async def test_a_service_without_all_of_its_pages_has_not_answered() -> None:
@@ -205,14 +203,6 @@ async def test_a_service_without_all_of_its_pages_has_not_answered() -> None:
     await conductor.store.open()
     assert (await conductor.search.find((UUID,), thorough=True)).missing == ("s1",)
     assert len(services.queried) == 1
-
-
-async def test_a_service_of_a_version_before_names_all_hosts_in_one_answer() -> None:
-    services = Services(s1=())
-    conductor = Conductor(services, ("s1",))
-    await conductor.store.open()
-    searched = await conductor.search.find((UUID,), thorough=True)
-    assert searched.hosts == set(services.hosts or ()) and not searched.missing and len(services.queried) == 1
 
 
 # --- The search for machines that a database which was set back may have forgotten holds up nothing else.

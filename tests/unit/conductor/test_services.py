@@ -32,6 +32,7 @@ from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.domain.report import is_at
+from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
 from cell_conductor.engine import Engine
 from cell_conductor.guard import HostOwners
@@ -117,10 +118,10 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         up=lambda: ("s1", "s2"),
         forgotten=keeper.forgotten,
     )
-    _, waits = await search.find_moved(moved, keeper.down())
+    _, waits = await search.find_moved(moved, keeper.down(), ())
     assert waits == {UUID}
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    _, waits = await search.find_moved(moved, keeper.down())
+    _, waits = await search.find_moved(moved, keeper.down(), ())
     assert waits == set()
 
 
@@ -313,7 +314,7 @@ def test_the_orders_of_a_doubted_move_that_has_arrived_go_to_the_service_that_ha
     """Both machines ran: the confirm, and the revert, commanded the service that had the host before."""
     made = to_resized()
     made.instance = replace(made.instance, doubted=True)
-    made.context = replace(PATIENCE, set_back_at=1_000.0)
+    made.context = replace(PATIENCE, set_back=SetBack(1_000.0))
     made.apply(reported("s2", 1, 1), reported("s3", 2, 2))
     move = made.instance.move
     assert move is not None and move.source is not None

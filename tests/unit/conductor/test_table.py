@@ -19,6 +19,7 @@ from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, Move, Phase, State
 from cell_conductor.domain.orders import orders_of, with_orders
 from cell_conductor.domain.report import is_over
+from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import TABLE, ByThen, IllegalStep, question_of, rules_of, step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, request, unbegun
@@ -276,7 +277,7 @@ def records(phase: Phase) -> Iterator[tuple[Instance, Record]]:
 def test_no_order_destroys_what_was_wanted_before_there_were_desires(phase: Phase, fenced: bool) -> None:
     """But unless it is complete, which a host that is queried decides."""
     fences = {host: Fence(host_uuid=host, host=host, version=1) for host in (HERE, SOURCE) if fenced}
-    context = replace(PATIENCE, fences=fences, set_back_at=1e9)
+    context = replace(PATIENCE, fences=fences, set_back=SetBack(1e9))
     over = dict(zip(cases(phase), frozen_over(phase), strict=True))
     ordered = 0
     for instance, facts in records(phase):

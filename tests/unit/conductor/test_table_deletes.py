@@ -9,8 +9,9 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, FoundMachine
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, Instance, Phase, State
+from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.report import rescan_id
+from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (

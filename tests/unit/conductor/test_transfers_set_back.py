@@ -21,9 +21,9 @@ from bus.contracts.moves import (
 from bus.contracts.placement import Release, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, Instance, Power, State
+from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.move_doubts import IN_DOUBT, is_searched_for
-from cell_conductor.domain.rules import numbered_on
+from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, SetBack, numbered_on
 from cell_conductor.domain.table import question_of
 from cell_conductor.search import LOGGED_MOVES
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, unbegun
@@ -41,8 +41,8 @@ from tests.unit.conductor.test_leaving import (
 from tests.unit.conductor.world import Conductor, Services
 
 SET_BACK_AT = 1_000.0
-AFTER = replace(THERE, set_back_at=SET_BACK_AT)
-AFTER_HERE = replace(PATIENCE, set_back_at=SET_BACK_AT)
+AFTER = replace(THERE, set_back=SetBack(SET_BACK_AT))
+AFTER_HERE = replace(PATIENCE, set_back=SetBack(SET_BACK_AT))
 
 
 def arrived(*, is_query: bool = False) -> Scenario:
@@ -162,14 +162,18 @@ def test_a_delete_ends_what_is_held() -> None:
     assert [one.unless_built for one in orders(there)][-1:] == [False] and not is_searched_for(there.instance)
 
 
-@pytest.mark.parametrize("how", ["nothing", "found", "silent", "down", "unknown"])
+@pytest.mark.parametrize("how", ["nothing", "found", "silent", "down", "unknown", "unseen", "fenced"])
 async def test_placement_is_requested_once_all_services_have_answered_that_they_have_none(how: str) -> None:
     services = Services(s1=(), s2=(machine(9),) if how == "found" else ())
     services.silent = {"s2"} if how == "silent" else {"s3"}
     conductor = Conductor(services, None if how == "unknown" else ("s1", "s2"))
     await conductor.store.open()
-    machines, waits = await conductor.search.find_moved({UUID: held().instance}, {"s3"} if how == "down" else ())
-    assert waits == (set() if how == "nothing" else {UUID})
+    if how in ("unseen", "fenced"):  # it may have the machine, which no record has
+        conductor.listed |= {host(77)}
+    fenced = {host(77)} if how == "fenced" else set()
+    down = {"s3"} if how == "down" else ()
+    machines, waits = await conductor.search.find_moved({UUID: held().instance}, down, fenced)
+    assert waits == (set() if how in ("nothing", "fenced") else {UUID})
     assert bool(machines) is (how == "found")
 
 
@@ -185,10 +189,10 @@ def test_a_fence_of_its_destination_gives_nothing_up_by_a_record_in_doubt() -> N
 def test_an_arrival_from_before_the_schema_was_made_anew_is_searched_for() -> None:
     """Its machine runs there, with the mark of the former schema."""
     _, departure = departed()
-    sure = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.at - 1.0))
+    sure = Scenario(Instance(uuid=UUID), replace(THERE, set_back=SetBack(made_at=departure.at - 1.0)))
     sure.apply(arrives(departure))
     assert sure.instance.state is State.FINISHING
-    anew = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.at + 1.0))
+    anew = Scenario(Instance(uuid=UUID), replace(THERE, set_back=SetBack(made_at=departure.at + 1.0)))
     anew.apply(arrives(departure))
     assert anew.spawns == [] and anew.instance.doubted
 
@@ -200,7 +204,7 @@ async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
     await conductor.store.open()
     moved = {f"{n:08x}-0000-4000-8000-000000000000": held().instance for n in range(LOGGED_MOVES + 3)}
     with capture_logs() as logged:
-        _, waits = await conductor.search.find_moved(moved, {"s3"})
+        _, waits = await conductor.search.find_moved(moved, {"s3"}, ())
     assert waits == moved.keys()
     assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
 

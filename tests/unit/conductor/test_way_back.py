@@ -274,7 +274,7 @@ def _order(made: Scenario) -> int:
 # --- the answers of the services
 
 
-def found(service: str = "s1", *machines: int, hosts: tuple[int, ...] | None = (1,)) -> MachinesFound:
+def found(service: str = "s1", *machines: int, hosts: tuple[int, ...] = (1,)) -> MachinesFound:
     """An answer: the attempts that it has on host 1, and the hosts that it has looked at."""
     return MachinesFound(
         service=service,
@@ -282,7 +282,7 @@ def found(service: str = "s1", *machines: int, hosts: tuple[int, ...] | None = (
             FoundMachine(instance_uuid=UUID, host_uuid=host(1), host="host-1", service=service, attempt=one)
             for one in machines
         ),
-        hosts=None if hosts is None else tuple(map(host, hosts)),
+        hosts=tuple(map(host, hosts)),
     )
 
 
@@ -302,8 +302,7 @@ NONE = RequestTimeout("no answer")
         ([("s1", found("s1", hosts=(2,))), ("s9", NONE)], SOURCE_UNREPORTED, ""),
         ([("s1", NONE)], SOURCE_SILENT, ""),
         ([("s1", NONE), ("s9", found("s9"))], SOURCE_SILENT, ""),
-        ([("s1", found("s1", hosts=None))], SOURCE_SILENT, ""),
-        ([("s1", found("s1", 1, hosts=None))], SOURCE_SILENT, ""),  # by its record, which proves nothing
+        ([("s1", found("s1", 1, hosts=()))], SOURCE_UNREPORTED, ""),  # by its record, which proves nothing
     ],
 )
 def test_the_source_is_seen_only_where_its_host_lists_that_very_machine(

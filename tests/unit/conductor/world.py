@@ -79,7 +79,7 @@ class Services:
     def __init__(self, **machines: Sequence[FoundMachine]) -> None:
         self.machines = machines
         self.silent: set[str] = set()
-        self.hosts: tuple[str, ...] | None = tuple(host(n) for n in range(1, 10))  # that each has looked at
+        self.hosts: tuple[str, ...] = tuple(host(n) for n in range(1, 10))  # that each has looked at
         self.page: int | None = None  # of these hosts in one answer
         self.queried: list[FindMachines] = []
 
@@ -91,18 +91,18 @@ class Services:
                 service=one.service,
                 machines=tuple(self.machines[one.service]),
                 hosts=self._hosts(one),
-                more=self.page is not None and (one.hosts_after or 0) + self.page < len(self.hosts or ()),
+                more=self.page is not None and one.hosts_after + self.page < len(self.hosts),
             )
             if isinstance(one, FindMachines) and one.service not in self.silent
             else Transient("no answer", code="request.timeout")
             for one in messages
         ]
 
-    def _hosts(self, query: FindMachines) -> tuple[str, ...] | None:
-        if not query.thorough or self.hosts is None or self.page is None:
-            return self.hosts if query.thorough else None
-        assert query.hosts_after is not None
-        return self.hosts[query.hosts_after : query.hosts_after + self.page]
+    def _hosts(self, query: FindMachines) -> tuple[str, ...]:
+        if not query.thorough:
+            return ()
+        page = len(self.hosts) if self.page is None else self.page
+        return self.hosts[query.hosts_after : query.hosts_after + page]
 
 
 class Conductor:
@@ -110,6 +110,8 @@ class Conductor:
 
     def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
         self.table = MemoryInstanceTable(clock := SystemClock())
+        self.table.made_at = 0.0  # long before every request
+        self.listed = set(services.hosts)
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
         self.search = MachineSearch(
@@ -118,6 +120,7 @@ class Conductor:
             timeout_s=1.0,
             up=lambda: up,
             unexplained=lambda: unexplained,
+            listed=lambda _services: self.listed,
         )
         self.engine = Engine(
             store=self.store,

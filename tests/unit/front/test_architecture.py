@@ -92,6 +92,27 @@ def test_the_replica_drags_nothing_of_its_owner_along_but_its_domain() -> None:
     assert wrong == []
 
 
+# What an adapter of the book's rows takes of the modules that decide: what is to be locked, read and written.
+OF_DECISIONS = {
+    "claim_group.WantedMembers", "claim_ledger.Decision", "claim_ledger.Lacking", "trees.WantedTrees",
+    "report_group.Key", "report_group.ReportSource", "report_group.Sources",
+    "report_group.RELEASED", "report_group.TAKEN_OUT",
+    "report_group.is_retired",  # which rows to read: the book asks again, when they are locked
+}  # fmt: skip
+DECIDE = ("allocation_migration", "allocations", "claim_group", "claim_ledger", "claims", "refusal", "report_group",
+          "reports", "trees")  # fmt: skip
+ANSWERS = ("ClaimOutcome", "ClaimResult", "ClaimAllResult", "InventoryResult", "ReleaseResult", "SwapResult")
+
+
+def test_no_decision_stands_in_the_adapters_of_rows() -> None:
+    """They lock, read and write rows; what is refused and answered is the same on both: `book.py` decides it."""
+    every = {module for path in sources("placement_worker/store") for module, _ in imports(path)}
+    of_domain = {module.removeprefix("placement_worker.domain.") for module in every}
+    assert {one for one in of_domain if one.partition(".")[0] in DECIDE} == OF_DECISIONS
+    assert every.isdisjoint(f"bus.contracts.placement.{name}" for name in ANSWERS)
+    assert not any(within(module, "placement_worker.book") for module in every)
+
+
 def test_the_bus_imports_no_worker() -> None:
     wrong = [
         f"{where(path, line)} imports {module}"

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import uuid
 from contextlib import redirect_stdout
 from importlib import metadata
@@ -136,14 +135,8 @@ def test_a_shell_completes_commands_options_and_values(words: str, offered: str)
 @pytest.mark.parametrize("arguments", [["fencer"], ["hosts", "fence", "h1", "--reason", "dead", "--switch-off"]])
 def test_nothing_is_switched_off_without_a_plug_in(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "berth.toml").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-m", "berth", "--config", tmp_path / "berth.toml", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60.0,
-    )
-    assert (done.returncode, done.stdout) == (Exit.USAGE, "")
+    done = CliRunner().invoke(app, ["--config", str(tmp_path / "berth.toml"), *arguments])
+    assert (done.exit_code, done.stdout) == (Exit.USAGE, "")
     assert "no plug-in is named" in done.stderr
 
 

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from berth.settings import Settings
 from berth.web import api, dead_letters, live
 from berth.web.access import WebCaller, WebRole
-from berth.web.api import WebApi, as_seen, body_of, stream_response
+from berth.web.api import as_seen, body_of, stream_response
 from berth.web.application import on_problem
 from berth.web.dead_letters import LetterBox
 from berth.web.fleet import (
@@ -41,8 +41,6 @@ from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import (
     BuildEvent,
-    BuildPage,
-    BuildQuery,
     BuildRecord,
     BuildState,
     HostRecord,
@@ -54,7 +52,7 @@ from bus.contracts.feed import Change, ChangesPage, ChangesRequest, feed_rows
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import ClaimHolder
 from bus.contracts.stages import Stamps
-from bus.faults import RequestRefused, RequestTimeout
+from bus.faults import RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import PublishRefused
 from bus.service.environment import Environment
@@ -465,32 +463,6 @@ def test_hosts_that_are_not_announced_differ_from_those_that_are_down() -> None:
         ("Cell c1", "1 of 3 hosts are down: their compute services are silent"),
         ("Hosts not announced", "2 of 4: by no compute service since the scheduler's start"),
     ]
-
-
-class EarlierScheduler:
-    """A bus whose schedulers are of the version before `before_instance`."""
-
-    def __init__(self, code: str) -> None:
-        self.code = code
-        self.queries: list[BuildQuery] = []
-
-    async def request(self, query: BuildQuery, _reply: type[BuildPage], **_: Any) -> BuildPage:
-        self.queries.append(query)
-        if query.before_instance is not None:
-            raise RequestRefused("Object contains unknown field `before_instance`", code=self.code)
-        return BuildPage(builds=(BUILD,))
-
-
-async def test_a_scheduler_of_an_earlier_version_receives_the_query_that_it_knows() -> None:
-    """The second page of builds was refused with 422 until all schedulers were upgraded."""
-    query = BuildQuery(before=2.0, before_instance=MINE, limit=1)
-    earlier = EarlierScheduler("message.invalid")
-    page = await WebApi(earlier, None, random.Random(1)).builds(query)  # type: ignore[arg-type]
-    assert page.builds == (BUILD,) and earlier.queries == [query, BuildQuery(before=2.0, limit=1)]
-    busy = EarlierScheduler("database.unavailable")
-    with pytest.raises(RequestRefused):
-        await WebApi(busy, None, random.Random(1)).builds(query)  # type: ignore[arg-type]
-    assert busy.queries == [query]
 
 
 # --- faults as a person in a browser and as a program see them; and readers of an Ironic that does not answer

@@ -1,0 +1,89 @@
+"""What the cell's records prove once its database came to be older than the world: it was restored from a backup, was
+promoted without its last commits, or was made anew. Pure.
+
+Nothing else reads when that was (`tests/test_house.py`).
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from .events import BuildRequested, DeleteRequested, Event
+from .instance import Instance
+
+# The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
+# after a restore is doubted needlessly: it waits longer for a silent host.
+CLOCKS_APART_S = 30.0
+# A record that was set back continues this much higher: above every number of its forgotten announcements.
+SET_BACK_GAP = 1_000_000
+# Of an instance that the record has forgotten: so many attempts may have been made of it since.
+FORGOTTEN_ATTEMPTS = 1000
+
+
+class SetBack(Struct, frozen=True):
+    """When the database was last found to be set back or replaced (0: never), and when its schema was made (0: that is
+    not known), in seconds since the epoch.
+    """
+
+    at: float = 0.0
+    made_at: float = 0.0
+
+    @property
+    def has_been(self) -> bool:
+        """Whether it ever was."""
+        return self.at > 0
+
+    def may_lack(self, at: float) -> bool:
+        """Whether the database may have no record of what happened then: it was set back since, or its schema was made
+        anew. The latter has no allowance for clocks: the first moves of a new system would be in doubt.
+        """
+        return (self.has_been and at <= self.at + CLOCKS_APART_S) or 0 < at <= self.made_at
+
+    def doubted_for_s(self, instance: Instance, now: float) -> float:
+        """For how long its hosts could have answered for its record."""
+        return now - max(instance.since, self.at)
+
+
+def is_doubted_request(event: BuildRequested, set_back: SetBack) -> bool:
+    """Whether it may have been handed in before, to a record that the database has lost: it was sent before the
+    set-back, or this cell has claimed for it already, or its schedulers wait for its end.
+
+    `stamps.requested` is when its client sent it; `requested_at` when a scheduler decided it, perhaps a second time.
+    """
+    if event.attempt > 1 or event.is_query:
+        return True
+    decided_at = event.requested_at
+    return set_back.may_lack(decided_at if event.stamps is None else min(decided_at, event.stamps.requested))
+
+
+def is_of_forgotten(event: Event, set_back: SetBack) -> bool:
+    """Whether a request may begin, or end, what the database has no record of: the services are queried about its
+    instance before. A query of a build has answers of its own.
+    """
+    if isinstance(event, BuildRequested):
+        return not event.is_query and is_doubted_request(event, set_back)
+    return isinstance(event, DeleteRequested) and set_back.has_been
+
+
+def is_unsearched(instance: Instance, event: Event, set_back: SetBack) -> bool:
+    """Whether the services were not queried about such a request: it was taken before the set-back was recognised, and
+    is to be taken once more.
+    """
+    if not isinstance(event, BuildRequested | DeleteRequested) or event.found is not None:
+        return False
+    is_new = isinstance(event, BuildRequested) or instance.spec is None
+    return is_new and is_of_forgotten(event, set_back)
+
+
+def numbered_on(instance: Instance, event: BuildRequested | None = None) -> Instance:
+    """The record of an instance whose announcements may be lost: schedulers ignore numbers that they have had."""
+    known = 0 if event is None else event.sequence
+    return replace(instance, sequence=max(instance.sequence + SET_BACK_GAP, known + 1))
+
+
+def marked_reused(instance: Instance, set_back: SetBack) -> Instance:
+    """Record the first number that a record gives out after it was set back: it may have given it out before."""
+    if instance.reused_from or not set_back.may_lack(instance.requested_at):
+        return instance
+    return replace(instance, reused_from=instance.next_attempt)
