@@ -37,9 +37,8 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
     fenced: the client states that the host is off. force: also if the host has reported the machine since its fence.
     """
     move = instance.move
-    is_moved = move is not None and move.source is not None and instance.source_host_uuid is not None
     where, attempt = instance.here, instance.attempt
-    if is_moved and move is not None and move.source is not None:
+    if move is not None and move.source is not None and instance.source_host_uuid is not None:
         where, attempt = move.source, move.source_attempt
     fence = context.fences.get(where.host_uuid)
     if fence is None or fence.lifting:  # a host whose fence is being lifted is on, to destroy its losses

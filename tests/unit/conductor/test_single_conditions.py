@@ -9,13 +9,14 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, FoundMachine, HostReport, Running
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
-from cell_conductor.domain import breaker, leases
+from cell_conductor.domain import breaker, leases, way_back
 from cell_conductor.domain import events as e
 from cell_conductor.domain.adopt_rules import why_not_its_machine
 from cell_conductor.domain.breaker import pages
+from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import NOT_TRIED, Instance, Power, State, summary_of
+from cell_conductor.domain.instance import NOT_TRIED, Instance, Phase, Power, State, summary_of
 from cell_conductor.domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, LeaseTable
 from cell_conductor.domain.move_events import DONE, MoveEnd, close
 from cell_conductor.domain.orders import numbered
@@ -25,6 +26,7 @@ from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import (
     MOVE,
     OTHER,
+    SERVICE_DOWN,
     Scenario,
     active,
     begun,
@@ -48,6 +50,7 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 from tests.unit.conductor.scenario import refused as build_refused
+from tests.unit.conductor.test_doubted import AFTER_MOVE, at_state
 
 ACTIVE = Instance(
     uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, consumer_generation=7
@@ -132,7 +135,7 @@ def test_an_answer_to_an_earlier_claim_of_a_destination_is_none_to_this_one() ->
     assert made.apply(refused(attempt=9)).instance is made.instance and made.instance.state is State.CLAIMING
     undone = made.apply(refused()).instance
     assert undone.state is State.REVERTING and undone.move is not None
-    assert undone.move.lost_reason.startswith("no host is left")
+    assert undone.move.lost_reason.startswith("no host is left") and "()" not in undone.move.lost_reason
 
 
 def test_a_destination_that_does_not_answer_is_passed_over_for_the_next() -> None:
@@ -204,8 +207,9 @@ def in_place(*, arrived: bool = True) -> Scenario:
 def test_a_resize_in_place_that_has_arrived_stays_on_its_fenced_host() -> None:
     arrived, under_way = in_place(), in_place(arrived=False)
     assert arrived.instance.state is State.RESIZED and arrived.instance.is_in_place
+    before = arrived.instance
     stays = arrived.apply(fenced(1))
-    assert stays.instance.state is State.RESIZED and stays.commands == ()
+    assert stays.instance == before and stays.commands == ()
     assert under_way.apply(fenced(1)).instance.state is not State.RESIZING
 
 
@@ -225,12 +229,12 @@ def test_an_undone_resize_in_place_on_a_fenced_host_waits_for_placement_alone() 
     assert made.apply(fenced(1)).instance.phase == (State.REVERTING, None)
 
 
-@pytest.mark.parametrize(("request_id", "ends"), [(MOVE, []), (OTHER, [(MoveState.REFUSED, True)])])
-def test_a_request_that_was_given_up_ends_unless_it_is_under_way(request_id: str, ends: list[object]) -> None:
+@pytest.mark.parametrize(("request_id", "codes"), [(MOVE, []), (OTHER, ["x"])])
+def test_a_request_that_was_given_up_ends_unless_it_is_under_way(request_id: str, codes: list[str]) -> None:
     made = begun(MoveKind.MIGRATE, 2)
-    why = Refusal(code="x", reason="y")
-    stepped = made.apply(replace(request(MoveKind.MIGRATE, 2, request_id=request_id), given_up=why))
-    assert [(one.state, one.terminal) for one in stepped.commands if isinstance(one, MoveEvent)] == ends
+    wanted = request(MoveKind.MIGRATE, 2, request_id=request_id).request
+    stepped = made.apply(e.move_event(wanted, 200.0, "why", given_up=Refusal(code="x", reason="y")))
+    assert [one.code for one in stepped.commands if isinstance(one, MoveEvent)] == codes
 
 
 @pytest.mark.parametrize(("runs", "power"), [(True, Power.RUNNING), (False, Power.STOPPED)])
@@ -253,6 +257,49 @@ def test_a_start_leaves_it_running_and_what_does_not_run_is_not_rescued() -> Non
 @pytest.mark.parametrize(("n", "state"), [(1, State.ACTIVE), (2, State.CHANGING)])
 def test_a_change_is_ended_by_the_fence_of_its_own_host(n: int, state: State) -> None:
     assert begun(MoveKind.STOP).apply(fenced(n)).instance.state is state
+
+
+def test_a_doubted_move_that_is_being_prepared_is_undone_by_its_hosts_answer() -> None:
+    made = at_state(State.PREPARING)
+    made.end(2, 2)
+    assert made.instance.phase == (State.DESTROYING, State.REVERTING)
+
+
+def test_the_one_host_of_a_resize_in_place_answers_for_no_other() -> None:
+    made = in_place()
+    made.instance, made.context = replace(made.instance, doubted=True), AFTER_MOVE
+    runs = e.HostRuns(at=215.0, attempt=made.instance.attempt, host_uuid=host(1), service="s1", built=True)
+    before = made.instance.move
+    assert made.apply(runs).instance.move == before
+
+
+@pytest.mark.parametrize(
+    ("phase", "evacuated"), [((State.RESIZED, None), True), ((State.DESTROYING, State.ACTIVE), False)]
+)
+def test_a_fence_stays_until_the_source_of_an_evacuation_is_given_up(phase: Phase, evacuated: bool) -> None:
+    resized = to_resized().instance
+    assert resized.move is not None
+    state, then = phase
+    known = replace(resized, state=state, then=then, move=replace(resized.move, kind=MoveKind.EVACUATE))
+    assert is_evacuated_from(known, host(1)) is evacuated and not is_evacuated_from(known, host(2))
+
+
+@pytest.mark.parametrize(
+    ("is_down", "is_fenced", "codes"),
+    [(False, False, []), (True, False, ["move.source_silent"]), (True, True, [])],
+)
+def test_a_confirm_shows_the_silent_source_that_it_waits_for(is_down: bool, is_fenced: bool, codes: list[str]) -> None:
+    made = to_resized()
+    fences = {host(1): Fence(host_uuid=host(1), host="host-1", version=1)} if is_fenced else {}
+    made.context = replace(SERVICE_DOWN if is_down else PATIENCE, fences=fences)
+    stepped = made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
+    assert [one.code for one in stepped.commands if isinstance(one, MoveEvent)] == codes
+    assert [one.host for one in made.instance.selections] == ["host-1", "host-2"], "the source is still to be destroyed"
+
+
+def test_a_source_that_is_gone_ends_only_what_waits_for_it() -> None:
+    resized = to_resized().instance
+    assert way_back.end_without_source(resized, 300.0, PATIENCE) == Step(resized)
 
 
 def test_a_machine_of_another_attempt_is_no_arrival() -> None:
