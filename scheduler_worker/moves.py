@@ -145,14 +145,9 @@ class MoveEngine:
             known = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves})
         outcomes: dict[int, Outcome] = {}
         chosen: dict[int, Chosen] = {}
-        choosing: list[PendingMove] = []
-        for pending in moves:
-            found = known[pending.request.request_id]
-            if self.check(pending, found) is None and looks_at_hosts(pending.request, found):
-                choosing.append(pending)
-        results: dict[int, Chosen | Outcome] = await self._room(
-            [one for one in moves if self.check(one, known[one.request.request_id]) is None]
-        )
+        sound = [one for one in moves if self.check(one, known[one.request.request_id]) is None]
+        choosing = [one for one in sound if looks_at_hosts(one.request, known[one.request.request_id])]
+        results = await self._room(sound)
         for pending, page in zip(choosing, await self.locate(choosing, known), strict=True):
             results[pending.position] = (
                 _without_answer(page)

@@ -14,7 +14,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import Condition, MoveState
 
-from . import delete_rules, rules, steps, undo_rules, way_back
+from . import delete_rules, rules, steps, way_back
 from .desires import desire_of
 from .events import Destroyed, HostFenced
 from .fences import FENCED
@@ -93,7 +93,7 @@ def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
         return Step(instance)
     if event.host_uuid == instance.host_uuid and instance.is_in_place:
         return Step(steps.ask(instance, State.REVERTING, event.at, context))
-    return undo_rules.revert_destroyed(instance, _destroyed(instance, event), context)
+    return way_back.revert_destroyed(instance, _destroyed(instance, event), context)
 
 
 def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -> Step:

@@ -20,7 +20,7 @@ from bus.contracts.moves import (
     MoveState,
 )
 
-from . import departure_steps, rules, steps, way_back
+from . import departure_rules, rules, steps, way_back
 from .adopt_rules import is_held
 from .evacuations import why_not_evacuated
 from .events import (
@@ -285,7 +285,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
         return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, context)
     move = move_of(instance)
     if instance.is_leaving:
-        return departure_steps.give_away(instance, event.at, context)
+        return departure_rules.give_away(instance, event.at, context)
     if move.kind is MoveKind.EVACUATE:
         unproved = why_not_evacuated(instance, context, fenced=move.fenced, force=move.force)
         if unproved is not None:

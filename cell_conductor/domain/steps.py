@@ -16,9 +16,8 @@ from bus.contracts.base import MAX_REASON, Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import Destroy, Selection
 
-from .closed_hosts import ClosedHosts
 from .events import Destroyed, HostMissing, HostRuns, Spawned
-from .fences import Fence, RunningAfterFence
+from .fences import ClosedHosts, Fence, RunningAfterFence
 from .instance import Instance, State
 from .leases import Lease
 from .report import is_later

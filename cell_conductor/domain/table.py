@@ -20,14 +20,12 @@ from . import (
     change_rules,
     delete_rules,
     departure_rules,
-    departure_steps,
     fence_rules,
     move_doubts,
     move_events,
     move_rules,
     repeat_rules,
     rules,
-    undo_rules,
     way_back,
 )
 from .desires import DESIRES, OVER, Ask, Wish, desire_of
@@ -105,7 +103,7 @@ IGNORE = Rule(rules.ignore)
 DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
 ASK_AGAIN = Rule(rules.repeat_question)
-COMMAND_AGAIN = Rule(undo_rules.command_again)
+COMMAND_AGAIN = Rule(way_back.command_again)
 UNDONE = (State.DESTROYING, State.REVERTING, State.RELEASING)
 NEXT = (State.CLAIMING, *UNDONE)
 FAILS_OVER = (State.CLAIMING, State.RELEASING)
@@ -213,7 +211,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
                 State.DELETED: Rule(rules.end_deleted, (State.DELETED,)),
                 State.OFFLOADED: Rule(change_rules.end_offloaded, (State.OFFLOADED,)),
                 State.ACTIVE: Rule(move_rules.end_source_released, (State.ACTIVE,)),
-                State.DEPARTED: Rule(departure_steps.end_left, (State.DEPARTED,)),
+                State.DEPARTED: Rule(departure_rules.end_left, (State.DEPARTED,)),
             }
         ),
         HostRuns: CONFIRM_RUNNING,
@@ -225,14 +223,14 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         SpawnFailed: Rule(delete_rules.report_undestroyed),
         TimedOut: COMMAND_AGAIN,
         Destroyed: ByThen(
-            {State.REVERTING: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
+            {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
         HostRuns: FOLLOW_UNDONE,
         HostMissing: ByThen(
-            {State.REVERTING: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
+            {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
         ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
-        ChangeEnded: Rule(undo_rules.undo_failed_in_place, (State.REVERTING,)),
+        ChangeEnded: Rule(way_back.undo_failed_in_place, (State.REVERTING,)),
         HostFenced: ByThen(
             {State.REVERTING: Rule(fence_rules.revert, (State.REVERTING, State.RELEASING))},
             Rule(fence_rules.end_destroyed, (State.RELEASING,)),
@@ -307,14 +305,14 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.REVERTING: {
         **USUAL,
         TimedOut: ASK_AGAIN,
-        Reverted: Rule(undo_rules.return_to_source, (State.RESTARTING, State.ACTIVE)),
+        Reverted: Rule(way_back.return_to_source, (State.RESTARTING, State.ACTIVE)),
     },
     State.RESTARTING: {
         **USUAL,
         Spawned: CONFIRM_RUNNING,
         TimedOut: COMMAND_AGAIN,
         HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE, State.RELEASING)),
+        ChangeEnded: Rule(way_back.restarted, (State.ACTIVE, State.RELEASING)),
         HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
     },
     State.CHANGING: {

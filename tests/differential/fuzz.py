@@ -59,11 +59,12 @@ class Pair:
             found = self._limited(call, limit, data_of(ours))
         else:
             found = differences(call, real, ours)
+        asked, right = call, real
         if found and known.adds_up_twice(call):
-            found = self._queried_otherwise(call, ours)
+            found, asked, right = self._queried_otherwise(call, real, ours)
             self.excused[known.ADDS_UP_TWICE] += not found
         if found:
-            whole = real if limit is None else self.real.send(_without_limit(call))
+            whole = right if limit is None else self.real.send(_without_limit(asked))
             reason = known.reason(call, body, whole, ours)
             if reason is not None:
                 self.excused[reason] += 1
@@ -73,15 +74,19 @@ class Pair:
             self._compare_wording(call, wording(real), wording(ours))
         return real.status_code, data_of(real), found
 
-    def _queried_otherwise(self, call: Call, ours: httpx.Response) -> list[str]:
-        """The difference from an equivalent question that the real one answers right, if there is one."""
+    def _queried_otherwise(
+        self, call: Call, real: httpx.Response, ours: httpx.Response
+    ) -> tuple[list[str], Call, httpx.Response]:
+        """An equivalent question that the real one answers right, if there is one: the difference from its answer, the
+        question, and the answer.
+        """
         same = known.same_question(call)
         if same is None:
-            return []
-        real, limit = self.real.send(same), _limit(call)
-        if limit is not None and real.status_code == ours.status_code == 200:
-            return self._limited(same, limit, data_of(ours))
-        return differences(call, real, ours)
+            return [], call, real
+        right, limit = self.real.send(same), _limit(call)
+        if limit is not None and right.status_code == ours.status_code == 200:
+            return self._limited(same, limit, data_of(ours)), same, right
+        return differences(call, right, ours), same, right
 
     def _limited(self, call: Call, limit: int, part: Any) -> list[str]:
         """Which of many candidates are taken is each server's own choice."""

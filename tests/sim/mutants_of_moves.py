@@ -23,7 +23,6 @@ from cell_conductor.domain import (
     rules,
     steps,
     table,
-    undo_rules,
     way_back,
 )
 from cell_conductor.domain import events as e
@@ -52,7 +51,7 @@ def _rule(
 def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Another function in place of one that the rules of moves share."""
     stack = ExitStack()
-    for module in (move_rules, undo_rules, change_rules, delete_rules):
+    for module in (move_rules, way_back, change_rules, delete_rules):
         if hasattr(module, name):
             stack.enter_context(patch.object(module, name, apply))
     return stack
@@ -142,7 +141,7 @@ def book_never_reverted() -> AbstractContextManager[Any]:
 
     def released(instance: Any, event: Any, context: Any) -> Step:
         back = e.Reverted(at=event.at, attempt=instance.next_attempt)
-        return undo_rules.return_to_source(instance, back, context)
+        return way_back.return_to_source(instance, back, context)
 
     row: Any = table.TABLE[State.REVERTING]
     both = _requested(wanted)
@@ -251,7 +250,7 @@ def source_under_the_destinations_number() -> AbstractContextManager[Any]:
     """An instance that is back on its source keeps the attempt of the destination."""
 
     def back(instance: Any, event: Any, context: Any) -> Step:
-        stepped = undo_rules.return_to_source(instance, event, context)
+        stepped = way_back.return_to_source(instance, event, context)
         return Step(replace(stepped.instance, attempt=instance.attempt), stepped.commands)
 
     return _rule(State.REVERTING, e.Reverted, back)
@@ -261,7 +260,7 @@ def flavor_of_an_undone_resize_kept() -> AbstractContextManager[Any]:
     """A resize that was undone leaves the new flavor in the record."""
 
     def back(instance: Any, event: Any, context: Any) -> Step:
-        stepped = undo_rules.return_to_source(instance, event, context)
+        stepped = way_back.return_to_source(instance, event, context)
         return Step(replace(stepped.instance, spec=instance.spec), stepped.commands)
 
     return _rule(State.REVERTING, e.Reverted, back)

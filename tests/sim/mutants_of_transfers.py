@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import MoveEvent
-from cell_conductor.domain import departure_steps, move_rules
+from cell_conductor.domain import departure_rules, move_rules
 from cell_conductor.domain.events import ChangeEnded
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.move_steps import change, is_awaited
@@ -29,13 +29,13 @@ from tests.sim.mutants_of_disks import unwatched
 
 def former_cell_keeps_it() -> AbstractContextManager[Any]:
     """A cell announces that an instance has left, and has it still."""
-    original = departure_steps._depart
+    original = departure_rules._depart
 
     def depart(instance: Any, at: float, context: Any) -> Step:
         stepped = original(instance, at, context)
         return Step(replace(instance, sequence=instance.sequence + 1), stepped.commands)
 
-    return patch.object(departure_steps, "_depart", depart)
+    return patch.object(departure_rules, "_depart", depart)
 
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
@@ -51,7 +51,7 @@ def map_names_the_former_cell() -> AbstractContextManager[Any]:
 
 def leaves_with_its_machine() -> AbstractContextManager[Any]:
     """An instance departs as soon as its next host has been checked, and its host is not commanded to destroy."""
-    return patch.object(departure_steps, "give_away", departure_steps._depart)
+    return patch.object(departure_rules, "give_away", departure_rules._depart)
 
 
 def leaves_unchecked() -> AbstractContextManager[Any]:
@@ -62,7 +62,7 @@ def leaves_unchecked() -> AbstractContextManager[Any]:
         is_stopped = event.done and instance.is_leaving and instance.move.source is not None
         if not is_stopped or not is_awaited(instance, event, instance.move.source, instance.source_attempt):
             return original(instance, event, context)
-        return departure_steps.give_away(replace(instance, image=event.image), event.at, context)
+        return departure_rules.give_away(replace(instance, image=event.image), event.at, context)
 
     return in_table(State.HANDING_OVER, ChangeEnded, take_over, State.DESTROYING)
 

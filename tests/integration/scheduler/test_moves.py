@@ -687,6 +687,6 @@ async def test_what_a_cell_asks_of_placement_holds_up_nothing_that_it_announces(
     )
     await world.buses["c1"].publish(CellAsks(message=book))
     await world.move_announced("c1", move, MoveState.CLAIMING, 16)
-    event = await world.until(lambda: [one for one in world.move_events if one.state is MoveState.CLAIMING])
+    event = await until(lambda: [one for one in world.move_events if one.state is MoveState.CLAIMING])
     assert (event[0].request_id, world.books, leaving.to_cell) == (move.request_id, [], "c2")
     await world.kill("s1")  # it would wait for the answer
