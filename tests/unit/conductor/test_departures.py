@@ -82,6 +82,7 @@ def last_event(stepped: Step) -> MoveEvent:
 
 def test_it_leaves_with_all_that_its_next_cell_goes_on_from() -> None:
     made, departure = departed()
+    assert not made.instance.doubted, "where it has gone to is certain"
     before = offloaded().instance
     assert (made.instance.state, made.instance.deadline, question_of(made.instance)) == (State.DEPARTED, None, None)
     assert (departure.cell, departure.image, departure.spec) == ("c2", "snapshot-1", before.spec)

@@ -298,8 +298,17 @@ def test_a_confirm_shows_the_silent_source_that_it_waits_for(is_down: bool, is_f
 
 
 def test_a_source_that_is_gone_ends_only_what_waits_for_it() -> None:
-    resized = to_resized().instance
+    resized = replace(to_resized().instance, deadline=400.0)
     assert way_back.end_without_source(resized, 300.0, PATIENCE) == Step(resized)
+
+
+def test_a_destination_that_failed_without_a_code_is_named_with_its_outcome_alone() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.apply(claimed())
+    made.end(2, 2, done=False)
+    undone = made.apply(refused(attempt=made.instance.next_attempt)).instance
+    assert undone.move is not None
+    assert "host-2: failed; " in undone.move.lost_reason
 
 
 def test_a_machine_of_another_attempt_is_no_arrival() -> None:
