@@ -25,8 +25,6 @@ def release_under_the_reverts_number() -> AbstractContextManager[Any]:
 
     def left(instance: Any, at: float, context: Any) -> Step:
         stepped = leave(instance, at, context)
-        if move_steps.move_of(instance).kept is not None:
-            return stepped
         return Step(replace(stepped.instance, newest=instance.newest), stepped.commands)
 
     return patch.object(delete_rules, "leave", left)
