@@ -367,7 +367,7 @@ FOUND_BY = {
     "book_keeps_no_source": 7,
     "flavor_of_an_undone_resize_kept": 7,
     "source_over_before_it_is_confirmed": 7,
-    "evacuated_while_its_service_is_up": 164,
+    "evacuated_while_its_service_is_up": 199,
     "end_announced_twice": 7,
     "confirmed_in_place_destroys_the_machine": 36,
     "shelved_machine_taken_for_running": 7,
