@@ -75,8 +75,8 @@ def test_it_holds_with_transfers() -> None:
 
 # A departure below the numbers that schedulers had had was ignored, and the instance was in no cell.
 NUMBERED_BELOW = 11
-# A next cell offloads an instance that runs on a destination which its record does not have.
-OFFLOADED_BESIDE = 162
+# `unshelvings_forgotten`. An unshelving is given up while the instance runs on a host which its record does not have.
+OFFLOADED_BESIDE = 12
 # `--only transfers-restored`. A backup had a machine in quarantine that had been taken off the list since: it stayed.
 TAKEN_OFF_SINCE = 71008
 
@@ -90,9 +90,56 @@ def transfers_restored(seed: int) -> Plan:
     return replace(drawn, widenings=(*plan.widenings, Widening.TRANSFERS_RESTORED), orders=orders)
 
 
-@pytest.mark.parametrize("seed", [NUMBERED_BELOW, OFFLOADED_BESIDE])
-def test_it_holds_with_restored_transfers(seed: int) -> None:
-    held = run(transfers_restored(seed))
+def unshelvings_forgotten(seed: int) -> Plan:
+    """The builds of this seed in one cell. Its database and the schedulers' are set back amid unshelvings that each try
+    several hosts. Clients request the same once more just before, while their broker is away: schedulers have these
+    requests when the unshelvings in doubt have been given up, and new ones are in doubt no more.
+    """
+    plan = plan_of(seed).without_faults()
+    cell = replace(plan.cells[0], metal=())
+    builds = [
+        replace(one, at=5.0 + number * 0.1)
+        for number, one in enumerate(order for order in plan.orders if order.action is Action.BUILD)
+    ]
+
+    def moves(verb: MoveKind, at: float, kind: int) -> list[Order]:
+        move = Order(at=at, action=Action.MOVE, verb=verb)
+        return [
+            replace(move, at=at + n * 0.02, instance=one.uuid, uuid=f"f000000{kind}-0000-4000-8000-0000000000{n:02}")
+            for n, one in enumerate(builds)
+        ]
+
+    copied = [
+        Order(at=26.0, action=Action.BACKUP, service=schema, uuid=f"e0000000-0000-4000-8000-00000000000{n}")
+        for n, schema in enumerate((f"cell_{cell.name}", "scheduler"))
+    ]
+    orders = (
+        *builds,
+        *moves(MoveKind.SHELVE, 18.0, 1),
+        *moves(MoveKind.UNSHELVE, 25.0, 2),
+        *moves(MoveKind.UNSHELVE, 29.2, 3),
+        *copied,
+        *(replace(one, at=30.0, action=Action.RESTORE, seconds=0.5) for one in copied),
+    )
+    return replace(
+        plan,
+        cells=(cell,),
+        metal=None,
+        computes=Faults(delay_min_s=0.2, delay_max_s=2.0, fail_rate=0.5, change_max_s=0.5),
+        orders=tuple(sorted(orders, key=lambda order: order.at)),
+        fault_events=(FaultEvent(at=29.0, kind=FaultType.BROKER, target="api", seconds=36.0),),
+        widenings=(Widening.TRANSFERS_RESTORED,),
+        load_s=80.0,
+    )
+
+
+def test_it_holds_with_restored_transfers() -> None:
+    held = run(transfers_restored(NUMBERED_BELOW))
+    assert held.breach == "", held.detail
+
+
+def test_it_holds_with_forgotten_unshelvings() -> None:
+    held = run(unshelvings_forgotten(OFFLOADED_BESIDE))
     assert held.breach == "", held.detail
 
 
@@ -103,7 +150,7 @@ def test_machines_in_quarantine_are_read_again_after_a_set_back() -> None:
 
 def test_an_offload_without_a_search_is_found() -> None:
     with patch.object(engine, "is_searched_for", lambda _instance: False):
-        assert run(transfers_restored(OFFLOADED_BESIDE)).breach == "never_two_running"
+        assert run(unshelvings_forgotten(OFFLOADED_BESIDE)).breach == "never_two_running"
 
 
 # --- clients wait for an answer for a time only, while a server is away for longer: every request on record has its end
