@@ -29,6 +29,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
+from bus.port import BusError
 
 from . import metrics
 from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
@@ -94,7 +95,12 @@ class PlacementRequests:
         """Many of a kind at once; those of instances that leave for another cell by way of the schedulers."""
         by_schedulers = [(one, book) for one in questions if (book := self._for_schedulers(one)) is not None]
         if by_schedulers:
-            await self._bus.publish_all([(CellAsks(message=book), one.instance.cause) for one, book in by_schedulers])
+            asks = [(CellAsks(message=book), one.instance.cause) for one, book in by_schedulers]
+            try:
+                await self._bus.publish_all(asks)
+            except BusError as error:  # it is asked again
+                for one, _ in by_schedulers:
+                    self._unanswered(one.instance, "schedulers", error)
             sent = {one.instance.uuid for one, _ in by_schedulers}
             questions = [one for one in questions if one.instance.uuid not in sent]
         claims = [(question, question.message) for question in questions if isinstance(question.message, Claim)]
@@ -199,7 +205,7 @@ class PlacementRequests:
             log.warning("instance.revert_foreign", instance=instance.uuid, cause=instance.cause, reason=reply.reason)
         return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
 
-    def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
+    def _unanswered(self, instance: Instance, kind: str, fault: Fault | BusError) -> None:
         metrics.ANSWERS.labels(kind, fault.code).inc()
         log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.moves import CellAsks, CellBook, CellCheck
-from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.claims import BusClaims
-from scheduler_worker.domain.transfers import gives_back, handed_on, may_ask, refused, without_departure
+from scheduler_worker.domain.transfers import answered, gives_back, handed_on, may_ask, refused, without_departure
 from scheduler_worker.store.port import SchedulerStore
 
 
@@ -51,13 +48,15 @@ class CellAsksHandler:
         async with self._store.operation() as unit:
             known = await unit.known({one.asked_by.request_id: one.instance_uuid for one in books}, lock=True)
             asked = [one for one in books if may_ask(one, known[one.asked_by.request_id], self._cell)]
-            given_back = [one for one in asked if gives_back(one)]
-            await unit.put_instances([without_departure(one, known[one.asked_by.request_id].now) for one in given_back])
+            rests = {one.instance_uuid: known[one.asked_by.request_id].now for one in asked if gives_back(one)}
+            for one in asked:
+                if one.instance_uuid in rests and gives_back(one):
+                    rests[one.instance_uuid] = without_departure(one, rests[one.instance_uuid])
+            await unit.put_instances(list(rests.values()))
         answers = await self._claims.ask([one.question for one in asked])
-        answered = [refused(one) for one in books if one not in asked]
-        for one, answer in zip(asked, answers, strict=True):
-            if not isinstance(answer, Fault):
-                answered.append(replace(one, answer=answer))
+        found = [refused(one, known[one.asked_by.request_id]) for one in books if one not in asked]
+        found += [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
         async with self._store.operation() as unit:
-            for book in answered:
-                unit.emit(OutboxMessage(self._cell, book, book.asked_by.request_id))
+            for book in found:
+                if book is not None:
+                    unit.emit(OutboxMessage(self._cell, book, book.asked_by.request_id))

@@ -385,6 +385,11 @@ class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
     change: ChangeMachine | None = None
     answer: MachineChanged | None = None
 
+    def __post_init__(self) -> None:
+        about = self.change if self.answer is None else self.answer
+        if about is None or about.change is not ChangeKind.CHECK:
+            raise ValueError("another cell's hosts are checked, and nothing else is commanded there")
+
 
 class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):
     """Ask placement about an instance that is to leave for another cell, whose hosts its own cell may not claim; or,

@@ -103,10 +103,8 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
         return refuse_request(instance, event, context, "instance.rescued", "unrescue it first")
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:
         return refused
-    assert instance.spec is not None
-    if event.request.to_cell is not None and (instance.spec.networks or instance.spec.volumes):
-        reason = "its networks and volumes are its cell's own"
-        return refuse_request(instance, event, context, ACROSS_CELLS, reason)
+    if (refused := _refuse_to_leave(instance, event, context)) is not None:
+        return refused
     if kind in CLAIMS:
         return begin_claimed(instance, event, context)
     return begin_in_place(instance, event, context)
@@ -122,11 +120,22 @@ def begin_offloaded(instance: Instance, event: MoveRequested, context: StepConte
         return refuse_request(instance, event, context, "instance.offloaded", "unshelve it first")
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:
         return refused
+    if (refused := _refuse_to_leave(instance, event, context)) is not None:
+        return refused
     if not request.selections:
         return refuse_request(instance, event, context, "move.no_host")
     # `here` is the host that it had; no machine is there.
     begun = adopt(instance, event, source=None, selections=(instance.here, *request.selections))
     return claim(begun, event.at, context)
+
+
+def _refuse_to_leave(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
+    """What has things of its cell stays in it, with a host or without."""
+    assert instance.spec is not None
+    if event.request.to_cell is None or not (instance.spec.networks or instance.spec.volumes):
+        return None
+    reason = "its networks and volumes are its cell's own"
+    return refuse_request(instance, event, context, ACROSS_CELLS, reason)
 
 
 def _refuse_other_flavor(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:

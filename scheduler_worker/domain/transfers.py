@@ -20,6 +20,7 @@ from bus.contracts.build import BuildState, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import CellBook, CellCheck, CellMoveQuery, Departure, MoveEvent, MoveKind
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
+from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, apply_announcement
@@ -104,13 +105,24 @@ def without_departure(book: CellBook, instance: InstanceRecord) -> InstanceRecor
     return replace(instance, sequence=max(instance.sequence, book.sequence))
 
 
-def refused(book: CellBook) -> CellBook:
+def answered(book: CellBook, answer: ClaimResult | ReleaseResult | RevertResult | Fault) -> CellBook | None:
+    """With what placement has answered; None: it has not, and the cell asks again. A claim that it refuses for good is
+    none that another time would be granted.
+    """
+    if isinstance(answer, RequestRefused) and isinstance(book.question, Claim):
+        answer = ClaimResult(outcome=ClaimOutcome.INVALID, reason=f"{answer.code}: {answer.reason}")
+    return None if isinstance(answer, Fault) else replace(book, answer=answer)
+
+
+def refused(book: CellBook, known: MoveContext) -> CellBook | None:
     """The answer where placement is not asked for a cell: the move is not on record any more, or the instance, and
-    what it holds, is another cell's.
+    what it holds, is another cell's. None: no cell has it on record, so what it holds is not known to be another's.
     """
     if isinstance(book.question, Claim):
         result = ClaimResult(outcome=ClaimOutcome.INVALID, reason="the move is not on record")
         return replace(book, answer=result)
+    if known.build is None:
+        return None
     changed = ReleaseResult if isinstance(book.question, Release) else RevertResult
     return replace(book, answer=changed(outcome="consumer_changed"))
 

@@ -221,7 +221,14 @@ QUEUES: tuple[QueueRow, ...] = (
         declared_by=(CONDUCTOR,),
     ),
     # of its own: what is asked of placement waits for it
-    durable("scheduler.asks", SCHEDULER, CELL, events=("cell.asks",), declared_by=(CONDUCTOR,)),
+    durable(
+        "scheduler.asks",
+        SCHEDULER,
+        CELL,
+        events=("cell.asks",),
+        max_length=MAX_WAITING_MESSAGES,
+        declared_by=(CONDUCTOR,),
+    ),
     private(
         "scheduler.hosts.{process}",
         SCHEDULER,

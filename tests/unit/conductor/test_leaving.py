@@ -253,6 +253,10 @@ def test_what_has_things_of_its_cell_does_not_leave() -> None:
         made.apply(leaves())
         assert made.terminals == [(MoveKind.MIGRATE, MoveState.REFUSED, "move.across_cells")]
         assert made.instance.state is State.ACTIVE
+        made = Scenario(replace(before, state=State.OFFLOADED, power=Power.SHELVED, spec=replace(before.spec, **more)))
+        made.apply(leaves(MoveKind.UNSHELVE))
+        assert made.terminals == [(MoveKind.UNSHELVE, MoveState.REFUSED, "move.across_cells")]
+        assert made.instance.state is State.OFFLOADED
 
 
 @pytest.mark.parametrize("power", [Power.SHELVED, Power.RESCUED])

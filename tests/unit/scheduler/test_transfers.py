@@ -23,12 +23,13 @@ from bus.contracts.moves import (
     MoveRequest,
     MoveState,
 )
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, Migration, Release, Revert
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, Revert
+from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import AnnouncedMoves, handed_on, may_ask, refused
+from scheduler_worker.domain.transfers import AnnouncedMoves, answered, handed_on, may_ask, refused
 
 REQUEST = "d0000000-0000-4000-8000-000000000001"
 UUID = "a0000000-0000-4000-8000-000000000001"
@@ -235,8 +236,34 @@ def test_a_cell_that_does_not_have_the_instance_any_more_waits_for_no_answer() -
         (revert, "consumer_changed"),
     ]
     for question, outcome in outcomes:
-        answer = refused(CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)).answer
-        assert answer is not None and answer.outcome == outcome
+        asked = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
+        book = refused(asked, on_record(cell="c2"))
+        assert book is not None and book.answer is not None and book.answer.outcome == outcome
+
+
+def test_what_an_instance_without_a_record_holds_is_not_known_to_be_another_cells() -> None:
+    """The schedulers' database was set back to before its build: the cell took the refusal for a release."""
+    release = CellBook(asked_by=ASKED, instance_uuid=UUID, question=Release(consumer=UUID, attempt=4))
+    assert refused(release, replace(on_record(), build=None)) is None
+    claim = refused(replace(release, question=CLAIM), replace(on_record(), build=None))
+    assert claim is not None and isinstance(claim.answer, ClaimResult), "it is begun by nobody"
+
+
+def test_a_claim_that_placement_refuses_for_good_is_not_asked_again() -> None:
+    """It was asked each 15 s for ever, and neither an abort nor a delete could end that."""
+    claim = CellBook(asked_by=ASKED, instance_uuid=UUID, question=CLAIM)
+    got = answered(claim, RequestRefused("too long", code="message.invalid"))
+    assert got is not None and isinstance(got.answer, ClaimResult) and got.answer.outcome is ClaimOutcome.INVALID
+    assert answered(claim, RequestTimeout("no answer")) is None
+    release = replace(claim, question=Release(consumer=UUID, attempt=4))
+    assert answered(release, RequestRefused("too long", code="message.invalid")) is None
+
+
+@pytest.mark.parametrize("kind", [one for one in ChangeKind if one is not ChangeKind.CHECK])
+def test_a_cell_commands_nothing_but_checks_in_another_one(kind: ChangeKind) -> None:
+    for what in ({"change": replace(CHANGE, change=kind)}, {"answer": replace(ANSWER, change=kind)}, {}):
+        with pytest.raises(ValueError, match="checked"):
+            CellCheck(cell="c2", asked_by=ASKED, **what)  # type: ignore[arg-type]
 
 
 def test_only_these_leave_a_cell_and_a_drain_stays_within_it() -> None:
