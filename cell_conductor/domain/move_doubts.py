@@ -109,7 +109,7 @@ def note_there(instance: Instance, event: Spawned | HostRuns, context: StepConte
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here_seen = move.here_seen or not of_source
-    source_seen = move.source_seen or of_source or move.source is None
+    source_seen = move.source_seen or of_source
     updated = replace(instance, move=replace(move, here_seen=here_seen, source_seen=source_seen))
     return _decide(updated, event.at, context)
 

@@ -188,6 +188,11 @@ def test_a_record_that_was_set_back_adopts_what_its_fail_over_would_build_again(
     assert adopting.instance.phase == (State.CLAIMING, State.ACTIVE)
     up = run_after(taken(attempt=3), start=adopting.instance).instance
     assert (up.state, up.host_uuid, up.attempt) == (State.ACTIVE, host(3), 2)
+    for before, after in ((0, 1), (2, 2)):
+        again = run_after(
+            e.MachineFound(at=9e3, machines=(machine(attempt=2),)), start=replace(over, reused_from=before)
+        )
+        assert again.instance.reused_from == after, "what it gave out before may have been given out again"
     own = run_after(e.MachineFound(at=9e3, machines=(machine(n=1, attempt=1),)), start=over)
     assert own.instance is over, "that is what has just failed"
 

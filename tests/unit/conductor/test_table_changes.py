@@ -233,6 +233,21 @@ def test_an_offloaded_instance_holds_nothing_and_is_unshelved_from_its_image() -
     )
 
 
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_what_is_deleted_before_its_unshelving_has_commanded_a_host_has_no_machine_to_destroy(
+    *, is_claimed: bool
+) -> None:
+    made = offloaded()
+    made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER))
+    if is_claimed:
+        made.apply(claimed(made.instance.next_attempt))
+        assert made.instance.state is State.PREPARING
+    made.apply(e.DeleteRequested(at=150.0))
+    if not is_claimed:  # the claim may be granted yet
+        made.apply(claimed(made.instance.next_attempt))
+    assert made.instance.phase == (State.RELEASING, State.DELETED)
+
+
 def test_an_unshelving_on_hosts_chosen_for_another_flavor_is_refused() -> None:
     made = offloaded()
     made.instance = replace(made.instance, spec=replace(SPEC, flavor="m1.small"))
