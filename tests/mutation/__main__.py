@@ -75,6 +75,8 @@ def drawn(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any
     """The mutants that the seed draws, by mutmut's own interpreter."""
     there = [path.relative_to(ROOT) for name in packages for path in (ROOT / name / "domain").rglob("*.py")]
     paths = sorted(str(path) for path in there if str(path) not in options.without)
+    if options.file:
+        paths = [path for path in paths if path in options.file]
     words = ["tests/mutation/drawn.py", "--seed", str(options.seed), "--mutants", str(options.mutants), *paths]
     done = subprocess.run([options.drawing_python, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -162,6 +164,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=lambda text: int(text, 0), default=1)
     parser.add_argument("--mutants", type=int, default=20)
     parser.add_argument("--package", choices=sorted(TESTS_OF), action="append")
+    parser.add_argument("--file", action="append")
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--again", type=Path)
     parser.add_argument("--tests", action="append")
