@@ -35,7 +35,6 @@ from scheduler_worker.domain.admission import members_of, new_build, pending_aga
 from scheduler_worker.domain.builds import Author, Gang, RecordedBuild
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, prepare
-from scheduler_worker.domain.deletes import plan_deletes
 from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
 from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
@@ -60,8 +59,6 @@ from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import ANOTHERS, FENCED
 from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
-from tests.unit.scheduler.test_deletes import AUTHOR, LETTER, recorded
-from tests.unit.scheduler.test_deletes import UUID as UUID_OF_DELETES
 from tests.unit.scheduler.test_drains import ROW, known, passed
 from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states, taken
 from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
@@ -584,15 +581,6 @@ def test_an_event_that_comes_late_is_announced_to_nobody() -> None:
     late = replace(LEFT, departure=None, state=MoveState.CHANGING, sequence=1)
     batch = applied(on_record(), late)
     assert ([one.message for one in batch.messages], [*batch.changed]) == ([], [])
-
-
-@pytest.mark.parametrize(("is_late", "has_requester", "ends"), [(True, True, 0), (True, False, 1), (False, True, 1)])
-def test_a_delete_that_its_requester_has_left_has_no_end(is_late: bool, has_requester: bool, ends: int) -> None:
-    delivery = replace(LETTER.delivery, is_late=lambda: is_late, has_requester=has_requester)
-    planned = plan_deletes(
-        [replace(LETTER, delivery=delivery)], {UUID_OF_DELETES: recorded(BuildState.ACTIVE, "c1")}, AUTHOR
-    )
-    assert len(planned.messages) == ends
 
 
 def test_a_service_that_is_not_heard_any_more_loses_its_host_to_another_of_its_cell() -> None:
