@@ -155,8 +155,8 @@ def _change(host_uuid: str, before: FenceRecord | None, after: FenceRecord | Non
     return ChangedObject(
         kind=ObjectKind.FENCE,
         name=host_uuid,
-        before=None if before is None else msgspec.to_builtins(before),
-        after=None if after is None else msgspec.to_builtins(after),
+        before=msgspec.to_builtins(before),
+        after=msgspec.to_builtins(after),
     )
 
 

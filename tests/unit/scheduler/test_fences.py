@@ -104,7 +104,8 @@ def test_what_a_decision_about_a_host_makes_of_its_fence(
     decision = None if decided is None else body(decided)
     one = ChangedObject(kind=of.get("kind", ObjectKind.HOST), name=HOST, after=decision)
     kept = {"force": True} if "force" in of else {}
-    found = followed([one], present, of.get("revision", 9), {HOST: of.get("cell")}.get, **kept)
+    others = [replace(one, kind=ObjectKind.CELL), ChangedObject(kind=ObjectKind.HOST, name=VM, after=body(ENABLED))]
+    found = followed([*others, one], present, of.get("revision", 9), {HOST: of.get("cell")}.get, **kept)
     assert found == (() if after is None else (changed(known, after),))
 
 
