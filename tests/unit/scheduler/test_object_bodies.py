@@ -70,7 +70,7 @@ def rack(name: str = "rack", uuid: str = U1, **more: Any) -> Body:
         (K.FLAVOR, "f", {}, None),
         (K.FLAVOR, "a\nb", {}, "control characters"),
         (K.FLAVOR, "f", DEEP, "nested too deeply"),
-        (K.FLAVOR, "f", {"vcpus": "x"}, "flavor 'f'"),
+        (K.FLAVOR, "f", {"vcpus": "x"}, "vcpus"),
         (K.QUOTA, "p", {"limits": {"VCPU": 1, "DISK_GB": -1}}, "(limits.DISK_GB)"),
         (K.QUOTA, "p", {"limits": {"VCPU": 1}, "other": {"a": 1}}, "other"),
         (K.SCHEDULING, "default", {}, None),
