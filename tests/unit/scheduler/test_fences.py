@@ -210,7 +210,7 @@ def in_condition(condition: Condition, flavor: str = "") -> MoveContext:
         (replace(KNOWN, build_request=replace(REQUEST, on_host_failure=WAIT)), False),
         (replace(KNOWN, build_request=replace(REQUEST, flavor="fail")), False),
         (replace(in_condition(Condition.ACTIVE, "restart"), build_request=replace(REQUEST, flavor="fail")), True),
-        (MoveContext(), False),
+        (MoveContext(build_request=REQUEST), False),
         (replace(KNOWN, build_request=None), False),
         (replace(KNOWN, build=replace(BUILD, state=BuildState.DELETING)), False),
         *(
