@@ -27,6 +27,7 @@ from bus.contracts.objects import (
     StoredObject,
 )
 from bus.contracts.operations import AdminState, HostAdminState
+from bus.retrying import doubled_s
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.recorded_moves import MoveContext, flavor_of
@@ -218,7 +219,7 @@ def evacuation(request_id: str, build: RecordedBuild) -> MoveRequest:
 
 def pause_s(tried: int) -> float:
     """How long the next try waits after this many failures."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tried, 32))
+    return doubled_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, tried)
 
 
 SPEC = "berth:on_host_failure"  # the extra spec of a flavor

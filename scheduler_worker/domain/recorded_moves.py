@@ -197,9 +197,9 @@ def apply_announcement(
     host_uuid = event.host_uuid
     event = replace(event, departure=None, host_uuid=None)
     number = event.sequence
-    if ends and number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
+    if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)
-    if not move.terminal or event.terminal:
+    if not move.terminal:
         # An event after the terminal one (confirmed by itself, source gone) does not reopen the request.
         after = replace(
             move,

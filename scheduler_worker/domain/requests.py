@@ -37,13 +37,14 @@ TOO_OLD = Refusal(
 )
 FLAVOR_UNKNOWN = "flavor.unknown"
 MOVES = "instance.move."  # how the routing keys of moves begin
+DIGEST_BYTES = 16
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 def digest_of(request: BuildRequest | MoveRequest) -> bytes:
     """Of its whole content, which distinguishes a repeated request from a clash."""
-    return blake2b(_encode(request), digest_size=16).digest()
+    return blake2b(_encode(request), digest_size=DIGEST_BYTES).digest()
 
 
 # --- what a request names

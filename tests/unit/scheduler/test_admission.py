@@ -11,7 +11,6 @@ from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from scheduler_worker.domain.admission import (
     Answered,
     PendingBuild,
@@ -24,9 +23,6 @@ from scheduler_worker.domain.admission import (
     pending_build,
 )
 from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
-from scheduler_worker.domain.gangs import withdrawn_by_gang
-from scheduler_worker.domain.moves import check_move, chooses_hosts, pending_move, under_way
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.requests import RequestDelivery
 from tests.unit.scheduler.hosts import Hosts
 
@@ -100,131 +96,9 @@ def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> Non
     assert isinstance(accepted.outcome.reply, BuildAccepted), "one of them is decided about, not both"
 
 
-def test_members_that_a_delete_takes_out_are_counted_for_their_gang() -> None:
-    gang, alone = members_of(taken(replace(REQUEST, count=2)), start=0), taken()
-    both = [Start(), Start()]
-    assert withdrawn_by_gang(gang, both, [gang[1].instance_uuid]) == {UUID: 1}
-    assert withdrawn_by_gang(gang, [Start(), Answered(outcome=Done(), withdrawn=True)], []) == {UUID: 1}
-    assert withdrawn_by_gang(gang, both, []) == {} == withdrawn_by_gang([alone], [Start()], [UUID])
-
-
 def test_a_request_names_a_server_group_that_there_is() -> None:
     stated = ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY)
     refusals = [
         taken(replace(REQUEST, **more)).refusal for more in ({"group": "g"}, {"group": "g", "server_group": stated})
     ]
     assert [one is not None and one.code for one in refusals] == ["group.unknown", "group.invalid"]
-
-
-# --- moves
-
-ACTIVE = RecordedBuild(
-    instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c", host="h"
-)
-
-
-def checked(
-    kind: MoveKind = MoveKind.STOP,
-    *,
-    move: dict[str, Any] | None = None,
-    condition: Condition = Condition.ACTIVE,
-    of: str = "p",
-    **more: Any,
-) -> Answered | Refusal | None:
-    """of: the project that has the instance."""
-    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, **more)
-    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), RequestDelivery(), 0, now=1000.0)
-    recorded = None
-    if move is not None:
-        known = {"digest": pending.digest, "project_id": "p", "state": "scheduled", "sequence": 2, **move}
-        recorded = RecordedMove(request_id=MOVE, instance_uuid=UUID, kind=kind, **known)
-    now = InstanceRecord(instance_uuid=UUID, condition=condition)
-    context = MoveContext(move=recorded, build=replace(ACTIVE, project_id=of), instance=now, build_request=REQUEST)
-    return check_move(pending, context, SELECTOR, same_host=True)
-
-
-def test_a_move_is_the_same_by_its_content_and_its_project() -> None:
-    def replied(**move: Any) -> str:
-        answer = checked(move=move)
-        assert isinstance(answer, Answered) and isinstance(answer.outcome, Done)
-        return answer.label
-
-    assert replied() != "duplicate"
-    assert replied(digest=b"other") == replied(project_id="other") == "duplicate"
-
-
-@pytest.mark.parametrize(
-    ("flavor", "code"),
-    [("m1.small", "flavor.same"), ("m1.large", None), ("no.such", "flavor.unknown"), (None, "request.incomplete")],
-)
-def test_a_resize_names_another_flavor_that_there_is(flavor: str | None, code: str | None) -> None:
-    answer = checked(MoveKind.RESIZE, flavor=flavor)
-    assert (answer.code if isinstance(answer, Refusal) else answer) == code
-
-
-@pytest.mark.parametrize(
-    ("kind", "condition", "chosen"),
-    [
-        (MoveKind.UNSHELVE, Condition.SHELVED, False),
-        (MoveKind.UNSHELVE, Condition.OFFLOADED, True),
-        (MoveKind.MIGRATE, Condition.ACTIVE, True),
-        (MoveKind.STOP, Condition.ACTIVE, False),
-    ],
-)
-def test_hosts_are_chosen_for_what_does_not_start_where_it_is(
-    kind: MoveKind, condition: Condition, chosen: bool
-) -> None:
-    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind)
-    instance = InstanceRecord(instance_uuid=UUID, condition=condition)
-    assert chooses_hosts(request, MoveContext(build=ACTIVE, instance=instance, build_request=REQUEST)) is chosen
-
-
-@pytest.mark.parametrize(("of", "code"), [("p", None), ("q", "instance.unknown")])
-def test_an_instance_of_another_project_is_unknown(of: str, code: str | None) -> None:
-    answer = checked(of=of)
-    assert (answer.code if isinstance(answer, Refusal) else answer) == code
-
-
-@pytest.mark.parametrize(
-    ("kind", "force", "before", "after"),
-    [
-        (MoveKind.STOP, False, None, MOVE),
-        (MoveKind.ABORT, False, None, None),
-        (MoveKind.ABORT, False, "another", "another"),
-        (MoveKind.REVERT, True, None, MOVE),
-    ],
-)
-def test_a_request_that_ends_another_leaves_that_one_under_way(
-    kind: MoveKind, force: bool, before: str | None, after: str | None
-) -> None:
-    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, force=force)
-    instance = InstanceRecord(instance_uuid=UUID, under_way=before)
-    known = MoveContext(build=ACTIVE, instance=instance, build_request=REQUEST)
-    assert under_way(request, known).under_way == after
-
-
-@pytest.mark.parametrize(
-    ("kind", "host", "condition", "code"),
-    [
-        (MoveKind.UNSHELVE, "h", Condition.SHELVED, "instance.not_offloaded"),
-        (MoveKind.UNSHELVE, None, Condition.SHELVED, None),
-        (MoveKind.UNSHELVE, "h", Condition.OFFLOADED, None),
-        (MoveKind.MIGRATE, "h", Condition.SHELVED, None),
-    ],
-)
-def test_a_shelved_instance_starts_where_it_is(
-    kind: MoveKind, host: str | None, condition: Condition, code: str | None
-) -> None:
-    answer = checked(kind, host=host, condition=condition)
-    assert (answer.code if isinstance(answer, Refusal) else answer) == code
-
-
-def test_an_instance_that_has_ended_is_refused_by_its_condition() -> None:
-    answer = checked(condition=Condition.DELETED)
-    assert isinstance(answer, Refusal) and answer.code == "instance.not_active" and answer.reason.endswith("deleted")
-
-
-@pytest.mark.parametrize(("password", "code"), [("", "request.incomplete"), ("secret", None)])
-def test_a_rescue_names_a_password(password: str, code: str | None) -> None:
-    answer = checked(MoveKind.RESCUE, rescue_password=password)
-    assert (answer.code if isinstance(answer, Refusal) else answer) == code

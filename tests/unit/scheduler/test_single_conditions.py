@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import TreeHolder
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
+from bus.contracts.build import BuildState, FunnelStep
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
 from bus.contracts.objects import (
     CellBus,
     ChangedObject,
@@ -32,17 +32,15 @@ from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import members_of, new_build, pending_again
-from scheduler_worker.domain.builds import Author, Gang, RecordedBuild, apply_announcement, is_early
+from scheduler_worker.domain.builds import Author, Gang, RecordedBuild
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, prepare
-from scheduler_worker.domain.deletes import plan_deletes
 from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
 from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
 from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorInvalid, parse
-from scheduler_worker.domain.gangs import with_gang_results, without_withdrawn
+from scheduler_worker.domain.gangs import with_gang_results
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.moves import rebuilt_from
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left, removed_cells, zones_of_each
 from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
 from scheduler_worker.domain.objects import ChangePlan, body_of, plan
@@ -55,15 +53,12 @@ from scheduler_worker.domain.placement import (
     is_lost,
 )
 from scheduler_worker.domain.ranking import Spread
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.requests import RETRIES, timeline_of
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import ANOTHERS, FENCED
-from scheduler_worker.domain.unanswered import open_build, open_move, open_now
 from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
-from tests.unit.scheduler.test_deletes import AUTHOR, LETTER, recorded
-from tests.unit.scheduler.test_deletes import UUID as UUID_OF_DELETES
 from tests.unit.scheduler.test_drains import ROW, known, passed
 from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states, taken
 from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
@@ -332,32 +327,6 @@ BUILD = RecordedBuild(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "sequence", "early"),
-    [
-        ({}, 10, True),
-        ({}, 9, False),
-        ({"state": BuildState.DELETED}, 10, False),
-        ({"cell": "c2"}, 10, False),
-        ({"terminal": True}, 10, False),
-    ],
-)
-def test_a_failure_that_ends_nothing_is_early_where_the_end_is_not_on_record(
-    changes: dict[str, Any], sequence: int, early: bool
-) -> None:
-    event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.FAILED, sequence=sequence, terminal=False)
-    assert is_early(replace(BUILD, **changes), event, "c1") is early
-    assert not is_early(replace(BUILD, **changes), replace(event, state=BuildState.BUILDING), "c1")
-
-
-@pytest.mark.parametrize(("attempt", "known"), [(0, 2), (3, 3)])
-def test_an_announcement_without_an_attempt_leaves_the_one_on_record(attempt: int, known: int) -> None:
-    event = BuildEvent(
-        instance_uuid=UUID, project_id="p", state=BuildState.BUILDING, sequence=10, terminal=False, attempt=attempt
-    )
-    assert apply_announcement(BUILD, event, "c1")[0].attempt == known
-
-
 MOVE = RecordedMove(
     request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, digest=b"", cell="c2",
     state=MoveState.SCHEDULED, sequence=2,
@@ -366,43 +335,6 @@ MOVE = RecordedMove(
 SEEN = MoveEvent(
     request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, state=MoveState.UNDOING, sequence=5
 )
-
-
-def test_a_move_that_is_awaited_is_judged_by_its_own_record() -> None:
-    awaited = open_move(MOVE)
-    assert awaited is not None
-    context = MoveContext(move=MOVE, build=BUILD, instance=InstanceRecord(instance_uuid=UUID))
-    assert open_now(awaited, context) == awaited
-    assert open_now(awaited, replace(context, move=None)) is None
-    assert open_now(awaited, replace(context, move=replace(MOVE, terminal=True))) is None
-
-
-@pytest.mark.parametrize(
-    ("state", "under_way", "watched"),
-    [
-        (BuildState.DELETING, None, True),
-        (BuildState.DELETING, REQUEST, False),
-        (BuildState.SCHEDULED, REQUEST, True),
-    ],
-)
-def test_a_delete_waits_for_the_move_that_is_under_way(state: BuildState, under_way: str | None, watched: bool) -> None:
-    build = replace(BUILD, state=state)
-    awaited = open_build(build)
-    assert awaited is not None
-    context = MoveContext(build=build, instance=InstanceRecord(instance_uuid=UUID, under_way=under_way))
-    assert open_now(awaited, context) == (awaited if watched else None)
-    assert open_now(awaited, replace(context, instance=None)) == awaited
-
-
-def test_a_rebuild_has_the_properties_of_its_image() -> None:
-    build_request = BuildRequest(
-        instance_uuid=UUID, project_id="p", flavor="f", image="old", image_properties={"hw_arch": "x"}
-    )
-    context = MoveContext(build=BUILD, build_request=build_request, instance=InstanceRecord(instance_uuid=UUID))
-    request = MoveRequest(request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REBUILD, image="old")
-    assert rebuilt_from(request, context) == {"hw_arch": "x"}
-    assert rebuilt_from(replace(request, image="new"), context) == {}
-    assert rebuilt_from(replace(request, image="new", image_properties={"a": "b"}), context) == {"a": "b"}
 
 
 # --- claims and hosts
@@ -586,16 +518,6 @@ def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attem
     assert isinstance(concluded, DecidedBuild) and concluded.decision.build.attempt == attempt
 
 
-@pytest.mark.parametrize(("withdrawn", "left"), [({}, (3, 3)), ({"another": 1}, (3, 3)), ("own", (2, 2))])
-def test_a_gang_needs_no_member_that_was_withdrawn(withdrawn: Any, left: tuple[int, int]) -> None:
-    member = members_of(taken(replace(BUILD_REQUEST, count=3)), start=0)[0]
-    assert member.gang is not None
-    after = without_withdrawn(member, {member.gang.uuid: 1} if withdrawn == "own" else withdrawn).gang
-    assert after is not None and (after.size, after.min_count) == left
-    alone = members_of(taken(BUILD_REQUEST), start=0)[0]
-    assert without_withdrawn(alone, {alone.instance_uuid: 1}) == alone
-
-
 def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
     new = new_build(taken(BUILD_REQUEST), Author("s", 1.0))
     assert [
@@ -659,15 +581,6 @@ def test_an_event_that_comes_late_is_announced_to_nobody() -> None:
     late = replace(LEFT, departure=None, state=MoveState.CHANGING, sequence=1)
     batch = applied(on_record(), late)
     assert ([one.message for one in batch.messages], [*batch.changed]) == ([], [])
-
-
-@pytest.mark.parametrize(("is_late", "has_requester", "ends"), [(True, True, 0), (True, False, 1), (False, True, 1)])
-def test_a_delete_that_its_requester_has_left_has_no_end(is_late: bool, has_requester: bool, ends: int) -> None:
-    delivery = replace(LETTER.delivery, is_late=lambda: is_late, has_requester=has_requester)
-    planned = plan_deletes(
-        [replace(LETTER, delivery=delivery)], {UUID_OF_DELETES: recorded(BuildState.ACTIVE, "c1")}, AUTHOR
-    )
-    assert len(planned.messages) == ends
 
 
 def test_a_service_that_is_not_heard_any_more_loses_its_host_to_another_of_its_cell() -> None:
