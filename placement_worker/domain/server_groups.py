@@ -12,7 +12,6 @@ from bus.contracts.placement import INSTANCES, MAX_LOCATED_HOSTS, Claim, ClaimOp
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Holding, Provider
 
-
 # The policies that placement enforces with each claim. The soft policies are left to the scheduler's weighers.
 HARD = frozenset({GroupPolicy.AFFINITY, GroupPolicy.ANTI_AFFINITY})
 
