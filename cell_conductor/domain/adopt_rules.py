@@ -35,7 +35,7 @@ MAX_SELECTIONS = 10  # of one record, as of one request
 
 
 def is_searched(instance: Instance) -> bool:
-    """Whether the cell's services are to be queried about it before another host is claimed for it, or it has failed."""
+    """Whether the cell's services are to be queried before another host is claimed for it, or it ends as failed."""
     desire = desire_of(instance)
     fails_over = desire.asks is Ask.CLAIM and desire.work is Work.BUILD
     fails = desire.asks is Ask.RELEASE and desire.condition is Condition.FAILED and not instance.machine_exists

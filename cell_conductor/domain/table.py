@@ -217,7 +217,8 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         ),
         HostRuns: CONFIRM_RUNNING,
         MachineFound: ByThen(
-            {State.OFFLOADED: Rule(move_doubts.follow_found, (State.DESTROYING,)), State.FAILED: ADOPT_FORGOTTEN}, IGNORE
+            {State.OFFLOADED: Rule(move_doubts.follow_found, (State.DESTROYING,)), State.FAILED: ADOPT_FORGOTTEN},
+            IGNORE,
         ),
     },
     State.DESTROYING: {

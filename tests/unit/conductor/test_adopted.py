@@ -304,7 +304,7 @@ def lost(at: float) -> Instance:
 
 
 def test_one_that_was_moved_since_the_backup_is_found_before_it_is_given_up_as_lost() -> None:
-    """Its old host has it no more: it was announced as failed, and its claim released, while it ran (seed 7, steered)."""
+    """Its old host has it no more: it was announced as failed and its claim released while it ran (seed 7, steered)."""
     waiting = lost(SET_BACK_AT - 100.0)
     assert waiting.phase == (State.RELEASING, State.FAILED) and is_searched(waiting)
     assert not is_over(waiting, 2, host(3)) and waiting.reused_from == 2
