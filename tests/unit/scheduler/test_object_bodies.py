@@ -342,7 +342,12 @@ def test_rules_between_objects_hold_for_what_is_new(one: ChangedObject, others: 
     after = {(K.AGGREGATE, name): rack(name) for name in others} | {(K.FLAVOR, "u"): {"uuid": U1}}
     if one.after is not None:
         after[one.kind, one.name] = one.after
-    why = broken_rule(iter([one]), after)
+    kept = [
+        changed(K.QUOTA, "p", {}, {}),
+        changed(K.AGGREGATE, "no", rack(), None),
+        changed(K.AGGREGATE, "b", *[rack()] * 2),
+    ]
+    why = broken_rule(iter([*kept, one]), after)
     assert (why is not None) is broken and len(why or "") < 400
 
 

@@ -133,22 +133,27 @@ def test_a_host_is_fenced_in_a_cell_that_there_is(
         RecordedObjects(4, {}), ChangePlan((fenced,)), lambda _: shown, named=named, settings=settings, force=False
     )
     if isinstance(made, Refusal):
-        assert (made.code, cell) == ("host.cell_unknown", None)
+        assert (made.code, cell, HOST in made.reason) == ("host.cell_unknown", None, named is None)
     else:
         (one,) = made
         assert one.after is not None and (one.after["cell"], one.after["version"]) == (cell, 5)
 
 
-@pytest.mark.parametrize(("force", "forced"), [(False, False), (True, True)])
-def test_a_fence_is_lifted_by_force_where_its_operator_says_so(force: bool, forced: bool) -> None:
+@pytest.mark.parametrize(
+    ("force", "shown", "after"),
+    [(False, None, ("c1", False)), (True, None, ("c1", True)), (False, "c2", ("c2", False))],
+)
+def test_a_fence_is_lifted_where_its_host_is_and_by_force_where_its_operator_says_so(
+    force: bool, shown: str | None, after: tuple[str, bool]
+) -> None:
     fence = StoredObject(kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "cell": "c1", "version": 2}, version=2)
     lifted = ChangedObject(kind=ObjectKind.HOST, name=HOST, before={"host": "h", "state": "fenced"})
     made = fence_changes(
-        RecordedObjects(4, {(ObjectKind.FENCE, HOST): fence}), ChangePlan((lifted,)), lambda _: None, named=None,
+        RecordedObjects(4, {(ObjectKind.FENCE, HOST): fence}), ChangePlan((lifted,)), lambda _: shown, named=None,
         settings=["c1"], force=force,
     )  # fmt: skip
     assert not isinstance(made, Refusal)
-    assert made[0].after is not None and made[0].after.get("forced", False) is forced
+    assert made[0].after is not None and (made[0].after["cell"], made[0].after.get("forced", False)) == after
 
 
 # --- availability zones
@@ -169,7 +174,7 @@ def test_the_zones_of_hosts_by_their_aggregates() -> None:
     found = {h0: {"east": "east"}, h1: {"east": "east", "west": "west"}, h2: {"east": "east too"}}
     assert zones_in(view) == found
     each = {"h0": ["east"], "h1": ["east", "west"], "h2": ["east"], "h3": ["nova"]}
-    assert zones_of_each(view, ["h0", "h1", "h2", "h3"], "nova") == each
+    assert zones_of_each(view, "nova") == each
     named = [replace(one, hosts=("h1", "h2")) for one in (RACK, EAST, EAST_TOO)]
     assert zones_named([*named, replace(WEST, hosts=("h2",)), OTHER]) == {
         "h1": {"east": "east"}, "h2": {"east": "east", "west": "west"},
