@@ -484,7 +484,7 @@ def unknown_class(changed: Iterable[ChangedObject]) -> str | None:
     for one in changed:
         for name in sorted(_classes_of(one.kind, one.after) - _classes_of(one.kind, one.before)):
             if name not in STANDARD_CLASSES and not name.startswith(CUSTOM):
-                near = difflib.get_close_matches(NOVA_NAMES.get(name, name), STANDARD_CLASSES, n=1)
+                near = difflib.get_close_matches(NOVA_NAMES.get(name, name), STANDARD_CLASSES)
                 hint = f"did you mean {near[0]}?" if near else f"classes of one's own begin with {CUSTOM}"
                 return f"{one.kind.value} {one.name!r}: there is no resource class {name}; {hint}"
     return None

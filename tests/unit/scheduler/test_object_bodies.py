@@ -272,7 +272,7 @@ def test_objects_after_a_change_have_its_revision_and_its_author() -> None:
     changes = [changed(K.FLAVOR, "z", {}, None), changed(K.FLAVOR, "new", None, {}), changed(K.FLAVOR, "no", {}, None)]
     after = applied(known, changes, ChangeAuthor("bob", "", 9.0))
     new = StoredObject(kind=K.FLAVOR, name="new", body={}, version=9, changed_at=9.0, changed_by="bob")
-    assert after == RecordedObjects(9, present(SMALL, new))
+    assert after == RecordedObjects(9, present(SMALL, new)) and not ChangeAuthor("bob", "", 9.0).forced
     assert configuration_bodies(known.objects, changes) == {(K.FLAVOR, "small"): {"vcpus": 1}, (K.FLAVOR, "new"): {}}
     others = [stored(kind, "x", {}) for kind in K]
     kept = {K.FLAVOR, K.AGGREGATE, K.QUOTA, K.SCHEDULING, K.GROUP}
