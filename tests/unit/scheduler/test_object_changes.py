@@ -115,23 +115,35 @@ def test_a_cell_is_decided_about_that_there_is(name: str, after: Any, refused: b
     assert long is not None and len(long.reason) == MAX_REASON
 
 
+GONE = decided("c2", REMOVED | ADDED)
+LIFTED = StoredObject(
+    kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "cell": "c2", "version": 1, "lifting": True}, version=1
+)
+
+
 @pytest.mark.parametrize(
-    ("settings", "shown", "named", "cell"),
+    ("settings", "shown", "named", "on_record", "cell"),
     [
-        (["c1", "c2"], "c3", None, "c3"),
-        (["c1", "c2"], None, "c2", "c2"),
-        (["c1", "c2"], None, "c3", None),
-        (["c1", "c2"], None, None, None),
-        (["c1"], None, None, "c1"),
+        (["c1", "c2"], "c3", None, (), "c3"),
+        (["c1", "c2"], "c2", "c1", (), "c2"),
+        (["c1", "c2"], None, "c2", (), "c2"),
+        (["c1", "c2"], None, "c3", (), None),
+        (["c1", "c2"], None, None, (), None),
+        (["c1"], None, None, (), "c1"),
+        (["c1"], None, "c2", (), None),
+        (["c1"], None, None, (GONE,), None),
+        (["c1"], None, "c1", (GONE,), "c1"),
+        (["c1", "c2"], None, None, (LIFTED,), "c2"),
+        (["c1", "c2"], "c1", None, (LIFTED,), "c1"),
     ],
 )
-def test_a_host_is_fenced_in_a_cell_that_there_is(
-    settings: list[str], shown: str | None, named: str | None, cell: str | None
+def test_a_host_is_fenced_in_the_cell_that_something_shows_or_its_operator_names(
+    settings: list[str], shown: str | None, named: str | None, on_record: tuple[StoredObject, ...], cell: str | None
 ) -> None:
+    """It may have been in one that was removed."""
     fenced = ChangedObject(kind=ObjectKind.HOST, name=HOST, after={"host": "h", "state": "fenced"})
-    made = fence_changes(
-        RecordedObjects(4, {}), ChangePlan((fenced,)), lambda _: shown, named=named, settings=settings, force=False
-    )
+    present = RecordedObjects(4, {(one.kind, one.name): one for one in on_record})
+    made = fence_changes(present, ChangePlan((fenced,)), lambda _: shown, named=named, settings=settings, force=False)
     if isinstance(made, Refusal):
         assert (made.code, cell, HOST in made.reason) == ("host.cell_unknown", None, named is None)
     else:
