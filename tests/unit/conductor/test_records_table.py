@@ -1,7 +1,4 @@
-"""What each step of a build and of a move changes of its record, and that it changes nothing else.
-
-The records before are unlike any other's: what they have is neither the default nor what the step leaves.
-"""
+"""What each step of a build and of a move changes of its record, and that it changes nothing else."""
 
 from __future__ import annotations
 
@@ -13,85 +10,36 @@ from msgspec.structs import replace
 from bus.contracts.build import AttemptRecord
 from bus.contracts.moves import MoveKind, MoveState
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import EndedMove, Instance, Move, Power, State
+from cell_conductor.domain.instance import EndedMove, Instance, Power, State
 from cell_conductor.domain.table import step
 from tests.unit.conductor import move_scenario as moves
-from tests.unit.conductor.move_scenario import MOVE, OTHER, ended, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, request
+from tests.unit.conductor.records import (
+    GONE,
+    LEAVES,
+    ON_1,
+    ON_2,
+    ON_3,
+    answer,
+    at_source,
+    changing,
+    in_place,
+    moving,
+    record,
+    restarting,
+)
 from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
     RELEASED,
-    SPEC,
     TIMED_OUT,
-    UUID,
     claimed,
     failed,
-    host,
     refused,
-    selection,
     spawned,
 )
 
-ON_1, ON_2, ON_3 = (selection(n) for n in (1, 2, 3))
-LEAVES = Move(request_id=MOVE, kind=MoveKind.MIGRATE, source=ON_1, source_attempt=1, book_attempt=4, spec=SPEC)
-GONE = e.Destroyed(at=310.0, attempt=2, host_uuid=host(2), service="s1")
 RESTS: dict[str, Any] = {"then": None, "deadline": None, "queried": False}
-
-
-def record(state: State, then: State | None = None, **other: object) -> Instance:
-    """On host 2 as attempt 2, after host 1; number 4 was given out."""
-    made = Instance(
-        uuid=UUID,
-        state=state,
-        then=then,
-        spec=SPEC,
-        selections=(ON_1, ON_2, ON_3),
-        position=1,
-        attempt=2,
-        newest=4,
-        consumer_generation=7,
-        sequence=20,
-        build_timeout_s=60.0,
-        requested_at=50.0,
-        deadline=99.0,
-        since=90.0,
-        queried=True,
-        code="old",
-        reason="old",
-        cause="its own",
-    )
-    return replace(made, **other)
-
-
-def moving(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: object) -> Instance:
-    """From host 1 to host 2."""
-    return record(state, then, move=replace(LEAVES, **move or {}), **other)
-
-
-def at_source(move: dict[str, Any] | None = None, **other: object) -> Instance:
-    """A destination is requested of placement."""
-    return moving(State.CLAIMING, State.PREPARING, move, **{"position": 0, "attempt": 1, **other})
-
-
-def in_place(state: State, then: State | None = None, move: dict[str, Any] | None = None) -> Instance:
-    """A resize on host 1."""
-    resize = {"kind": MoveKind.RESIZE, "order": 5, **(move or {})}
-    return moving(state, then, resize, selections=(ON_1, ON_1, ON_3), attempt=1, order=5)
-
-
-def changing(kind: MoveKind, **move: object) -> Instance:
-    known = {"kind": kind, "source": None, "source_attempt": 0, **move}
-    return moving(State.CHANGING, move=known, power=Power.SHELVED, image="kept")
-
-
-def answer(instance: Instance, n: int, *, done: bool = True, **other: Any) -> tuple[Instance, e.ChangeEnded]:
-    """The record, and its host's answer to the change that is awaited."""
-    return instance, ended(instance, n, 1 if n == 1 else 2, done=done, **other)
-
-
-def restarting(**move: object) -> Instance:
-    known = {"lost_code": "x", "lost_reason": "why", "handed_over": True, **move}
-    return moving(State.RESTARTING, move=known, selections=(ON_1,), position=0, attempt=1, image="kept")
 
 
 def tried(n: int, outcome: str, at: float, *, attempt: int = 2, code: str = "", reason: str = "") -> AttemptRecord:
