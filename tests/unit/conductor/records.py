@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
@@ -11,9 +11,12 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellDelete, Destroy, Spawn
 from bus.contracts.moves import CellAsks, ChangeMachine, MoveEvent, MoveKind
 from cell_conductor.domain import events as e
+from cell_conductor.domain.desires import in_text
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Move, Power, State
 from cell_conductor.domain.set_back import SetBack
-from cell_conductor.domain.steps import Step
+from cell_conductor.domain.steps import Step, StepContext
+from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, ended
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 
@@ -109,3 +112,23 @@ def _brief(one: Message) -> str:
         case CellDelete():
             return f"delete {one.project_id}"
     raise AssertionError(one)
+
+
+Case: TypeAlias = tuple[Instance, e.Event, StepContext, str, tuple[str, ...]]
+
+
+def case(before: Instance, event: e.Event, phase: str, *commands: str, context: StepContext = PATIENCE) -> Case:
+    """A row of a table: the phase that the event leads to, and `brief` of what it commands."""
+    return before, event, context, phase, commands
+
+
+def outcome(before: Instance, event: e.Event, context: StepContext) -> tuple[str, tuple[str, ...]]:
+    """The phase after the event, and `brief` of what it commands."""
+    stepped = step(before, event, context)
+    return in_text(stepped.instance.phase), brief(stepped)
+
+
+def fenced(*numbers: int, context: StepContext = PATIENCE) -> StepContext:
+    """These hosts are."""
+    fences = {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
+    return replace(context, fences=fences)
