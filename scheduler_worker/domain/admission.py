@@ -28,6 +28,7 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.requests import (
+    DIGEST_BYTES,
     RETRIES,
     TOO_OLD,
     FlavorAccess,
@@ -262,7 +263,7 @@ def _run(message: str, now: float) -> str:
     """The name of the record that this delivery may make. A later delivery of the same message finds that record, or
     makes another one, when it is lost: what was claimed for the lost one may have been dispatched by then.
     """
-    return blake2b(f"{message} {now!r}".encode(), digest_size=16).hexdigest()
+    return blake2b(f"{message} {now!r}".encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:
