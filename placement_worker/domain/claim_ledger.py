@@ -233,15 +233,12 @@ class ClaimLedger:
 
         A claim that does not increase the consumer's amount of a class is allowed.
         """
-        now, before, wanted = (
-            self.projects.get(claim.project_id, {}),
-            held_by_class(held),
-            held_by_class(option.allocations),
-        )
+        now, before = self.projects.get(claim.project_id, {}), held_by_class(held)
+        wanted = held_by_class(option.allocations)
         for name, limit in sorted(claim.limits.items()):
-            more = wanted.get(name, 0) - before.get(name, 0)
-            if more > 0 and now.get(name, 0) + more > limit:
-                return f"{name}: {now.get(name, 0)} of {limit} held, {more} more requested"
+            total, more = now.get(name, 0), wanted.get(name, 0) - before.get(name, 0)
+            if more > 0 and total + more > limit:
+                return f"{name}: {total} of {limit} held, {more} more requested"
         return ""
 
     def fit(self, uuid: str, name: str, amount: int, more: int) -> Fit:

@@ -125,11 +125,11 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         source = ledger.source_held(claim.migration, held, kept) if claim.release_first else held
     outcomes: list[ClaimOutcome] = []
     past = ""
-    before = total_of((held, kept)) if kept else held
+    before = total_of((held, kept))
     others = ledger.others(claim)
     for option in claim.options:
         wanted = option.allocations
-        outcome = _fits(ledger, wanted, before, _larger(wanted, source) if source else wanted, option.shapes)
+        outcome = _fits(ledger, wanted, before, _larger(wanted, source), option.shapes)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
         if outcome is _CLAIMED and (past := ledger.past_limit(claim, option, held or source)):

@@ -243,7 +243,7 @@ class _Draft:
             touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)
         for uuid in stranded:
             touched[uuid] = _strand(replace(self.providers[uuid], used=used[uuid]))
-        self._follow_moves(touched, gone)
+        self._follow_moves(touched)
         classes = [
             f"{u}/{n}"
             for u in reported
@@ -339,19 +339,13 @@ class _Draft:
                 gone.add(uuid)
         return gone, stranded
 
-    def _follow_moves(self, touched: dict[str, Provider], gone: set[str]) -> None:
+    def _follow_moves(self, touched: dict[str, Provider]) -> None:
         """Set the root of the descendants that were not reported: they stay under their parent, which may have moved to
         another tree.
         """
-        moved = {
-            self.providers[uuid].root
-            for uuid, provider in touched.items()
-            if uuid in self.providers and self.providers[uuid].root != provider.root
-        }
-        for root in sorted(moved):
+        trees = {self.providers[uuid].root for uuid in touched if uuid in self.providers}
+        for root in sorted(trees):
             for uuid in sorted(self.trees[root]):
-                if uuid in gone:
-                    continue
                 provider = touched.get(uuid, self.providers[uuid])
                 top = provider
                 while top.parent is not None:
@@ -374,7 +368,7 @@ class _Draft:
             changed = True
             if before is not None:
                 self.trees[before.root].discard(uuid)
-                if before.name != provider.name and self.names.get(before.name) == uuid:
+                if self.names.get(before.name) == uuid:
                     del self.names[before.name]
             # A provider that one update removes and another one reports continues its generation, so that older states
             # can be recognised.

@@ -46,6 +46,8 @@ RULES = InventoryUsage(10, 2, 8, 2, 0)
     ("amount", "rules", "used", "more", "expected"),
     [
         (4, RULES, 6, 4, Fit.FITS),
+        (2, RULES, 0, 2, Fit.FITS),
+        (8, RULES, 0, 8, Fit.FITS),
         (4, RULES, 7, 4, Fit.FULL),
         (9, RULES, 99, 0, Fit.FITS),
         (9, None, 0, -1, Fit.FITS),
@@ -78,7 +80,7 @@ def test_the_capacity_of_an_inventory(total: int, reserved: int, ratio: float, e
 def test_an_inventory_is_stored_with_its_capacity_and_published_whole() -> None:
     reported = Inventory(total=10, reserved=1, min_unit=2, max_unit=6, step_size=2, allocation_ratio=2.0)
     stored = stored_inventory(reported)
-    assert stored == StoredInventory(10, 1, 2, 6, 2, 2.0, 18)
+    assert stored == StoredInventory(10, 1, 2, 6, 2, 2.0, 18) and not stored.stranded
     whole = replace(
         provider("a", inventories={"VCPU": stored}, used={"VCPU": 4, "DISK_GB": 0}, traits=("T",), aggregates=("g",)),
         parent="p", root="r",
