@@ -36,10 +36,14 @@ KEPT = {
 
 
 def without_an_operand(node: cst.BooleanOperation) -> Iterator[cst.BaseExpression]:
-    """`a and b and c` is `(a and b) and c`: what is dropped is one operand, never two."""
-    yield node.left
+    """`a and b and c` is `(a and b) and c`: what is dropped is one operand, never two. The parentheses stay: what they
+    enclose may have several lines.
+    """
+    left = [node.left]
     if not (isinstance(node.left, cst.BooleanOperation) and isinstance(node.left.operator, type(node.operator))):
-        yield node.right
+        left.append(node.right)
+    for one in left:
+        yield one.with_changes(lpar=[*node.lpar, *one.lpar], rpar=[*one.rpar, *node.rpar])
 
 
 def forced(test: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
