@@ -34,7 +34,7 @@ from scheduler_worker.domain.view import (
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 UUID, ABSENT = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ab")
-MASKED, FENCED, DISABLED = AdminState.MAINTENANCE, AdminState.FENCED, AdminState.DISABLED
+OPEN, MASKED, FENCED, DISABLED = AdminState.ENABLED, AdminState.MAINTENANCE, AdminState.FENCED, AdminState.DISABLED
 
 
 def decide_about(hosts: Hosts, decisions: Mapping[int, AdminState]) -> None:
@@ -54,6 +54,7 @@ def decide_about(hosts: Hosts, decisions: Mapping[int, AdminState]) -> None:
         ((), 1, 0, True),
         ((FunnelStep(step="a", remaining=0),), 0, 0, True),
         ((FunnelStep(step="a", remaining=0, rejected={"x": 1}),), 0, 0, False),
+        ((FunnelStep(step="a", remaining=1, rejected={"x": 1}),), 0, 1, False),
         ((FunnelStep(step="a", remaining=3), FunnelStep(step="b", remaining=2)), 0, 2, False),
         ((FunnelStep(step="a", remaining=3), FunnelStep(step="b", remaining=2)), 1, 2, True),
     ],
@@ -169,8 +170,10 @@ def test_which_hosts_pass_and_why_others_do_not(
     spec = replace(hosts.spec(), **spec_of)
     ranking = hosts.selector.rank(spec, hosts.rng)
     assert "".join(sorted(hosts.name(row)[1:] for row in ranking.view.rows.tolist())) == left
-    funnel = {one.step: dict(one.rejected) for one in ranking.funnel if one.rejected}
-    assert rejected is None or funnel == rejected
+    funnel = {one.step: dict(one.rejected) for one in ranking.funnel}
+    if rejected is not None:
+        assert {name: reasons for name, reasons in funnel.items() if reasons} == rejected
+        assert {"announced", "cell", "maintenance", "fenced"} & {*funnel} <= {*rejected}
     among = ranking.view.rows[:1]
     assert hosts.selector.rank(spec, hosts.rng, among=among).view.rows.tolist() == among.tolist()
     explained = hosts.selector.explain(spec, {hosts.uuids[int(at)]: "claim.full" for at in left[:1]})
@@ -287,7 +290,7 @@ def named_world() -> Hosts:
     ("word", "found", "meant", "warming", "name"),
     [
         ("h0", ["0"], ["0"], ["0"], None),
-        ("h1", ["1"], ["1"], ["1"], None),
+        ("h1", ["1"], ["1", "f"], ["1"], None),
         ("book1", [], ["1"], [], None),
         ("old", [], [UUID], [], None),
         (UUID, [UUID], [UUID], [UUID], "old"),
@@ -301,10 +304,17 @@ def test_which_hosts_a_word_means(
     word: str, found: list[str], meant: list[str], warming: list[str], name: str | None
 ) -> None:
     hosts = named_world()
-    known = {"0": hosts.uuids[0], "1": hosts.uuids[1], "c": UUID[:-1] + "c", "d": UUID[:-1] + "d"}
+    known = {
+        "0": hosts.uuids[0],
+        "1": hosts.uuids[1],
+        "c": UUID[:-1] + "c",
+        "d": UUID[:-1] + "d",
+        "e": UUID[:-1] + "e",
+        "f": UUID[:-1] + "f",
+    }
     hosts.table.adopt_decisions({
         known[key]: HostAdminState(host_uuid=known[key], host=host, state=state)
-        for key, host, state in (("c", "fenced", FENCED), ("d", "enabled", AdminState.ENABLED))
+        for key, host, state in (("c", "fenced", FENCED), ("d", "enabled", OPEN), ("e", "h0", OPEN), ("f", "h1", FENCED))
     })  # fmt: skip
     expected = [[known.get(one, one) for one in row] for row in (found, meant, warming)]
     selector = hosts.selector
@@ -327,6 +337,38 @@ def test_hosts_that_a_service_reports_and_the_book_does_not_have() -> None:
     down = (ServiceDown(service="y", epoch=1, code="x"),)
     hosts.table.apply(ServicesDigest(cell="c2", term=1, number=1, down=down), 0.0)
     assert hosts.selector.not_in_book() == []
+
+
+def test_a_host_that_is_announced_later_is_found() -> None:
+    hosts = Hosts([PLENTY])
+    other = replace(hosts.states[0], uuid=UUID, root_uuid=UUID, name="x")
+    hosts.book.load([*hosts.states, other], 1)
+    more = ComputeHosts(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=UUID, name="x"),))
+    assert hosts.selector.announced_in_book().tolist() == [0]
+    hosts.table.apply(more, 0.0)
+    assert hosts.selector.announced_in_book().tolist() == [0, 1]
+
+
+def test_a_claim_of_a_class_that_a_host_did_not_have_ends_a_hold() -> None:
+    hosts = Hosts([{"VCPU": 8}])
+    holds = Holds(hosts.book)
+    holds.add("a", {hosts.uuids[0]: {"DISK_GB": 1}}, 9.0)
+    for used, left in ((1, None), (2, None)):
+        state = replace(hosts.states[0], inventories={"DISK_GB": (9, 0, 1, 9, 1, 0, 1.0)}, used={"DISK_GB": used})
+        hosts.book.load([replace(state, generation=used + 1)], used)
+        holds.settle()
+        assert holds.next_until is left
+
+
+def test_what_is_used_before_a_hold_ends_no_hold() -> None:
+    hosts = Hosts([{"VCPU": 8}])
+    holds = Holds(hosts.book)
+    holds.add("a", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
+    holds.release()
+    hosts.book.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
+    holds.add("b", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
+    holds.settle()
+    assert list(hosts.book.assumed_keys()) == ["b"]
 
 
 def test_the_hosts_that_aggregates_name() -> None:
@@ -372,11 +414,11 @@ def test_which_images_a_host_is_rebuilt_from(traits: Any, image: Any, filters: A
     child = replace(hosts.states[0], uuid=UUID, name="child", parent_uuid=hosts.uuids[0], traits=traits, inventories={})
     hosts.book.load([*hosts.states, child], 1)
     answer = hosts.selector.suits_rebuild(hosts.uuids[0], replace(hosts.spec(), image_properties=image))
-    assert (answer and answer.funnel[-1].rejected) == reasons
+    assert (answer and (answer.funnel[-1].rejected, answer.remaining)) == (reasons and (reasons, 0))
     assert hosts.selector.suits_rebuild(ABSENT, hosts.spec()) is None
     hosts.book.load([replace(hosts.states[0], uuid=ABSENT, root_uuid=ABSENT)], 2)
     unknown = hosts.selector.suits_rebuild(ABSENT, hosts.spec())
-    assert unknown is not None and unknown.unannounced == 1
+    assert unknown is not None and (unknown.unannounced, unknown.remaining) == (1, 0)
 
 
 def test_the_version_changes_with_what_decides_which_hosts_pass() -> None:
@@ -499,6 +541,8 @@ def test_a_host_has_room_for_so_many_of_a_gangs_members(needs: list[int], room: 
     query = hosts.spec("m1.small").query
     some = [replace(query, resources={"VCPU": many, "DISK_GB": 1}) for many in needs]
     assert room_for(some, hosts.view()).tolist() == [room]
+    one, other = replace(query, resources={"VCPU": 1}), replace(query, resources={"DISK_GB": 99})
+    assert room_for([one, other, other, one], hosts.view()).tolist() == [3]
 
 
 @pytest.mark.parametrize(
