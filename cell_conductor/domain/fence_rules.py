@@ -11,6 +11,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
+from bus.contracts.cell import Selection
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import Condition, MoveState
 
@@ -45,12 +46,14 @@ def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -
     ended = delete_rules.release_destroyed(instance, _destroyed(instance, event), context)
     if ended.instance is instance or desire_of(instance).condition is not Condition.DELETED:
         return ended
-    host = instance.here.host
-    if event.host_uuid == instance.source_host_uuid and instance.move is not None and instance.move.source is not None:
-        host = instance.move.source.host
     reason = "the delete did not wait for this host's word"
     record = AttemptRecord(
-        attempt=instance.attempt, host=host, outcome="fenced", code=FENCED, reason=reason, at=event.at
+        attempt=instance.attempt,
+        host=_where(instance, event).host,
+        outcome="fenced",
+        code=FENCED,
+        reason=reason,
+        at=event.at,
     )
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
 
@@ -117,9 +120,13 @@ def end_change(instance: Instance, event: HostFenced, context: StepContext) -> S
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:
-    source = instance.move.source if instance.move is not None else None
-    where = instance.here if source is None or instance.host_uuid == event.host_uuid else source
-    return Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid, service=where.service)
+    service = _where(instance, event).service
+    return Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid, service=service)
+
+
+def _where(instance: Instance, event: HostFenced) -> Selection:
+    source = instance.source_elsewhere
+    return source if source is not None and source.host_uuid == event.host_uuid else instance.here
 
 
 def _reason(host: str) -> str:

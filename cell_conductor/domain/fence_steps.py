@@ -39,7 +39,6 @@ class FenceSteps:
         """The step, and those that the fences of the instance's hosts lead to."""
         stepped = _with_stop(before, stepped, event, context)
         at, commands = event.at, stepped.commands
-        fenced = {*fenced_hosts(before, context.fences), *fenced_hosts(stepped.instance, context.fences)}
         after = stepped.instance
         if isinstance(event, HostFenced) and after is not before:
             self.hosts[event.host_uuid] = None
@@ -55,7 +54,7 @@ class FenceSteps:
         if after is not before:
             self.proofs.update(dict.fromkeys(relied_on(before, after, context.fences)))
             self.hosts.update(self.proofs)
-            for host in sorted(fenced):
+            for host in fenced_hosts(before, context.fences):
                 self.losses += losses_of(before, after, host, at)
         self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
         return Step(after, _without_starts(commands, context))

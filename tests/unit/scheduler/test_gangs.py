@@ -255,12 +255,12 @@ def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
     assert results(with_gang_results(states(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
 
 
-def test_a_gang_is_claimed_when_each_that_is_left_has_chosen() -> None:
-    waiting = states(None, REFUSED, None, least=2)
-    assert claimable(waiting) == []
+def test_a_gang_is_claimed_when_each_of_its_open_members_has_chosen() -> None:
+    waiting = states(None, None, least=2)
     chosen = [replace(one, choice=object()) for one in waiting]  # type: ignore[arg-type]
-    assert [len(gang) for gang in claimable(chosen)] == [2]
-    assert claimable(states(None, least=1, gang=False)) == []
+    alone = replace(states(None, least=1, gang=False)[0], choice=object())  # type: ignore[arg-type]
+    assert claimable(waiting) == claimable([chosen[0], waiting[1]]) == claimable([alone]) == []
+    assert claimable([*chosen, alone]) == [chosen]
 
 
 @pytest.mark.parametrize(
