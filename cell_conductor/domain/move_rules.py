@@ -308,7 +308,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:
     """The destination does not answer, and was commanded nothing yet: the next one is tried."""
     if isinstance(event, ServiceLost):
-        if event.service != instance.here.service:
+        if event.service != instance.here.service or instance.is_leaving:
             return Step(instance)
         code, reason = event.code, event.reason
     else:

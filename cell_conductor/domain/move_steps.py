@@ -168,13 +168,14 @@ def claim(instance: Instance, at: float, context: StepContext) -> Step:
     """Request the first remaining destination of placement, or go back when there is none."""
     instance = marked_reused(instance, context.set_back)
     move = move_of(instance)
-    if notes := context.closed.passed_over(instance.alternates, instance.next_attempt, at):
+    closed = context.closed_to(instance)
+    if notes := closed.passed_over(instance.alternates, instance.next_attempt, at):
         move = replace(move, history=move.history + notes)
     # A machine that was commanded to stop is handed over, not changed in place.
     kept = tuple(
         one
         for one in instance.alternates
-        if context.closed.why(one) is None
+        if closed.why(one) is None
         and not (move.handed_over and move.source is not None and one.host_uuid == move.source.host_uuid)
     )
     tried = instance.selections[: instance.position + 1]

@@ -34,7 +34,7 @@ from .events import (
 from .fences import FENCED
 from .instance import MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
-from .set_back import is_doubted_request, numbered_on
+from .set_back import doubted_from, is_doubted_request, numbered_on
 from .steps import Step, StepContext
 
 # The code of a doubted build whose host stayed silent.
@@ -293,8 +293,12 @@ def lose(instance: Instance, event: HostMissing, context: StepContext) -> Step:
 
 
 def give_up_lost(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
-    """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed."""
-    lost = _with_attempt(instance, "lost", at=at, code=code, reason=reason)
+    """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed.
+
+    One that was active before a set-back may be active elsewhere: it is searched for first.
+    """
+    unsure = doubted_from(instance, context.set_back)
+    lost = _with_attempt(unsure, "lost", at=at, code=code, reason=reason)
     return _give_up(lost, at, context, code=code, reason=reason)
 
 

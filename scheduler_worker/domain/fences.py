@@ -74,15 +74,14 @@ def followed(
         is_fenced = decision is not None and decision.state is AdminState.FENCED
         if known is None and not is_fenced:
             continue
-        host = decision.host if decision is not None else known.host if known is not None else one.name
-        after = FenceRecord(
-            host=host,
-            cell=cell_of(one.name) or (None if known is None else known.cell),
-            version=max(revision, 0 if known is None else known.version + 1),
+        before = known or FenceRecord(host=one.name, version=0)
+        after = replace(
+            before,
+            host=before.host if decision is None else decision.host,
+            cell=cell_of(one.name) or before.cell,
+            version=max(revision, before.version + 1),
             lifting=not is_fenced,
-            forced=not is_fenced and (force or (known is not None and known.forced)),
-            acknowledged=0 if known is None else known.acknowledged,
-            losses=0 if known is None else known.losses,
+            forced=not is_fenced and (force or before.forced),
         )
         found.append(_change(one.name, known, after))
     return tuple(found)
@@ -156,8 +155,8 @@ def _change(host_uuid: str, before: FenceRecord | None, after: FenceRecord | Non
     return ChangedObject(
         kind=ObjectKind.FENCE,
         name=host_uuid,
-        before=None if before is None else msgspec.to_builtins(before),
-        after=None if after is None else msgspec.to_builtins(after),
+        before=msgspec.to_builtins(before),
+        after=msgspec.to_builtins(after),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.cells import CellRecord, LinkState
@@ -103,22 +104,20 @@ def cell_record(
     name: str, settings: Sequence[str], decisions: Decisions, *, in_use: bool, link: tuple[LinkState, str]
 ) -> CellRecord:
     """One cell as it is shown. link: state of the connection of the scheduler that answers."""
+    problem = link[1][:MAX_REASON]
+    record = CellRecord(name=name, configured=name in settings, in_use=in_use, link=link[0], problem=problem)
     stored = decisions.get(name)
     if stored is None:
-        return CellRecord(name=name, configured=name in settings, in_use=in_use, link=link[0], problem=link[1])
+        return record
     decision = cell_decision(stored)
-    return CellRecord(
-        name=name,
+    return replace(
+        record,
         state=decision.state,
         reason=decision.reason,
         bus=decision.bus,
-        configured=name in settings,
-        in_use=in_use,
         by=stored.changed_by,
         at=stored.changed_at,
         version=stored.version,
-        link=link[0],
-        problem=link[1][:MAX_REASON],
     )
 
 
@@ -174,12 +173,9 @@ def zone_conflict(before: HostZones, after: HostZones, name_of: Callable[[str], 
 
 def zones_of_each(view: HostsView, names: Sequence[str], default_zone: str) -> dict[str, list[str]]:
     """All zones of each host by name: a request for any of them is built there."""
-    zones: dict[str, list[str]] = {name: [] for name in names}
-    for aggregate in view.membership.with_key(ZONE_KEY):
-        for at in np.flatnonzero(view.member_of(aggregate.uuid)).tolist():
-            if (zone := aggregate.metadata[ZONE_KEY]) not in zones[names[at]]:
-                zones[names[at]].append(zone)
-    return {name: found or [default_zone] for name, found in zones.items()}
+    found = zones_in(view)
+    uuids = [view.book.uuid_of(row) for row in view.rows.tolist()]
+    return {name: list(found.get(uuid, (default_zone,))) for name, uuid in zip(names, uuids, strict=True)}
 
 
 def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
@@ -220,7 +216,7 @@ def fence_changes(
         if shown is None and cell not in known:
             what = f"nothing shows the cell of host {uuid}" if cell is None else f"there is no cell {cell!r}"
             reason = f"{what}, which has to acknowledge the fence: name the cell with the host's UUID (`--cell`)"
-            return Refusal(code=CELL_UNKNOWN, reason=reason[:MAX_REASON])
+            return Refusal(code=CELL_UNKNOWN, reason=reason)
         assert cell is not None
         cells[uuid] = cell
     revision = present.revision + 1

@@ -113,7 +113,7 @@ def test_a_consumer_that_is_no_instance_on_record_is_no_concern_of_a_drain() -> 
 def test_an_instance_whose_source_a_migration_keeps_is_named(
     move: RecordedMove | None, known: MoveContext | None, found: tuple[str, str]
 ) -> None:
-    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=2)
+    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=1)
     assert is_migration(holder)
     held = None if known is None else held_on(HOST, known, move)
     held = held or held_by_unknown(HOST, holder, move)
@@ -223,6 +223,14 @@ FREE = {"code": "", "reason": ""}
         ),
         (replace(COUNTED, due_at=NOW + 0.1), HELD, None),
         (replace(COUNTED, state=S.LEFT, due_at=NOW + 9), HELD, {"reason": "its build", "due_at": NOW + LOOK_S}),
+        (
+            replace(COUNTED, state=S.LEFT, source_uuid=H2), HELD,
+            {"reason": "its build", "due_at": NOW + LOOK_S, "source_uuid": H1, "host_uuid": None},
+        ),
+        (
+            replace(COUNTED, state=S.MOVED, code=""), replace(HELD, code=""),
+            {"reason": "its build", "failures": 0, "due_at": 0.0},
+        ),
         (COUNTED, None, FREE | {"failures": 0, "due_at": 0.0}),
         (replace(COUNTED, due_at=NOW + 0.1), None, None),
         (replace(COUNTED, code="instance.busy"), None, None),

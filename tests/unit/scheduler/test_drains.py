@@ -123,6 +123,10 @@ TOLD = {"failures": 2, "due_at": NOW + 4.0, "code": "told", "reason": "w" * MAX_
         (replace(TRIED, failures=3), LOST, None, {"state": S.FAILED} | TOLD | {"failures": 4, "due_at": NOW + 16.0}, 0),
         (TRIED, replace(LOST, build=ENDS.build), None, LEFT | {"code": "instance.deleted"}, 0),
         (TRIED, NOT_LIVE, None, {"state": S.WAITING, "kind": MoveKind.MIGRATE}, 0),
+        (
+            replace(TRIED, kind=MoveKind.MIGRATE), NOT_LIVE, None,
+            {"state": S.WAITING, "failures": 2, "due_at": NOW + 4.0, "code": "instance.not_running"}, 0,
+        ),
     ],
 )  # fmt: skip
 def test_what_becomes_of_an_instance(

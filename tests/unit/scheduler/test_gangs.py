@@ -75,7 +75,14 @@ def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_
 
 def test_a_request_for_one_is_no_gang() -> None:
     (only,) = members_of(taken(replace(REQUEST, min_count=1)), start=100)
-    assert only.gang is None and member_uuids(only.request) == (UUID_,)
+    assert (only.gang, only.position, member_uuids(only.request)) == (None, 100, (UUID_,))
+
+
+@pytest.mark.parametrize(("name", "names"), [("", ["", ""]), ("x" * 255, [f"{'x' * 253}-1", f"{'x' * 253}-2"])])
+def test_members_have_names_that_are_no_longer_than_a_name(name: str, names: list[str]) -> None:
+    members = members_of(taken(replace(REQUEST, name=name, count=2)), start=0)
+    assert [one.request.name for one in members] == names
+    assert [one.gang and one.gang.min_count for one in members] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,12 @@ def test_how_a_request_came(of: dict[str, Any], expected: dict[str, Any]) -> Non
         }  # fmt: skip
         assert shown == plain | expected
         assert found.awaits_hosts is (is_warming_up and not found.last)
-    assert not delivery_of(received(**of)).is_old and not delivery_of(received(**of)).awaits_hosts
+
+
+def test_a_delivery_of_which_nothing_is_known_is_the_first() -> None:
+    plain = replace(delivery_of(received()), is_late=RequestDelivery().is_late)
+    assert plain == RequestDelivery() and RequestDelivery(attempt=RETRIES, last=True) == LAST
+    assert not delivery_of(received(sent_at=0.5)).is_old and delivery_of(received(sent_at=0.5), kept_since=AT).is_old
 
 
 @pytest.mark.parametrize(

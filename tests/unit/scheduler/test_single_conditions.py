@@ -11,21 +11,15 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
-from bus.contracts.book import TreeHolder
 from bus.contracts.build import BuildState, FunnelStep
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
-from bus.contracts.drains import DrainMoveState
-from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
 from bus.contracts.objects import (
-    CellBus,
     ChangedObject,
-    FenceRecord,
     ObjectChange,
     ObjectKind,
     ObjectsChange,
-    StoredObject,
 )
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
@@ -35,13 +29,10 @@ from scheduler_worker.domain.admission import members_of, new_build, pending_aga
 from scheduler_worker.domain.builds import Author, Gang, RecordedBuild
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, prepare
-from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
-from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
 from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorInvalid, parse
 from scheduler_worker.domain.gangs import with_gang_results
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left, removed_cells, zones_of_each
 from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
 from scheduler_worker.domain.objects import ChangePlan, body_of, plan
 from scheduler_worker.domain.placement import (
@@ -54,12 +45,11 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.recorded_moves import RecordedMove
-from scheduler_worker.domain.requests import RETRIES, timeline_of
+from scheduler_worker.domain.requests import RETRIES
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import ANOTHERS, FENCED
 from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
-from tests.unit.scheduler.test_drains import ROW, known, passed
 from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states, taken
 from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
 from tests.unit.scheduler.test_hosts import announce
@@ -74,127 +64,7 @@ def changed(kind: ObjectKind, name: str, before: dict[str, Any] | None, after: d
     return ChangedObject(kind=kind, name=name, before=before, after=after)
 
 
-# --- cells
-
-
-def decided(name: str, state: str, **more: Any) -> StoredObject:
-    return StoredObject(kind=ObjectKind.CELL, name=name, body={"state": state, **more}, version=3, changed_by="ann")
-
-
-@pytest.mark.parametrize(
-    ("decision", "occupied", "used"),
-    [
-        (None, False, True),
-        ({"state": "enabled"}, False, True),
-        ({"state": "removed"}, False, False),
-        ({"state": "removed"}, True, True),
-        ({"state": "removed", "abandoned": True}, True, False),
-    ],
-)
-def test_the_cells_that_a_worker_connects_to(decision: dict[str, Any] | None, occupied: bool, used: bool) -> None:
-    decisions = {} if decision is None else {"c1": decided("c1", **decision)}
-    assert cells_in_use(["c1"], decisions, ["c1"] if occupied else []) == ({"c1": None} if used else {})
-
-
-@pytest.mark.parametrize(
-    ("decision", "removed"),
-    [({"state": "disabled"}, False), ({"state": "removed"}, True), ({"state": "removed", "abandoned": True}, False)],
-)
-def test_a_cell_is_removed_unless_what_it_held_was_abandoned(decision: dict[str, Any], removed: bool) -> None:
-    assert list(removed_cells({"c1": decided("c1", **decision)})) == (["c1"] if removed else [])
-
-
-def test_a_cell_that_was_added_is_where_its_decision_says_unless_the_settings_name_it() -> None:
-    decisions = {"c2": decided("c2", "enabled", bus={"prefix": "x"})}
-    assert cells_in_use(["c1"], decisions) == {"c1": None, "c2": CellBus(prefix="x")}
-    assert cells_in_use(["c1", "c2"], decisions) == {"c1": None, "c2": None}
-
-
-def test_a_cell_is_shown_with_its_link_and_what_was_decided() -> None:
-    plain, known = (
-        cell_record("c1", ["c1"], decisions, in_use=True, link=("up", "why"))
-        for decisions in ({}, {"c1": decided("c1", "disabled", reason="r")})
-    )
-    assert (plain.link, plain.problem, plain.version) == ("up", "why", 0)
-    assert (known.link, known.problem, known.version, known.reason, known.by) == ("up", "why", 3, "r", "ann")
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "configured", "left"),
-    [
-        (None, {"state": "removed"}, True, True),
-        ({"state": "removed"}, {"state": "removed", "reason": "r"}, True, False),
-        ({"state": "enabled"}, None, True, False),
-        ({"state": "enabled"}, None, False, True),
-        ({"state": "removed"}, None, False, False),
-    ],
-)
-def test_a_cell_is_taken_out_of_use(before: Any, after: Any, configured: bool, left: bool) -> None:
-    one = changed(ObjectKind.CELL, "c2", before, after)
-    assert cells_left(["c1", "c2"] if configured else ["c1"], [one]) == (("c2",) if left else ())
-
-
-# --- fences
-
-
-FENCE = FenceRecord(host="h", cell="c1", version=4)
-
-
-def body(state: AdminState) -> dict[str, Any]:
-    return {"host": "h", "state": state.value}
-
-
-@pytest.mark.parametrize(
-    ("kind", "state", "fences"),
-    [
-        (ObjectKind.HOST, AdminState.FENCED, True),
-        (ObjectKind.HOST, AdminState.DISABLED, False),
-        (ObjectKind.HOST, None, False),
-        (ObjectKind.FLAVOR, AdminState.FENCED, False),
-    ],
-)
-def test_a_change_fences_by_a_decision_about_a_host(kind: ObjectKind, state: AdminState | None, fences: bool) -> None:
-    one = ObjectChange(kind=kind, name=HOST, body=None if state is None else body(state))
-    assert fenced_by(ObjectsChange(who="me", changes=(one,))) == ([HOST] if fences else [])
-
-
-@pytest.mark.parametrize(
-    ("state", "force", "known", "forced"),
-    [
-        (AdminState.ENABLED, True, False, True),
-        (AdminState.ENABLED, False, False, False),
-        (AdminState.ENABLED, False, True, True),
-        (AdminState.FENCED, True, True, False),
-    ],
-)
-def test_a_fence_is_ended_by_force_when_it_is_lifted(state: AdminState, force: bool, known: bool, forced: bool) -> None:
-    stored = StoredObject(
-        kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 4, "forced": known}, version=4
-    )
-    present = {(ObjectKind.FENCE, HOST): stored}
-    (after,) = followed([changed(ObjectKind.HOST, HOST, None, body(state))], present, 9, lambda _: "c1", force=force)
-    assert after.after is not None and after.after.get("forced", False) is forced
-
-
-@pytest.mark.parametrize(
-    ("decision", "shown", "known", "cell"),
-    [
-        (AdminState.FENCED, "c1", None, "c1"),
-        (AdminState.FENCED, "c1", "c2", "c1"),
-        (AdminState.FENCED, None, "c2", "c2"),
-        (None, None, "c2", "c2"),
-        (AdminState.FENCED, None, None, None),
-    ],
-)
-def test_a_fence_is_in_the_cell_that_shows_its_host_or_in_which_it_was(
-    decision: AdminState | None, shown: str | None, known: str | None, cell: str | None
-) -> None:
-    stored = StoredObject(kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 4, "cell": known}, version=4)
-    present = {} if known is None else {(ObjectKind.FENCE, HOST): stored}
-    after = None if decision is None else body(decision)
-    (fence,) = followed([changed(ObjectKind.HOST, HOST, None, after)], present, 9, lambda _: shown)
-    assert fence.after is not None and fence.after.get("cell") == cell
-    assert fence.after.get("lifting", False) is (decision is None)
+# --- hosts
 
 
 @pytest.mark.parametrize("is_decided", [False, True])
@@ -238,12 +108,6 @@ def test_a_host_that_is_looked_at_alone_has_its_aggregates() -> None:
     assert [view.host(at).aggregates for at in range(2)] == [(), (rack,)]
 
 
-def test_a_host_is_in_the_zones_of_its_aggregates_or_in_the_default_one() -> None:
-    east = aggregate("east", availability_zone="east")
-    view = Hosts([PLENTY] * 2, config=SchedulerConfig(aggregates=(east,)), members={east.uuid: [1]}).view()
-    assert zones_of_each(view, ["h0", "h1"], "nova") == {"h0": ["nova"], "h1": ["east"]}
-
-
 @pytest.mark.parametrize(("unannounced", "early"), [(0, False), (1, True)])
 def test_no_host_is_early_while_one_is_not_announced(unannounced: int, early: bool) -> None:
     funnel = (FunnelStep(step="announced", remaining=1),)
@@ -265,21 +129,6 @@ def test_a_host_of_the_book_is_meant_by_its_name_once_no_other_may_be_announced(
     meant = hosts.selector.meant_by("dead", is_warming_up=is_warming_up)
     assert meant == ([HOST] if found else [])
     assert hosts.selector.cell_of(HOST) is None, "no service has announced it"
-
-
-@pytest.mark.parametrize(("forced", "state"), [(True, AdminState.ENABLED), (False, AdminState.FENCED)])
-def test_a_fence_that_was_ended_by_force_does_not_count(forced: bool, state: AdminState) -> None:
-    assert fenced(None, HOST, replace(FENCE, forced=forced)).state is state
-
-
-def test_the_policy_of_an_instance_then_of_its_flavor_then_of_the_site() -> None:
-    flavor = Flavor(vcpus=1, memory_mb=1, extra_specs={"berth:on_host_failure": "restart"})
-    restart, fail, wait = EvacuationPolicy.RESTART, EvacuationPolicy.FAIL, EvacuationPolicy.WAIT
-    assert [policy_of(fail, flavor, wait), policy_of(None, flavor, wait), policy_of(None, None, wait)] == [
-        fail,
-        restart,
-        wait,
-    ]
 
 
 # --- objects
@@ -545,36 +394,7 @@ def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_ann
     assert isinstance(concluded, Retry) is waits
 
 
-# --- drains
-
-
-@pytest.mark.parametrize(
-    ("kind", "attempt", "is_one"), [("MIGRATION", 1, True), ("MIGRATION", 0, False), ("INSTANCE", 1, False)]
-)
-def test_a_migration_is_what_a_claim_has_made_for_one(kind: str, attempt: int, is_one: bool) -> None:
-    holder = TreeHolder(consumer=REQUEST, project_id="p", user_id="u", consumer_type=kind, attempt=attempt)
-    assert is_migration(holder) is is_one
-
-
-@pytest.mark.parametrize(("due_at", "begins"), [(NOW - 1, True), (NOW, True), (NOW + 1, False)])
-def test_an_instance_of_a_drain_is_tried_when_it_is_due(due_at: float, begins: bool) -> None:
-    assert bool(passed(replace(ROW, due_at=due_at), known())[1]) is begins
-
-
-@pytest.mark.parametrize(
-    ("kind", "code", "next_kind", "failures"),
-    [
-        (MoveKind.LIVE_MIGRATE, "instance.not_running", MoveKind.MIGRATE, 0),
-        (MoveKind.LIVE_MIGRATE, "no_valid_host", MoveKind.LIVE_MIGRATE, 1),
-        (MoveKind.MIGRATE, "instance.not_running", MoveKind.MIGRATE, 1),
-    ],
-)
-def test_what_cannot_be_moved_live_is_moved_cold_at_once(
-    kind: MoveKind, code: str, next_kind: MoveKind, failures: int
-) -> None:
-    row = replace(ROW, kind=kind, state=DrainMoveState.UNDER_WAY, tries=1, begun_at=NOW)
-    after, _ = passed(row, known(ended=MoveState.FAILED, code=code))
-    assert (after.state, after.kind, after.failures) == (DrainMoveState.WAITING, next_kind, failures)
+# --- announcements
 
 
 def test_an_event_that_comes_late_is_announced_to_nobody() -> None:
@@ -605,12 +425,6 @@ def test_a_rebuild_is_held_to_the_filters_of_images_alone() -> None:
     hosts = Hosts([PLENTY], reports={0: {"enabled": False}})
     spec = hosts.spec()
     assert hosts.selector.suits_rebuild(hosts.uuids[0], spec) is None
-
-
-@pytest.mark.parametrize(("attempt", "where"), [(0, "h"), (2, "h (attempt 2)")])
-def test_a_line_of_the_timeline_names_the_host_and_its_attempt(attempt: int, where: str) -> None:
-    *_, line = timeline_of(replace(SEEN, host="h", attempt=attempt), 0, NOW)
-    assert line.detail == where
 
 
 def test_a_source_that_is_gone_has_one_line_in_its_own_cell() -> None:
