@@ -29,6 +29,7 @@ from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import step
 from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, host, selection
 
 CONTEXT = StepContext(cell="c1", deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
@@ -139,6 +140,15 @@ def test_a_state_that_waits_has_its_deadline_and_what_follows() -> None:
         assert (instance.phase, instance.deadline, instance.since) == (phase, deadline, 50.0)
     after = steps.released_after(rows[-1][0], 60.0, CONTEXT)
     assert (after.phase, after.deadline) == ((State.RELEASING, State.DELETED), 75.0)
+
+
+@pytest.mark.parametrize(("claimed", "state"), [(None, State.DELETED), (True, State.RELEASING)])
+def test_what_no_move_has_claimed_is_released_at_once(claimed: bool | None, state: State) -> None:
+    deleted = replace(moved(None), state=State.RELEASING, then=State.DELETED)
+    assert deleted.move is not None
+    if claimed is not None:
+        deleted = replace(deleted, move=replace(deleted.move, claimed=claimed))
+    assert step(deleted, e.Released(at=1.0), CONTEXT).instance.state is state
 
 
 STAMPS = Stamps(requested=1.0)
