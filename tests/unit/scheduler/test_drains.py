@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
+from bus.clock import SystemClock
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildState
-from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, DrainRecord, DrainState, DrainTarget
+from bus.contracts.drains import (
+    DrainAction,
+    DrainCommand,
+    DrainMoveState,
+    DrainQuery,
+    DrainRecord,
+    DrainState,
+    DrainTarget,
+)
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision
 from bus.contracts.operations import AdminState
+from bus.faults import Fault, RequestRefused, RequestTimeout
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import (
     MAX_FAILURES,
@@ -27,7 +38,13 @@ from scheduler_worker.domain.drains import (
     retried,
     step,
 )
+from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
+from scheduler_worker.fleet import Warmup
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.unit.scheduler.hosts import Hosts
 
 A, DRAIN, HOST, H2, H9 = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad129")
 S = DrainMoveState
@@ -261,3 +278,36 @@ def test_commands_and_what_a_host_is_in_a_drain() -> None:
         assert taken.drain == DRAIN and taken.state is not AdminState.ENABLED
         assert before is AdminState.ENABLED or replace(taken, drain=None) == decision
         assert drained(taken, "another", "h1", "again") == replace(taken, drain="another")
+
+
+class Refusing:
+    """Placement refuses, or does not answer, every query."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        return True
+
+    async def request_all(self, messages: Sequence[object], *_: object, **__: object) -> list[Fault]:
+        return [self._fault for _ in messages]
+
+
+async def planned(fault: Fault) -> MadePlan | Refusal:
+    """A host in use is to be drained."""
+    (uuid,), selector = (hosts := Hosts([{"VCPU": 4}])).uuids, hosts.selector
+    hosts.book.assume("held", {uuid: {"VCPU": 1}})
+    placement, clock = cast("Any", Refusing(fault)), SystemClock()
+    store = MemoryBuilds(MemoryBuildTable(clock).session())
+    holders = DrainHolders(store, selector, placement, placement, warmup=Warmup(selector, clock=clock))
+    planner = DrainPlanner(store, selector, cast("Any", None), holders, clock=clock)
+    return await planner.plan(DrainQuery(host=uuid, target=DrainTarget.HOST))
+
+
+async def test_a_query_that_placement_refuses_for_good_refuses_the_plan() -> None:
+    """It was taken for an answer that did not come, and requested again until it was given up."""
+    assert await planned(RequestRefused("too long", code="message.invalid")) == Refusal(
+        code="message.invalid", reason="too long"
+    )
+    with pytest.raises(PlacementUnavailable):
+        await planned(RequestTimeout("no answer"))
