@@ -43,14 +43,11 @@ class FenceSteps:
         if isinstance(event, HostFenced) and after is not before:
             self.hosts[event.host_uuid] = None
         for _ in range(MAX_FENCE_STEPS):
-            was = after
             for host in fenced_hosts(after, context.fences):
                 then = step(after, HostFenced(at=at, host_uuid=host), context)
                 if then.instance is not after:
                     self.hosts[host] = None
                     after, commands = then.instance, (*commands, *then.commands)
-            if after is was:
-                break
         if after is not before:
             self.proofs.update(dict.fromkeys(relied_on(before, after, context.fences)))
             self.hosts.update(self.proofs)

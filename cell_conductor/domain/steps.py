@@ -114,7 +114,7 @@ def announce(
         terminal=terminal,
         cell=context.cell,
         host=instance.here.host if instance.selections else None,
-        host_uuid=instance.host_uuid if instance.selections else None,
+        host_uuid=instance.host_uuid,
         attempt=instance.attempt,
         code=code,
         reason=reason,
