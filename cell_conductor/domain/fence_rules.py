@@ -22,7 +22,7 @@ from .fences import FENCED
 from .instance import Instance, State
 from .move_doubts import is_unsure
 from .move_events import MoveEnd, close, move_of
-from .move_steps import end_undone, note, over, try_next, undo
+from .move_steps import end_undone, note, over, revert_book, try_next, undo
 from .steps import Step, StepContext
 
 
@@ -92,11 +92,9 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The conductor does not wait for the remains of an undone move there."""
-    if is_unsure(instance, context):
+    if event.host_uuid != instance.host_uuid or is_unsure(instance, context):
         return Step(instance)
-    if event.host_uuid == instance.host_uuid and instance.is_in_place:
-        return Step(steps.ask(instance, State.REVERTING, event.at, context))
-    return way_back.revert_destroyed(instance, _destroyed(instance, event), context)
+    return Step(revert_book(instance, event.at, context))
 
 
 def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -> Step:

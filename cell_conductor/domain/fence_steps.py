@@ -61,8 +61,8 @@ def _with_stop(before: Instance, stepped: Step, event: Event, context: StepConte
     """If the fence ends a change that starts a machine, the change's order may wait in the queue: a later order stops
     the machine.
     """
-    is_here = isinstance(event, HostFenced) and event.host_uuid == before.host_uuid
-    if not is_here or change_of(before) not in STARTING or change_of(stepped.instance) in STARTING:
+    is_ended = change_of(before) in STARTING and change_of(stepped.instance) not in STARTING
+    if not isinstance(event, HostFenced) or not is_ended:
         return stepped
     stopped = numbered(before, event.at)
     after = replace(stepped.instance, order=max(stepped.instance.order, stopped.order))
@@ -78,8 +78,9 @@ def _without_starts(commands: Sequence[Message], context: StepContext) -> tuple[
     kept: list[Message] = []
     for command in commands:
         is_fenced = isinstance(command, Spawn | ChangeMachine) and command.host_uuid in context.fences
-        if isinstance(command, ChangeMachine) and is_fenced and command.change in STARTING:
-            kept.append(replace(command, change=ChangeKind.STOP, rescue_password=""))
-        elif not (isinstance(command, Spawn) and is_fenced):
+        if not is_fenced:
             kept.append(command)
+        elif isinstance(command, ChangeMachine):
+            is_start = command.change in STARTING
+            kept.append(replace(command, change=ChangeKind.STOP, rescue_password="") if is_start else command)
     return tuple(kept)

@@ -11,6 +11,7 @@ from bus.contracts.base import Message
 from bus.contracts.cell import Spawn
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
+from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.evacuations import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
 from cell_conductor.domain.fence_steps import FenceSteps
@@ -351,13 +352,12 @@ def test_a_change_that_starts_a_machine_is_followed_by_a_stop_on_its_fenced_host
         assert stop.order == stepped.instance.order == 300_000
 
 
-def test_a_change_that_goes_on_after_a_fence_is_not_stopped_by_it() -> None:
-    event = fence(HERE)
-    going_on = Step(replace(STARTED, since=1.0))
-    _, stepped = followed(STARTED, NOTHING, stepped=going_on)
-    assert changes(stepped.commands) == []
-    context = CONTEXT
-    assert changes(FenceSteps().follow(STARTED, going_on, event, context).commands) == []
+def test_a_change_that_goes_on_or_ends_by_its_host_is_not_followed_by_a_stop() -> None:
+    _, going_on = followed(STARTED, fence(HERE), stepped=Step(replace(STARTED, since=1.0)))
+    done = e.ChangeEnded(at=300.0, attempt=4, order=5, host_uuid=host(HERE), service="s1", done=True, runs=True)
+    steps, ended = followed(STARTED, done)
+    assert ended.instance.state is State.ACTIVE and steps.hosts == {}
+    assert changes(going_on.commands) == changes(ended.commands) == []
 
 
 START = ChangeMachine(
@@ -372,6 +372,7 @@ SPAWN = Spawn(spec=SPEC, attempt=4, host_uuid=host(HERE), service="s1", allocati
     [
         (SPAWN, (HERE,), None),
         (SPAWN, (OTHER,), SPAWN),
+        (Release(consumer=UUID), (HERE,), Release(consumer=UUID)),
         (START, (HERE,), replace(START, change=ChangeKind.STOP, rescue_password="")),
         (START, (OTHER,), START),
         (replace(START, change=ChangeKind.SNAPSHOT), (HERE,), replace(START, change=ChangeKind.SNAPSHOT)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON
@@ -89,6 +90,10 @@ def test_the_selections_and_attempts_of_a_record() -> None:
     assert (replace(instance, newest=2).last_attempt, replace(instance, newest=2).next_attempt) == (4, 5)
     assert (Instance(uuid=UUID).host_uuid, instance.phase) == (None, (State.FINISHING, None))
     assert replace(instance, code=MACHINE_EXISTS).machine_exists and not replace(instance, code="x").machine_exists
+
+
+def test_a_record_begins_with_nothing_done_asked_or_seen() -> None:
+    assert [one.name for kind in (Instance, Move) for one in structs.fields(kind) if one.default is True] == []
 
 
 def tried(attempt: int, outcome: str = "failed", **more: Any) -> AttemptRecord:
