@@ -300,6 +300,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
         return [replace(pending, position=start)]
     count = request.min_count
     gang = Gang(uuid=request.instance_uuid, size=request.members, min_count=count or request.members)
+    uuids = member_uuids(request)
     flavors = [
         kind.flavor
         for kind in (FlavorCount(flavor=request.flavor, count=request.count), *request.also)
@@ -311,7 +312,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
             position=start + number,
             request=replace(
                 request,
-                instance_uuid=uuid,
+                instance_uuid=uuids[number],
                 flavor=flavor,
                 name=f"{request.name}-{number + 1}"[-MAX_NAME:] if request.name else "",
                 count=1,
@@ -320,7 +321,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
             ),
             gang=gang,
         )
-        for number, (uuid, flavor) in enumerate(zip(member_uuids(request), flavors, strict=True))
+        for number, flavor in enumerate(flavors)
     ]
 
 

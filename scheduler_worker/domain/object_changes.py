@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.cells import CellRecord, LinkState
-from bus.contracts.objects import Aggregate, CellBus, CellState, ChangedObject, ObjectKind, StoredObject
+from bus.contracts.objects import Aggregate, CellBus, CellDecision, CellState, ChangedObject, ObjectKind, StoredObject
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fences import fence_of, followed
 from scheduler_worker.domain.flavors import ZONE_KEY
@@ -58,9 +58,9 @@ def cells_in_use(
     found: dict[str, CellBus | None] = {}
     for name in known_cells(settings, decisions):
         stored = decisions.get(name)
-        decision = None if stored is None else cell_decision(stored)
-        if decision is None or decision.state is not CellState.REMOVED or (name in occupied and not decision.abandoned):
-            found[name] = None if decision is None or name in settings else decision.bus
+        decision = CellDecision(state=CellState.ENABLED) if stored is None else cell_decision(stored)
+        if decision.state is not CellState.REMOVED or (name in occupied and not decision.abandoned):
+            found[name] = None if name in settings else decision.bus
     return found
 
 
@@ -171,11 +171,10 @@ def zone_conflict(before: HostZones, after: HostZones, name_of: Callable[[str], 
     return None
 
 
-def zones_of_each(view: HostsView, names: Sequence[str], default_zone: str) -> dict[str, list[str]]:
+def zones_of_each(view: HostsView, default_zone: str) -> dict[str, list[str]]:
     """All zones of each host by name: a request for any of them is built there."""
-    found = zones_in(view)
-    uuids = [view.book.uuid_of(row) for row in view.rows.tolist()]
-    return {name: list(found.get(uuid, (default_zone,))) for name, uuid in zip(names, uuids, strict=True)}
+    book, found = view.book, zones_in(view)
+    return {book.name_of(row): list(found.get(book.uuid_of(row), (default_zone,))) for row in view.rows.tolist()}
 
 
 def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
@@ -185,10 +184,9 @@ def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
     used = np.zeros(len(view), dtype=np.bool_)
     for name in book.resource_classes():
         used |= book.usage(name, view.rows) > 0
-    names = [book.name_of(row) for row in view.rows.tolist()]
-    before = zones_of_each(view, names, selector.config.default_availability_zone)
-    then = zones_of_each(zones_after(selector, after), names, after.default_availability_zone)
-    return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
+    before = zones_of_each(view, selector.config.default_availability_zone)
+    then = zones_of_each(zones_after(selector, after), after.default_availability_zone)
+    return zones_that_move(before, then, [book.name_of(row) for row in view.rows[used].tolist()])
 
 
 def fence_changes(

@@ -31,7 +31,7 @@ from scheduler_worker.domain.admission import (
     pending_build,
 )
 from scheduler_worker.domain.builds import ACCEPTED as ACCEPTED_NUMBER
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, BuildStatus, RecordedBuild
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, BuildStatus, Gang, RecordedBuild
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.requests import FlavorAccess, RequestDelivery, refused_build
 from tests.unit.scheduler.hosts import Hosts
@@ -251,6 +251,12 @@ def test_a_request_that_was_received_and_its_first_record(sent_at: float, reques
             refused = {"sequence": FAILED_OR_REFUSED, "terminal": True, "code": "x.y", "reason": "why"}
             assert new.build == replace(build, state=BuildState.REFUSED, **refused)
             assert new.timeline[1:] == (TimelineEntry(at=1001.0, who="s", what="refused", detail="why"),)
+
+
+def test_the_record_of_a_member_names_its_gang() -> None:
+    new = new_build(members_of(taken(replace(REQUEST, count=2)), start=0)[1], Author("s", 1000.0))
+    assert new.gang == Gang(uuid=UUID, size=2, min_count=2)
+    assert new.timeline[0].detail == f"m1.small for p, one of 2 of gang {UUID}"
 
 
 def test_the_records_of_a_message_have_names_of_their_own() -> None:

@@ -50,7 +50,7 @@ from scheduler_worker.domain.objects import (
 )
 
 K = ObjectKind
-U1, U2 = (f"{n}b000000-0000-4000-8000-000000000001" for n in "ac")
+U1, U2, U3 = (f"{n}b000000-0000-4000-8000-000000000001" for n in "ace")
 Body = dict[str, Any]
 ENABLED, FENCED = {"host": "h", "state": "enabled"}, {"host": "h", "state": "fenced"}
 GROUP = {"policy": "affinity", "uuid": U1}
@@ -116,6 +116,9 @@ def test_a_refusal_names_an_entry_by_its_beginning() -> None:
     with pytest.raises(ValueError, match="limits") as raised:
         body_of(K.QUOTA, "p", {"limits": {"VCPU": 1, "x" * 300: 1}})
     assert f"({('limits.' + 'x' * 300)[:MAX_ENTRY]})" in str(raised.value)
+    with pytest.raises(ValueError, match="uuid") as raised:
+        body_of(K.AGGREGATE, "rack", {"name": "rack", "uuid": 5, "metadata": {"a": "b"}})
+    assert "(" not in str(raised.value), "no entry is wrong"
 
 
 # --- changes
@@ -136,7 +139,7 @@ SMALL, LARGE, RACK = (
 )
 FENCE = stored(K.FENCE, U1, {"host": "h", "version": 4, "acknowledged": 4})
 FENCED_HOST = stored(K.HOST, U1, FENCED)
-KNOWN = (SMALL, LARGE, RACK, FENCE, FENCED_HOST)
+KNOWN = (SMALL, LARGE, RACK, FENCE, FENCED_HOST, stored(K.HOST, U3, ENABLED))
 
 
 def changed(kind: ObjectKind, name: str, before: Body | None, after: Body | None) -> ChangedObject:
@@ -171,8 +174,16 @@ def changed(kind: ObjectKind, name: str, before: Body | None, after: Body | None
         ([(K.HOST, U1, FENCED)], {"restates_fences": True}, (changed(K.HOST, U1, FENCED, FENCED),)),
         ([(K.HOST, U1, ENABLED)], {"restates_fences": True}, (changed(K.HOST, U1, FENCED, ENABLED),)),
         ([(K.FLAVOR, "small", {"vcpus": 1})], {"restates_fences": True}, ()),
+        ([(K.HOST, U3, ENABLED)], {"restates_fences": True}, ()),
+        (
+            [(K.FLAVOR, "z", None), (K.FLAVOR, "a", {})], {},
+            (changed(K.FLAVOR, "a", None, {}), changed(K.FLAVOR, "z", {}, None)),
+        ),
         ([(K.FLAVOR, "small", {"vcpus": 1})], {"prune": (K.FLAVOR,)}, (changed(K.FLAVOR, "z", {}, None),)),
-        ([], {"prune": (K.FENCE, K.HOST)}, (changed(K.HOST, U1, FENCED, None),)),
+        (
+            [], {"prune": (K.FENCE, K.HOST)},
+            (changed(K.HOST, U1, FENCED, None), changed(K.HOST, U3, ENABLED, None)),
+        ),
     ],
 )  # fmt: skip
 def test_what_a_change_comes_to(changes: list[Any], more: dict[str, Any], planned: Any) -> None:
@@ -197,6 +208,7 @@ def test_what_a_change_comes_to(changes: list[Any], more: dict[str, Any], planne
         ((SMALL, LARGE), {"a": {}, "small": None}, False),
         ((SMALL, LARGE), {"a": {}, "b": {}, "small": None}, True),
         ((SMALL, RACK), {"a": {}, "b": {}}, True),
+        ((SMALL, LARGE), {"quota": {}}, False),
     ],
 )
 def test_objects_of_one_kind_are_bounded(
@@ -204,7 +216,8 @@ def test_objects_of_one_kind_are_bounded(
 ) -> None:
     assert MAX_OF_KIND == 10_000
     monkeypatch.setattr("scheduler_worker.domain.objects.MAX_OF_KIND", 2)
-    asked = tuple(ObjectChange(kind=K.FLAVOR, name=name, body=body) for name, body in changes.items())
+    kinds = {"quota": K.QUOTA}
+    asked = tuple(ObjectChange(kind=kinds.get(name, K.FLAVOR), name=name, body=body) for name, body in changes.items())
     found = plan(ObjectsChange(who="me", changes=asked), present(*known))
     assert (found.code if isinstance(found, Refusal) else None) == ("object.too_many" if is_refused else None)
 
@@ -240,7 +253,7 @@ HOSTS, MORE = rack(hosts=["h1"]), rack(hosts=["h1", "h2"])
         (K.HOST, FENCED, None, {}),
         (K.HOST, FENCED, ENABLED, {}),
         (K.HOST, None, ENABLED, {}),
-        (K.CELL, None, {"state": "fenced"}, {"cells": ("p/x",)}),
+        (K.CELL, None, {"state": "fenced", "hosts": ["h1"]}, {"cells": ("p/x",)}),
     ],
 )
 def test_what_a_change_of_one_object_leads_to(
@@ -259,7 +272,7 @@ def test_objects_after_a_change_have_its_revision_and_its_author() -> None:
     changes = [changed(K.FLAVOR, "z", {}, None), changed(K.FLAVOR, "new", None, {}), changed(K.FLAVOR, "no", {}, None)]
     after = applied(known, changes, ChangeAuthor("bob", "", 9.0))
     new = StoredObject(kind=K.FLAVOR, name="new", body={}, version=9, changed_at=9.0, changed_by="bob")
-    assert after == RecordedObjects(9, present(SMALL, new))
+    assert after == RecordedObjects(9, present(SMALL, new)) and not ChangeAuthor("bob", "", 9.0).forced
     assert configuration_bodies(known.objects, changes) == {(K.FLAVOR, "small"): {"vcpus": 1}, (K.FLAVOR, "new"): {}}
     others = [stored(kind, "x", {}) for kind in K]
     kept = {K.FLAVOR, K.AGGREGATE, K.QUOTA, K.SCHEDULING, K.GROUP}
@@ -342,7 +355,12 @@ def test_rules_between_objects_hold_for_what_is_new(one: ChangedObject, others: 
     after = {(K.AGGREGATE, name): rack(name) for name in others} | {(K.FLAVOR, "u"): {"uuid": U1}}
     if one.after is not None:
         after[one.kind, one.name] = one.after
-    why = broken_rule(iter([one]), after)
+    kept = [
+        changed(K.QUOTA, "p", {}, {}),
+        changed(K.AGGREGATE, "no", rack(), None),
+        changed(K.AGGREGATE, "b", *[rack()] * 2),
+    ]
+    why = broken_rule(iter([*kept, one]), after)
     assert (why is not None) is broken and len(why or "") < 400
 
 

@@ -115,40 +115,57 @@ def test_a_cell_is_decided_about_that_there_is(name: str, after: Any, refused: b
     assert long is not None and len(long.reason) == MAX_REASON
 
 
+GONE = decided("c2", REMOVED | ADDED)
+LIFTED = StoredObject(
+    kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "cell": "c2", "version": 1, "lifting": True}, version=1
+)
+
+
 @pytest.mark.parametrize(
-    ("settings", "shown", "named", "cell"),
+    ("settings", "shown", "named", "on_record", "cell"),
     [
-        (["c1", "c2"], "c3", None, "c3"),
-        (["c1", "c2"], None, "c2", "c2"),
-        (["c1", "c2"], None, "c3", None),
-        (["c1", "c2"], None, None, None),
-        (["c1"], None, None, "c1"),
+        (["c1", "c2"], "c3", None, (), "c3"),
+        (["c1", "c2"], "c2", "c1", (), "c2"),
+        (["c1", "c2"], None, "c2", (), "c2"),
+        (["c1", "c2"], None, "c3", (), None),
+        (["c1", "c2"], None, None, (), None),
+        (["c1"], None, None, (), "c1"),
+        (["c1"], None, "c2", (), None),
+        (["c1"], None, None, (GONE,), None),
+        (["c1"], None, "c1", (GONE,), "c1"),
+        (["c1", "c2"], None, None, (LIFTED,), "c2"),
+        (["c1", "c2"], "c1", None, (LIFTED,), "c1"),
     ],
 )
-def test_a_host_is_fenced_in_a_cell_that_there_is(
-    settings: list[str], shown: str | None, named: str | None, cell: str | None
+def test_a_host_is_fenced_in_the_cell_that_something_shows_or_its_operator_names(
+    settings: list[str], shown: str | None, named: str | None, on_record: tuple[StoredObject, ...], cell: str | None
 ) -> None:
+    """It may have been in one that was removed."""
     fenced = ChangedObject(kind=ObjectKind.HOST, name=HOST, after={"host": "h", "state": "fenced"})
-    made = fence_changes(
-        RecordedObjects(4, {}), ChangePlan((fenced,)), lambda _: shown, named=named, settings=settings, force=False
-    )
+    present = RecordedObjects(4, {(one.kind, one.name): one for one in on_record})
+    made = fence_changes(present, ChangePlan((fenced,)), lambda _: shown, named=named, settings=settings, force=False)
     if isinstance(made, Refusal):
-        assert (made.code, cell) == ("host.cell_unknown", None)
+        assert (made.code, cell, HOST in made.reason) == ("host.cell_unknown", None, named is None)
     else:
         (one,) = made
         assert one.after is not None and (one.after["cell"], one.after["version"]) == (cell, 5)
 
 
-@pytest.mark.parametrize(("force", "forced"), [(False, False), (True, True)])
-def test_a_fence_is_lifted_by_force_where_its_operator_says_so(force: bool, forced: bool) -> None:
+@pytest.mark.parametrize(
+    ("force", "shown", "after"),
+    [(False, None, ("c1", False)), (True, None, ("c1", True)), (False, "c2", ("c2", False))],
+)
+def test_a_fence_is_lifted_where_its_host_is_and_by_force_where_its_operator_says_so(
+    force: bool, shown: str | None, after: tuple[str, bool]
+) -> None:
     fence = StoredObject(kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "cell": "c1", "version": 2}, version=2)
     lifted = ChangedObject(kind=ObjectKind.HOST, name=HOST, before={"host": "h", "state": "fenced"})
     made = fence_changes(
-        RecordedObjects(4, {(ObjectKind.FENCE, HOST): fence}), ChangePlan((lifted,)), lambda _: None, named=None,
+        RecordedObjects(4, {(ObjectKind.FENCE, HOST): fence}), ChangePlan((lifted,)), lambda _: shown, named=None,
         settings=["c1"], force=force,
     )  # fmt: skip
     assert not isinstance(made, Refusal)
-    assert made[0].after is not None and made[0].after.get("forced", False) is forced
+    assert made[0].after is not None and (made[0].after["cell"], made[0].after.get("forced", False)) == after
 
 
 # --- availability zones
@@ -169,7 +186,7 @@ def test_the_zones_of_hosts_by_their_aggregates() -> None:
     found = {h0: {"east": "east"}, h1: {"east": "east", "west": "west"}, h2: {"east": "east too"}}
     assert zones_in(view) == found
     each = {"h0": ["east"], "h1": ["east", "west"], "h2": ["east"], "h3": ["nova"]}
-    assert zones_of_each(view, ["h0", "h1", "h2", "h3"], "nova") == each
+    assert zones_of_each(view, "nova") == each
     named = [replace(one, hosts=("h1", "h2")) for one in (RACK, EAST, EAST_TOO)]
     assert zones_named([*named, replace(WEST, hosts=("h2",)), OTHER]) == {
         "h1": {"east": "east"}, "h2": {"east": "east", "west": "west"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,30 +10,25 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildState, FunnelStep
+from bus.contracts.build import FunnelStep
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import MoveState
 from bus.contracts.objects import (
     ChangedObject,
-    ObjectChange,
     ObjectKind,
-    ObjectsChange,
 )
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import members_of, new_build, pending_again
-from scheduler_worker.domain.builds import Author, Gang, RecordedBuild
+from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, prepare
 from scheduler_worker.domain.explain import phrase
-from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorInvalid, parse
 from scheduler_worker.domain.gangs import with_gang_results
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
-from scheduler_worker.domain.objects import ChangePlan, body_of, plan
 from scheduler_worker.domain.placement import (
     ClaimStranded,
     HostClaimed,
@@ -44,11 +38,10 @@ from scheduler_worker.domain.placement import (
     is_lost,
 )
 from scheduler_worker.domain.ranking import Spread
-from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.requests import RETRIES
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import ANOTHERS, FENCED
-from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
+from scheduler_worker.domain.view import Membership, Peers
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states, taken
 from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
@@ -57,7 +50,6 @@ from tests.unit.scheduler.test_step import ClaimCase
 from tests.unit.scheduler.test_transfers import LEFT, applied, on_record
 
 HOST, UUID, REQUEST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1ad")
-NOW = 1000.0
 
 
 def changed(kind: ObjectKind, name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> ChangedObject:
@@ -96,11 +88,6 @@ def test_a_service_that_is_not_known_has_an_epoch_before_all_others() -> None:
     assert (table.epoch_of("c1", "s"), table.epoch_of("c2", "s")) == (1, -1)
 
 
-def test_a_forced_request_shares_no_ranking_with_one_that_is_not() -> None:
-    hosts = Hosts([PLENTY], config=SchedulerConfig(force_host_projects=("demo",)))
-    assert hosts.spec(host="h0", forced=True).key != hosts.spec(host="h0").key == hosts.spec(host="h0").key
-
-
 def test_a_host_that_is_looked_at_alone_has_its_aggregates() -> None:
     rack, other = aggregate("a"), aggregate("b")
     config = SchedulerConfig(aggregates=(rack, other))
@@ -129,61 +116,6 @@ def test_a_host_of_the_book_is_meant_by_its_name_once_no_other_may_be_announced(
     meant = hosts.selector.meant_by("dead", is_warming_up=is_warming_up)
     assert meant == ([HOST] if found else [])
     assert hosts.selector.cell_of(HOST) is None, "no service has announced it"
-
-
-# --- objects
-
-
-def test_a_flavor_is_remade_when_its_machines_would_change() -> None:
-    small = {"vcpus": 1}
-    rows = [
-        (ObjectKind.FLAVOR, small, {"vcpus": 2}, True),
-        (ObjectKind.FLAVOR, small, {"vcpus": 1, "projects": ["p"]}, False),
-        (ObjectKind.FLAVOR, None, small, False),
-        (ObjectKind.FLAVOR, small, None, False),
-        (ObjectKind.QUOTA, small, {"vcpus": 2}, False),
-    ]
-    for kind, before, after, remade in rows:
-        assert ChangePlan((changed(kind, "f", before, after),)).flavors_remade == (("f",) if remade else ()), (
-            kind,
-            after,
-        )
-
-
-def test_an_aggregate_names_the_hosts_that_it_did_not_name_before() -> None:
-    both = changed(ObjectKind.AGGREGATE, "a", {"uuid": UUID, "hosts": ["h1"]}, {"uuid": UUID, "hosts": ["h1", "h2"]})
-    assert ChangePlan((both,)).hosts_named == (("a", "h2"),)
-    assert ChangePlan((replace(both, before=None),)).hosts_named == (("a", "h1"), ("a", "h2"))
-
-
-def test_what_follows_from_decisions_is_changed_by_no_client() -> None:
-    one = ObjectChange(kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 1})
-    refused = plan(ObjectsChange(who="me", changes=(one,)), {})
-    assert isinstance(refused, Refusal) and refused.code == "object.invalid"
-
-
-@pytest.mark.parametrize(
-    ("count", "words"), [(1, "1 build"), (2, "2 builds"), (MAX_COUNTED, f"{MAX_COUNTED} or more builds")]
-)
-def test_a_bounded_count_in_words(count: int, words: str) -> None:
-    assert counted(count, "build") == words
-
-
-# --- records and announcements
-
-BUILD = RecordedBuild(
-    instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=False, cell="c1", attempt=2
-)
-
-
-MOVE = RecordedMove(
-    request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, digest=b"", cell="c2",
-    state=MoveState.SCHEDULED, sequence=2,
-    command=CellMove(request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, to_cell="c1"),
-)  # fmt: skip
-SEEN = MoveEvent(
-    request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, state=MoveState.UNDOING, sequence=5
-)
 
 
 # --- claims and hosts
@@ -237,28 +169,6 @@ def test_a_decision_about_a_host_that_nobody_announces_is_about_no_other_one() -
     assert hosts.view().host(0).enabled
 
 
-@pytest.mark.parametrize(("word", "shown"), [("forbidden", True), ("perhaps", False)])
-def test_the_traits_of_an_image_that_no_host_can_have_are_named(word: str, shown: bool) -> None:
-    flavor = Flavor(vcpus=1, extra_specs={"trait:CUSTOM_A": "required"})
-    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": flavor}))
-    wrong = hosts.selector.request_spec(hosts.request("f", image_properties={"trait:CUSTOM_A": word}))
-    assert isinstance(wrong, Unsatisfiable)
-    assert ("CUSTOM_A" in wrong.reason, "is required and forbidden" in wrong.reason) == (shown, shown)
-
-
-def test_the_image_traits_of_a_flavor_with_only_groups_are_the_hosts() -> None:
-    flavor = Flavor(vcpus=0, memory_mb=0, disk_gb=0, extra_specs={"resources1:VGPU": "1"})
-    hosts = Hosts([PLENTY])
-    config = replace(hosts.config, flavors={**hosts.config.flavors, "gpu": flavor})
-    hosts = Hosts([PLENTY], config=config)
-    traits = {"trait:CUSTOM_A": "required", "trait:CUSTOM_B": "forbidden"}
-    of_root, of_tree = (hosts.spec(name, image_properties=traits).query for name in ("gpu", "m1.small"))
-    assert ("CUSTOM_A",) in of_root.root_required and "CUSTOM_B" in of_root.root_forbidden and not of_root.required
-    assert ("CUSTOM_A",) in of_tree.required and "CUSTOM_B" in of_tree.forbidden
-    assert ("CUSTOM_A",) not in of_tree.root_required
-    assert DISABLED_TRAIT in of_root.root_forbidden and DISABLED_TRAIT in of_tree.root_forbidden
-
-
 def test_a_project_may_request_the_flavors_that_it_is_allowed() -> None:
     hosts = Hosts([])
     own = Flavor(vcpus=1, memory_mb=1, projects=("p",))
@@ -276,22 +186,6 @@ def test_a_spec_without_peers_is_shared_as_it_is() -> None:
     spec = Hosts([PLENTY]).spec()
     assert spec.without_peers() is spec
     assert replace(spec.with_peers(Peers(), UUID), peers=Peers()).without_peers() == spec
-
-
-@pytest.mark.parametrize(("groups", "is_read"), [(MAX_GROUPS, True), (MAX_GROUPS + 1, False)])
-def test_a_flavor_has_a_bounded_number_of_groups(groups: int, is_read: bool) -> None:
-    specs = {"group_policy": "none", **{f"resources{number}:VGPU": "1" for number in range(1, groups + 1)}}
-    try:
-        parse("f", Flavor(vcpus=0, memory_mb=0, disk_gb=0, extra_specs=specs))
-    except FlavorInvalid:
-        assert not is_read
-    else:
-        assert is_read
-
-
-def test_the_log_names_the_first_ten() -> None:
-    many = [changed(ObjectKind.FLAVOR, f"f{number}", None, {}) for number in range(12)]
-    assert named(many) == [f"flavor f{number}" for number in range(10)]
 
 
 # --- gangs and claims
@@ -373,12 +267,6 @@ def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
         (one.attempt, one.has_letter, one.last)
         for one in (pending_again(new, 0, tries=tries, now=1.0).delivery for tries in (0, RETRIES - 1, RETRIES))
     ] == [(0, False, False), (RETRIES - 1, False, False), (RETRIES, False, True)]
-
-
-@pytest.mark.parametrize(("name", "is_valid"), [("p/n", True), ("p/", False), ("/n", False), ("n", False)])
-def test_a_server_group_is_named_by_its_project_and_its_own_name(name: str, is_valid: bool) -> None:
-    with nullcontext() if is_valid else pytest.raises(ValueError, match="server group"):
-        body_of(ObjectKind.GROUP, name, {"policy": "affinity"})
 
 
 @pytest.mark.parametrize(("host", "waits"), [("nowhere", True), ("nowhere", False)])
