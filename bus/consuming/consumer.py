@@ -19,7 +19,6 @@ from collections import Counter as Counted
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import Counter
@@ -38,7 +37,7 @@ from bus.consuming.in_flight import (
 )
 from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
-from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
+from bus.consuming.outcome_handling import ConsumedBus, OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden, Transient
@@ -48,9 +47,6 @@ from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
 
 __all__ = ["Consumer", "Malformed"]
-
-if TYPE_CHECKING:
-    from bus.bus import Bus
 
 log = structlog.get_logger("bus.consuming.consumer")
 
@@ -93,7 +89,7 @@ class Consumer:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: ConsumedBus,
         queue: str,
         handler: Handler,
         *,
