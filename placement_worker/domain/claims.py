@@ -126,7 +126,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
     outcomes: list[ClaimOutcome] = []
     past = ""
     before = total_of((held, kept)) if kept else held
-    others = ledger.others(claim) if claim.server_group is not None else {}
+    others = ledger.others(claim)
     for option in claim.options:
         wanted = option.allocations
         outcome = _fits(ledger, wanted, before, _larger(wanted, source) if source else wanted, option.shapes)
@@ -282,8 +282,7 @@ def _take(
     if claim.migration is not None:
         _keep_source(ledger, claim, kept_beside(source, wanted))
     ledger.move(holding_of(known), wanted)
-    if claim.server_group is not None:
-        ledger.join(claim, claim.options[number].host)
+    ledger.join(claim, claim.options[number].host)
     generation = 1 if known is None else known.generation + 1
     run = (known.run if known is not None else "") if claim.by is None else claim.by
     ledger.write(
