@@ -20,6 +20,7 @@ from tests.unit.conductor.records import (
     ON_1,
     ON_2,
     ON_3,
+    after,
     answer,
     at_source,
     changing,
@@ -44,16 +45,6 @@ RESTS: dict[str, Any] = {"then": None, "deadline": None, "queried": False}
 
 def tried(n: int, outcome: str, at: float, *, attempt: int = 2, code: str = "", reason: str = "") -> AttemptRecord:
     return AttemptRecord(attempt=attempt, host=f"host-{n}", outcome=outcome, code=code, reason=reason, at=at)
-
-
-def after(before: Instance, changes: dict[str, Any]) -> Instance:
-    """With these fields, those of the move with `move_` before their name."""
-    own = {name: value for name, value in changes.items() if not name.startswith("move_")}
-    of_move = {name.removeprefix("move_"): value for name, value in changes.items() if name.startswith("move_")}
-    if of_move:
-        assert before.move is not None
-        own["move"] = replace(before.move, **of_move)
-    return replace(before, **own)
 
 
 def numbered(of_build: bool = True) -> dict[str, Any]:
