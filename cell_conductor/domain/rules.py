@@ -395,8 +395,6 @@ def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:
 def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
     """Hosts that are closed now are skipped, and recorded: a request to placement is never changed."""
     notes = context.closed.passed_over(instance.alternates, instance.next_attempt, at)
-    if not notes:
-        return instance
     kept = tuple(selection for selection in instance.alternates if context.closed.why(selection) is None)
     tried = instance.selections[: instance.position + 1]
     return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
@@ -432,7 +430,7 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
         )
         for selection, outcome in zip(instance.alternates, outcomes, strict=False)
     )
-    return replace(instance, history=instance.history + tried) if tried else instance
+    return replace(instance, history=instance.history + tried)
 
 
 def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:

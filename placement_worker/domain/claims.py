@@ -213,7 +213,11 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
 
 
 def _is_fence_of_another(known: ConsumerState, claim: Claim) -> bool:
-    """Whether the row is only a fence against another run: a release by name refuses nothing of the runs after it."""
+    """Whether the row is only a fence against another run: a release by name refuses nothing of the runs after it.
+
+    Nor of those before it, of records that are lost: their order does not show. What such a late claim takes starts
+    nothing, because only the run on record is dispatched; it is released by its scheduler, or stays for the audit.
+    """
     is_runs_fence = not known.holding and known.run and claim.attempt == known.attempt
     return bool(is_runs_fence) and claim.by not in (None, known.run)
 

@@ -114,6 +114,16 @@ def _brief(one: Message) -> str:
     raise AssertionError(one)
 
 
+def after(before: Instance, changes: dict[str, Any]) -> Instance:
+    """With these fields, those of the move with `move_` before their name."""
+    own = {name: value for name, value in changes.items() if not name.startswith("move_")}
+    of_move = {name.removeprefix("move_"): value for name, value in changes.items() if name.startswith("move_")}
+    if of_move:
+        assert before.move is not None
+        own["move"] = replace(before.move, **of_move)
+    return replace(before, **own)
+
+
 Case: TypeAlias = tuple[Instance, e.Event, StepContext, str, tuple[str, ...]]
 
 

@@ -20,6 +20,7 @@ from tests.unit.conductor.records import (
     ON_1,
     ON_2,
     ON_3,
+    after,
     answer,
     at_source,
     changing,
@@ -46,16 +47,6 @@ def tried(n: int, outcome: str, at: float, *, attempt: int = 2, code: str = "", 
     return AttemptRecord(attempt=attempt, host=f"host-{n}", outcome=outcome, code=code, reason=reason, at=at)
 
 
-def after(before: Instance, changes: dict[str, Any]) -> Instance:
-    """With these fields, those of the move with `move_` before their name."""
-    own = {name: value for name, value in changes.items() if not name.startswith("move_")}
-    of_move = {name.removeprefix("move_"): value for name, value in changes.items() if name.startswith("move_")}
-    if of_move:
-        assert before.move is not None
-        own["move"] = replace(before.move, **of_move)
-    return replace(before, **own)
-
-
 def numbered(of_build: bool = True) -> dict[str, Any]:
     """One announcement more."""
     return {"sequence": 21, **({"build_sequence": 20} if of_build else {})}
@@ -73,7 +64,7 @@ def done(kind: MoveKind, state: MoveState = MoveState.DONE, code: str = "", reas
 FULL = tried(3, "not_claimed", 111.0, attempt=5, code="full")
 UP = {**RESTS, "state": State.ACTIVE, "selections": (ON_2,), "position": 0, "answered": True}
 FAILED_1 = tried(2, "failed", 110.0, code="spawn.no_disk", reason="full")
-NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed (full)"
+NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed, full"
 BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, State.RELEASING, State.DESTROYING
 
 
