@@ -312,12 +312,12 @@ class _Draft:
         return sorted(leaving, key=lambda uuid: (-self._depth(uuid), uuid))
 
     def _depth(self, uuid: str) -> int:
-        depth = 0
+        above = []
         parent = self.providers[uuid].parent
         while parent is not None:
-            depth += 1
+            above.append(parent)
             parent = self.providers[parent].parent
-        return depth
+        return len(above)
 
     def _partition_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
         """Return (the providers to delete, the providers to strand because a consumer uses them or a child
@@ -384,33 +384,33 @@ def _inventories(report: ProviderReport) -> dict[str, StoredInventory]:
     return {name: stored_inventory(inventory) for name, inventory in report.inventories.items()}
 
 
+_NEW = Provider("", "", None, "", 0, 0, {}, {}, (), ())
+
+
 def _reported(
     before: Provider | None, used: dict[str, int], report: ProviderReport, *, root: str, cell: str | None
 ) -> Provider:
+    old = before or _NEW
     inventories = _inventories(report)
-    if before is not None:
-        for name, inventory in before.inventories.items():
-            if name not in inventories and used.get(name):
-                inventories[name] = _closed(inventory)
-    aggregates = report.aggregates
-    if aggregates is None:
-        aggregates = before.aggregates if before is not None else ()
-    # These traits were set through the REST API. The service does not know them, so a report without them does not
-    # remove them.
-    lasting = before.lasting if before is not None else ()
+    for name, inventory in old.inventories.items():
+        if name not in inventories and used.get(name):
+            inventories[name] = _closed(inventory)
+    aggregates = old.aggregates if report.aggregates is None else report.aggregates
     return Provider(
         uuid=report.uuid,
         name=report.name,
         parent=report.parent_uuid,
         root=root,
-        generation=before.generation if before is not None else 0,
-        shape=before.shape if before is not None else 0,
+        generation=old.generation,
+        shape=old.shape,
         inventories=inventories,
         used=used,
-        traits=tuple(sorted({*report.traits, *lasting})),
+        # A report without the traits that were set through the REST API does not remove them: its service does not
+        # know them.
+        traits=tuple(sorted({*report.traits, *old.lasting})),
         aggregates=tuple(sorted(set(aggregates))),
         cell=cell,
-        lasting=lasting,
+        lasting=old.lasting,
     )
 
 

@@ -246,6 +246,8 @@ def test_the_members_that_a_group_of_claims_has_made() -> None:
     assert run(TO_B, **LOADED).joined == {("p", GROUP): {VM: B, MIGRATION: A}}
     moved = run(replace(TO_B, server_group=None), consumers={VM: holder(ONE)})
     assert (moved.verdicts[0].outcome, moved.joined) == ("claimed", {})
+    newly = run(TO_B, consumers={VM: holder(ONE)})
+    assert newly.joined == {("p", GROUP): {VM: B}}, "it was no member where it was"
 
 
 def test_a_member_is_never_in_its_own_way() -> None:
@@ -253,6 +255,17 @@ def test_a_member_is_never_in_its_own_way() -> None:
     assert run(here, **LOADED).verdicts[0].outcome == "claimed"
     back = replace(here, attempt=3, consumer_generation=2, migration=MOVE, release_first=True)
     assert [one.outcome for one in run(TO_B, back, **LOADED).verdicts] == ["claimed", "claimed"]
+
+
+def test_a_move_is_shown_no_migration_of_its_own() -> None:
+    loaded = {"groups": {("p", GROUP): {VM: (B,), MIGRATION: (A,), OTHER: (A,)}}}
+    known = {VM: holder(THERE), MIGRATION: kept(ONE), OTHER: holder(ONE)}
+    asked = member(VM, B, "affinity", attempt=2, consumer_generation=1, release_first=True, migration=MOVE)
+    (refused,) = run(replace(asked, release_first=False, migration=None), consumers=known, **loaded).verdicts
+    assert (refused.outcome, refused.members) == ("ruled_out", {A: 2})
+    known[VM] = row({})
+    (refused,) = run(asked, consumers=known, **loaded).verdicts
+    assert (refused.outcome, refused.members) == ("ruled_out", {A: 1})
 
 
 def test_a_rule_comes_after_room_and_shows_members_whatever_comes_first() -> None:
@@ -297,6 +310,7 @@ LIMITED = {"limits": {"VCPU": 4}}
         ([claim({A: {"VCPU": 3}}, consumer=OTHER, attempt=2, consumer_generation=1, limits={"VCPU": 2})], "claimed"),
         ([Release(consumer=OTHER), claim({A: {"VCPU": 5}}, **LIMITED)], "over_limit"),
         ([claim(ONE, limits={"INSTANCES": 1})], "over_limit"),
+        ([claim({A: {"DISK_GB": 1}}), claim({A: {"DISK_GB": 1}}, consumer=B, limits={"DISK_GB": 2})], "claimed"),
         ([claim(ONE, limits={"INSTANCES": 2})], "claimed"),
         ([claim({A: {"DISK_GB": 1}}, limits={"DISK_GB": 1})], "claimed"),
         ([claim(ONE), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_limit"),

@@ -56,7 +56,7 @@ def test_what_valid_reports_name_is_created_before_their_transaction() -> None:
 def test_a_report_of_another_cells_root_is_refused(bus: str, cell: str | None, code: str | None) -> None:
     both = group(told(), cell=cell, bus=bus)
     both.refuse_invalid(())
-    assert getattr(both.results.get(0), "code", None) == code
+    assert [getattr(one, "code", None) for one in both.results.values()] == ([code] if code else [])
 
 
 # --- whose root it is
@@ -73,6 +73,7 @@ TAKES = told(source=MINE, takes_over=YOURS)
         ([told(source=MINE)], {}, [None]),
         ([told(source=MINE)], {MINE: last()}, [None]),
         ([told(source=MINE)], {YOURS: last()}, [YOURS]),
+        ([told(source=MINE), told(source=YOURS)], {MINE: last()}, [None, MINE]),
         ([told(source=MINE)], {"ironic": last()}, [None]),
         ([told(source="ironic")], {YOURS: last()}, [None]),
         ([told(source=MINE)], {YOURS: last(providers=(CHILD,))}, [None]),
@@ -91,6 +92,7 @@ TAKES = told(source=MINE, takes_over=YOURS)
         "nobody's",
         "its own",
         "another's",
+        "beside its own",
         "no service's",
         "not a service's report",
         "no longer another's",
@@ -123,7 +125,7 @@ def test_who_takes_a_root_over_answers_for_what_its_owner_reported() -> None:
     both = group(TAKES, told(source="s"), sources={**sources, (ROOT, "s"): last()})
     both.refuse_owned()
     assert [tuple(both.earlier(number)) for number in (0, 1)] == [(GRANDCHILD, ROOT, CHILD), (ROOT,)]
-    both.settle([0], [Applied(changed=True, stranded=(), reported=(ROOT,))])
+    both.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
     assert both.written() == {
         (ROOT, MINE): replace(last(2), settled=True),
         (ROOT, YOURS): ReportSource(7, b"", False, ()),
@@ -158,6 +160,13 @@ def test_of_each_source_the_newest_report_counts(
     both = group(*updates, sources={(ROOT, "s"): known} if known else {})
     both.sort_out_stale()
     assert [both.results.get(number) for number in range(len(updates))] == results
+
+
+def test_a_refused_report_makes_no_other_stale() -> None:
+    both = group(told(3), told(2))
+    both.results[0] = ReportRefusal("some.code", "")
+    both.sort_out_stale()
+    assert both.results == {0: ReportRefusal("some.code", "")}
 
 
 @pytest.mark.parametrize(
@@ -209,6 +218,9 @@ def test_the_answer_to_a_planned_report(result: Any, answer: Any, row: ReportSou
     assert both.written() == ({(ROOT, "s"): row} if row else {})
     with pytest.raises(ValueError, match="zip"):
         both.settle([0], [])
+    both = group(told(), told(source="other"))
+    both.settle([0, 1], [ReportRefusal("some.code", ""), result])
+    assert both.answers(7) == [ReportRefusal("some.code", ""), answer]
 
 
 GONE = {"VCPU": inventory(4, stranded=True)}
@@ -402,6 +414,17 @@ def test_whose_name_it_is(updates: list[InventoryUpdate], expected: list[bool]) 
         assert {uuid: planned.after[uuid].name for uuid in names} == names
     elif not any(expected):
         assert planned.after == book
+
+
+def test_reports_of_which_one_takes_a_place_of_the_other_exchange_no_names() -> None:
+    tree = update(node(SECOND, name="two"), node(CHILD, SECOND))
+    book = book_of(update(node(ROOT, name="one")), tree)
+    takes, loses = (
+        update(node(ROOT, name="two"), node(CHILD, ROOT)),
+        update(node(SECOND, name="one"), place(CHILD, SECOND)),
+    )
+    planned = plan([takes, loses], [(), ()], book, shape=2)
+    assert applied(*planned.results) == [False, False] and planned.after == book
 
 
 def test_a_provider_that_a_report_removes_leaves_its_name() -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.placement import ConsumerAllocations, Migration, Release, Revert, Swap
 from placement_worker.domain.claim_ledger import ClaimVerdict
 from placement_worker.domain.values import ConsumerState
-from tests.unit.placement.test_claims import HELD, MIGRATION, OTHER, VM, A, B, Hold, claim
+from tests.unit.placement.test_claims import HELD, MIGRATION, NOWHERE, OTHER, VM, A, B, Hold, claim
 from tests.unit.placement.test_claims_table import (
     CELL,
     ONE,
@@ -137,11 +137,20 @@ def test_a_migration_that_only_counts_no_more_moves_no_generation() -> None:
     assert run(asked, consumers=known).generations == {B: 11}
 
 
+def test_a_source_that_names_a_provider_that_is_no_more_is_what_is_kept() -> None:
+    known = {VM: row({}), MIGRATION: kept(HELD)}
+    source = Migration(uuid=MIGRATION, source={NOWHERE: {"VCPU": 2}})
+    decision = run(claim(THERE, attempt=3, release_first=True, user_id="u", migration=source), consumers=known)
+    assert decision.consumers == {VM: row(THERE, 2, 3)}
+
+
 def test_a_build_without_an_alternate_leaves_its_fence() -> None:
     asked = claim(NO_ROOM, attempt=3, consumer_generation=2, release_first=True)
     decision = run(asked, consumers={VM: replace(FAILED, run="r")})
     assert decision.verdicts == [replace(LEFT, generations={B: 11})]
     assert decision.consumers == {VM: row({}, 2, 2)}
+    (again,) = run(asked).verdicts
+    assert again == replace(LEFT, changed=False, lacking=((B, "VCPU"),)), "nothing of it is left"
 
 
 # --- a release
