@@ -455,7 +455,7 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
-    gone = replace(instance, state=State.DELETED, then=None, deadline=None, since=at, answered=True, move=None)
+    gone = replace(instance, state=State.DELETED, then=None, deadline=None, since=at, move=None)
     return steps.announce(gone, BuildState.DELETED, at, context, terminal=True)
 
 
