@@ -39,6 +39,7 @@ BOTH = (OPTION_2, OPTION_3)
         (record(S.CLAIMING, S.BUILDING), CLAIM),
         (record(S.CLAIMING, S.BUILDING, server_group=GROUP, limits={"VCPU": 9}),
          replace(CLAIM, server_group=GROUP, limits={"VCPU": 9}, options=(replace(OPTION_3, host=host(3)),))),
+        (record(S.CLAIMING, S.BUILDING, position=0), replace(CLAIM, options=BOTH)),
         (record(S.CLAIMING, S.DELETED), CLAIM),
         (record(S.CLAIMING, S.ACTIVE), replace(CLAIM, options=(OPTION_2,))),
         (at_source(), replace(CLAIM, release_first=False, options=BOTH, migration=MIGRATION)),
@@ -70,6 +71,7 @@ def test_the_request_that_follows_from_a_record(known: Instance, question: objec
     ("before", "highest"),
     [
         (record(S.CLAIMING, S.BUILDING), 5),
+        (record(S.CLAIMING, S.ACTIVE), 5),
         (record(S.FAILED), 5),
         (record(S.DELETED), 5),
         (record(S.RELEASING, S.FAILED), 5),
