@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
-from bus.contracts.build import AttemptRecord
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State, summary_of
@@ -93,6 +93,7 @@ STARTS: list[Case] = [
     case(ABSENT, gives_up("build.machine_exists"), "releasing/failed"),
     case(ABSENT, gives_up("build.machine_exists", query=True), "failed", "build: failed build.machine_exists"),
     case(ABSENT, gives_up(query=True), "releasing/failed"),
+    case(ABSENT, gives_up(query=True, selections=()), "releasing/failed"),
     case(ABSENT, gives_up(attempt=2), "releasing/failed"),
     case(ABSENT, gives_up(), "releasing/failed", context=DOWN_1),
 ]
@@ -137,6 +138,7 @@ RUNS: list[Case] = [
     case(moving(S.RELEASING, S.ACTIVE), replace(runs(2), service="s2"), "releasing/active"),
     case(moving(S.DESTROYING, S.ACTIVE), replace(runs(1), service="s2"), "destroying/active", "destroy 1@1"),
     case(moving(S.RESIZED, queried=False), replace(runs(1), service="s2"), "resized"),
+    case(moving(S.RESIZED, queried=False), spawned(3), "resized", "destroy 3@3"),
 ]
 
 
@@ -149,6 +151,7 @@ def test_what_a_host_reports_of_a_build(
 
 LATE_OR_LOST: list[Case] = [
     case(record(S.BUILDING, queried=False), LATE, "building", "end 2@2"),
+    case(record(S.BUILDING), e.TimedOut(at=9000.0), "claiming/building", "destroy 2@2"),
     case(record(S.BUILDING), LATE, "claiming/building", "destroy 2@2"),
     case(doubted(), LATE, "building", "end 2@2"),
     case(doubted(queried=False), e.TimedOut(at=9000.0), "building", "end 2@2"),
@@ -250,6 +253,7 @@ def tried(n: int, outcome: str, code: str = "", reason: str = "", *, attempt: in
     return AttemptRecord(attempt=attempt, host=f"host-{n}", outcome=outcome, code=code, reason=reason, at=at)
 
 
+FORGOTTEN = "the cell may have lost its record of this instance; x y"
 FAILED_1 = tried(2, "failed", "spawn.destroyed", at=310.0)
 NEXT = {"state": S.CLAIMING, "then": S.BUILDING, "since": 310.0, "deadline": 325.0}
 STAMPS = Stamps(requested=1.0)
@@ -273,6 +277,25 @@ PASSED = (*FAILS["history"], tried(3, "not_tried", "host.fenced", attempt=5, at=
          {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 1,
           "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
           "code": "x", "reason": "y", "history": (tried(1, "not_tried", "x", "y", attempt=1, at=100.0),)}),
+        (ABSENT, gives_up(attempt=2), PATIENCE,
+         {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 2,
+          "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
+          "code": "build.outcome_unknown", "reason": FORGOTTEN, "doubted": True, "reused_from": 1,
+          "sequence": 1_000_010,
+          "history": (tried(1, "unknown", "build.outcome_unknown", FORGOTTEN, at=100.0),)}),
+        (record(S.BUILDING), GONE, PATIENCE,
+         {**NEXT, "history": (tried(2, "timed_out", "spawn.timeout", "no answer within 60 s", at=310.0),)}),
+        *(
+            (record(S.CLAIMING, S.BUILDING), replace(refused(5, changed=True), outcomes=(), reason=reason), PATIENCE,
+             {"state": S.FAILED, "then": None, "since": 111.0, "deadline": None, "answered": True, "queried": False,
+              "sequence": 21, "build_sequence": 20, "code": "placement.consumer_changed",
+              "reason": reason or "another client holds this instance's allocation"})
+            for reason in ("", "why")
+        ),
+        (moving(S.RELEASING, S.FAILED, {"instance_released": True}), RELEASED, PATIENCE, {}),
+        (moving(S.RELEASING, S.FAILED), replace(RELEASED, consumer=MOVE), PATIENCE, {}),
+        (moving(S.RESIZED, queried=False), replace(runs(1), service="s2"), PATIENCE,
+         {"move_source": replace(ON_1, service="s2")}),
         (doubted(), LATE, PATIENCE, {"deadline": 250.0}),
         (doubted(), e.TimedOut(at=95.0), PATIENCE, {"deadline": 105.0}),
         (doubted(), e.TimedOut(at=1000.0), PATIENCE, {"deadline": 1600.0}),
@@ -339,3 +362,18 @@ def test_a_build_that_has_failed_in_doubt_is_in_doubt_if_its_machine_may_be_ther
 def test_a_build_has_one_terminal_event(answered: bool) -> None:
     (event,) = step(record(S.RELEASING, S.FAILED, answered=answered), RELEASED, PATIENCE).commands
     assert event.terminal is not answered  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "shown"),
+    [
+        (ABSENT, build(), (BuildState.BUILDING, False, "")),
+        (record(S.BUILDING), replace(spawned(2), remark="slow"), (BuildState.ACTIVE, True, "slow")),
+        (record(S.BUILDING), runs(2), (BuildState.ACTIVE, True, "")),
+        (record(S.RELEASING, S.DELETED), RELEASED, (BuildState.DELETED, True, "")),
+        (record(S.ACTIVE), e.DeleteRequested(at=120.0), (BuildState.DELETING, False, "")),
+    ],
+)
+def test_the_announcement_of_a_build(before: Instance, event: e.Event, shown: tuple[BuildState, bool, str]) -> None:
+    (*_, last) = [one for one in step(before, event, PATIENCE).commands if isinstance(one, BuildEvent)]
+    assert (last.state, last.terminal, last.reason) == shown
