@@ -10,9 +10,26 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import CellBook, CellCheck, CellMove, CellMoveQuery, Condition, MoveKind, MoveState
-from bus.contracts.placement import Claim, ClaimOption, Migration, Release, ReleaseResult, Revert
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimResult,
+    Migration,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+)
 from scheduler_worker.domain.recorded_moves import MoveContext
-from scheduler_worker.domain.transfers import AnnouncedMoves, answered, gives_back, handed_on, may_ask, transfer
+from scheduler_worker.domain.transfers import (
+    AnnouncedMoves,
+    answered,
+    gives_back,
+    handed_on,
+    may_ask,
+    refused,
+    transfer,
+)
 from tests.unit.scheduler.test_transfers import (
     ANSWER,
     ASKED,
@@ -143,6 +160,12 @@ def test_placement_is_asked_for_a_cell_by_what_is_on_record(
 )
 def test_what_gives_the_other_cells_hosts_back(question: Claim | Revert | Release, gives: bool) -> None:
     assert gives_back(CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)) is gives
+
+
+def test_a_question_that_is_refused_has_an_answer_of_its_kind() -> None:
+    for question, answer in ((CLAIM, ClaimResult), (REVERT, RevertResult), (RELEASE, ReleaseResult)):
+        book = refused(CellBook(asked_by=ASKED, instance_uuid=UUID, question=question), KNOWN)
+        assert book is not None and type(book.answer) is answer
 
 
 def test_what_placement_answers_is_handed_on() -> None:
