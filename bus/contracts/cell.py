@@ -82,12 +82,14 @@ class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     It is published again while no event of the delete comes; one under way is announced once more. begun: the cell has
     announced the build or has its claim, or no event came for long: a conductor without a record has lost it.
     unrecorded: a conductor's own message after that; the cell's compute services are queried before it is carried out.
+    stay: of the instance there, as the schedulers count it: a record that has left by an earlier one has forgotten it.
     """
 
     instance_uuid: Uuid
     project_id: Word
     begun: bool = False
     unrecorded: bool = False
+    stay: Count = 0
 
 
 class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -312,7 +312,10 @@ def test_a_move_is_queried_by_its_request_or_repeated_if_a_query_would_end_it() 
     (query,) = messages_to_cell(MOVE, replace(KNOWN, build=active, move=RECORDED), CONFIG, 5.0)
     assert isinstance(query, CellMoveQuery) and query.request_id == MOVE.request_id
     leaving = replace(RECORDED, command=command(to_cell="c2"))
-    assert messages_to_cell(MOVE, replace(KNOWN, build=active, move=leaving), CONFIG, 5.0) == (leaving.command,)
+    later = InstanceRecord(instance_uuid=SILENT_UUID, sequence=40, stay=2)
+    known = replace(KNOWN, build=active, move=leaving, instance=later)
+    (again,) = messages_to_cell(MOVE, known, CONFIG, 5.0)
+    assert again == replace(command(to_cell="c2"), sequence=40, stay=2), "with the stay that is on record now"
 
 
 @pytest.mark.parametrize("state", [BuildState.DELETING, BuildState.DELETED])

@@ -29,7 +29,7 @@ from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import AnnouncedMoves, answered, handed_on, may_ask, refused
+from scheduler_worker.domain.transfers import AnnouncedMoves, answered, handed_on, may_ask, refused, rests
 
 REQUEST = "d0000000-0000-4000-8000-000000000001"
 UUID = "a0000000-0000-4000-8000-000000000001"
@@ -58,6 +58,7 @@ DEPARTURE = Departure(
     selections=(HOST,),
     newest=5,
     sequence=20,
+    stay=2,
 )
 LEFT = MoveEvent(
     request_id=REQUEST,
@@ -70,7 +71,9 @@ LEFT = MoveEvent(
 )
 
 
-def on_record(*, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequence: int = 19) -> MoveContext:
+def on_record(
+    *, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequence: int = 19, stay: int = 2
+) -> MoveContext:
     return MoveContext(
         move=RecordedMove(
             request_id=REQUEST,
@@ -86,7 +89,7 @@ def on_record(*, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequen
         build=RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=11, terminal=True, cell=cell),
         build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small"),
         instance=InstanceRecord(
-            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence
+            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence, stay=stay
         ),
     )
 
@@ -127,16 +130,28 @@ def test_a_drain_of_the_host_that_is_tried_first_in_the_next_cell_waits_before_a
 
 
 def test_an_announcement_that_comes_again_or_late_moves_nothing() -> None:
-    for known in (on_record(cell="c2"), on_record(sequence=20), on_record(sequence=35)):
-        batch = applied(known)
-        assert (batch.departed, sent(batch, "c2")) == ({}, [])
+    for known in (on_record(cell="c2"), on_record(cell="c2", stay=3), on_record(stay=3), on_record(stay=4)):
+        for number in (20, 1_000_000):
+            batch = applied(known, replace(LEFT, sequence=number))
+            assert (batch.departed, sent(batch, "c2")) == ({}, []), "its cell was set back: it has come back since"
+
+
+@pytest.mark.parametrize(("stay", "sequence"), [(2, 19), (2, 35), (1, 19), (0, 10**6)])
+def test_a_departure_counts_by_its_stay_whatever_its_number(stay: int, sequence: int) -> None:
+    """Seed 11 of `transfers-restored`: one of a record with old numbers was ignored, and the instance in no cell."""
+    batch = applied(on_record(stay=stay, sequence=sequence))
+    (command,) = sent(batch, "c2")
+    assert isinstance(command, CellMove) and command.arrival is not None
+    assert (batch.builds[UUID].cell, batch.instances[UUID].stay, command.arrival.stay) == ("c2", 3, 2)
+    number = max(sequence, 20)
+    assert (command.arrival.sequence, batch.instances[UUID].sequence) == (number, number), "its next cell goes on there"
 
 
 def test_one_that_is_being_deleted_is_deleted_in_the_cell_that_has_it() -> None:
     batch = applied(on_record(state=BuildState.DELETING))
     command, delete = sent(batch, "c2")
     assert isinstance(command, CellMove)
-    assert delete == CellDelete(instance_uuid=UUID, project_id="p")
+    assert delete == CellDelete(instance_uuid=UUID, project_id="p", stay=3)
 
 
 def test_schedulers_that_have_forgotten_the_request_query_the_next_cell_which_begins_nothing() -> None:
@@ -218,11 +233,19 @@ OTHER = "d0000000-0000-4000-8000-000000000009"
 def test_placement_is_asked_for_a_cell_about_what_leaves_it_and_for_chosen_hosts(
     question: Claim | Revert | Release, *, asked: bool
 ) -> None:
-    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
+    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question, stay=2)
     known = on_record()
     assert may_ask(book, known, "c1") is asked
     assert not may_ask(book, known, "c2") and not may_ask(book, replace(known, build=None), "c1")
     assert not may_ask(book, on_record(cell="c2"), "c1"), "it has left"
+    assert not may_ask(book, on_record(stay=4), "c1"), "it has left, and come back since"
+    assert may_ask(book, on_record(stay=1), "c1") is asked, "the schedulers have forgotten that it came"
+    # What is given back may be asked about again; by then a departure of the stay before does not count.
+    gives = not isinstance(question, Claim) and question.consumer == UUID
+    (rest,) = rests([book, replace(book, question=CLAIM)], {REQUEST: known})
+    after = replace(known, instance=rest)
+    assert may_ask(book, after, "c1") is asked
+    assert bool(applied(after).departed) is not gives
     if isinstance(question, Claim):
         assert not may_ask(book, replace(known, move=None), "c1")
 
