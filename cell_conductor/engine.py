@@ -211,24 +211,6 @@ class Engine:
             await self._ask_placement(due_questions(due, recorded.instances, again=due.keys()))
         return len(due)
 
-    async def leave_services(self, incoming: Sequence[InstanceEvent]) -> None:
-        """Fail builds over from services that are not awaited: `ServiceLost` for each of them.
-
-        As with deadlines the database is compared first, in the same transaction: in one that was set back the silence
-        of a service proves nothing, so its builds are doubted, and wait for their hosts.
-        """
-        async with self._store.transaction() as transaction:
-            change = await transaction.recognise()
-            if change is None:
-                known = await transaction.lock(sorted({one.uuid for one in incoming}))
-                recorded = await self._record(transaction, known, [one for one in incoming if one.uuid in known])
-        if change is not None:
-            _log_change(change, self._context.cell)
-            return
-        self._committed(transaction, recorded)
-        with metrics.BATCH_SECONDS.labels("leases").time():
-            await self._ask_placement(due_questions(known, recorded.instances, again=()))
-
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
         uuids = sorted({instance_event.uuid for instance_event in incoming})

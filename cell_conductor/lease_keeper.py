@@ -196,7 +196,7 @@ class LeaseKeeper:
                 for uuid, service in found
             ]
             for start in range(0, len(incoming), self._config.max_batch):
-                await engine.leave_services(incoming[start : start + self._config.max_batch])
+                await engine.take(incoming[start : start + self._config.max_batch], source="leases")
             self._fail_over_at = now_s + FAIL_OVER_AGAIN_S
         self._failed_over = frozenset(lost)
 

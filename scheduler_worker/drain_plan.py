@@ -26,7 +26,7 @@ from bus.contracts.drains import MAX_DRAINED, DrainPlan, DrainQuery, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
-from bus.faults import Transient
+from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from bus.turns import next_turn
 from placement_worker.replica.request import total_resources
@@ -41,7 +41,7 @@ from scheduler_worker.domain.drains import (
     held_on,
     is_migration,
 )
-from scheduler_worker.domain.placement import PlacementUnavailable, answered, unavailable_after
+from scheduler_worker.domain.placement import PlacementUnavailable, answered
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
@@ -144,7 +144,7 @@ class DrainHolders:
         return {uuid: host for uuid, host in hosts.items() if host.code != HOST_FENCED}
 
     async def held_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
-        """The instances of which these hosts hold something, or are about to. Raises Transient.
+        """The instances of which these hosts hold something, or are about to. Raises Transient, or RequestRefused.
 
         The requests are read before the book, so that one that ends in between is seen in one of the two. A build has
         its allocation before it is on record as scheduled.
@@ -159,7 +159,7 @@ class DrainHolders:
 
     async def kept_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
         """The instances of which these hosts keep the source of an unconfirmed move, by uuid. A fenced host is not
-        drained. Raises Transient.
+        drained. Raises Transient, or RequestRefused.
         """
         holders = await self._holders([host for host in hosts if host.code != HOST_FENCED])
         found = {one.instance_uuid: one for one in await self._by_migrations(holders) if one.code == UNCONFIRMED}
@@ -208,7 +208,7 @@ class DrainHolders:
         return found
 
     async def _holders(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeHolder]]:
-        """By the book. Raises PlacementUnavailable."""
+        """By the book. Raises PlacementUnavailable, or RequestRefused."""
         if not await self._follower.refresh(timeout_s=ANSWER_S):
             raise PlacementUnavailable("the newest changes of the book did not come in time")
         found: list[tuple[DrainedHost, TreeHolder]] = []
@@ -232,9 +232,7 @@ class DrainHolders:
             answers = await self._api.request_all(queries, HostTree, timeout_s=ANSWER_S, causes=causes)
         except (BusError, Transient) as error:
             raise PlacementUnavailable(str(error)) from error
-        if failed := [one for one in answers if not isinstance(one, HostTree)]:
-            raise unavailable_after(failed[0])
-        return [one for one in answers if isinstance(one, HostTree)]
+        return [answered(one) for one in answers]
 
     def _in_use(self, hosts: Sequence[DrainedHost]) -> list[DrainedHost]:
         """The hosts of which something is in use, by the replica."""
@@ -325,6 +323,12 @@ class DrainPlanner:
 
     async def plan(self, query: DrainQuery) -> MadePlan | Refusal:
         """How a target could be drained now. Nothing is begun, and no resources stay held. Raises Transient."""
+        try:
+            return await self._made(query)
+        except RequestRefused as refused:
+            return Refusal(code=refused.code, reason=refused.reason)
+
+    async def _made(self, query: DrainQuery) -> MadePlan | Refusal:
         if query.kind not in DRAIN_KINDS:
             return KINDS_ONLY
         found = self._holders.hosts_of(query.host, query.target, query.cell)

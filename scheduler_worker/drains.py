@@ -38,7 +38,7 @@ from bus.contracts.drains import (
 )
 from bus.contracts.objects import ChangedObject, HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
-from bus.faults import Transient
+from bus.faults import RequestRefused, Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
 from scheduler_worker.domain.drains import (
@@ -202,7 +202,7 @@ class DrainKeeper:
             for drain in drains:
                 try:
                     is_busy |= await self._pass(drain)
-                except (Transient, BusError) as fault:
+                except (Transient, RequestRefused, BusError) as fault:
                     is_busy = True
                     log.warning("drain.waiting", drain=drain, code=fault.code, reason=str(fault))
             due_s = self._clock.monotonic() + (PASS_S if is_busy else IDLE_S)

@@ -319,6 +319,11 @@ class ChangeKind(StrEnum):
     UNRESCUE = "unrescue"  # boot it from its own disks; it runs
 
 
+def _refuse_but_checks(change: ChangeKind | None) -> None:
+    if change is not ChangeKind.CHECK:
+        raise ValueError("another cell's hosts are checked, and nothing else is commanded there")
+
+
 class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1"):
     """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it).
 
@@ -341,6 +346,10 @@ class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1")
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     image: Annotated[str, Bound(max_length=255)] = ""
     asked_by: AskedBy | None = None
+
+    def __post_init__(self) -> None:
+        if self.asked_by is not None:
+            _refuse_but_checks(self.change)
 
 
 # The code of a change whose machine is not on its host: nothing could be changed, or changed back.
@@ -375,6 +384,10 @@ class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1
     scan: int = 0
     asked_by: AskedBy | None = None
 
+    def __post_init__(self) -> None:
+        if self.asked_by is not None:
+            _refuse_but_checks(self.change)
+
 
 class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
     """Have a host of another cell checked for an instance that is to leave its cell for that one; or, with the answer,
@@ -390,8 +403,7 @@ class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
 
     def __post_init__(self) -> None:
         about = self.change if self.answer is None else self.answer
-        if about is None or about.change is not ChangeKind.CHECK:
-            raise ValueError("another cell's hosts are checked, and nothing else is commanded there")
+        _refuse_but_checks(None if about is None else about.change)
 
 
 class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):

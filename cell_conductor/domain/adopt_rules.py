@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from bus.contracts.base import Allocations
 from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine, Selection
+from bus.contracts.moves import Condition
 
 from . import rules, steps
 from .desires import Ask, Work, desire_of, in_text
@@ -34,15 +35,17 @@ MAX_SELECTIONS = 10  # of one record, as of one request
 
 
 def is_searched(instance: Instance) -> bool:
-    """Whether the cell's services are to be queried about it before another host is claimed for it."""
+    """Whether the cell's services are to be queried before another host is claimed for it, or it ends as failed."""
     desire = desire_of(instance)
-    return instance.doubted and desire.asks is Ask.CLAIM and desire.work is Work.BUILD
+    fails_over = desire.asks is Ask.CLAIM and desire.work is Work.BUILD
+    fails = desire.asks is Ask.RELEASE and desire.condition is Condition.FAILED and not instance.machine_exists
+    return instance.doubted and (fails_over or fails)
 
 
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
     """The machines among these that the record does not have: on hosts that it has not tried, or of later attempts."""
     tried = {selection.host_uuid for selection in instance.selections[: instance.position + 1]}
-    return tuple(one for one in found if one.attempt > instance.last_attempt or one.host_uuid not in tried)
+    return tuple(one for one in found if one.attempt > instance.attempt or one.host_uuid not in tried)
 
 
 def start_or_adopt(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
@@ -64,11 +67,12 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
 
 
 def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:
-    """A record that was set back fails over, and its instance has a machine that is not on record."""
+    """A record that was set back fails over or ends, and its instance has a machine that is not on record."""
     found = forgotten_machines(instance, event.machines)
     if not instance.doubted or not found:
         return Step(instance)
-    return _adopt(replace(instance, reused_from=instance.reused_from or 1), found, event.at, context)
+    adopting = replace(instance, reused_from=instance.reused_from or 1, code="", reason="")
+    return _adopt(adopting, found, event.at, context)
 
 
 def why_not_adoptable(instance: Instance | None) -> str:

@@ -166,8 +166,7 @@ class RecentFindings:
 
     def add(self, service: str, counted: Mapping[str, CountedAs], now_s: float) -> None:
         """Record what a report has counted."""
-        if counted:
-            self._of.setdefault(service, {}).update({key: (kind, now_s) for key, kind in counted.items()})
+        self._of.setdefault(service, {}).update({key: (kind, now_s) for key, kind in counted.items()})
 
     def clear(self, service: str) -> None:
         """Its breaker has opened: an operator looks at the service, and counting begins anew."""
@@ -224,12 +223,12 @@ class Listings:
             listed.first, listed.pages = first, set()
         for host in report.hosts:
             if host.uuid in self._listers or len(self._listers) < MAX_HOSTS:
-                listed.hosts[host.uuid] = first or listed.first
+                listed.hosts[host.uuid] = listed.first
                 self._listers.setdefault(host.uuid, {})[report.service] = None
         if not first:
             return
         listed.pages.add(report.sequence)
-        if report.complete and len(listed.pages) == report.pages:
+        if len(listed.pages) == report.pages:
             listed.whole = True
             self._drop(report.service, listed, [uuid for uuid, at in listed.hosts.items() if at != first])
 
@@ -255,10 +254,7 @@ class Listings:
         found: dict[str, str] = {}
         shares = (report.ring_term, report.ring_number) != NO_RING
         for host in report.hosts:
-            listers: Mapping[str, None] = self._listers.get(host.uuid, {})
-            if len(listers) < 2:
-                continue
-            for other in listers:
+            for other in self.listers(host.uuid):
                 in_a_ring = shares and self._services[other].ring != NO_RING
                 if other != report.service and other in up and not in_a_ring:
                     found[host.uuid] = other

@@ -9,6 +9,7 @@ have another host to go to. A machine that the service may run is destroyed by i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
@@ -63,8 +64,8 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class _Held(Struct):
     """A lease as this conductor holds it.
 
-    sequence: of the last message of its epoch (-1: none was received here); beat_at: the clock's value then. ring: with
-    whom it shares its free nodes.
+    sequence: of the last message of its epoch (_NONE: none was received here); beat_at: the clock's value then. ring:
+    with whom it shares its free nodes.
     """
 
     lease: Lease
@@ -146,10 +147,11 @@ class LeaseTable:
             held = self._held.get(lease.service)
             if held is not None and held.lease.epoch < lease.epoch:
                 self.note_outdated(lease.service, lease.epoch)
-            is_forgotten = lease.state is not LeaseState.UP and lease.since <= self._forgotten.get(lease.service, -1.0)
+            forgotten_at = self._forgotten.get(lease.service, -math.inf)
+            is_forgotten = lease.state is not LeaseState.UP and lease.since <= forgotten_at
             if held is None and not is_forgotten and len(self._held) < MAX_SERVICES:
                 # After its departure no message of that epoch counts: it is a copy, or was overtaken.
-                sequence = _LAST if lease.state is LeaseState.STOPPED else -1
+                sequence = _LAST if lease.state is LeaseState.STOPPED else _NONE
                 self._held[lease.service] = _Held(lease, sequence, self._clock)
 
     def forget(self, service: str, at: float) -> None:
@@ -201,7 +203,7 @@ class LeaseTable:
         if held is None:
             if len(self._held) >= MAX_SERVICES:
                 return False
-            held = self._held[service] = _Held(Lease(service=service, epoch=-1), -1, self._clock)
+            held = self._held[service] = _Held(Lease(service=service, epoch=_NONE), _NONE, self._clock)
         before = held.lease
         if epoch < before.epoch:
             self.note_outdated(service, before.epoch)
@@ -221,7 +223,7 @@ class LeaseTable:
     def note_outdated(self, service: str, epoch: int) -> None:
         """A message of this service came with an epoch below this one."""
         if epoch <= FARTHEST_EPOCH and (service in self._outdated or len(self._outdated) < MAX_SERVICES):
-            self._outdated[service] = max(epoch, self._outdated.get(service, 0))
+            self._outdated[service] = max(epoch, self._outdated.get(service, epoch))
 
     def outdated(self) -> dict[str, int]:
         """{service: epoch} of those recorded since the last call."""
@@ -253,3 +255,4 @@ class LeaseTable:
 
 
 _LAST = 2**63 - 1
+_NONE = -1  # below every epoch and every sequence

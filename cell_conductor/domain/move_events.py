@@ -52,6 +52,12 @@ def move_of(instance: Instance) -> Move:
     return instance.move
 
 
+def source_of(move: Move) -> Selection:
+    """The source of a move that has one."""
+    assert move.source is not None, move
+    return move.source
+
+
 def report_progress(instance: Instance, state: MoveState, at: float, context: StepContext) -> Step:
     """Progress of the request that is under way, not its end."""
     move = move_of(instance)
@@ -105,9 +111,8 @@ def close(instance: Instance, ending: MoveEnd, at: float, context: StepContext) 
     """
     move = move_of(instance)
     earlier = answer(instance, ending, at, context)
-    # An abort or a revert has succeeded; a confirm whose move was undone has not.
-    is_done = move.by_kind is not MoveKind.CONFIRM or ending.state is MoveState.DONE
-    other = answer_other(earlier.instance, DONE if is_done else ending, at, context)
+    # An abort or a revert has succeeded; a confirm has ended with the release of the source.
+    other = answer_other(earlier.instance, DONE, at, context)
     if not (earlier.commands or other.commands):
         state = MoveState.CHANGING if ending.state is MoveState.DONE else MoveState.UNDOING
         late = EndedMove(move.request_id, move.kind, state, ending.code, cut(ending.reason))
@@ -193,8 +198,8 @@ def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> St
 
 def refuse_busy(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """Another request is under way; a copy of that very one changes nothing."""
-    move = instance.move
-    if move is not None and event.request.request_id in (move.request_id, move.by):
+    move = move_of(instance)
+    if event.request.request_id in (move.request_id, move.by):
         return Step(instance)
     again = repeat_end(instance, event, context)
     if again is not None:

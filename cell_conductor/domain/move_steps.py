@@ -23,7 +23,7 @@ from .events import (
     MoveRequested,
 )
 from .instance import NO_HOST, Instance, Move, Power, State
-from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
+from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress, source_of
 from .orders import change_of, numbered, step_s
 from .set_back import FORGOTTEN_ATTEMPTS, marked_reused
 from .steps import Step, StepContext, is_doubted
@@ -169,13 +169,14 @@ def claim(instance: Instance, at: float, context: StepContext) -> Step:
     """Request the first remaining destination of placement, or go back when there is none."""
     instance = marked_reused(instance, context.set_back)
     move = move_of(instance)
-    if notes := context.closed.passed_over(instance.alternates, instance.next_attempt, at):
-        move = replace(move, history=move.history + notes)
+    closed = context.closed_to(instance)
+    notes = closed.passed_over(instance.alternates, instance.next_attempt, at)
+    move = replace(move, history=move.history + notes)
     # A machine that was commanded to stop is handed over, not changed in place.
     kept = tuple(
         one
         for one in instance.alternates
-        if context.closed.why(one) is None
+        if closed.why(one) is None
         and not (move.handed_over and move.source is not None and one.host_uuid == move.source.host_uuid)
     )
     tried = instance.selections[: instance.position + 1]
@@ -238,6 +239,7 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
         deadline=None,
         since=at,
         answered=True,
+        queried=False,
         doubted=False,
         power=Power.STOPPED if move.power is Power.STOPPED else Power.RUNNING,
         image="",
@@ -258,7 +260,7 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     if instance.is_in_place:
         return Step(steps.releasing(instance, State.ACTIVE, at, context))
     # Alternates have no use any more; the move still names the source.
-    alone = replace(instance, selections=(move_of(instance).source or here, here), position=1)
+    alone = replace(instance, selections=(source_of(move_of(instance)), here), position=1)
     return Step(steps.destroying(alone, State.ACTIVE, at, context))
 
 
@@ -367,7 +369,7 @@ def note_not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at:
         AttemptRecord(attempt=instance.next_attempt, host=one.host, outcome="not_claimed", code=outcome.value, at=at)
         for one, outcome in zip(instance.alternates, outcomes, strict=False)
     )
-    return replace(instance, move=replace(move, history=move.history + tried)) if tried else instance
+    return replace(instance, move=replace(move, history=move.history + tried))
 
 
 def summary_of_hosts(instance: Instance) -> str:

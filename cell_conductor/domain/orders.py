@@ -37,38 +37,37 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
     """
     if (kind := change_of(instance)) is not None:
         order = change_order(instance, kind, context)
-        to_cell = None if instance.move is None else instance.move.to_cell
-        if to_cell is None or order.asked_by is None:
+        if order.asked_by is None:
             return (order,)
-        return (CellAsks(message=CellCheck(cell=to_cell, asked_by=order.asked_by, change=order)),)
+        assert instance.move is not None and instance.move.to_cell is not None
+        return (CellAsks(message=CellCheck(cell=instance.move.to_cell, asked_by=order.asked_by, change=order)),)
     desire, move = desire_of(instance), instance.move
     is_queried = instance.queried and desire.here in _ASKED
     orders: list[Destroy] = []
     if (is_queried or desire.here is Wish.DESTROY) and not (move is not None and move.here_gone):
         # In doubt a complete machine at the destination of a move that is undone has arrived.
-        is_spared = desire.source is Wish.STAY and is_doubted(instance, context) and not _is_deleted(move)
+        is_spared = (
+            desire.source is Wish.STAY and move is not None and not move.delete and is_doubted(instance, context)
+        )
         orders.append(
             destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_queried or is_spared)
         )
-    if move is None or move.source is None or instance.source_host_uuid is None or move.source_gone:
+    if instance.source_host_uuid is None:
         return tuple(orders)
-    if desire.source is Wish.DESTROY or (is_queried and desire.here is Wish.RUN):
+    assert move is not None and move.source is not None
+    if not move.source_gone and (desire.source is Wish.DESTROY or (is_queried and desire.here is Wish.RUN)):
         orders.append(destroy_at(instance, move.source, move.source_attempt, context, unless_built=is_queried))
     return tuple(orders)
-
-
-def _is_deleted(move: Move | None) -> bool:
-    return move is not None and move.delete
 
 
 def with_orders(before: Instance, stepped: Step, context: StepContext) -> Step:
     """The step with the orders that follow from it, before its other messages."""
     after = stepped.instance
     orders = orders_of(after, context)
-    if orders and after.phase == before.phase and not stepped.again:
+    if after.phase == before.phase and not stepped.again:
         known = orders_of(before, context)
         orders = tuple(one for one in orders if one not in known)
-    return replace(stepped, commands=(*orders, *stepped.commands)) if orders else stepped
+    return replace(stepped, commands=(*orders, *stepped.commands))
 
 
 def repeated(instance: Instance, at: float, context: StepContext) -> Step:

@@ -120,11 +120,6 @@ def is_wanted_here(record: InstanceFacts) -> bool:
     return desire.here in WANTED or (is_source and desire.source is Wish.STAY)
 
 
-def is_wanted_at_source(record: InstanceFacts) -> bool:
-    """Whether the machine of the move's source is to be kept."""
-    return record.source_host_uuid is not None and desire_of(record).source is Wish.STAY
-
-
 def is_untried(record: InstanceFacts, attempt: int) -> bool:
     """Whether this attempt was never commanded by the record: a machine of it is another record's."""
     return attempt == 1 and record.first_not_tried
@@ -361,18 +356,11 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
     is_commanded = is_here and desire_of(record).here is not Wish.UNCOMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
-    if is_commanded or is_source or is_wanted_at_home(record, one.attempt, host_uuid):
-        return ""
-    if is_over(record, one.attempt, host_uuid):
+    if is_commanded or is_source or is_over(record, one.attempt, host_uuid):
         return ""
     if is_renumbered(record, one.attempt):
         return RENUMBERED
     return ELSEWHERE if one.attempt in (record.attempt, record.source_attempt) else NEWER
-
-
-def is_wanted_at_home(record: RecordedInstance, attempt: int, host_uuid: str) -> bool:
-    """Whether this is the machine that the record wants on its current host."""
-    return (attempt, host_uuid) == (record.attempt, record.host_uuid) and is_wanted_here(record)
 
 
 def _agrees(
@@ -391,7 +379,7 @@ def _agrees(
         # Followed at each report, the orders would go to one and to the other by turns.
         return may_have(owner, host_uuid)
     if is_source:
-        return is_wanted_at_source(record)
+        return desire_of(record).source is Wish.STAY
     if desire_of(record).here is Wish.BUILD:
         return not one.built  # its result has not arrived yet
     return _is_deleting(record) or is_wanted_here(record)

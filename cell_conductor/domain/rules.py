@@ -34,7 +34,7 @@ from .events import (
 from .fences import FENCED
 from .instance import MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
-from .set_back import is_doubted_request, numbered_on
+from .set_back import doubted_from, is_doubted_request, numbered_on
 from .steps import Step, StepContext
 
 # The code of a doubted build whose host stayed silent.
@@ -293,8 +293,12 @@ def lose(instance: Instance, event: HostMissing, context: StepContext) -> Step:
 
 
 def give_up_lost(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
-    """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed."""
-    lost = _with_attempt(instance, "lost", at=at, code=code, reason=reason)
+    """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed.
+
+    One that was active before a set-back may be active elsewhere: it is searched for first.
+    """
+    unsure = doubted_from(instance, context.set_back)
+    lost = _with_attempt(unsure, "lost", at=at, code=code, reason=reason)
     return _give_up(lost, at, context, code=code, reason=reason)
 
 
@@ -391,8 +395,6 @@ def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:
 def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
     """Hosts that are closed now are skipped, and recorded: a request to placement is never changed."""
     notes = context.closed.passed_over(instance.alternates, instance.next_attempt, at)
-    if not notes:
-        return instance
     kept = tuple(selection for selection in instance.alternates if context.closed.why(selection) is None)
     tried = instance.selections[: instance.position + 1]
     return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
@@ -428,7 +430,7 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
         )
         for selection, outcome in zip(instance.alternates, outcomes, strict=False)
     )
-    return replace(instance, history=instance.history + tried) if tried else instance
+    return replace(instance, history=instance.history + tried)
 
 
 def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:

@@ -87,3 +87,12 @@ def marked_reused(instance: Instance, set_back: SetBack) -> Instance:
     if instance.reused_from or not set_back.may_lack(instance.requested_at):
         return instance
     return replace(instance, reused_from=instance.next_attempt)
+
+
+def doubted_from(instance: Instance, set_back: SetBack) -> Instance:
+    """The record of an instance that is as it was before a set-back: it may have been moved and numbered on since."""
+    if instance.doubted or not set_back.may_lack(instance.since):
+        return instance
+    last = instance.last_attempt
+    reused_from = instance.reused_from or last + 1
+    return replace(numbered_on(instance), doubted=True, newest=last + FORGOTTEN_ATTEMPTS, reused_from=reused_from)

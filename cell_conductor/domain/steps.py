@@ -51,6 +51,11 @@ class StepContext(Struct, frozen=True, kw_only=True):
         """The hosts on which nothing is begun now."""
         return ClosedHosts(self.down, self.fences)
 
+    def closed_to(self, instance: Instance) -> ClosedHosts:
+        """Those among the hosts that it goes to. A service's name is unique within its cell only."""
+        is_leaving = instance.move is not None and instance.move.to_cell is not None
+        return replace(self.closed, down={}) if is_leaving else self.closed
+
 
 class Step(Struct, frozen=True):
     """The instance after an event, and the messages to send once that is committed.

@@ -119,6 +119,7 @@ FOLLOW_RESIZED = Rule(move_doubts.follow_resized, (State.DESTROYING, State.ACTIV
 SKIP = Rule(move_rules.skip_destination, NEXT)
 RELEASE_DESTROYED = Rule(delete_rules.release_destroyed, (State.RELEASING,))
 END_ADOPTED = Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING))
+ADOPT_FORGOTTEN = Rule(adopt_rules.adopt_machine, FAILS_OVER)
 ADOPT_DECIDED = Rule(adopt_rules.adopt_decided, (State.CLAIMING,))
 
 USUAL: Mapping[type[Event], Cell] = {
@@ -199,7 +200,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         HostRuns: ByThen({State.ACTIVE: Rule(adopt_rules.note_built)}, CONFIRM_RUNNING),
         MoveRequested: ByThen({State.PREPARING: ABORT}, REFUSE),
         HostFenced: IGNORE,  # what is adopted is judged once it is active
-        MachineFound: ByThen({State.BUILDING: Rule(adopt_rules.adopt_machine, FAILS_OVER)}, IGNORE),
+        MachineFound: ByThen({State.BUILDING: ADOPT_FORGOTTEN}, IGNORE),
     },
     State.RELEASING: {
         **USUAL,
@@ -215,7 +216,10 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             }
         ),
         HostRuns: CONFIRM_RUNNING,
-        MachineFound: ByThen({State.OFFLOADED: Rule(move_doubts.follow_found, (State.DESTROYING,))}, IGNORE),
+        MachineFound: ByThen(
+            {State.OFFLOADED: Rule(move_doubts.follow_found, (State.DESTROYING,)), State.FAILED: ADOPT_FORGOTTEN},
+            IGNORE,
+        ),
     },
     State.DESTROYING: {
         **USUAL,

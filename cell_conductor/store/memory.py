@@ -176,7 +176,7 @@ class MemoryInstanceRows:
         seen = self._seen.deployment, self._seen.set_back.at
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
-            if writes.inserts and not _is_known(table, *seen):
+            if not _is_known(table, *seen):
                 raise PreconditionFailed
             if writes.message_ids:
                 fresh = await transaction.first_time(HANDLER, writes.message_ids)

@@ -244,7 +244,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self.writes.durable = durable
 
     async def recognise(self) -> DatabaseChange | None:
-        """Compared at the end, together with what is inserted."""
+        """Compared at the end, together with what is written."""
         return None
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:

@@ -61,7 +61,7 @@ SELECT deployment::text = $2 AND origin = origin_of('instances') AND set_back_at
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
-# Part of every statement that inserts: no record is begun in a database whose set-back this process has not recognised.
+# Part of every statement that writes: no step is recorded in a database whose set-back this process has not recognised.
 KNOWN = "SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND set_back_at = {}"
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
@@ -146,8 +146,7 @@ class PostgresInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
         statement = GuardedStatement()
-        if writes.inserts:
-            statement.expect(f"EXISTS ({KNOWN})", self._seen.deployment, self._seen.set_back.at)
+        statement.expect(f"EXISTS ({KNOWN})", self._seen.deployment, self._seen.set_back.at)
         if writes.message_ids:
             statement.expect(rows.NEVER_SEEN, writes.message_ids)
             statement.add("seen", rows.SEEN, writes.message_ids, rows=len(writes.message_ids))

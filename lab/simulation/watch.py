@@ -199,8 +199,11 @@ class MachineWatch:
             if before is instance:
                 continue
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":
-                self._lost(before)
-                self._active[uuid][cell] = instance
+                # What a record has forgotten, that was set back, is searched for before it is given up.
+                is_searched = instance.doubted and instance.state is State.RELEASING
+                self._lost(instance if is_searched else before)
+                if not is_searched:
+                    self._active[uuid][cell] = instance
             elif before is not None and _lost_its_attempt(before, instance):
                 self._lost(instance)
                 self._active[uuid][cell] = instance

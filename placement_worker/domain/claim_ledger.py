@@ -16,6 +16,7 @@ from placement_worker.domain.server_groups import (
     counted_by_class,
     group_key,
     held_by_class,
+    hosts_of,
     hosts_that_matter,
 )
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members, fit
@@ -181,8 +182,8 @@ class ClaimLedger:
         """The hosts of a consumer that this group has changed: the claimed host, or the hosts to which a swap has moved
         it.
         """
-        roots = {self.providers[uuid].root for uuid in holding_of(self.changed_consumers[consumer])}
-        return (claimed,) if claimed in roots else sorted(roots)
+        hosts = hosts_of(self.providers[uuid] for uuid in holding_of(self.changed_consumers[consumer]))
+        return (claimed,) if claimed in hosts else hosts
 
     def join(self, claim: Claim, host: str | None) -> None:
         """Record that the claim's consumer is on this host, for its server group."""

@@ -112,7 +112,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="claim.options: it names none")
     if ledger.is_others(held):
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
-    if known is not None and held and _is_repeated(claim, known):
+    if known is not None and known.holding and _is_repeated(claim, known):
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
         return _changed(claim, known)
@@ -137,7 +137,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         outcomes.append(outcome)
         if outcome is _CLAIMED:
             return _take(ledger, claim, known, tuple(outcomes), source)
-    if claim.release_first and known is not None and held:
+    if claim.release_first and known is not None and known.holding:
         return _release_only(ledger, claim, known, tuple(outcomes), source)
     return _turned_down(ledger, claim, tuple(outcomes), others=others, past=past)
 
@@ -155,7 +155,7 @@ def _turned_down(
     known, overall = ledger.consumer(claim.consumer), _overall(outcomes)
     held = holding_of(known)
     members = visible_members(ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
-    generation = known.generation if known is not None and held else None
+    generation = known.generation if known is not None and known.holding else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return ClaimVerdict(
         outcome=overall,
@@ -302,7 +302,7 @@ def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding, kind: str =
     uuid = claim.migration.uuid
     known = ledger.consumer(uuid)
     held = holding_of(known)
-    if held == wanted and (known is None or known.consumer_type == kind or not held):
+    if held == wanted and (known is None or not known.holding or known.consumer_type == kind):
         return
     if held != wanted:
         ledger.join_migration(claim, uuid)
@@ -355,30 +355,25 @@ def _fits(
     before, after: what all consumers of the item hold together, with which capacities are compared (microversion 1.13).
     shapes: of the providers when they were chosen.
     """
-    invalid = raced = False
+    invalid = False
+    raced: set[str] = set()
     for uuid, resources in wanted.items():
         provider = ledger.providers.get(uuid)
         if provider is None or uuid in ledger.foreign:
             return _GONE
         if not resources:
             invalid = True
-        if uuid in shapes and shapes[uuid] != provider.shape:
-            raced = True
+        if shapes.get(uuid, provider.shape) != provider.shape:
+            raced.add(uuid)
     for uuid, resources in wanted.items():
         held, total = before.get(uuid, _NO_AMOUNTS), after[uuid]
         for name, amount in resources.items():
             fit = ledger.fit(uuid, name, amount, total[name] - held.get(name, 0))
-            if fit is Fit.FULL:
+            # Inventory that was removed after the host was chosen has perhaps moved to a child provider: raced, not
+            # full.
+            if fit is Fit.FULL or (fit is Fit.NO_INVENTORY and name in ledger.known_classes and uuid not in raced):
                 return _FULL
-            if fit is Fit.NO_INVENTORY:
-                known, shape = name in ledger.known_classes, ledger.providers[uuid].shape
-                # The inventory was removed after the host was chosen, perhaps moved to a child provider: raced, not
-                # full.
-                if known and shapes.get(uuid, shape) == shape:
-                    return _FULL
-                invalid = invalid or not known
-            elif fit is Fit.NOT_IN_UNITS:
-                invalid = True
+            invalid = invalid or fit is not Fit.FITS
     if raced:
         return ClaimOutcome.RACED
     return ClaimOutcome.INVALID if invalid else _CLAIMED
@@ -433,11 +428,11 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
     held, kept = holding_of(known), holding_of(migration)
     if ledger.is_others(held) or ledger.is_others(kept):
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
-    if known is None and kept and migration is not None:
+    if known is None and migration is not None and migration.holding:
         known = _trimmed(revert, migration)
     if known is None or known.attempt > revert.attempt:
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=None if known is None else known.generation)
-    if kept and migration is not None and migration.project_id != known.project_id:
+    if migration is not None and migration.holding and migration.project_id != known.project_id:
         return ClaimVerdict(outcome="consumer_changed", consumer=revert.migration.uuid)
     if known.attempt == revert.attempt and not kept:
         return ClaimVerdict(outcome="reverted", consumer_generation=known.generation, holding=held)

@@ -10,11 +10,7 @@ from msgspec import Struct
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES, MAX_LOCATED_HOSTS, Claim, ClaimOption, ClaimOutcome
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.domain.values import ConsumerState, GroupKey, Holding, Provider
-
-# A provider with this trait shares its inventory with other trees, so a consumer of it need not be on its host.
-SHARING = "MISC_SHARES_VIA_AGGREGATE"
-
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Holding, Provider
 
 # The policies that placement enforces with each claim. The soft policies are left to the scheduler's weighers.
 HARD = frozenset({GroupPolicy.AFFINITY, GroupPolicy.ANTI_AFFINITY})
@@ -69,14 +65,14 @@ def group_key(claim: Claim) -> GroupKey | None:
     return None if claim.server_group is None else (claim.project_id, claim.server_group.uuid)
 
 
-def hosts_of(providers: Iterable[Provider]) -> tuple[str, ...]:
+def hosts_of(providers: Iterable[Provider | ClaimedProvider]) -> tuple[str, ...]:
     """Return the hosts of a consumer that holds allocations of these providers: the roots of the providers.
 
     The root of a sharing provider counts only if the consumer holds nothing else. Members of server groups are counted
     by this rule.
     """
     held = list(providers)
-    own = [provider for provider in held if SHARING not in provider.traits] or held
+    own = [provider for provider in held if not provider.shares] or held
     return tuple(sorted({provider.root for provider in own}))
 
 

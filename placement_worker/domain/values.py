@@ -46,6 +46,9 @@ def fit(amount: int, rules: InventoryUsage | StoredInventory | None, used: int, 
     return Fit.FITS if is_allowed_amount(amount, rules) else Fit.NOT_IN_UNITS
 
 
+# A provider with this trait shares its inventory with other trees, so a consumer of it need not be on its host.
+SHARING = "MISC_SHARES_VIA_AGGREGATE"
+
 Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 NOTHING: Holding = {}
 
@@ -72,13 +75,14 @@ class InventoryUsage(Struct, frozen=True, gc=False):
 
 class ClaimedProvider(Struct, frozen=True):
     """A provider as a claim sees it; its row is locked. root: the uuid of the provider at the top of its tree, the
-    host.
+    host. shares: with other trees.
     """
 
     generation: int
     shape: int
     inventories: dict[str, InventoryUsage]
     root: str
+    shares: bool = False
 
 
 class ConsumerState(Struct, frozen=True):
@@ -133,6 +137,11 @@ class Provider(Struct, frozen=True):
     aggregates: tuple[str, ...]
     cell: str | None = None
     lasting: tuple[str, ...] = ()
+
+    @property
+    def shares(self) -> bool:
+        """Whether it shares its inventory with other trees."""
+        return SHARING in self.traits
 
 
 def is_foreign(cell: str | None, bus: str) -> bool:
@@ -206,4 +215,4 @@ def claimed_provider(provider: Provider) -> ClaimedProvider:
         )
         for name, inventory in provider.inventories.items()
     }
-    return ClaimedProvider(provider.generation, provider.shape, inventories, provider.root)
+    return ClaimedProvider(provider.generation, provider.shape, inventories, provider.root, provider.shares)

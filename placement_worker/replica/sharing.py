@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.ma  # numpy.unique imports it when it is first called: 8 ms of the first search
 
-from placement_worker.domain.server_groups import SHARING
+from placement_worker.domain.values import SHARING
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Flags, Rows
 

@@ -32,7 +32,7 @@ SELECT write_claims($1::uuid[],
 _ConsumerRow = tuple[str, int, int, str, str, str, str]
 _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
-_ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None]
+_ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None, bool]
 _UsageRow = tuple[str, int, int]
 Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow]]
 decode = msgspec.json.Decoder(Rows).decode
@@ -61,6 +61,7 @@ def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Ma
                 row[3],
                 {class_names[inventory[0]]: InventoryUsage(*inventory[1:]) for inventory in row[6] or ()},
                 root=row[4],
+                shares=row[7],
             )
             for row in providers
         },

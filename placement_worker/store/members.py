@@ -9,7 +9,7 @@ forgotten, it is trimmed.
 from __future__ import annotations
 
 from placement_worker.domain.claim_group import WantedMembers
-from placement_worker.domain.server_groups import SHARING
+from placement_worker.domain.values import SHARING
 from placement_worker.store.rows import transposed
 
 # These locks come before those of consumers, in the order of the keys. Two groups with the same hash wait for each

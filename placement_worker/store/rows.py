@@ -10,8 +10,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.sql.selectable import FromClause
 
-from placement_worker.domain.server_groups import SHARING
-from placement_worker.domain.values import Provider
+from placement_worker.domain.values import SHARING, Provider
 from placement_worker.store.port import NameKind
 from placement_worker.store.tables import (
     allocations,

@@ -28,6 +28,7 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.requests import (
+    DIGEST_BYTES,
     RETRIES,
     TOO_OLD,
     FlavorAccess,
@@ -262,7 +263,7 @@ def _run(message: str, now: float) -> str:
     """The name of the record that this delivery may make. A later delivery of the same message finds that record, or
     makes another one, when it is lost: what was claimed for the lost one may have been dispatched by then.
     """
-    return blake2b(f"{message} {now!r}".encode(), digest_size=16).hexdigest()
+    return blake2b(f"{message} {now!r}".encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:
@@ -299,6 +300,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
         return [replace(pending, position=start)]
     count = request.min_count
     gang = Gang(uuid=request.instance_uuid, size=request.members, min_count=count or request.members)
+    uuids = member_uuids(request)
     flavors = [
         kind.flavor
         for kind in (FlavorCount(flavor=request.flavor, count=request.count), *request.also)
@@ -310,7 +312,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
             position=start + number,
             request=replace(
                 request,
-                instance_uuid=uuid,
+                instance_uuid=uuids[number],
                 flavor=flavor,
                 name=f"{request.name}-{number + 1}"[-MAX_NAME:] if request.name else "",
                 count=1,
@@ -319,7 +321,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
             ),
             gang=gang,
         )
-        for number, (uuid, flavor) in enumerate(zip(member_uuids(request), flavors, strict=True))
+        for number, flavor in enumerate(flavors)
     ]
 
 

@@ -26,6 +26,7 @@ from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, Drai
 from bus.contracts.moves import Condition, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
+from bus.retrying import doubled_s
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.moves import BUSY, DRAIN_USER
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
@@ -200,17 +201,12 @@ def drain_of(stored: StoredObject) -> DrainRecord:
     return msgspec.convert(stored.body, DrainRecord)
 
 
-def pause_s(failures: int) -> float:
-    """How long the next try waits after this many failures."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, 32))
-
-
 def _is_late(record: DrainRecord, now: float) -> bool:
     return record.deadline_at is not None and now >= record.deadline_at
 
 
 def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
-    """How many moves may begin now."""
+    """How many moves may begin now; none: 0 or fewer."""
     record = drain.record
     if _is_late(record, now):
         return 0
@@ -219,7 +215,7 @@ def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
         due = int((now - drain.last_begun_at) * record.per_minute / 60.0) if drain.last_begun_at else 1
         # A drain does not make up at once for a pause, or for moves that took long.
         free_slots = min(free_slots, due, max(1, int(BURST_S * record.per_minute / 60.0)))
-    return max(0, free_slots)
+    return free_slots
 
 
 def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove | None:
@@ -249,9 +245,8 @@ def failed(row: DrainMove, code: str, reason: str, now: float, most: int = MAX_F
     """The row after a failure. It waits for its next try, or has failed for good. most: failures until then."""
     failures = row.failures + 1
     state = State.FAILED if failures >= most else State.WAITING
-    return replace(
-        row, state=state, failures=failures, due_at=now + pause_s(failures), code=code, reason=reason[:MAX_REASON]
-    )
+    due_at = now + doubled_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, row.failures)
+    return replace(row, state=state, failures=failures, due_at=due_at, code=code, reason=reason[:MAX_REASON])
 
 
 def _not_begun(row: DrainMove, known: MoveContext, host: DrainedHost | None, now: float) -> DrainMove | None:

@@ -27,6 +27,7 @@ from bus.contracts.objects import (
     StoredObject,
 )
 from bus.contracts.operations import AdminState, HostAdminState
+from bus.retrying import doubled_s
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.recorded_moves import MoveContext, flavor_of
@@ -73,15 +74,14 @@ def followed(
         is_fenced = decision is not None and decision.state is AdminState.FENCED
         if known is None and not is_fenced:
             continue
-        host = decision.host if decision is not None else known.host if known is not None else one.name
-        after = FenceRecord(
-            host=host,
-            cell=cell_of(one.name) or (None if known is None else known.cell),
-            version=max(revision, 0 if known is None else known.version + 1),
+        before = known or FenceRecord(host=one.name, version=0)
+        after = replace(
+            before,
+            host=before.host if decision is None else decision.host,
+            cell=cell_of(one.name) or before.cell,
+            version=max(revision, before.version + 1),
             lifting=not is_fenced,
-            forced=not is_fenced and (force or (known is not None and known.forced)),
-            acknowledged=0 if known is None else known.acknowledged,
-            losses=0 if known is None else known.losses,
+            forced=not is_fenced and (force or before.forced),
         )
         found.append(_change(one.name, known, after))
     return tuple(found)
@@ -155,8 +155,8 @@ def _change(host_uuid: str, before: FenceRecord | None, after: FenceRecord | Non
     return ChangedObject(
         kind=ObjectKind.FENCE,
         name=host_uuid,
-        before=None if before is None else msgspec.to_builtins(before),
-        after=None if after is None else msgspec.to_builtins(after),
+        before=msgspec.to_builtins(before),
+        after=msgspec.to_builtins(after),
     )
 
 
@@ -218,7 +218,7 @@ def evacuation(request_id: str, build: RecordedBuild) -> MoveRequest:
 
 def pause_s(tried: int) -> float:
     """How long the next try waits after this many failures."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tried, 32))
+    return doubled_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, tried)
 
 
 SPEC = "berth:on_host_failure"  # the extra spec of a flavor

@@ -87,7 +87,7 @@ def _image_traits(
     required, forbidden = (
         [trait for trait in sorted(traits) if traits[trait] == word] for word in ("required", "forbidden")
     )
-    of_root = not any(amount > 0 for amount in query.resources.values())
+    of_root = not query.resources
     known = (query.root_required, query.root_forbidden) if of_root else (query.required, query.forbidden)
     all_required = (*known[0], *((trait,) for trait in required if (trait,) not in known[0]))
     all_forbidden = (*known[1], *(trait for trait in forbidden if trait not in known[1]))
@@ -148,7 +148,7 @@ def _isolated_aggregates(request: BuildRequest, query: Query, membership: Member
             for key, value in aggregate.metadata.items()
         )
     )
-    return replace(query, root_forbidden_aggregates=query.root_forbidden_aggregates + kept) if kept else query
+    return replace(query, root_forbidden_aggregates=query.root_forbidden_aggregates + kept)
 
 
 def _any_of(query: Query, aggregates: list[Aggregate]) -> Query:

@@ -45,19 +45,18 @@ def largest_first(states: Sequence[PlacementState]) -> list[PlacementState]:
 
 def within_bounds(claims: Sequence[Claim]) -> tuple[Claim, ...]:
     """A gang's claims, each with the first of its options, as many as one message may name providers."""
-    most = MAX_GANG_PROVIDERS // len(claims)
-    return tuple(_with_first_options(claim, most) for claim in claims)
+    return tuple(_with_first_options(claim, len(claims)) for claim in claims)
 
 
-def _with_first_options(claim: Claim, most: int) -> Claim:
+def _with_first_options(claim: Claim, members: int) -> Claim:
     totals = accumulate(len(option.allocations) for option in claim.options)
-    fitting = sum(total <= most for total in totals)
+    fitting = sum(total * members <= MAX_GANG_PROVIDERS for total in totals)
     return replace(claim, options=claim.options[: max(fitting, 1)])
 
 
 def with_shared_findings(states: Sequence[PlacementState]) -> list[PlacementState]:
     """The members of an affinity gang, each with the rejected hosts and group members that any of them has found."""
-    if not states or not states[0].spec.has_policy(GroupPolicy.AFFINITY):
+    if not states[0].spec.has_policy(GroupPolicy.AFFINITY):
         return list(states)
     rejected = {host: why for one in states for host, why in one.rejected.items()}
     members = {
@@ -72,14 +71,12 @@ def with_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
     If placement did not answer for one member, the whole gang is tried again. If members hold claims of an earlier run,
     that run has decided which start. If fewer than must start together are left, none starts.
     """
-    if all(one.gang is None for one in states):
-        return list(states)
     return [after for members in by_gang(states) for after in _with_results_of_gang(members)]
 
 
 def _with_results_of_gang(members: list[PlacementState]) -> list[PlacementState]:
     gang, open_ = members[0].gang, [one for one in members if one.result is None]
-    if gang is None or not open_:
+    if gang is None:
         return members
     unanswered = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
     if unanswered is not None:

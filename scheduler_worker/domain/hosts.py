@@ -311,8 +311,9 @@ class HostTable:
             if service.cell == digest.cell:
                 self._assess(service, known, now_s)
                 if service.down is not None and now_s - service.down_s > DOWN_HOLD_S:
-                    self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
-                    self.revision += 1
+                    left = self.service[: len(self)] == index
+                    self.service[: len(self)][left] = NO_SERVICE
+                    self.revision += bool(left.any())
         return True
 
     def _assess(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:

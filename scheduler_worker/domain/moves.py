@@ -83,7 +83,7 @@ def check_move(
     if move is not None:
         if move.digest != pending.digest or move.project_id != request.project_id:
             return _clash(pending, "this request_id is on record with other content")
-        if move.terminal and move.state is MoveState.REFUSED:
+        if move.state is MoveState.REFUSED:
             return Answered(outcome=Done(reply=Refusal(code=move.code, reason=move.reason)))
         return Answered(outcome=accepted(request))
     if delivery.is_left:
@@ -105,8 +105,8 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
     build, now = known.build, known.now
     assert build is not None and known.build_request is not None
     if build.state is not BuildState.ACTIVE or now.condition in _ENDED:
-        state = now.condition.value if now.condition in _ENDED else build.state.value
-        return Refusal(code=NOT_ACTIVE, reason=f"the instance is {state}")
+        reason = f"its build is {build.state.value}, and the instance {now.condition.value}"
+        return Refusal(code=NOT_ACTIVE, reason=reason)
     if now.under_way is not None and request.kind is not MoveKind.ABORT:
         return Refusal(code=BUSY, reason=f"request {now.under_way} is under way")
     if request.kind is MoveKind.RESIZE:
@@ -118,7 +118,7 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
             return Refusal(code="flavor.same", reason=f"the instance has flavor {request.flavor}")
         if request.policy is ResizePolicy.SAME_HOST and not same_host:
             return Refusal(code="resize.same_host", reason="this site does not resize on the same host")
-    if request.kind is MoveKind.REBUILD and request.image is None:
+    if request.kind is MoveKind.REBUILD and not request.image:
         return Refusal(code=INCOMPLETE, reason="a rebuild names an image")
     if request.kind is MoveKind.RESCUE and not request.rescue_password:
         return Refusal(code=INCOMPLETE, reason="a rescue names a password")
@@ -206,8 +206,8 @@ def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
     is_rebuilt = request.kind is MoveKind.REBUILD
     return replace(
         built,
-        flavor=request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known),
-        image=request.image if is_rebuilt and request.image is not None else image_of(known),
+        flavor=(request.flavor if request.kind is MoveKind.RESIZE else None) or flavor_of(known),
+        image=(request.image if is_rebuilt else None) or image_of(known),
         image_properties=dict(rebuilt_from(request, known) if is_rebuilt else image_properties_of(known)),
         image_source=request.image_source,
         host=request.host,

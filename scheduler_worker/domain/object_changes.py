@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.cells import CellRecord, LinkState
-from bus.contracts.objects import Aggregate, CellBus, CellState, ChangedObject, ObjectKind, StoredObject
+from bus.contracts.objects import Aggregate, CellBus, CellDecision, CellState, ChangedObject, ObjectKind, StoredObject
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fences import fence_of, followed
 from scheduler_worker.domain.flavors import ZONE_KEY
@@ -57,9 +58,9 @@ def cells_in_use(
     found: dict[str, CellBus | None] = {}
     for name in known_cells(settings, decisions):
         stored = decisions.get(name)
-        decision = None if stored is None else cell_decision(stored)
-        if decision is None or decision.state is not CellState.REMOVED or (name in occupied and not decision.abandoned):
-            found[name] = None if decision is None or name in settings else decision.bus
+        decision = CellDecision(state=CellState.ENABLED) if stored is None else cell_decision(stored)
+        if decision.state is not CellState.REMOVED or (name in occupied and not decision.abandoned):
+            found[name] = None if name in settings else decision.bus
     return found
 
 
@@ -103,22 +104,20 @@ def cell_record(
     name: str, settings: Sequence[str], decisions: Decisions, *, in_use: bool, link: tuple[LinkState, str]
 ) -> CellRecord:
     """One cell as it is shown. link: state of the connection of the scheduler that answers."""
+    problem = link[1][:MAX_REASON]
+    record = CellRecord(name=name, configured=name in settings, in_use=in_use, link=link[0], problem=problem)
     stored = decisions.get(name)
     if stored is None:
-        return CellRecord(name=name, configured=name in settings, in_use=in_use, link=link[0], problem=link[1])
+        return record
     decision = cell_decision(stored)
-    return CellRecord(
-        name=name,
+    return replace(
+        record,
         state=decision.state,
         reason=decision.reason,
         bus=decision.bus,
-        configured=name in settings,
-        in_use=in_use,
         by=stored.changed_by,
         at=stored.changed_at,
         version=stored.version,
-        link=link[0],
-        problem=link[1][:MAX_REASON],
     )
 
 
@@ -172,14 +171,10 @@ def zone_conflict(before: HostZones, after: HostZones, name_of: Callable[[str], 
     return None
 
 
-def zones_of_each(view: HostsView, names: Sequence[str], default_zone: str) -> dict[str, list[str]]:
+def zones_of_each(view: HostsView, default_zone: str) -> dict[str, list[str]]:
     """All zones of each host by name: a request for any of them is built there."""
-    zones: dict[str, list[str]] = {name: [] for name in names}
-    for aggregate in view.membership.with_key(ZONE_KEY):
-        for at in np.flatnonzero(view.member_of(aggregate.uuid)).tolist():
-            if (zone := aggregate.metadata[ZONE_KEY]) not in zones[names[at]]:
-                zones[names[at]].append(zone)
-    return {name: found or [default_zone] for name, found in zones.items()}
+    book, found = view.book, zones_in(view)
+    return {book.name_of(row): list(found.get(book.uuid_of(row), (default_zone,))) for row in view.rows.tolist()}
 
 
 def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
@@ -189,10 +184,9 @@ def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
     used = np.zeros(len(view), dtype=np.bool_)
     for name in book.resource_classes():
         used |= book.usage(name, view.rows) > 0
-    names = [book.name_of(row) for row in view.rows.tolist()]
-    before = zones_of_each(view, names, selector.config.default_availability_zone)
-    then = zones_of_each(zones_after(selector, after), names, after.default_availability_zone)
-    return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
+    before = zones_of_each(view, selector.config.default_availability_zone)
+    then = zones_of_each(zones_after(selector, after), after.default_availability_zone)
+    return zones_that_move(before, then, [book.name_of(row) for row in view.rows[used].tolist()])
 
 
 def fence_changes(
@@ -220,7 +214,7 @@ def fence_changes(
         if shown is None and cell not in known:
             what = f"nothing shows the cell of host {uuid}" if cell is None else f"there is no cell {cell!r}"
             reason = f"{what}, which has to acknowledge the fence: name the cell with the host's UUID (`--cell`)"
-            return Refusal(code=CELL_UNKNOWN, reason=reason[:MAX_REASON])
+            return Refusal(code=CELL_UNKNOWN, reason=reason)
         assert cell is not None
         cells[uuid] = cell
     revision = present.revision + 1

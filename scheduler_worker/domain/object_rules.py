@@ -14,6 +14,7 @@ from bus.contracts.base import Label, Word
 from bus.contracts.objects import DEFAULT_QUOTA, ChangedObject, ObjectKind
 
 MAX_COUNTED = 1000  # instances in the way of a change
+MAX_SHOWN = 64  # characters of a name that is too long
 
 
 def broken_rule(
@@ -31,7 +32,8 @@ def _odd_name(changed: Iterable[ChangedObject]) -> str | None:
             if one.before is None:
                 msgspec.convert(one.name, Label)
         except msgspec.ValidationError:
-            return f"{one.kind.value} {one.name[:64]!r}: a name has 1 to 255 characters, and this has {len(one.name)}"
+            shown = one.name[:MAX_SHOWN]
+            return f"{one.kind.value} {shown!r}: a name has 1 to 255 characters, and this has {len(one.name)}"
     return None
 
 

@@ -233,8 +233,8 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
     if isinstance(parsed, CellDecision):
         _check_cell(where, name, parsed)
     if isinstance(parsed, GroupDefinition):
-        project, slash, own = name.partition("/")
-        if not slash or not own:
+        project, _, own = name.partition("/")
+        if not own:
             raise ValueError(f"{where}: a server group is named PROJECT/NAME")
         _word(where, project, "the project of a server group's name has")
     return parsed
@@ -299,7 +299,7 @@ def plan(requested: ObjectsChange, present: Objects, *, restates_fences: bool = 
             after[key] = _as_stored(body_of(change.kind, change.name, change.body))
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
-        if change.kind is ObjectKind.HOST and "drain" in change.body:
+        if "drain" in change.body:
             return Refusal(code=INVALID, reason=f"{where}: a drain alone writes drain")
     for key in present:
         if key[0] in requested.prune and key[0] not in DERIVED and key not in after:
@@ -484,7 +484,7 @@ def unknown_class(changed: Iterable[ChangedObject]) -> str | None:
     for one in changed:
         for name in sorted(_classes_of(one.kind, one.after) - _classes_of(one.kind, one.before)):
             if name not in STANDARD_CLASSES and not name.startswith(CUSTOM):
-                near = difflib.get_close_matches(NOVA_NAMES.get(name, name), STANDARD_CLASSES, n=1)
+                near = difflib.get_close_matches(NOVA_NAMES.get(name, name), STANDARD_CLASSES)
                 hint = f"did you mean {near[0]}?" if near else f"classes of one's own begin with {CUSTOM}"
                 return f"{one.kind.value} {one.name!r}: there is no resource class {name}; {hint}"
     return None

@@ -189,19 +189,18 @@ def apply_announcement(
     event: MoveEvent, move: RecordedMove, instance: InstanceRecord, build: RecordedBuild, *, cell: str, now: float
 ) -> Announced:
     """Apply a cell's event of a request to the records of the request, its instance and the instance's build."""
-    ends = event.terminal and not move.terminal
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
-    if (event.terminal and move.terminal) or not is_newer(event, move, ends=ends):
+    if (event.terminal and move.terminal) or not is_newer(event, move, ends=event.terminal):
         return Announced(move=move, instance=instance, build=build)
     is_newest, is_awaited = is_newer(event, instance), instance.under_way == move.request_id
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
     host_uuid = event.host_uuid
     event = replace(event, departure=None, host_uuid=None)
     number = event.sequence
-    if ends and number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
+    if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)
-    if not move.terminal or event.terminal:
+    if not move.terminal:
         # An event after the terminal one (confirmed by itself, source gone) does not reopen the request.
         after = replace(
             move,

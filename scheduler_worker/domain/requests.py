@@ -37,13 +37,14 @@ TOO_OLD = Refusal(
 )
 FLAVOR_UNKNOWN = "flavor.unknown"
 MOVES = "instance.move."  # how the routing keys of moves begin
+DIGEST_BYTES = 16
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 def digest_of(request: BuildRequest | MoveRequest) -> bytes:
     """Of its whole content, which distinguishes a repeated request from a clash."""
-    return blake2b(_encode(request), digest_size=16).digest()
+    return blake2b(_encode(request), digest_size=DIGEST_BYTES).digest()
 
 
 # --- what a request names
@@ -114,7 +115,7 @@ def timeline_of(event: BuildEvent | MoveEvent, known: int, now: float) -> tuple[
 
 
 def _detail(host: str | None, of: BuildEvent | MoveEvent | AttemptRecord) -> str:
-    where = f"{host} (attempt {of.attempt})" if host and of.attempt else host or ""
+    where = f"{host} (attempt {of.attempt})" if host and of.attempt else host
     why = f"{of.code}: {of.reason}" if of.code and of.reason else of.code or of.reason
     return "; ".join(part for part in (where, why) if part)
 
@@ -261,10 +262,8 @@ def delivery_of(received: Received, *, is_warming_up: bool = False, kept_since: 
     kept_since: the records of requests that were sent before may have been purged (seconds since the epoch).
     """
     is_letter = received.queue == LETTERS
-    why = given_up_of(received)
-    if is_letter and why is None:
-        why = GIVEN_UP_BY_BROKER
-    last = is_letter or why is not None or received.meta.attempt >= RETRIES
+    why = given_up_of(received) or (GIVEN_UP_BY_BROKER if is_letter else None)
+    last = why is not None or received.meta.attempt >= RETRIES
     return RequestDelivery(
         attempt=received.meta.attempt,
         has_letter=not is_letter,

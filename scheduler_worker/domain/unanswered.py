@@ -184,10 +184,10 @@ def _delete(build: RecordedBuild, stay: int, *, begun: bool) -> CellDelete:
 
 def silence(watched: Watched, now_s: float, *, known: bool) -> tuple[str, str]:
     """The code and the reason of a request of which no event arrives. known: whether this deployment has its cell."""
-    why = (
-        f"nothing is received of it from cell {watched.seen.cell}"
+    cell = watched.seen.cell
+    code, why = (
+        (CELL_SILENT, f"nothing is received of it from cell {cell}")
         if known
-        else f"there is no cell {watched.seen.cell} in this scheduler's settings"
+        else (CELL_UNKNOWN, f"there is no cell {cell} in this scheduler's settings")
     )
-    code = CELL_SILENT if known else CELL_UNKNOWN
     return code, f"{why}: queried {watched.unanswered} times in {now_s - watched.since_s:.0f} s"

@@ -115,13 +115,18 @@ class MemoryBuilds:
     ) -> int:
         """A scan."""
         async with self._session.transaction():
+            coming = {
+                move.instance_uuid: move.command.to_cell
+                for move, _ in self._table.moves.values()
+                if not move.terminal and move.command is not None
+            }
             found = [
                 uuid
                 for uuid, build in self._table.recorded.items()
                 if build.state in BUILDS_WITH_A_MACHINE
                 and flavor in (None, self._table.records[uuid].flavor)
                 and group in (None, _group_of(self._table.requested[uuid].request))
-                and cell in (None, build.cell)
+                and cell in (None, build.cell, coming.get(uuid))
             ]
             return min(len(found), limit)
 

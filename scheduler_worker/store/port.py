@@ -160,7 +160,7 @@ class SchedulerStore(Protocol):
         self, limit: int, *, flavor: str | None = None, group: ProjectsGroup | None = None, cell: str | None = None
     ) -> int:
         """How many builds of a flavor, of a server group or in a cell have a machine, or may get one; counted up to
-        `limit`. A cell has one, too, where an instance may go back to it. Reads all builds.
+        `limit`. A cell has one, too, that an instance moves to, or may go back to. Reads all builds.
         """
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:

@@ -2,7 +2,8 @@
 
 Which test runs which line is measured once. A mutant's fork gives the functions that it changes their new code, and
 runs the tests that run its lines, narrow and quick ones first, until one fails; a mutant on a line that no test runs
-survives at once. What is run by an import is imported anew, by another process that runs the tests of the same module.
+survives at once. What is run by an import is imported anew, by another process that runs the tests of the same module,
+and then all.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Warm:
                     raise OnlyByImport
                 functions.plant(mutant["path"], mutant["source"])
             except OnlyByImport:
-                return self._by_import(mutant, ran.narrowest_first(_union(of_file, of_file)), place)
+                first = [self._items[test].nodeid for test in ran.narrowest_first(_union(of_file, of_file))]
+                return by_import(mutant, first, self._job["tests"], place)
             failed = self._run(ran.narrowest_first(chosen), until_one_fails=True)
             if failed:
                 (said.with_suffix(f".{at}")).write_text(self._items[failed[0]].nodeid)
@@ -112,20 +114,6 @@ class Warm:
         for at, status in forked(range(len(self._job["mutants"])), check, self._job["jobs"]):
             by = said.with_suffix(f".{at}")
             self._tell({"mutant": at, "status": status, "by": by.read_text() if by.exists() else ""})
-
-    def _by_import(self, mutant: dict[str, Any], first: Sequence[int], place: Path) -> int:
-        """Tests in a process that imports the mutant: those of its module, or all where there are none."""
-        plant = place / f"plant.{os.getpid()}"
-        names = [self._items[test].nodeid for test in first]
-        plant.write_text(json.dumps({"path": mutant["path"], "source": mutant["source"], "first": names}))
-        chosen = names or self._job["tests"]
-        command = [sys.executable, "-m", "pytest", "-x", *OPTIONS, "-p", "tests.mutation.planting", *chosen]
-        bounded(LONGEST_PROCESSOR_S / HUNG_FACTOR)
-        done = subprocess.run(
-            command, env=os.environ | {PLANT: str(plant)}, stdin=subprocess.DEVNULL, capture_output=True, check=False
-        )
-        # A test that failed, or a module that cannot be imported; else a signal, which the bound sends.
-        return KILLED if done.returncode > 0 else SURVIVED if done.returncode == 0 else -done.returncode
 
     def _measured(self, place: Path) -> Ran:
         """Which test runs which line."""
@@ -193,6 +181,24 @@ class _Source:
     def function(self, line: int) -> range:
         """The lines of the innermost that this line is in; none outside of all."""
         return min((body for body in self._bodies if line in body), key=len, default=range(0))
+
+
+def by_import(mutant: dict[str, Any], first: Sequence[str], tests: Sequence[str], place: Path) -> int:
+    """Tests in a process that imports the mutant: those that run a line of its module, and then all. What only reads a
+    constant or a default runs no line.
+    """
+    plant = place / f"plant.{os.getpid()}"
+    plant.write_text(json.dumps({"path": mutant["path"], "source": mutant["source"], "first": list(first)}))
+    bounded(LONGEST_PROCESSOR_S / HUNG_FACTOR)
+    for chosen in filter(None, (first, tests)):
+        command = [sys.executable, "-m", "pytest", "-x", *OPTIONS, "-p", "tests.mutation.planting", *chosen]
+        done = subprocess.run(
+            command, env=os.environ | {PLANT: str(plant)}, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+        # A test that failed, or a module that cannot be imported; else a signal, which the bound sends.
+        if done.returncode:
+            return KILLED if done.returncode > 0 else -done.returncode
+    return SURVIVED
 
 
 def bounded(known_s: float) -> None:

@@ -219,15 +219,20 @@ async def test_a_member_on_two_hosts_keeps_others_off_both(store: ResourceBook) 
     assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1, HOSTS[2]: 1}
 
 
-async def test_what_a_member_holds_of_a_shared_pool_makes_it_no_member_there(store: ResourceBook) -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["then claimed", "claimed in the same transaction"])
+async def test_what_a_member_holds_of_a_shared_pool_makes_it_no_member_there(
+    store: ResourceBook, at_once: bool
+) -> None:
     pool = ProviderReport(
         uuid=HOSTS[4], name="pool", inventories={"VCPU": Inventory(total=9)}, traits=("MISC_SHARES_VIA_AGGREGATE",)
     )
     await store.report([InventoryUpdate(source="s", version=2, root_uuid=HOSTS[4], providers=(pool,))])
     assert await outcomes(store, member(0, 0)) == ["claimed"]
-    await store.apply([swap(0, 1, 4)])
-    assert await members(store) == {HOSTS[1]: 1}
-    assert await outcomes(store, member(1, 4)) == ["claimed"], "it is not there"
+    writes = [swap(0, 1, 4), member(1, 4)]
+    replies = [
+        reply for part in ([writes] if at_once else [[one] for one in writes]) for reply in await store.apply(part)
+    ]
+    assert [str(reply.outcome) for reply in replies] == ["claimed", "claimed"], "it is not there"
     assert await members(store) == {HOSTS[1]: 1, HOSTS[4]: 1}, "who holds nothing else is"
 
 

@@ -399,6 +399,20 @@ def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedMove:
     )
 
 
+async def test_a_cell_that_an_instance_moves_to_has_it(store: SchedulerStore) -> None:
+    """`berth cells remove` counted the instances that are there, and removed the cell that a move was going to."""
+    async with store.unit() as unit:
+        await unit.insert([new(A), new(C)], 1.0)
+    leaving = moved(command=LEAVING)
+    async with store.operation() as unit:
+        await unit.insert_moves([leaving, moved(FOURTH, C)], 6.0)
+    assert [await store.machines(9, cell=cell) for cell in ("c2", "c3")] == [1, 0]
+    async with store.operation() as unit:
+        await unit.known({B: A}, lock=True)
+        await unit.update_moves([replace(leaving, state=MoveState.FAILED, terminal=True)], 7.0)
+    assert await store.machines(9, cell="c2") == 0
+
+
 async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make, store: SchedulerStore) -> None:
     async with store.unit() as unit:
         await unit.insert([new(A), new(C)], 1.0)

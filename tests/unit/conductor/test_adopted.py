@@ -12,10 +12,11 @@ from structlog.testing import capture_logs
 from bus.clock import SystemClock
 from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine, Selection
-from bus.contracts.placement import Claim
+from bus.contracts.placement import Claim, Release
 from bus.contracts.stages import Stamps
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
+from cell_conductor.domain.adopt_rules import is_searched
 from cell_conductor.domain.events import Event, InstanceEvent
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
@@ -294,6 +295,40 @@ def test_an_instance_that_was_given_up_as_lost_takes_over_its_machine() -> None:
     up = run_after(taken(attempt=claim.attempt), start=adopting)
     (event,) = announced(up)
     assert (event.state, event.code, up.instance.state) == (BuildState.ACTIVE, "", State.ACTIVE)
+
+
+def lost(at: float) -> Instance:
+    """Active on host 1 since then, which has it no more."""
+    up = run_after(requested(at - 10.0), spawned(at=at)).instance
+    return run_after(missed(up), start=replace(up, reused_from=0, newest=0)).instance
+
+
+def test_one_that_was_moved_since_the_backup_is_found_before_it_is_given_up_as_lost() -> None:
+    """Its old host has it no more: it was announced as failed and its claim released while it ran (seed 7, steered)."""
+    waiting = lost(SET_BACK_AT - 100.0)
+    assert waiting.phase == (State.RELEASING, State.FAILED) and is_searched(waiting)
+    assert not is_over(waiting, 2, host(3)) and waiting.reused_from == 2
+    release = question_of(waiting)
+    assert isinstance(release, Release) and (release.attempt or 0) > 1000, "the book may have it under a later attempt"
+    nothing = run_after(e.MachineFound(at=9e3, machines=(machine(n=1),)), start=waiting).instance
+    assert nothing is waiting, "that is the one which was lost"
+    adopting = run_after(e.MachineFound(at=9e3, machines=(machine(attempt=2),)), start=waiting).instance
+    assert adopting.phase == (State.CLAIMING, State.ACTIVE)
+    up = run_after(taken(attempt=claim_of(adopting).attempt), start=adopting)
+    (event,) = announced(up)
+    assert (event.state, event.host, event.attempt, event.code) == (BuildState.ACTIVE, "host-3", 2, "")
+    assert event.sequence > 1000, "schedulers have had the next numbers already"
+    assert (up.instance.host_uuid, up.instance.doubted, up.instance.code) == (host(3), False, "")
+    theirs = run_after(e.MachineFound(at=9e3, machines=(machine(attempt=2, project_id=None),)), start=waiting).instance
+    assert theirs.phase == (State.RELEASING, State.FAILED) and not is_searched(theirs), "an operator decides"
+
+
+def test_what_no_service_has_is_lost_and_so_is_what_became_active_since() -> None:
+    ended = run_after(RELEASED, start=lost(SET_BACK_AT - 100.0))
+    (event,) = announced(ended)
+    assert (event.state, event.code) == (BuildState.FAILED, "instance.lost")
+    assert not is_over(ended.instance, 2, host(3)), "a service that is down may have it"
+    assert not is_searched(lost(SET_BACK_AT + 100.0))
 
 
 def test_no_other_record_takes_a_machine_over_by_an_operators_word() -> None:

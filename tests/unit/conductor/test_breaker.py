@@ -459,7 +459,7 @@ def test_item_16_the_machines_of_one_page_of_a_report_are_named_in_several_messa
     named = pages({**wrong, "full": [OURS] * (MAX_RESERVED_AT_ONCE + 1), "empty": []})
     assert [host for page in named for host in page] == [*wrong, "full", "empty"]
     assert [len(page) for page in named] == [33, 33, 33, 1, 1, 1]
-    assert pages({}) == []
+    assert pages({}) == [] and pages({"empty": []}) == [["empty"]]
 
 
 async def test_item_16_a_service_is_sent_them_in_several_messages_about_one_page_of_its_report() -> None:

@@ -24,7 +24,7 @@ from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.table import question_of
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, refused, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, SERVICE_DOWN, Scenario, active, claimed, refused, request
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 
 LATER = "d0000000-0000-4000-8000-000000000003"
@@ -342,6 +342,22 @@ def test_a_host_that_is_closed_meanwhile_is_passed_over() -> None:
         there = Scenario(Instance(uuid=UUID), context)
         there.apply(arrives(departure))
         assert (there.instance.phase, there.spawns) == (phase, [])
+
+
+def test_a_service_of_this_cell_that_is_down_closes_no_host_of_a_like_named_one_of_the_other_cell() -> None:
+    """A service's name is unique within its cell: no host of the other cell was tried, or the one that was checked was
+    passed over.
+    """
+    made = Scenario(active(), SERVICE_DOWN)
+    made.apply(leaves())
+    claim = question_of(made.instance)
+    assert isinstance(claim, Claim) and len(claim.options) == 2
+    checked = checking()
+    checked.apply(e.ServiceLost(at=215.0, service="s1", code="service.silent"))
+    assert (checked.instance.state, checked.instance.host_uuid) == (State.PREPARING, host(2))
+    here = Scenario(active(), SERVICE_DOWN)
+    here.apply(request(MoveKind.MIGRATE, 2))
+    assert isinstance(question_of(here.instance), Revert)
 
 
 def test_one_that_was_stopped_stays_stopped_in_its_next_cell() -> None:

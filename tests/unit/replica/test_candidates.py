@@ -15,7 +15,7 @@ from msgspec import structs
 
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
-from placement_worker.domain.server_groups import SHARING
+from placement_worker.domain.values import SHARING
 from placement_worker.offload import copy_of
 from placement_worker.replica import candidates as module
 from placement_worker.replica.book import SWEEP_FROM, Book

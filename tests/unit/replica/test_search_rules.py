@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus.contracts.placement import ProviderState
-from placement_worker.domain.server_groups import SHARING
+from placement_worker.domain.values import SHARING
 from placement_worker.replica import compiled
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import Group, request_of, total_resources

@@ -10,7 +10,7 @@ from msgspec import Struct, structs
 
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
-from placement_worker.domain.server_groups import SHARING
+from placement_worker.domain.values import SHARING
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, CandidatesRequest, Group
 from placement_worker.replica.request import Query

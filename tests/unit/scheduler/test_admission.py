@@ -7,27 +7,33 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Received
+from bus.consuming.given_up import EXPIRED_WAITING
+from bus.consuming.outcome import Done, Received, Wait
 from bus.contracts.base import Meta, Refusal
-from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, TimelineEntry
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.moves import Condition, MoveKind, MoveRequest
+from bus.contracts.objects import GroupDefinition
+from bus.contracts.stages import Stamps
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import (
     Answered,
+    Continue,
     PendingBuild,
     Start,
     admit,
+    admit_expired,
     admit_known,
+    clash,
     first_of_each,
     is_clash_of_first,
     members_of,
+    new_build,
     pending_build,
 )
-from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
-from scheduler_worker.domain.gangs import withdrawn_by_gang
-from scheduler_worker.domain.moves import check_move, chooses_hosts, pending_move, under_way
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.requests import RequestDelivery
+from scheduler_worker.domain.builds import ACCEPTED as ACCEPTED_NUMBER
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, BuildStatus, Gang, RecordedBuild
+from scheduler_worker.domain.placement import HostClaimed
+from scheduler_worker.domain.requests import FlavorAccess, RequestDelivery, refused_build
 from tests.unit.scheduler.hosts import Hosts
 
 UUID, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "0d")
@@ -35,14 +41,22 @@ REQUEST = BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
 SELECTOR = Hosts([]).selector
 
 
-def taken(request: BuildRequest = REQUEST, delivery: RequestDelivery | None = None) -> PendingBuild:
-    received = Received(request, Meta(id="m"), "api", "scheduler.requests")
-    return pending_build(received, delivery or RequestDelivery(), now=1000.0, flavors=SELECTOR)
+def taken(
+    request: BuildRequest = REQUEST,
+    delivery: RequestDelivery | None = None,
+    *,
+    flavors: FlavorAccess = SELECTOR,
+    now: float = 1000.0,
+    **meta: Any,
+) -> PendingBuild:
+    received = Received(request, Meta(**{"id": "m", **meta}), "api", "scheduler.requests")
+    return pending_build(received, delivery or RequestDelivery(), now=now, flavors=flavors)
 
 
 def on_record(pending: PendingBuild, state: BuildState = BuildState.ACCEPTED, **more: Any) -> BuildStatus:
-    build = RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=1, **more)
-    return BuildStatus(build, pending.digest)
+    digest = more.pop("digest", pending.digest)
+    more = {"project_id": "p", **more}
+    return BuildStatus(RecordedBuild(instance_uuid=UUID, state=state, sequence=1, **more), digest)
 
 
 def test_the_second_of_two_in_a_batch_is_answered_and_not_begun() -> None:
@@ -61,29 +75,102 @@ def test_members_of_a_gang_clash_by_what_is_on_record_of_the_first_alone() -> No
     assert not is_clash_of_first(later, firsts, {UUID: on_record(other, code="instance.unknown")})
 
 
+ACCEPTED = BuildAccepted(instance_uuid=UUID)
+REPEATED = {"label": "repeated", "reply": ACCEPTED}
+
+
 @pytest.mark.parametrize(
-    ("state", "code"),
-    [(BuildState.ACCEPTED, None), (BuildState.SCHEDULED, None), (BuildState.REFUSED, "flavor.unknown")],
+    ("state", "more", "answer"),
+    [
+        (None, {}, {"waits": "request.concurrent"}),
+        (BuildState.ACCEPTED, {"run": "r"}, Continue("r")),
+        (BuildState.SCHEDULED, {}, REPEATED | {"ends": True}),
+        (BuildState.ACTIVE, {}, REPEATED | {"ends": True}),
+        (BuildState.FAILED, {}, REPEATED | {"ends": True}),
+        (BuildState.DELETING, {}, REPEATED | {"ends": True, "withdrawn": True}),
+        (BuildState.DELETED, {}, REPEATED | {"ends": True, "withdrawn": True}),
+        (
+            BuildState.REFUSED,
+            {"code": "group.unknown", "reason": "why"},
+            {"reply": Refusal(code="group.unknown", reason="why")},
+        ),
+        (BuildState.ACCEPTED, {"digest": b"other"}, "request.duplicate"),
+        (BuildState.REFUSED, {"digest": b"other"}, "request.duplicate"),
+        (
+            BuildState.REFUSED,
+            {"digest": b"other", "code": "instance.unknown"},
+            {"label": "deleted", "reply": ACCEPTED, "withdrawn": True},
+        ),
+        (BuildState.REFUSED, {"digest": b"other", "code": "instance.unknown", "project_id": "q"}, "request.duplicate"),
+    ],
 )
-def test_what_a_request_would_be_refused_for_now_counts_only_where_it_is_not_on_record(
-    state: BuildState, code: str | None
-) -> None:
-    """Its flavor has been deleted since."""
-    pending = taken(replace(REQUEST, flavor="deleted"))
-    admission = admit_known(pending, on_record(pending, state, code=code or ""))
-    reply = admission.outcome.reply if isinstance(admission, Answered) and isinstance(admission.outcome, Done) else None
-    assert (reply.code if isinstance(reply, Refusal) else None) == code
-
-
 @pytest.mark.parametrize("flavor", ["m1.small", "deleted"])
-def test_a_build_that_was_refused_is_refused_again_as_it_is_on_record(flavor: str) -> None:
-    """Its flavor was created since, or another reason holds now: it was answered as accepted, and no event followed."""
+def test_how_a_request_goes_on_that_is_on_record(
+    state: BuildState | None, more: dict[str, Any], answer: Any, flavor: str
+) -> None:
+    """What it would be refused for now counts where it is not on record alone: its flavor may have been deleted."""
     pending = taken(replace(REQUEST, flavor=flavor))
-    refused = on_record(pending, BuildState.REFUSED, code="group.unknown")
-    admission = admit_known(pending, refused)
-    assert isinstance(admission, Answered) and isinstance(admission.outcome, Done)
-    assert isinstance(admission.outcome.reply, Refusal) and admission.outcome.reply.code == "group.unknown"
-    assert not admission.withdrawn, "no delete has taken it out of its gang"
+    known = None if state is None else on_record(pending, state, **more)
+    found = admit_known(pending, known)
+    if isinstance(answer, Continue):
+        assert found == answer
+        return
+    assert isinstance(found, Answered)
+    if answer == "request.duplicate":
+        why = Refusal(code="request.duplicate", reason="this instance_uuid is on record with other content")
+        assert found == clash(refused_build(UUID, "p", why, 1000.0), why)
+        assert (found.outcome, found.label) == (Done(reply=why), "duplicate")
+        return
+    assert (found.label, found.withdrawn, found.event) == (
+        answer.get("label", ""),
+        answer.get("withdrawn", False),
+        None,
+    )
+    assert found.ended == (known.build if known is not None and answer.get("ends") else None)
+    if "waits" in answer:
+        assert isinstance(found.outcome, Wait) and found.outcome.code == answer["waits"]
+    else:
+        assert found.outcome == Done(reply=answer["reply"])
+
+
+@pytest.mark.parametrize("refusal", [None, Refusal(code="x.y", reason="")])
+def test_a_new_request_is_begun_or_refused(refusal: Refusal | None) -> None:
+    pending = replace(taken(), refusal=refusal)
+    refused = Answered(outcome=Done(reply=refusal), label="refused")
+    assert admit(pending, {UUID: pending}, [UUID], {}) == (Start() if refusal is None else refused)
+
+
+def test_a_later_member_is_refused_beside_its_first_without_an_event() -> None:
+    gang, other = members_of(taken(replace(REQUEST, count=2)), start=0), taken(replace(REQUEST, flavor="m1.large"))
+    first, later = gang
+    firsts = {UUID: other, later.instance_uuid: later}
+    alone = [admit(one, firsts, [UUID, later.instance_uuid], {}) for one in (later, first)]
+    assert all(isinstance(one, Answered) and one.label == "duplicate" for one in alone)
+    assert [one.event is None for one in alone if isinstance(one, Answered)] == [True, False]
+    assert admit(later, first_of_each(gang), [later.instance_uuid], {}) == Start()
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_late", "has_requester", "why"),
+    [
+        (True, True, True, None),
+        (True, True, False, None),
+        (False, True, True, "left"),
+        (False, True, False, EXPIRED_WAITING),
+        (False, False, True, None),
+    ],
+)
+def test_a_request_whose_time_is_over_goes_on_if_it_may_be_begun(
+    begun: bool, is_late: bool, has_requester: bool, why: Any
+) -> None:
+    delivery = RequestDelivery(is_late=lambda: is_late, has_requester=has_requester, why=None)
+    pending = taken(delivery=delivery)
+    found = admit_expired(pending, may_be_begun=begun)
+    if why == "left":
+        assert found == Done()
+    else:
+        assert isinstance(found, PendingBuild) and found.delivery.why == why
+        assert found.delivery.is_late() is (is_late and not begun)
 
 
 def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> None:
@@ -100,131 +187,102 @@ def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> Non
     assert isinstance(accepted.outcome.reply, BuildAccepted), "one of them is decided about, not both"
 
 
-def test_members_that_a_delete_takes_out_are_counted_for_their_gang() -> None:
-    gang, alone = members_of(taken(replace(REQUEST, count=2)), start=0), taken()
-    both = [Start(), Start()]
-    assert withdrawn_by_gang(gang, both, [gang[1].instance_uuid]) == {UUID: 1}
-    assert withdrawn_by_gang(gang, [Start(), Answered(outcome=Done(), withdrawn=True)], []) == {UUID: 1}
-    assert withdrawn_by_gang(gang, both, []) == {} == withdrawn_by_gang([alone], [Start()], [UUID])
-
-
-def test_a_request_names_a_server_group_that_there_is() -> None:
-    stated = ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY)
-    refusals = [
-        taken(replace(REQUEST, **more)).refusal for more in ({"group": "g"}, {"group": "g", "server_group": stated})
-    ]
-    assert [one is not None and one.code for one in refusals] == ["group.unknown", "group.invalid"]
-
-
-# --- moves
-
-ACTIVE = RecordedBuild(
-    instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c", host="h"
-)
-
-
-def checked(
-    kind: MoveKind = MoveKind.STOP,
-    *,
-    move: dict[str, Any] | None = None,
-    condition: Condition = Condition.ACTIVE,
-    of: str = "p",
-    **more: Any,
-) -> Answered | Refusal | None:
-    """of: the project that has the instance."""
-    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, **more)
-    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), RequestDelivery(), 0, now=1000.0)
-    recorded = None
-    if move is not None:
-        known = {"digest": pending.digest, "project_id": "p", "state": "scheduled", "sequence": 2, **move}
-        recorded = RecordedMove(request_id=MOVE, instance_uuid=UUID, kind=kind, **known)
-    now = InstanceRecord(instance_uuid=UUID, condition=condition)
-    context = MoveContext(move=recorded, build=replace(ACTIVE, project_id=of), instance=now, build_request=REQUEST)
-    return check_move(pending, context, SELECTOR, same_host=True)
-
-
-def test_a_move_is_the_same_by_its_content_and_its_project() -> None:
-    def replied(**move: Any) -> str:
-        answer = checked(move=move)
-        assert isinstance(answer, Answered) and isinstance(answer.outcome, Done)
-        return answer.label
-
-    assert replied() != "duplicate"
-    assert replied(digest=b"other") == replied(project_id="other") == "duplicate"
+AFFINE = GroupDefinition(policy=GroupPolicy.AFFINITY, uuid=MOVE)
+ITS_GROUP = ServerGroup(uuid=MOVE, policy=GroupPolicy.AFFINITY)
+WITH_GROUP = Hosts([], config=SchedulerConfig(groups={"p/g": AFFINE, "q/g2": AFFINE})).selector
 
 
 @pytest.mark.parametrize(
-    ("flavor", "code"),
-    [("m1.small", "flavor.same"), ("m1.large", None), ("no.such", "flavor.unknown"), (None, "request.incomplete")],
-)
-def test_a_resize_names_another_flavor_that_there_is(flavor: str | None, code: str | None) -> None:
-    answer = checked(MoveKind.RESIZE, flavor=flavor)
-    assert (answer.code if isinstance(answer, Refusal) else answer) == code
-
-
-@pytest.mark.parametrize(
-    ("kind", "condition", "chosen"),
+    ("names", "code", "group"),
     [
-        (MoveKind.UNSHELVE, Condition.SHELVED, False),
-        (MoveKind.UNSHELVE, Condition.OFFLOADED, True),
-        (MoveKind.MIGRATE, Condition.ACTIVE, True),
-        (MoveKind.STOP, Condition.ACTIVE, False),
+        ({}, None, None),
+        ({"group": "g"}, None, ITS_GROUP),
+        ({"group": "g2"}, "group.unknown", None),
+        ({"group": "g", "server_group": ITS_GROUP}, "group.invalid", ITS_GROUP),
+        ({"group": "g2", "server_group": ITS_GROUP}, "group.invalid", ITS_GROUP),
+        ({"server_group": ITS_GROUP}, None, ITS_GROUP),
+        ({"server_group": replace(ITS_GROUP, uuid=UUID)}, None, replace(ITS_GROUP, uuid=UUID)),
+        (
+            {"server_group": replace(ITS_GROUP, policy=GroupPolicy.ANTI_AFFINITY)}, "group.invalid",
+            replace(ITS_GROUP, policy=GroupPolicy.ANTI_AFFINITY),
+        ),
+    ],
+)  # fmt: skip
+def test_a_request_names_a_server_group_that_there_is(
+    names: dict[str, Any], code: str | None, group: ServerGroup | None
+) -> None:
+    pending = taken(replace(REQUEST, **names), flavors=WITH_GROUP)
+    assert (pending.refusal and pending.refusal.code, pending.request.server_group) == (code, group)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "also", "is_old", "group", "code"),
+    [
+        ("m1.small", (), False, None, None),
+        ("no", (), True, "g", "flavor.unknown"),
+        ("m1.small", ("no",), True, "g", "flavor.unknown"),
+        ("m1.small", ("m1.large",), True, "g", "request.too_old"),
+        ("m1.small", (), False, "g", "group.unknown"),
     ],
 )
-def test_hosts_are_chosen_for_what_does_not_start_where_it_is(
-    kind: MoveKind, condition: Condition, chosen: bool
+def test_why_a_request_is_refused_at_once(
+    flavor: str, also: tuple[str, ...], is_old: bool, group: str | None, code: str | None
 ) -> None:
-    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind)
-    instance = InstanceRecord(instance_uuid=UUID, condition=condition)
-    assert chooses_hosts(request, MoveContext(build=ACTIVE, instance=instance, build_request=REQUEST)) is chosen
+    request = replace(REQUEST, flavor=flavor, also=tuple(FlavorCount(flavor=one) for one in also), group=group)
+    pending = taken(request, RequestDelivery(is_old=is_old))
+    assert (pending.refusal and pending.refusal.code) == code
 
 
-@pytest.mark.parametrize(("of", "code"), [("p", None), ("q", "instance.unknown")])
-def test_an_instance_of_another_project_is_unknown(of: str, code: str | None) -> None:
-    answer = checked(of=of)
-    assert (answer.code if isinstance(answer, Refusal) else answer) == code
+@pytest.mark.parametrize(("sent_at", "requested_at"), [(0.0, 1000.0), (990.0, 990.0), (1010.0, 1010.0)])
+def test_a_request_that_was_received_and_its_first_record(sent_at: float, requested_at: float) -> None:
+    pending = taken(sent_at=sent_at)
+    assert (pending.position, pending.requested_at, pending.taken_at) == (0, requested_at, 1000.0)
+    why = Refusal(code="x.y", reason="why")
+    for refusal in (None, why):
+        new = new_build(replace(pending, refusal=refusal), Author("s", 1001.0))
+        first = TimelineEntry(at=min(requested_at, 1001.0), who="s", what="requested", detail="m1.small for p")
+        assert (new.request, new.digest, new.gang, new.timeline[0]) == (pending.request, pending.digest, None, first)
+        build = RecordedBuild(
+            instance_uuid=UUID, project_id="p", state=BuildState.ACCEPTED, sequence=ACCEPTED_NUMBER, run=pending.run
+        )
+        if refusal is None:
+            assert (new.build, new.timeline[1:]) == (build, ())
+        else:
+            refused = {"sequence": FAILED_OR_REFUSED, "terminal": True, "code": "x.y", "reason": "why"}
+            assert new.build == replace(build, state=BuildState.REFUSED, **refused)
+            assert new.timeline[1:] == (TimelineEntry(at=1001.0, who="s", what="refused", detail="why"),)
+
+
+def test_the_record_of_a_member_names_its_gang() -> None:
+    new = new_build(members_of(taken(replace(REQUEST, count=2)), start=0)[1], Author("s", 1000.0))
+    assert new.gang == Gang(uuid=UUID, size=2, min_count=2)
+    assert new.timeline[0].detail == f"m1.small for p, one of 2 of gang {UUID}"
+
+
+def test_the_records_of_a_message_have_names_of_their_own() -> None:
+    """A later delivery makes another record, if the first is lost."""
+    runs = [taken(id=message, now=now).run for message in ("m", "n", "") for now in (1.0, 2.0)]
+    assert len({*runs}) == 6 and taken(id="m", now=1.0).run == runs[0]
+    assert taken(replace(REQUEST, name="x"), id="", now=1.0).run != taken(id="", now=1.0).run
 
 
 @pytest.mark.parametrize(
-    ("kind", "force", "before", "after"),
+    "claimed",
     [
-        (MoveKind.STOP, False, None, MOVE),
-        (MoveKind.ABORT, False, None, None),
-        (MoveKind.ABORT, False, "another", "another"),
-        (MoveKind.REVERT, True, None, MOVE),
+        None,
+        HostClaimed(
+            cell="c",
+            selections=(),
+            consumer_generation=1,
+            passed=1,
+            score=0.0,
+            claims=1,
+            decided_at=3.0,
+            claimed_at=4.0,
+        ),
     ],
 )
-def test_a_request_that_ends_another_leaves_that_one_under_way(
-    kind: MoveKind, force: bool, before: str | None, after: str | None
-) -> None:
-    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, force=force)
-    instance = InstanceRecord(instance_uuid=UUID, under_way=before)
-    known = MoveContext(build=ACTIVE, instance=instance, build_request=REQUEST)
-    assert under_way(request, known).under_way == after
-
-
-@pytest.mark.parametrize(
-    ("kind", "host", "condition", "code"),
-    [
-        (MoveKind.UNSHELVE, "h", Condition.SHELVED, "instance.not_offloaded"),
-        (MoveKind.UNSHELVE, None, Condition.SHELVED, None),
-        (MoveKind.UNSHELVE, "h", Condition.OFFLOADED, None),
-        (MoveKind.MIGRATE, "h", Condition.SHELVED, None),
-    ],
-)
-def test_a_shelved_instance_starts_where_it_is(
-    kind: MoveKind, host: str | None, condition: Condition, code: str | None
-) -> None:
-    answer = checked(kind, host=host, condition=condition)
-    assert (answer.code if isinstance(answer, Refusal) else answer) == code
-
-
-def test_an_instance_that_has_ended_is_refused_by_its_condition() -> None:
-    answer = checked(condition=Condition.DELETED)
-    assert isinstance(answer, Refusal) and answer.code == "instance.not_active" and answer.reason.endswith("deleted")
-
-
-@pytest.mark.parametrize(("password", "code"), [("", "request.incomplete"), ("secret", None)])
-def test_a_rescue_names_a_password(password: str, code: str | None) -> None:
-    answer = checked(MoveKind.RESCUE, rescue_password=password)
-    assert (answer.code if isinstance(answer, Refusal) else answer) == code
+def test_when_each_stage_has_ended(claimed: HostClaimed | None) -> None:
+    decided, at = (9.0, 0.0) if claimed is None else (3.0, 4.0)
+    stamps = taken(sent_at=1.0, now=2.0).stamps(claimed, 9.0)
+    assert stamps == Stamps(requested=1.0, queued=2.0, decided=decided, claimed=at)

@@ -22,7 +22,7 @@ from bus.contracts.feed import Change
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import ClaimAll, ClaimAllResult, ProviderState
 from bus.faults import Fault
-from placement_worker.domain.server_groups import SHARING
+from placement_worker.domain.values import SHARING
 from placement_worker.replica.book import Book
 from scheduler_worker import engine as engine_module
 from scheduler_worker import handlers, placing, queries

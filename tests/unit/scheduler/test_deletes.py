@@ -9,7 +9,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.consuming.given_up import EXHAUSTED, EXPIRED, GIVEN_UP, GIVEN_UP_BY_BROKER
+from bus.consuming.given_up import EXHAUSTED, EXPIRED, GIVEN_UP
 from bus.consuming.outcome import Done, Received, Refuse, Retry
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.book import HeldAllocation
@@ -53,9 +53,6 @@ def requested(position: int = 0, *, project: str = "p", delivery: int = 0) -> Pe
     return pending_delete(received, delivery_of(received, is_warming_up=False), position)
 
 
-LETTER = replace(requested(), delivery=replace(requested().delivery, has_letter=False, why=GIVEN_UP_BY_BROKER))
-
-
 def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
     return RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=2, cell=cell, run="mine")
 
@@ -79,69 +76,6 @@ def kept_by(
     return {(UUID, project): held}
 
 
-@pytest.mark.parametrize(
-    ("build", "after", "message"),
-    [
-        (recorded(BuildState.SCHEDULED, "c1"), BuildState.DELETING, CellDelete),
-        (recorded(BuildState.ACTIVE, "c1"), BuildState.DELETING, CellDelete),
-        (recorded(BuildState.DELETING, "c1"), None, None),
-        (recorded(BuildState.DELETED), None, None),
-    ],
-)
-def test_a_delete_by_the_state_of_its_build(
-    build: RecordedBuild, after: BuildState | None, message: type | None
-) -> None:
-    plan = plan_deletes([requested(0), requested(1)], {UUID: build}, AUTHOR)
-    assert [isinstance(plan.outcomes[at], Done) for at in (0, 1)] == [True, True] and plan.accepted == {UUID}
-    assert [update.build.state for update in plan.updates] == ([after] if after else [])
-    assert [type(one.message) for one in plan.messages] == ([message] if message else [])
-
-
-@pytest.mark.parametrize("state", [BuildState.ACCEPTED, BuildState.FAILED, BuildState.REFUSED])
-@pytest.mark.parametrize(
-    ("kept", "after", "message"),
-    [
-        ({}, BuildState.DELETED, BuildEvent),
-        (kept_by("mine"), BuildState.DELETING, CellDelete),  # the record of its dispatch may be lost
-        (kept_by("mine", attempt=2), BuildState.DELETING, CellDelete),
-        (kept_by("another"), BuildState.DELETING, CellDelete),
-        (kept_by(""), BuildState.DELETING, CellDelete),
-    ],
-)
-def test_a_delete_of_a_build_without_a_cell_depends_on_what_its_instance_holds(
-    state: BuildState, kept: dict[ProjectsBuild, HeldAllocation], after: BuildState, message: type
-) -> None:
-    build = recorded(state)
-    queried = plan_deletes([requested(0), requested(1)], {UUID: build}, AUTHOR)
-    assert (len(queried.unbuilt), queried.outcomes, queried.updates, queried.messages) == (2, {}, [], [])
-    plan = plan_deletes(queried.unbuilt, {UUID: build}, AUTHOR, kept)
-    assert sorted(plan.outcomes) == [0, 1] and plan.accepted == {UUID}
-    assert [(update.build.state, update.build.cell) for update in plan.updates] == [
-        (after, "c1" if message is CellDelete else None)
-    ]
-    released = [ReleaseRun] if (after, state) == (BuildState.DELETED, BuildState.ACCEPTED) else []
-    assert [type(one.message) for one in plan.messages] == [message, *released], "a scheduler may be claiming for it"
-
-
-def test_a_delete_is_refused_while_it_is_not_known_which_cell_has_the_instance() -> None:
-    build = replace(recorded(BuildState.FAILED), terminal=True, code="no_valid_host")
-    plan = plan_deletes([requested()], {UUID: build}, AUTHOR, kept_by("another", None))
-    (message,) = plan.messages
-    assert isinstance(message.message, BuildEvent)
-    assert (message.message.state, message.message.sequence) == (BuildState.REFUSED, 0)
-    assert [update.build for update in plan.updates] == [build], "so the next delete queries placement again"
-
-
-def test_a_delete_of_what_is_being_scheduled_ends_both_while_it_is_not_known_which_cell_has_the_instance() -> None:
-    plan = plan_deletes([requested()], {UUID: recorded(BuildState.ACCEPTED)}, AUTHOR, kept_by("another", None))
-    events = [one.message for one in plan.messages if isinstance(one.message, BuildEvent)]
-    assert [(one.state, one.code) for one in events] == [
-        (BuildState.REFUSED, "claim.stranded"),
-        (BuildState.FAILED, "claim.stranded"),
-    ]
-    assert [update.build.state for update in plan.updates] == [BuildState.FAILED]
-
-
 def test_a_stranded_build_is_fenced_when_its_delete_finds_nothing_any_more() -> None:
     """A claim of its run may still be on its way, and nothing else would refuse it."""
     accepted = recorded(BuildState.ACCEPTED)
@@ -149,13 +83,6 @@ def test_a_stranded_build_is_fenced_when_its_delete_finds_nothing_any_more() -> 
     plan = plan_deletes([requested()], {UUID: stranded.build}, AUTHOR, {})
     assert [update.build.state for update in plan.updates] == [BuildState.DELETED]
     assert [type(one.message) for one in plan.messages] == [BuildEvent, ReleaseRun]
-
-
-@pytest.mark.parametrize("state", [BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED])
-def test_a_delete_shows_its_cell_whether_the_cell_has_announced_the_build(state: BuildState) -> None:
-    """A conductor without a record of it has lost it, and queries its compute services."""
-    (sent,) = plan_deletes([requested(0)], {UUID: recorded(state, "c1")}, AUTHOR).messages
-    assert isinstance(sent.message, CellDelete) and sent.message.begun is (state is not BuildState.SCHEDULED)
 
 
 def test_another_projects_delete_does_nothing() -> None:
@@ -230,14 +157,6 @@ def test_a_delete_of_what_no_known_cell_has_waits_for_hosts_and_is_refused(build
     assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == STRANDED
 
 
-def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -> None:
-    """An earlier delete of it was refused."""
-    (end,) = plan_deletes([LETTER], {UUID: recorded(BuildState.FAILED)}, AUTHOR).messages
-    assert isinstance(end.message, BuildEvent)
-    assert (end.message.state, end.message.code, end.message.sequence) == (BuildState.REFUSED, GIVEN_UP, 0)
-    assert plan_deletes([LETTER], {UUID: recorded(BuildState.DELETING, "c1")}, AUTHOR).messages == []
-
-
 def test_a_delete_that_ended_its_schedulers_is_not_carried_out() -> None:
     """It was carried out by the last deliveries, too."""
     received = Received(requested().request, Meta(id="m"), "api", "scheduler.requests", exhausted=True)
@@ -245,19 +164,6 @@ def test_a_delete_that_ended_its_schedulers_is_not_carried_out() -> None:
     plan = plan_deletes([exhausted], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
     (end,) = plan.messages
     assert isinstance(end.message, BuildEvent) and end.message.code == EXHAUSTED
-    assert (plan.outcomes, plan.accepted, plan.updates) == ({0: Done()}, set(), [])
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_delete_whose_time_is_over_ends_as_a_move_does(*, waits: bool) -> None:
-    """It was carried out, as it was no letter."""
-    meta = Meta(id="m", attempt=1, reply_to="client.reply.x" if waits else None)
-    received = Received(requested().request, meta, "api", "scheduler.requests", left_s=lambda: -1.0)
-    plan = plan_deletes(
-        [pending_delete(received, delivery_of(received), 0)], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR
-    )
-    ends = [one.message.code for one in plan.messages if isinstance(one.message, BuildEvent)]
-    assert ends == ([] if waits else [EXPIRED])
     assert (plan.outcomes, plan.accepted, plan.updates) == ({0: Done()}, set(), [])
 
 

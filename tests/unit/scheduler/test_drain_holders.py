@@ -113,7 +113,7 @@ def test_a_consumer_that_is_no_instance_on_record_is_no_concern_of_a_drain() -> 
 def test_an_instance_whose_source_a_migration_keeps_is_named(
     move: RecordedMove | None, known: MoveContext | None, found: tuple[str, str]
 ) -> None:
-    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=2)
+    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=1)
     assert is_migration(holder)
     held = None if known is None else held_on(HOST, known, move)
     held = held or held_by_unknown(HOST, holder, move)
@@ -192,3 +192,70 @@ def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> Non
     for state in (S.UNDER_WAY, S.FAILED, S.WAITING):
         assert reviewed(look(), [replace(ROW, state=state)], [replace(HELD, code="")]) == []
     assert len(reviewed(look(), [], [UNCONFIRMED, replace(HELD, code="")])) == 1
+
+
+COUNTED = replace(PARKED, failures=2, host_uuid=H2)
+FREE = {"code": "", "reason": ""}
+
+
+@pytest.mark.parametrize(
+    ("row", "held", "after"),
+    [
+        (COUNTED, HELD, {"reason": "its build", "due_at": NOW + LOOK_S}),
+        (COUNTED, replace(HELD, code=""), FREE | {"reason": "its build", "failures": 0, "due_at": 0.0}),
+        (COUNTED, down(replace(HELD, code="")), FREE | {"reason": "its build", "failures": 0, "due_at": 0.0}),
+        (COUNTED, UNCONFIRMED, {"code": UNCONFIRMED.code, "reason": "its build", "failures": 1, "due_at": NOW + 2.0}),
+        (
+            COUNTED, down(HELD),
+            {"reason": "its build; h1: service.down", "failures": 3, "due_at": NOW + 8.0},
+        ),
+        (
+            replace(COUNTED, code=UNRELEASED.code, failures=3), UNRELEASED,
+            {"reason": "its build", "failures": 4, "due_at": NOW + 16.0},
+        ),
+        (
+            replace(COUNTED, code=UNRELEASED.code, failures=3), down(UNRELEASED),
+            {"reason": "its build; h1: service.down", "failures": 4, "due_at": NOW + 16.0, "state": S.FAILED},
+        ),
+        (
+            replace(COUNTED, code=UNCONFIRMED.code, failures=3), UNCONFIRMED,
+            {"reason": "its build", "failures": 4, "due_at": NOW + 16.0, "state": S.FAILED},
+        ),
+        (replace(COUNTED, due_at=NOW + 0.1), HELD, None),
+        (replace(COUNTED, state=S.LEFT, due_at=NOW + 9), HELD, {"reason": "its build", "due_at": NOW + LOOK_S}),
+        (
+            replace(COUNTED, state=S.LEFT, source_uuid=H2), HELD,
+            {"reason": "its build", "due_at": NOW + LOOK_S, "source_uuid": H1, "host_uuid": None},
+        ),
+        (
+            replace(COUNTED, state=S.MOVED, code=""), replace(HELD, code=""),
+            {"reason": "its build", "failures": 0, "due_at": 0.0},
+        ),
+        (COUNTED, None, FREE | {"failures": 0, "due_at": 0.0}),
+        (replace(COUNTED, due_at=NOW + 0.1), None, None),
+        (replace(COUNTED, code="instance.busy"), None, None),
+        (replace(COUNTED, state=S.FAILED), None, None),
+        (replace(COUNTED, source_uuid=H2), None, None),
+    ],
+)  # fmt: skip
+def test_each_row_after_one_look(row: DrainMove, held: HeldInstance | None, after: dict[str, Any] | None) -> None:
+    found = reviewed(look(), [row], [] if held is None else [held])
+    assert found == ([] if after is None else [replace(row, **{"state": S.WAITING, **after})])
+
+
+def test_of_two_hosts_that_hold_an_instance_the_one_where_it_is_active_counts() -> None:
+    there, elsewhere = replace(HELD, code=""), replace(UNCONFIRMED, source=DrainedHost(H2, "h2"))
+    for held in ([there, elsewhere], [elsewhere, there], [there, there]):
+        (row,) = reviewed(look(), [], held)
+        assert (row.code, row.source_uuid) == ("", H1)
+    first = reviewed(look(), [], [HELD, elsewhere])
+    assert [one.source_uuid for one in first] == [H1]
+
+
+def test_new_rows_follow_those_that_the_drain_has() -> None:
+    others = [replace(HELD, instance_uuid=uuid) for uuid in (B, H2)]
+    found = reviewed(look(), [PARKED], [HELD, *others])
+    assert [(row.instance_uuid, row.position) for row in found] == [(A, 0), (B, 2), (H2, 3)]
+    assert found[1] == replace(
+        ROW, instance_uuid=B, position=2, code="instance.building", reason="its build", due_at=NOW + LOOK_S
+    )

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Refusal
+from bus.clock import SystemClock
+from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildState
-from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, DrainRecord, DrainState, DrainTarget
+from bus.contracts.drains import (
+    DrainAction,
+    DrainCommand,
+    DrainMoveState,
+    DrainQuery,
+    DrainRecord,
+    DrainState,
+    DrainTarget,
+)
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision
 from bus.contracts.operations import AdminState
+from bus.faults import Fault, RequestRefused, RequestTimeout
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import (
     MAX_FAILURES,
@@ -24,9 +35,16 @@ from scheduler_worker.domain.drains import (
     commanded,
     drained,
     end_of,
+    retried,
     step,
 )
+from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
+from scheduler_worker.fleet import Warmup
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.unit.scheduler.hosts import Hosts
 
 A, DRAIN, HOST, H2, H9 = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad129")
 S = DrainMoveState
@@ -38,7 +56,7 @@ NOW = 1000.0
 
 
 def known(
-    host: str = HOST, ended: MoveState | None = None, *, under_way: str | None = None, **more: Any
+    host: str | None = HOST, ended: MoveState | None = None, *, under_way: str | None = None, **more: Any
 ) -> MoveContext:
     """The instance on a host; ended: how its request has."""
     build = RecordedBuild(
@@ -49,7 +67,7 @@ def known(
     if ended is not None:
         move = RecordedMove(
             request_id="r", instance_uuid=A, project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"", state=ended,
-            sequence=9, terminal=True, created_at=1.0, **{"host_uuid": H2, **more},
+            sequence=9, created_at=1.0, **{"terminal": True, "host_uuid": H2, **more},
         )  # fmt: skip
     return MoveContext(move=move, build=build, instance=InstanceRecord(instance_uuid=A, under_way=under_way))
 
@@ -75,7 +93,7 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
     after, (request,) = passed(ROW, known())
     assert (after.state, after.tries, after.request_id) == (S.UNDER_WAY, 1, request.request_id)
     assert (request.kind, request.host, request.user_id) == (MoveKind.LIVE_MIGRATE, None, "drain")
-    assert request.auto_confirm_s is None
+    assert (request.auto_confirm_s, request.project_id, request.instance_uuid) == (None, "p", A)
     assert passed(after, known()) == (after, ())  # not on record yet
     as_it_is = OpenDrain(record=RECORD, open=(after,), counts={S.UNDER_WAY: 1}, last_begun_at=NOW)
     assert step(as_it_is, {A: known()}, UP, NOW).changed == (), "a row that stays is not written"
@@ -84,29 +102,58 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
     assert replace(after, state=S.WAITING).request_id != after.request_id == ROW.request_id
 
 
+# Fields that each decision has to set, or to leave: none as in a new row.
+WAITS = replace(ROW, code="x", reason="y", failures=1, due_at=NOW, tries=1, begun_at=1.0)
+TRIED = replace(WAITS, state=S.UNDER_WAY, begun_at=NOW)
+BEGUN = {"state": S.UNDER_WAY, "tries": 2, "begun_at": NOW}
+LEFT, MOVED = {"state": S.LEFT}, {"state": S.MOVED, "code": "", "reason": ""}
+DONE = known(H2, MoveState.DONE, code="told", reason="why")
+LOST = known(ended=MoveState.FAILED, code="told", reason="w" * (MAX_REASON + 1))
+ENDS = known(state=BuildState.DELETING)
+NOT_LIVE = known(ended=MoveState.FAILED, code="instance.not_running")
+TOLD = {"failures": 2, "due_at": NOW + 4.0, "code": "told", "reason": "w" * MAX_REASON}
+
+
 @pytest.mark.parametrize(
-    ("row", "context", "hosts", "state"),
+    ("row", "context", "hosts", "after", "requests"),
     [
-        (ROW, known(H9), None, S.LEFT),
-        (ROW, known(state=BuildState.DELETED), None, S.LEFT),
-        (ROW, MoveContext(), None, S.LEFT),
-        (ROW, known(), {}, S.LEFT),
-        (ROW, known(), DOWN, S.WAITING),
-        (ROW, known(under_way="x"), None, S.WAITING),
-        (replace(ROW, code="instance.building"), known(H9), None, S.WAITING),
-        (replace(ROW, host_uuid=H9), known(H9), None, S.MOVED),
-        (replace(ROW, state=S.UNDER_WAY, tries=1), known(H2, MoveState.DONE), None, S.MOVED),
-        (replace(ROW, state=S.UNDER_WAY, tries=1), known(ended=MoveState.FAILED, code="x"), None, S.WAITING),
-        (replace(ROW, state=S.UNDER_WAY, failures=MAX_FAILURES - 1), known(ended=MoveState.FAILED), None, S.FAILED),
+        (WAITS, known(), None, BEGUN, 1),
+        (replace(WAITS, due_at=NOW + 0.1), known(), None, {}, 0),
+        (replace(WAITS, code="instance.building"), known(H9), None, {}, 0),
+        (WAITS, MoveContext(), None, LEFT | {"code": "instance.deleted"}, 0),
+        (WAITS, ENDS, None, LEFT | {"code": "instance.deleted"}, 0),
+        (WAITS, known(H9), None, LEFT | {"code": "instance.elsewhere"}, 0),
+        (WAITS, known(None), None, LEFT | {"code": "instance.elsewhere"}, 0),
+        (WAITS, known(), {}, LEFT | {"code": "host.left_drain"}, 0),
+        (replace(WAITS, host_uuid=H9), known(H9), {}, MOVED, 0),
+        (replace(WAITS, host_uuid=H9), known(), None, BEGUN, 1),
+        (WAITS, known(under_way="x"), None, {"failures": 2, "due_at": NOW + 4.0, "code": "instance.busy"}, 0),
+        (WAITS, known(), DOWN, {"failures": 2, "due_at": NOW + 4.0, "code": "service.down"}, 0),
+        (replace(ROW, failures=2), known(), DOWN, {"failures": 3, "due_at": NOW + 8.0, "code": "service.down"}, 0),
+        (replace(ROW, failures=3), known(), DOWN, {"state": S.FAILED, "failures": 4, "code": "service.down"}, 0),
+        (TRIED, MoveContext(), None, LEFT | {"code": "instance.deleted"}, 0),
+        (replace(TRIED, begun_at=NOW - 59.9), known(), None, {}, 0),
+        (replace(TRIED, begun_at=NOW - 60.0), known(), None, {"begun_at": NOW}, 1),
+        (TRIED, known(ended=MoveState.MIGRATING, terminal=False), None, {}, 0),
+        (TRIED, DONE, None, MOVED | {"host_uuid": H2, "failures": 0, "due_at": 0.0}, 0),
+        (TRIED, LOST, None, {"state": S.WAITING} | TOLD, 0),
+        (replace(TRIED, failures=3), LOST, None, {"state": S.FAILED} | TOLD | {"failures": 4, "due_at": NOW + 16.0}, 0),
+        (TRIED, replace(LOST, build=ENDS.build), None, LEFT | {"code": "instance.deleted"}, 0),
+        (TRIED, NOT_LIVE, None, {"state": S.WAITING, "kind": MoveKind.MIGRATE}, 0),
+        (
+            replace(TRIED, kind=MoveKind.MIGRATE), NOT_LIVE, None,
+            {"state": S.WAITING, "failures": 2, "due_at": NOW + 4.0, "code": "instance.not_running"}, 0,
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_becomes_of_an_instance(
-    row: DrainMove, context: MoveContext, hosts: dict[str, DrainedHost] | None, state: DrainMoveState
+    row: DrainMove, context: MoveContext, hosts: Any, after: dict[str, Any], requests: int
 ) -> None:
-    after, requests = passed(row, context, hosts=hosts)
-    assert (after.state, requests) == (state, ())
-    if after.failures > row.failures and state is S.WAITING:
-        assert after.due_at > NOW
+    found, made = passed(row, context, hosts=hosts)
+    same = {"reason"} if "reason" not in after and found.failures > row.failures else set()
+    same |= {"due_at"} if found.state is S.FAILED and "due_at" not in after else set()
+    assert found == replace(row, **after, **{name: getattr(found, name) for name in same})
+    assert len(made) == requests
 
 
 @pytest.mark.parametrize(
@@ -127,18 +174,50 @@ def test_an_instance_is_not_held_for_ever_by_a_host_that_no_service_announces(
     assert (after.code, requests, (after.state, looked)) == (code, [], end)
 
 
-@pytest.mark.parametrize("last_begun_at", [0.0, NOW - 3600.0, NOW - 6.0])
-@pytest.mark.parametrize(("per_minute", "begun"), [(10, 1), (600, 10), (None, 20)])
-def test_a_rate_holds_after_a_pause_and_after_moves_that_took_long(
-    last_begun_at: float, per_minute: int | None, begun: int
-) -> None:
-    record = replace(RECORD, at_once=20, per_minute=per_minute)
-    rows = tuple(replace(ROW, instance_uuid=f"{at:08d}{A[8:]}", position=at) for at in range(30))
-    found = OpenDrain(record=record, open=rows, counts={S.WAITING: 30}, last_begun_at=last_begun_at)
+@pytest.mark.parametrize(
+    ("fields", "last_begun_at", "under_way", "begun"),
+    [
+        ({"at_once": 20}, 0.0, 0, 20),
+        ({"at_once": 3}, NOW - 1.0, 2, 1),
+        ({"at_once": 3}, NOW - 1.0, 3, 0),
+        ({"at_once": 3}, NOW - 1.0, 4, 0),
+        ({"at_once": 20, "per_minute": 600}, 0.0, 0, 1),
+        ({"at_once": 20, "per_minute": 600}, NOW - 3600.0, 0, 10),
+        ({"at_once": 2, "per_minute": 600}, NOW - 3600.0, 0, 2),
+        ({"at_once": 20, "per_minute": 240}, NOW - 0.5, 0, 2),
+        ({"at_once": 20, "per_minute": 10}, NOW - 3600.0, 0, 1),
+        ({"at_once": 20, "per_minute": 10}, NOW - 6.0, 0, 1),
+        ({"at_once": 20, "per_minute": 10}, NOW - 5.9, 0, 0),
+        ({"at_once": 20, "deadline_at": NOW + 0.1}, 0.0, 0, 20),
+        ({"at_once": 20, "deadline_at": NOW}, 0.0, 0, 0),
+        ({"at_once": 20, "state": DrainState.PAUSED}, 0.0, 0, 0),
+        ({"at_once": 20, "state": DrainState.STOPPING}, 0.0, 0, 0),
+    ],
+)
+def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_begun_at: float, under_way: int, begun: int) -> None:
+    """With a rate also after a pause, and after moves that took long. A move that has just ended leaves its place."""
+    rows = [replace(ROW, instance_uuid=f"{at:08d}{A[8:]}", position=at) for at in range(30)]
+    rows += [
+        replace(row, instance_uuid=f"1{row.instance_uuid[1:]}", state=S.UNDER_WAY) for row in rows[: under_way + 1]
+    ]
     contexts = dict.fromkeys((row.instance_uuid for row in rows), known())
+    if under_way:
+        rows[30:] = [replace(row, begun_at=NOW) for row in rows[30:]]
+        contexts[rows[-1].instance_uuid] = known(H2, MoveState.DONE)
+    else:
+        del rows[30:]
+    found = OpenDrain(record=replace(RECORD, **fields), open=tuple(rows), counts={}, last_begun_at=last_begun_at)
     done = step(found, contexts, UP, NOW)
-    assert len(done.requests) == (begun if last_begun_at or per_minute is None else 1)
-    assert [row.state for row in done.changed] == [S.UNDER_WAY] * len(done.requests), "the others are as they were"
+    assert [one.instance_uuid for one in done.requests] == [row.instance_uuid for row in rows[:begun]]
+    states = [S.MOVED] * bool(under_way) + [S.UNDER_WAY] * begun
+    assert [row.state for row in done.changed] == states, "the others are as they were"
+
+
+def test_what_cannot_move_is_judged_though_no_move_may_begin() -> None:
+    rows = (replace(ROW, state=S.UNDER_WAY, instance_uuid=H2, begun_at=NOW), ROW)
+    found = OpenDrain(record=replace(RECORD, at_once=1), open=rows, counts={}, last_begun_at=0.0)
+    (after,) = step(found, {H2: known(), A: known(H9)}, UP, NOW).changed
+    assert (after.instance_uuid, after.state) == (A, S.LEFT)
 
 
 def test_when_a_drain_is_over() -> None:
@@ -149,6 +228,10 @@ def test_when_a_drain_is_over() -> None:
         (RECORD, {S.WAITING: 1}, None),
         (RECORD, {S.UNDER_WAY: 1}, None),
         (late, {S.WAITING: 1}, "drain.deadline"),
+        (replace(late, deadline_at=NOW + 0.1), {S.WAITING: 1}, None),
+        (late, {S.MOVED: 1}, "drain.done"),
+        (replace(late, state=DrainState.ENDED), {S.WAITING: 1}, None),
+        (replace(RECORD, state=DrainState.STOPPING), {S.UNDER_WAY: 1}, None),
         (late, {S.WAITING: 1, S.UNDER_WAY: 1}, None),
         (replace(late, state=DrainState.PAUSED), {S.WAITING: 1}, "drain.deadline"),
         (replace(RECORD, state=DrainState.PAUSED), {}, None),
@@ -158,6 +241,13 @@ def test_when_a_drain_is_over() -> None:
     for record, counts, code in cases:
         found = OpenDrain(record=record, open=(), counts=counts, last_begun_at=0.0)
         assert end_of(found, NOW) == code, (record, counts)
+
+
+@pytest.mark.parametrize("state", list(S))
+def test_what_has_failed_is_tried_again_by_a_drain_that_is_resumed(state: DrainMoveState) -> None:
+    row = replace(WAITS, state=state)
+    anew = replace(row, state=S.WAITING, failures=0, due_at=0.0, code="", reason="")
+    assert retried(row) == (anew if state is S.FAILED else row)
 
 
 def test_commands_and_what_a_host_is_in_a_drain() -> None:
@@ -173,9 +263,51 @@ def test_commands_and_what_a_host_is_in_a_drain() -> None:
         refused = after(record, DrainAction.PAUSE)
         assert isinstance(refused, Refusal) and refused.code == code
     assert after(ended, DrainAction.STOP) == ended
+    assert after(RECORD, DrainAction.PAUSE) == replace(RECORD, state=DrainState.PAUSED)
+    for deadline_at in (NOW - 1, NOW, NOW + 1):
+        kept = deadline_at if deadline_at > NOW else None
+        paused = replace(RECORD, state=DrainState.PAUSED, deadline_at=deadline_at)
+        assert after(paused, DrainAction.RESUME) == replace(RECORD, deadline_at=kept)
+        assert after(paused, DrainAction.RESUME, deadline_s=9.0) == replace(RECORD, deadline_at=NOW + 9.0)
+    assert drained(None, DRAIN, "h1", "rack") == HostDecision(
+        host="h1", state=AdminState.DISABLED, reason="rack", drain=DRAIN
+    )
     for before in (AdminState.ENABLED, AdminState.DISABLED, AdminState.MAINTENANCE):
         decision = HostDecision(host="h1", state=before, reason="fan")
         taken = drained(decision, DRAIN, "h1", "rack")
         assert taken.drain == DRAIN and taken.state is not AdminState.ENABLED
         assert before is AdminState.ENABLED or replace(taken, drain=None) == decision
         assert drained(taken, "another", "h1", "again") == replace(taken, drain="another")
+
+
+class Refusing:
+    """Placement refuses, or does not answer, every query."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        return True
+
+    async def request_all(self, messages: Sequence[object], *_: object, **__: object) -> list[Fault]:
+        return [self._fault for _ in messages]
+
+
+async def planned(fault: Fault) -> MadePlan | Refusal:
+    """A host in use is to be drained."""
+    (uuid,), selector = (hosts := Hosts([{"VCPU": 4}])).uuids, hosts.selector
+    hosts.book.assume("held", {uuid: {"VCPU": 1}})
+    placement, clock = cast("Any", Refusing(fault)), SystemClock()
+    store = MemoryBuilds(MemoryBuildTable(clock).session())
+    holders = DrainHolders(store, selector, placement, placement, warmup=Warmup(selector, clock=clock))
+    planner = DrainPlanner(store, selector, cast("Any", None), holders, clock=clock)
+    return await planner.plan(DrainQuery(host=uuid, target=DrainTarget.HOST))
+
+
+async def test_a_query_that_placement_refuses_for_good_refuses_the_plan() -> None:
+    """It was taken for an answer that did not come, and requested again until it was given up."""
+    assert await planned(RequestRefused("too long", code="message.invalid")) == Refusal(
+        code="message.invalid", reason="too long"
+    )
+    with pytest.raises(PlacementUnavailable):
+        await planned(RequestTimeout("no answer"))

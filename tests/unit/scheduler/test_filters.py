@@ -14,7 +14,6 @@ from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDi
 from scheduler_worker import filters, plugins, weighers
 from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
-from scheduler_worker.domain.flavors import matches
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter, applies_to
 from scheduler_worker.domain.view import HostView, RequestSpec, Unsatisfiable
@@ -29,45 +28,6 @@ from scheduler_worker.filters.project import AggregateMultiTenancyIsolation, Pro
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 # --- Filters and extra specs against Nova's rules.
-
-
-@pytest.mark.parametrize(
-    ("value", "wanted", "passes"),
-    [
-        ("2", "= 1", True),  # `=` means at least
-        ("1", "= 2", False),
-        ("123", "= 123", True),
-        ("124", "== 123", False),
-        ("123", "== 123.0", True),
-        ("11", "!= 10", True),
-        ("3", ">= 2", True),
-        ("2", "<= 3", True),
-        ("word", ">= 2", False),
-        ("2", "s== 2", True),
-        ("2.0", "s== 2", False),
-        ("abc", "s!= abd", True),
-        ("2", "s< 3", True),
-        ("10", "s< 3", True),  # as text
-        ("3", "s<= 3", True),
-        ("4", "s> 3", True),
-        ("3", "s>= 3", True),
-        ("12311321", "<in> 11", True),
-        ("12311321", "<in> 33", False),
-        ("aes mmx sse", "<all-in> aes mmx", True),
-        ("aes mmx", "<all-in> aes sse", False),
-        ("12", "<or> 11 <or> 12", True),
-        ("13", "<or> 11 <or> 12", False),
-        ("12", "<or> 12", True),
-        ("kvm", "kvm", True),
-        ("kvm2", "kvm", False),
-        ("1", "=", False),
-        (None, "kvm", False),
-        ("", "", True),
-        ("two words", "two words", True),
-    ],
-)
-def test_extra_spec_operators(value: str | None, wanted: str, passes: bool) -> None:
-    assert matches(value, wanted) is passes
 
 
 def test_compute_filter_wants_enabled_and_a_service_that_is_there() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 import pytest
 
@@ -11,7 +10,7 @@ from bus.contracts.placement import ClaimOption, ProviderState
 from placement_worker.replica.request import Group
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
-from scheduler_worker.domain.flavors import FlavorInvalid, parse
+from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.ranking import Choice
 from scheduler_worker.domain.selector import NoValidHost
 from tests.unit.scheduler.hosts import Hosts
@@ -174,15 +173,6 @@ def test_virtual_gpus_run_out_device_by_device() -> None:
     assert given[2] is None
 
 
-@pytest.mark.parametrize(
-    ("amount", "is_valid"), [("1", True), (str(2**31 - 1), True), (str(2**31), False), ("-1", False), ("x", False)]
-)
-def test_an_amount_is_one_that_placement_can_hold(amount: str, is_valid: bool) -> None:
-    flavor = Flavor(vcpus=1, extra_specs={"resources:CUSTOM_A": amount})
-    with nullcontext() if is_valid else pytest.raises(FlavorInvalid):
-        assert parse("f", flavor).query.resources["CUSTOM_A"] == int(amount)
-
-
 def numa_cluster(room: tuple[int, int]) -> Cluster:
     """Two NUMA cells with a device each; how many CPUs each cell has is given."""
     flavor = Flavor(
@@ -315,10 +305,3 @@ def test_a_zone_holds_for_flavors_of_groups_alone_and_not_for_the_pool() -> None
         choice = ranking.pick({}, subset=1, alternates=0)
         assert choice is not None
         assert cluster.allocations(choice.selected.options[0])["c90"] == {"DISK_GB": 5}
-
-
-def test_a_policy_for_dead_hosts_is_one_that_there_is_and_no_filter_reads_it() -> None:
-    parsed = parse("f", Flavor(vcpus=1, extra_specs={"berth:on_host_failure": "restart"}))
-    assert not parsed.query.required
-    with pytest.raises(ValueError, match="restart, wait, fail"):
-        parse("f", Flavor(vcpus=1, extra_specs={"berth:on_host_failure": "again"}))

@@ -11,17 +11,28 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.consuming.outcome import Received
+from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta, encode
 from bus.contracts.build import BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.cell import Selection
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
-from scheduler_worker.domain.admission import PendingBuild, members_of, pending_build
+from scheduler_worker.domain.admission import Admission, Answered, PendingBuild, Start, members_of, pending_build
 from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude
-from scheduler_worker.domain.gangs import claimable, needed, with_gang_results, with_shared_findings, within_bounds
+from scheduler_worker.domain.gangs import (
+    by_gang,
+    claimable,
+    largest_first,
+    merged,
+    needed,
+    with_gang_results,
+    with_shared_findings,
+    withdrawn_by_gang,
+    within_bounds,
+    without_withdrawn,
+)
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
@@ -36,7 +47,7 @@ from scheduler_worker.domain.requests import RequestDelivery
 from scheduler_worker.domain.view import Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
-UUID_ = "00000000-0000-4000-8000-000000000001"
+UUID_, OTHER = (f"00000000-0000-4000-8000-00000000000{n}" for n in "12")
 REQUEST = BuildRequest(instance_uuid=UUID_, project_id="p", flavor="m1.small")
 REFUSED = PlacementRefused("claim.invalid", "")
 CLAIMED = HostClaimed(cell="c1", selections=(), consumer_generation=1, passed=1, score=0.0, claims=1)
@@ -64,7 +75,14 @@ def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_
 
 def test_a_request_for_one_is_no_gang() -> None:
     (only,) = members_of(taken(replace(REQUEST, min_count=1)), start=100)
-    assert only.gang is None and member_uuids(only.request) == (UUID_,)
+    assert (only.gang, only.position, member_uuids(only.request)) == (None, 100, (UUID_,))
+
+
+@pytest.mark.parametrize(("name", "names"), [("", ["", ""]), ("x" * 255, [f"{'x' * 253}-1", f"{'x' * 253}-2"])])
+def test_members_have_names_that_are_no_longer_than_a_name(name: str, names: list[str]) -> None:
+    members = members_of(taken(replace(REQUEST, name=name, count=2)), start=0)
+    assert [one.request.name for one in members] == names
+    assert [one.gang and one.gang.min_count for one in members] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +147,9 @@ def results(found: list[PlacementState]) -> list[object]:
         ((None, UNANSWERED, REFUSED), 1, (UNANSWERED, UNANSWERED, REFUSED)),
         ((CLAIMED, None, CLAIMED), 2, (CLAIMED, "left_out", CLAIMED)),
         ((CLAIMED, REFUSED), 2, (CLAIMED, REFUSED)),
+        ((CLAIMED, UNANSWERED, None), 1, (CLAIMED, UNANSWERED, UNANSWERED)),
+        ((REFUSED, REFUSED), 2, (REFUSED, REFUSED)),
+        ((None, None), 2, (None, None)),
     ],
 )
 def test_what_one_member_means_for_the_others(
@@ -159,6 +180,84 @@ def test_the_cell_of_a_member_that_has_a_claim_is_queried_without_the_others(att
     assert first.decision.build.attempt == attempt
 
 
+def test_a_member_whose_peers_are_not_known_finds_no_members_of_its_group() -> None:
+    first, second = states(None, None, least=2)
+    group = ServerGroup(uuid=UUID_, policy=GroupPolicy.AFFINITY)
+    first = replace(first, spec=first.spec.with_peers(Peers(server_group=group, members={"h": 1}), UUID_))
+    after = with_shared_findings([first, second])
+    assert [one.spec.peers and one.spec.peers.members for one in after] == [{"h": 1}, None]
+
+
+def test_an_incomplete_gang_has_the_count_of_members_that_had_a_host_and_each_ones_claims() -> None:
+    members = [replace(one, claims=at) for at, one in enumerate(states(None, REFUSED, None, None, least=4))]
+    ends = [one for one in results(with_gang_results(members)) if isinstance(one, GangIncomplete)]
+    assert [(one.placed, one.claims, one.gang.size) for one in ends] == [(3, 0, 4), (3, 2, 4), (3, 3, 4)]
+
+
+def test_members_choose_in_the_order_of_their_sizes_and_gangs_stand_side_by_side() -> None:
+    alone, members = states(None, None, least=1, gang=False), states(None, None, None, least=1)
+    assert by_gang([alone[0], *members, alone[1]]) == [[alone[0]], members, [alone[1]]]
+    sizes = ("m1.small", "m1.large", "m1.tiny")
+    mixed = [replace(one, spec=Hosts([PLENTY]).spec(flavor)) for one, flavor in zip(members, sizes, strict=True)]
+    assert [one.spec.flavor for one in largest_first(mixed)] == ["m1.large", "m1.small", "m1.tiny"]
+    newer = replace(mixed[1], claims=9)
+    assert merged(mixed, [newer]) == [mixed[0], newer, mixed[2]]
+
+
+FENCED = PlacementRefused("claim.consumer_changed", "", is_fenced=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "found", "count"),
+    [
+        (3, 3, [None] * 3, 3),
+        (3, 2, [None] * 3, 2),
+        (3, 3, [FENCED, None, None], 2),
+        (3, 2, [FENCED, None, None], 2),
+        (3, 2, [FENCED, FENCED, None], 1),
+        (3, 2, [FENCED] * 3, 1),
+        (3, 3, [REFUSED, None, None], 3),
+        (3, 3, [replace(CLAIMED), None, None], 3),
+    ],
+)
+def test_a_gang_needs_its_least_number_or_all_that_no_delete_has_taken_out(
+    size: int, least: int, found: list[PlacementResult | None], count: int
+) -> None:
+    assert needed(Gang(uuid=UUID_, size=size, min_count=least), found) == count
+
+
+@pytest.mark.parametrize(
+    ("withdrawn", "size", "least"), [({}, 4, 3), ({"another": 2}, 4, 3), ({UUID_: 1}, 3, 3), ({UUID_: 2}, 2, 2)]
+)
+def test_a_gang_starts_without_the_members_that_were_withdrawn(
+    withdrawn: dict[str, int], size: int, least: int
+) -> None:
+    member, *_ = members_of(taken(replace(REQUEST, count=4, min_count=3)), start=0)
+    left = without_withdrawn(member, withdrawn)
+    assert left == replace(member, gang=Gang(uuid=UUID_, size=size, min_count=least))
+    alone = taken(REQUEST)
+    assert without_withdrawn(alone, withdrawn) == alone
+
+
+@pytest.mark.parametrize(
+    ("second", "deleted", "count"),
+    [
+        (Start(), (), 0),
+        (Answered(outcome=Done()), (), 0),
+        (Answered(outcome=Done(), withdrawn=True), (), 1),
+        (Start(), (1,), 1),
+        (Start(), (0, 1), 2),
+        (Answered(outcome=Done(), withdrawn=True), (0, 1, 2), 3),
+    ],
+)
+def test_the_members_that_a_delete_has_taken_out(second: Admission, deleted: tuple[int, ...], count: int) -> None:
+    gang = members_of(taken(replace(REQUEST, count=3)), start=0)
+    alone = taken(replace(REQUEST, instance_uuid=OTHER))
+    gone = [OTHER, *(gang[at].instance_uuid for at in deleted)]
+    admissions = [Start(), second, Start(), Answered(outcome=Done(), withdrawn=True)]
+    assert withdrawn_by_gang([*gang, alone], admissions, gone) == ({UUID_: count} if count else {})
+
+
 def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
     assert results(with_gang_results(states(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
 
@@ -171,7 +270,10 @@ def test_a_gang_is_claimed_when_each_that_is_left_has_chosen() -> None:
     assert claimable(states(None, least=1, gang=False)) == []
 
 
-@pytest.mark.parametrize(("options", "providers", "left"), [(16, 5, 16), (16, 20, 4), (2, 64, 1), (1, 64, 1)])
+@pytest.mark.parametrize(
+    ("options", "providers", "left"),
+    [(16, 5, 16), (16, 20, 4), (16, 27, 3), (2, 64, 1), (1, 64, 1), (2, 100, 1)],
+)
 def test_item_16_the_options_of_a_gang_name_no_more_providers_than_one_message_may(
     options: int, providers: int, left: int
 ) -> None:
@@ -182,17 +284,14 @@ def test_item_16_the_options_of_a_gang_name_no_more_providers_than_one_message_m
     sent = within_bounds(claims)
     assert [one.options for one in sent] == [offered[:left]] * MAX_MEMBERS, "the best ones stay, in their order"
     named = sum(len(option.allocations) for one in sent for option in one.options)
-    assert named <= MAX_GANG_PROVIDERS and {one.consumer for one in sent} == {UUID_}
+    assert (named <= MAX_GANG_PROVIDERS or left == 1) and {one.consumer for one in sent} == {UUID_}
 
 
 def test_a_member_that_is_fenced_meanwhile_is_withdrawn_and_the_others_start_without_it() -> None:
     """Its delete has ended it; the record says so, and its gang does not wait for it."""
-    fenced = PlacementRefused("claim.consumer_changed", "", is_fenced=True)
-    assert results(with_gang_results(states(None, None, fenced, least=3))) == [None, None, fenced]
-    left, *_ = results(with_gang_results(states(None, REFUSED, fenced, least=3)))
+    assert results(with_gang_results(states(None, None, FENCED, least=3))) == [None, None, FENCED]
+    left, *_ = results(with_gang_results(states(None, REFUSED, FENCED, least=3)))
     assert isinstance(left, GangIncomplete), "any other refusal leaves the gang short"
-    gang = Gang(uuid=UUID_, size=3, min_count=3)
-    assert needed(gang, [CLAIMED, CLAIMED, fenced]) == 2 and needed(gang, [fenced] * 3) == 1
 
 
 @pytest.mark.parametrize("claims", [0, 1])

@@ -221,7 +221,10 @@ def test_hosts_of_a_service_that_is_down_for_long_have_no_service() -> None:
     table.apply(digest(1, "a"), 1.0)
     table.apply(digest(2, "a"), 2.0 + hosts.DOWN_HOLD_S)
     assert table.service[0] == hosts.NO_SERVICE
-    table.apply(digest(3), 3.0 + hosts.DOWN_HOLD_S)
+    seen = table.revision
+    table.apply(digest(3, "a"), 3.0 + hosts.DOWN_HOLD_S)
+    assert table.revision == seen, "what waits for hosts is decided again only when another set may pass"
+    table.apply(digest(4), 4.0 + hosts.DOWN_HOLD_S)
     assert table.service[0] == hosts.NO_SERVICE, "forgotten by its cell, which is not the same as back"
 
 

@@ -18,7 +18,7 @@ from bus.contracts.placement import LocatePage
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.hosts import Floats
 from scheduler_worker.domain.plugins import Filter, Weigher, Weighing, applies_to, reweigh, score
-from scheduler_worker.domain.view import HostsView, Peers, RequestSpec, Unsatisfiable, has_peers, peers_of
+from scheduler_worker.domain.view import HostsView, Peers, RequestSpec, has_peers, peers_of
 from scheduler_worker.filters.extra_specs import AggregateInstanceExtraSpecsFilter, AggregateTypeAffinityFilter
 from scheduler_worker.filters.group import ServerGroupAffinityFilter, ServerGroupAntiAffinityFilter
 from scheduler_worker.filters.hinted_hosts import DifferentHostFilter, SameHostFilter
@@ -150,58 +150,13 @@ def test_who_requires_the_trait_of_an_isolated_aggregate_and_who_does_not(
     assert keeps(extra_specs, LICENSED) is kept
 
 
-def test_an_isolated_aggregate_requires_each_of_its_traits() -> None:
-    both = {**LICENSED, "trait:CUSTOM_FAST": "required"}
-    assert keeps({"root_required": "CUSTOM_WINDOWS"}, both)
-    assert not keeps({"root_required": "CUSTOM_WINDOWS,CUSTOM_FAST"}, both)
-
-
 def test_an_isolated_aggregate_and_the_default_zone_both_keep_their_hosts() -> None:
     assert passing(isolated({}, LICENSED), flavor="f", availability_zone="nova") == ["h2"]
-
-
-@pytest.mark.parametrize(
-    ("extra_specs", "properties", "required", "forbidden"),
-    [
-        ({}, {"trait:HW_CPU_X86_SGX": "required"}, (("HW_CPU_X86_SGX",),), ()),
-        ({"trait:CUSTOM_A": "required"}, {"trait:CUSTOM_B": "required"}, (("CUSTOM_A",), ("CUSTOM_B",)), ()),
-        ({"trait:CUSTOM_A": "required"}, {"trait:CUSTOM_A": "required"}, (("CUSTOM_A",),), ()),
-        ({}, {"trait:CUSTOM_A": "forbidden", "os_type": "linux"}, (), ("CUSTOM_A",)),
-        ({"trait:CUSTOM_A": "forbidden"}, {"trait:CUSTOM_A": "forbidden"}, (), ("CUSTOM_A",)),
-    ],
-)
-def test_the_traits_of_an_image_count_as_a_flavors_do(
-    extra_specs: dict[str, str], properties: dict[str, str], required: tuple[Any, ...], forbidden: tuple[str, ...]
-) -> None:
-    """As in Nova. They were ignored without a word."""
-    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": Flavor(vcpus=1, extra_specs=extra_specs)}))
-    spec = hosts.spec("f", image_properties=properties)
-    assert (spec.query.required, spec.query.forbidden) == (required, forbidden)
-    assert spec.key != hosts.spec("f").key or not required or extra_specs == properties
-
-
-def test_the_traits_of_an_image_are_the_roots_where_only_groups_have_resources() -> None:
-    flavor = Flavor(vcpus=0, memory_mb=0, extra_specs={"resources1:VF": "1"})
-    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": flavor}))
-    spec = hosts.spec("f", image_properties={"trait:CUSTOM_A": "required"})
-    assert spec.query.root_required == (("CUSTOM_A",),)
 
 
 def test_an_image_requires_the_trait_of_an_isolated_aggregate() -> None:
     spec = isolated({}, LICENSED).spec("f", image_properties=LICENSED)
     assert spec.query.root_forbidden_aggregates == ()
-
-
-@pytest.mark.parametrize(
-    ("extra_specs", "properties"),
-    [({}, {"trait:CUSTOM_A": "perhaps"}), ({"trait:CUSTOM_A": "forbidden"}, {"trait:CUSTOM_A": "required"})],
-)
-def test_traits_of_an_image_that_can_never_be_right_end_the_build(
-    extra_specs: dict[str, str], properties: dict[str, str]
-) -> None:
-    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": Flavor(vcpus=1, extra_specs=extra_specs)}))
-    found = hosts.selector.request_spec(hosts.request("f", image_properties=properties))
-    assert isinstance(found, Unsatisfiable) and found.code == "image.traits"
 
 
 # --- Filters and weighers about where others are, against Nova's rules.

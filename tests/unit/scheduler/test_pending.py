@@ -11,9 +11,9 @@ from bus.consuming.given_up import EXPIRED
 from bus.consuming.outcome import Done, Received, Wait
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import AttemptRecord, BuildAccepted, BuildEvent, BuildRecord, BuildRequest, BuildState
-from bus.contracts.cell import BuildsWaiting, CellDelete, WaitingBuild
+from bus.contracts.cell import BuildsWaiting, WaitingBuild
 from bus.contracts.cell_queries import CellBuildQuery
-from bus.contracts.moves import CellMove, CellMoveQuery, MoveKind, MoveState
+from bus.contracts.moves import MoveKind, MoveState
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain import fleet
 from scheduler_worker.domain.admission import (
@@ -32,20 +32,18 @@ from scheduler_worker.domain.admission import (
 from scheduler_worker.domain.builds import Author, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.fleet import WaitingTable
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.domain.requests import LETTERS, TOO_OLD, RequestDelivery, delivery_of
 from scheduler_worker.domain.unanswered import (
     CELL_SILENT,
     CELL_UNKNOWN,
     MAX_PAUSE_S,
-    MAX_QUERIES,
     AwaitedRequest,
     Watching,
     look,
     messages_to_cell,
     open_build,
     open_move,
-    open_now,
     silence,
 )
 from tests.unit.scheduler.hosts import Hosts
@@ -257,22 +255,6 @@ def test_what_has_ended_is_forgotten() -> None:
     assert look(first.watched, [], now_s=60.0, pause_s=60.0) == Watching({})
 
 
-def test_one_pass_queries_a_bounded_number_and_the_next_one_the_others() -> None:
-    uuids = [f"c0000000-0000-4000-8000-{number:012}" for number in range(MAX_QUERIES + 3)]
-    builds = [opened(replace(SILENT_BUILD, instance_uuid=uuid)) for uuid in uuids]
-    watching, queried = Watching({}), []
-    for now_s in (0.0, 60.0, 61.0, 62.0):
-        watching = look(watching.watched, builds, now_s=now_s, pause_s=60.0)
-        queried.append([one.request_id for one in watching.query])
-    assert [len(one) for one in queried] == [0, MAX_QUERIES, 3, 0]
-    assert sorted(uuid for one in queried for uuid in one) == uuids
-
-
-@pytest.mark.parametrize("state", [BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED])
-def test_a_build_that_has_ended_is_not_watched(state: BuildState) -> None:
-    assert open_build(replace(SILENT_BUILD, state=state)) is None
-
-
 def test_a_build_that_no_cell_has_is_watched_and_its_silence_is_no_cells() -> None:
     """A database that was set back has it as accepted, and its message was acknowledged."""
     accepted = opened(replace(SILENT_BUILD, state=BuildState.ACCEPTED, cell=None))
@@ -283,59 +265,12 @@ def test_a_build_that_no_cell_has_is_watched_and_its_silence_is_no_cells() -> No
         assert not watching.silent
 
 
-def test_a_delete_waits_while_a_move_of_its_instance_is_under_way() -> None:
-    """It came to a cell that the instance was on its way to, which took it for deleted before it came."""
-    deleting = replace(SILENT_BUILD, state=BuildState.DELETING)
-    request = opened(deleting)
-    moved = InstanceRecord(instance_uuid=SILENT_UUID, under_way=RECORDED.request_id)
-    assert open_now(request, replace(KNOWN, build=deleting, instance=moved)) is None
-    assert open_now(request, replace(KNOWN, build=deleting)) == request
-    assert open_now(request, replace(KNOWN, build=replace(deleting, state=BuildState.DELETED))) is None
-
-
 def test_a_build_is_queried_with_what_its_command_named_and_the_attempt_on_record() -> None:
     (query,) = messages_to_cell(opened(SILENT_BUILD), KNOWN, CONFIG, 5.0)
     assert isinstance(query, CellBuildQuery)
     assert (query.spec.instance_uuid, query.spec.project_id, query.requested_at) == (SILENT_UUID, "p", 5.0)
     assert (query.spec.image, query.spec.root_gb, query.build_timeout_s) == ("i", 7, 90.0)
     assert (query.attempt, query.sequence) == (2, 10)
-
-
-def test_a_delete_is_commanded_once_more_by_a_scheduler_that_knows_that_the_build_was_begun() -> None:
-    deleting = replace(SILENT_BUILD, state=BuildState.DELETING)
-    messages = messages_to_cell(opened(deleting), replace(KNOWN, build=deleting), CONFIG, 5.0)
-    assert messages == (CellDelete(instance_uuid=SILENT_UUID, project_id="p", begun=True),)
-
-
-def test_a_move_is_queried_by_its_request_or_repeated_if_a_query_would_end_it() -> None:
-    active = replace(SILENT_BUILD, state=BuildState.ACTIVE)
-    (query,) = messages_to_cell(MOVE, replace(KNOWN, build=active, move=RECORDED), CONFIG, 5.0)
-    assert isinstance(query, CellMoveQuery) and query.request_id == MOVE.request_id
-    leaving = replace(RECORDED, command=command(to_cell="c2"))
-    later = InstanceRecord(instance_uuid=SILENT_UUID, sequence=40, stay=2)
-    known = replace(KNOWN, build=active, move=leaving, instance=later)
-    (again,) = messages_to_cell(MOVE, known, CONFIG, 5.0)
-    assert again == replace(command(to_cell="c2"), sequence=40, stay=2), "with the stay that is on record now"
-
-
-@pytest.mark.parametrize("state", [BuildState.DELETING, BuildState.DELETED])
-def test_the_delete_of_its_instance_ends_a_move_whose_cell_has_forgotten_that(state: BuildState) -> None:
-    """Seed 106 of transfers with set-backs: it was set back to `leaving`, and its machine was gone."""
-    leaving = replace(RECORDED, command=command(to_cell="c2"))
-    known = replace(KNOWN, build=replace(SILENT_BUILD, state=state), move=leaving)
-    delete, query = messages_to_cell(MOVE, known, CONFIG, 5.0)
-    assert delete == CellDelete(instance_uuid=SILENT_UUID, project_id="p", begun=True)
-    assert isinstance(query, CellMoveQuery)
-
-
-def command(to_cell: str) -> CellMove:
-    return CellMove(
-        request_id=RECORDED.request_id,
-        instance_uuid=SILENT_UUID,
-        project_id="p",
-        kind=MoveKind.MIGRATE,
-        to_cell=to_cell,
-    )
 
 
 # --- The builds that wait: what is shown of them, for how long, and by whose announcement.

@@ -8,15 +8,24 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord, BuildRequest, BuildState
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
-from scheduler_worker.domain.builds import RecordedBuild
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.moves import CellMove, Condition, Departure, MoveEvent, MoveKind, MoveRequest, MoveState
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
 from scheduler_worker.domain.recorded_moves import (
+    Announced,
     InstanceRecord,
     MoveContext,
+    PendingMove,
     RecordedMove,
     apply_announcement,
     event_of,
+    flavor_of,
+    image_of,
+    image_properties_of,
+    known_of,
+    recorded,
 )
+from tests.unit.scheduler.test_gangs import SELECTION
 
 VM, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ad")
 MOVED = RecordedMove(
@@ -47,28 +56,175 @@ def tried(host: str) -> tuple[AttemptRecord, ...]:
     return (AttemptRecord(attempt=1, host=host, outcome="failed"),)
 
 
-@pytest.mark.parametrize(
-    ("known", "told", "after"),
-    [((), tried("h2"), tried("h2")), (tried("h2"), (), tried("h2")), (tried("h2"), tried("h3"), tried("h3"))],
+OLD, NEW = tried("h0"), (*tried("h0"), *tried("h2"))
+COMMAND = CellMove(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE)
+RECORD = replace(MOVED, host="h0", host_uuid="u0", command=COMMAND, history=OLD)
+ENDED = replace(RECORD, terminal=True, state=MoveState.DONE, command=None)
+GOING = InstanceRecord(
+    instance_uuid=VM, condition=Condition.MOVING, flavor="small", image="i", under_way=MOVE, sequence=11
 )
-def test_the_attempts_that_a_cell_has_told_stay_until_it_tells_others(known: Any, told: Any, after: Any) -> None:
-    event = MoveEvent(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE, state=MoveState.FINISHING,
-        sequence=12, condition=Condition.MOVING, history=told,
-    )  # fmt: skip
-    applied = apply_announcement(event, replace(MOVED, history=known), INSTANCE, BUILD, cell="c1", now=1.0)
-    assert applied.move.history == after
+GONE = Departure(
+    cell="c2",
+    spec=InstanceSpec(instance_uuid=VM, project_id="p"),
+    image="i",
+    newest=1,
+    selections=(SELECTION,),
+    last=SELECTION,
+)
+TOLD = MoveEvent(
+    request_id=MOVE, instance_uuid="x", project_id="x", kind=MoveKind.MIGRATE, state=MoveState.FINISHING, sequence=12,
+    condition=Condition.MOVING, cell="x", host="h2", host_uuid="u2", flavor="big", image="j", code="a.b", reason="why",
+    history=NEW, departure=GONE,
+)  # fmt: skip
+END = replace(TOLD, state=MoveState.DONE, condition=Condition.ACTIVE, terminal=True)
+AFTER = replace(END, state=MoveState.SOURCE_GONE, terminal=False)
+# What a record has of the event.
+PROGRESS = {
+    "state": MoveState.FINISHING,
+    "sequence": 12,
+    "host": "h2",
+    "host_uuid": "u2",
+    "code": "a.b",
+    "reason": "why",
+}
+PROGRESS |= {"history": NEW}
+OVER = PROGRESS | {"state": MoveState.DONE, "terminal": True, "command": None}
+THERE = {"host": "h2", "host_uuid": "u2"}
+NOW_BIG = {"flavor": "big", "image": "j"}
+ACTIVE = {"condition": Condition.ACTIVE, "sequence": 12}
+FREE = {"under_way": None}
+AWAY, NOWHERE = {"condition": Condition.OFFLOADED}, {"host": None, "host_uuid": None}
+ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
 
 
 @pytest.mark.parametrize(
-    ("known", "told", "after"), [("u1", None, "u1"), ("u1", "u2", "u2"), (None, "u2", "u2"), (None, None, None)]
+    ("told", "records", "after"),
+    [
+        # progress
+        (TOLD, (RECORD, GOING), (PROGRESS, {"sequence": 12}, {})),
+        # late progress
+        (replace(TOLD, sequence=5), (RECORD, GOING), (PROGRESS | {"sequence": 5}, {}, {})),
+        # overtaken progress
+        (replace(TOLD, sequence=2), (RECORD, GOING), None),
+        # no attempts told
+        (replace(TOLD, history=()), (RECORD, GOING), (PROGRESS | {"history": OLD}, {"sequence": 12}, {})),
+        # no host told
+        (
+            replace(TOLD, host=None, host_uuid=None),
+            (RECORD, GOING),
+            (PROGRESS | {"host": "h0", "host_uuid": "u0"}, {"sequence": 12}, {}),
+        ),
+        # end
+        (END, (RECORD, GOING), (OVER, ACTIVE | NOW_BIG | FREE, THERE)),
+        # end without a host
+        (replace(END, flavor="", image="", host=None), (RECORD, GOING), (OVER | {"host": "h0"}, ACTIVE | FREE, {})),
+        # end without a place
+        (replace(END, condition=Condition.OFFLOADED), (RECORD, GOING), (OVER, ACTIVE | NOW_BIG | FREE | AWAY, NOWHERE)),
+        # end of another than the one under way
+        (END, (RECORD, replace(GOING, under_way="y")), (OVER, ACTIVE | NOW_BIG, THERE)),
+        # end by a cell that was set back
+        (
+            replace(END, sequence=1),
+            (replace(RECORD, sequence=20), GOING),
+            (OVER | {"sequence": 20}, ENDED_THERE, THERE),
+        ),
+        # the same, of one that does not move
+        (
+            replace(END, sequence=1),
+            (RECORD, replace(GOING, condition=Condition.STOPPED)),
+            (OVER | {"sequence": 2}, NOW_BIG | FREE, THERE),
+        ),
+        # the same, of one that nobody awaits
+        (replace(END, sequence=1), (RECORD, replace(GOING, under_way="y")), (OVER | {"sequence": 2}, {}, {})),
+        # end without a number
+        (
+            replace(END, sequence=0),
+            (replace(RECORD, sequence=20), GOING),
+            (OVER | {"sequence": 21}, ENDED_THERE, THERE),
+        ),
+        # second end
+        (END, (ENDED, GOING), None),
+        # after the end
+        (AFTER, (ENDED, replace(GOING, under_way=None)), ({"sequence": 12}, ACTIVE | NOW_BIG, THERE)),
+        # the same, before the end
+        (AFTER, (RECORD, GOING), (PROGRESS | {"state": MoveState.SOURCE_GONE}, ACTIVE, {})),
+        # after the end, while another moves it
+        (replace(AFTER, condition=Condition.MOVING), (ENDED, GOING), ({"sequence": 12}, {"sequence": 12}, {})),
+        # late after the end
+        (replace(AFTER, sequence=5), (ENDED, GOING), ({"sequence": 5}, {}, {})),
+    ],
 )
-def test_the_host_that_a_cell_has_told_stays_until_it_tells_another(known: Any, told: Any, after: Any) -> None:
-    event = MoveEvent(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE, state=MoveState.FINISHING,
-        sequence=12, condition=Condition.MOVING, host=told, host_uuid=told,
-    )  # fmt: skip
-    applied = apply_announcement(
-        event, replace(MOVED, host=known, host_uuid=known), INSTANCE, BUILD, cell="c1", now=1.0
+def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMove, InstanceRecord], after: Any) -> None:
+    move, instance = records
+    applied = apply_announcement(told, move, instance, BUILD, cell="c1", now=1.0)
+    if after is None:
+        assert applied == Announced(move=move, instance=instance, build=BUILD)
+        return
+    of_move, of_instance, of_build = after
+    assert applied.move == replace(move, **of_move)
+    assert applied.instance == replace(instance, **of_instance)
+    assert applied.build == replace(BUILD, **of_build)
+    number = of_move["sequence"] if told.sequence == 0 else told.sequence
+    shown = {"cell": "c1", "project_id": "p", "instance_uuid": VM, "departure": None, "host_uuid": None}
+    assert applied.event == replace(told, sequence=number, **shown)
+    assert len(applied.timeline) == max(1, len(told.history)), "one attempt is there already"
+
+
+def test_the_records_of_each_request_are_found_by_its_id_and_its_instance() -> None:
+    found = known_of(
+        {MOVE: VM, VM: MOVE},
+        moves={MOVE: MOVED},
+        builds={VM: BUILD},
+        requested={VM: REQUEST},
+        instances={VM: INSTANCE},
+        named=[VM],
     )
-    assert (applied.move.host, applied.move.host_uuid) == (after, after)
+    assert found == {
+        MOVE: MoveContext(move=MOVED, build=BUILD, build_request=REQUEST, instance=INSTANCE),
+        VM: MoveContext(names_instance=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("instance", "has"),
+    [
+        (None, ("small", "i", {"a": "1"})),
+        (replace(INSTANCE, flavor="big"), ("big", "i", {"a": "1"})),
+        (replace(INSTANCE, image="j"), ("small", "j", {"a": "1"})),
+        (replace(INSTANCE, image="j", image_properties={"j": {}, "i": {"b": "2"}}), ("small", "j", {})),
+        (replace(INSTANCE, image_properties={"i": {"b": "2"}}), ("small", "i", {"b": "2"})),
+    ],
+)
+def test_an_instance_is_as_it_was_built_but_for_its_changes(instance: InstanceRecord | None, has: Any) -> None:
+    request = replace(REQUEST, image="i", image_properties={"a": "1"})
+    known = MoveContext(build=BUILD, build_request=request, instance=instance)
+    assert (flavor_of(known), image_of(known), image_properties_of(known)) == has
+    assert known.now == (instance or InstanceRecord(instance_uuid=VM))
+
+
+@pytest.mark.parametrize(
+    ("state", "sequence", "ended"),
+    [
+        (MoveState.SCHEDULED, SCHEDULED, False),
+        (MoveState.FAILED, FAILED_OR_REFUSED, True),
+        (MoveState.REFUSED, FAILED_OR_REFUSED, True),
+    ],
+)
+def test_the_record_of_a_decision_and_its_event(state: MoveState, sequence: int, ended: bool) -> None:
+    request = MoveRequest(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP)
+    pending = PendingMove(position=0, request=request, digest=b"d", taken_at=1.0)
+    move = recorded(pending, state, Author(who="s", at=3.0), code="a.b", reason="why", host="h1", cell="c1")
+    assert move == RecordedMove(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, digest=b"d", state=state,
+        sequence=sequence, terminal=ended, created_at=3.0, code="a.b", reason="why", host="h1", cell="c1",
+    )  # fmt: skip
+    event = MoveEvent(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, state=state, sequence=sequence,
+        terminal=ended, condition=Condition.UNKNOWN, cell="c1", host="h1", code="a.b", reason="why", at=4.0,
+    )  # fmt: skip
+    assert event_of(move, MoveContext(), 4.0) == event
+    moving = Condition.STOPPED if ended else Condition.MOVING
+    known = MoveContext(build=BUILD, instance=INSTANCE)
+    assert event_of(move, known, 4.0) == replace(event, condition=moving)
+    known = replace(known, build_request=REQUEST)
+    assert event_of(move, known, 4.0) == replace(event, condition=moving, flavor="small")

@@ -15,61 +15,15 @@ from hypothesis import strategies as st
 from bus.contracts.cell import ComputeHosts, HostReport
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
-from scheduler_worker.domain.flavors import FlavorInvalid, parse
+from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.ranking import CellRuns, Choice, Ranking, Spread
 from scheduler_worker.domain.selector import CELL_DISABLED
 from scheduler_worker.domain.view import Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
-def test_a_flavor_becomes_a_query() -> None:
-    flavor = Flavor(
-        vcpus=4,
-        memory_mb=1024,
-        extra_specs={
-            "resources:VGPU": "1",
-            "resources:VCPU": "2",
-            "trait:HW_CPU_X86_AVX2": "required",
-            "trait:CUSTOM_SLOW": "forbidden",
-            "capabilities:arch": "x",
-        },
-    )
-    requested = parse("f", flavor)
-    assert requested.query.resources == {"VCPU": 2, "MEMORY_MB": 1024, "VGPU": 1}
-    assert requested.query.required == (("HW_CPU_X86_AVX2",),) and requested.query.forbidden == ("CUSTOM_SLOW",)
-    assert requested.query.root_forbidden == ("COMPUTE_STATUS_DISABLED",)
-    assert requested.extra_specs == {"capabilities:arch": "x"}
-
-
 def test_bare_metal_requests_its_class_alone() -> None:
     assert parse("bm", SchedulerConfig().flavors["bm.gold"]).query.resources == {"CUSTOM_BAREMETAL_GOLD": 1}
-
-
-@pytest.mark.parametrize(
-    "specs",
-    [
-        {"resources:VCPU": "many"},
-        {"resources:VCPU": "-1"},
-        {"resources:VCPU": "99999999999"},
-        {"resources:v cpu": "1"},
-        {"trait:X": "perhaps"},
-        {"resources1:VGPU": "1", "resources2:VGPU": "1"},
-        {"resources1:VGPU": "1", "group_policy": "perhaps"},
-        {"resources1.5:VGPU": "1"},
-        {"resources1:VGPU": "preferred"},
-        {"trait_A:X": "required"},
-        {"trait:in:X,y": "required"},
-        {"trait:in:X,Y": "preferred"},
-        {"trait:X": "required", "trait:in:X": "required", "trait:Y": "nice"},
-        {"trait_A:X": "required", "same_subtree": "_A,_B"},
-        {"in_tree": "h1"},
-        {"root_required": "x y"},
-        {"resources:VCPU": "0"},
-    ],
-)
-def test_a_flavor_that_can_never_be_requested_fails_the_start(specs: dict[str, str]) -> None:
-    with pytest.raises(FlavorInvalid):
-        parse("f", Flavor(vcpus=1, extra_specs=specs))
 
 
 def zones() -> tuple[Aggregate, Aggregate, SchedulerConfig, Hosts]:

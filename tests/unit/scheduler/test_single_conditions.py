@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,41 +10,25 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
-from bus.contracts.book import TreeHolder
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
+from bus.contracts.build import FunnelStep
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
-from bus.contracts.drains import DrainMoveState
-from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import MoveState
 from bus.contracts.objects import (
-    CellBus,
     ChangedObject,
-    FenceRecord,
-    ObjectChange,
     ObjectKind,
-    ObjectsChange,
-    StoredObject,
 )
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import members_of, new_build, pending_again
-from scheduler_worker.domain.builds import Author, Gang, RecordedBuild, apply_announcement, is_early
+from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, prepare
-from scheduler_worker.domain.deletes import plan_deletes
-from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
-from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
-from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorInvalid, parse
-from scheduler_worker.domain.gangs import with_gang_results, without_withdrawn
+from scheduler_worker.domain.gangs import with_gang_results
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.moves import rebuilt_from
-from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left, removed_cells, zones_of_each
-from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
-from scheduler_worker.domain.objects import ChangePlan, body_of, plan
 from scheduler_worker.domain.placement import (
     ClaimStranded,
     HostClaimed,
@@ -55,16 +38,11 @@ from scheduler_worker.domain.placement import (
     is_lost,
 )
 from scheduler_worker.domain.ranking import Spread
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.requests import RETRIES, timeline_of
+from scheduler_worker.domain.requests import RETRIES
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import ANOTHERS, FENCED
-from scheduler_worker.domain.unanswered import open_build, open_move, open_now
-from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
+from scheduler_worker.domain.view import Membership, Peers
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
-from tests.unit.scheduler.test_deletes import AUTHOR, LETTER, recorded
-from tests.unit.scheduler.test_deletes import UUID as UUID_OF_DELETES
-from tests.unit.scheduler.test_drains import ROW, known, passed
 from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states, taken
 from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
 from tests.unit.scheduler.test_hosts import announce
@@ -72,134 +50,13 @@ from tests.unit.scheduler.test_step import ClaimCase
 from tests.unit.scheduler.test_transfers import LEFT, applied, on_record
 
 HOST, UUID, REQUEST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1ad")
-NOW = 1000.0
 
 
 def changed(kind: ObjectKind, name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> ChangedObject:
     return ChangedObject(kind=kind, name=name, before=before, after=after)
 
 
-# --- cells
-
-
-def decided(name: str, state: str, **more: Any) -> StoredObject:
-    return StoredObject(kind=ObjectKind.CELL, name=name, body={"state": state, **more}, version=3, changed_by="ann")
-
-
-@pytest.mark.parametrize(
-    ("decision", "occupied", "used"),
-    [
-        (None, False, True),
-        ({"state": "enabled"}, False, True),
-        ({"state": "removed"}, False, False),
-        ({"state": "removed"}, True, True),
-        ({"state": "removed", "abandoned": True}, True, False),
-    ],
-)
-def test_the_cells_that_a_worker_connects_to(decision: dict[str, Any] | None, occupied: bool, used: bool) -> None:
-    decisions = {} if decision is None else {"c1": decided("c1", **decision)}
-    assert cells_in_use(["c1"], decisions, ["c1"] if occupied else []) == ({"c1": None} if used else {})
-
-
-@pytest.mark.parametrize(
-    ("decision", "removed"),
-    [({"state": "disabled"}, False), ({"state": "removed"}, True), ({"state": "removed", "abandoned": True}, False)],
-)
-def test_a_cell_is_removed_unless_what_it_held_was_abandoned(decision: dict[str, Any], removed: bool) -> None:
-    assert list(removed_cells({"c1": decided("c1", **decision)})) == (["c1"] if removed else [])
-
-
-def test_a_cell_that_was_added_is_where_its_decision_says_unless_the_settings_name_it() -> None:
-    decisions = {"c2": decided("c2", "enabled", bus={"prefix": "x"})}
-    assert cells_in_use(["c1"], decisions) == {"c1": None, "c2": CellBus(prefix="x")}
-    assert cells_in_use(["c1", "c2"], decisions) == {"c1": None, "c2": None}
-
-
-def test_a_cell_is_shown_with_its_link_and_what_was_decided() -> None:
-    plain, known = (
-        cell_record("c1", ["c1"], decisions, in_use=True, link=("up", "why"))
-        for decisions in ({}, {"c1": decided("c1", "disabled", reason="r")})
-    )
-    assert (plain.link, plain.problem, plain.version) == ("up", "why", 0)
-    assert (known.link, known.problem, known.version, known.reason, known.by) == ("up", "why", 3, "r", "ann")
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "configured", "left"),
-    [
-        (None, {"state": "removed"}, True, True),
-        ({"state": "removed"}, {"state": "removed", "reason": "r"}, True, False),
-        ({"state": "enabled"}, None, True, False),
-        ({"state": "enabled"}, None, False, True),
-        ({"state": "removed"}, None, False, False),
-    ],
-)
-def test_a_cell_is_taken_out_of_use(before: Any, after: Any, configured: bool, left: bool) -> None:
-    one = changed(ObjectKind.CELL, "c2", before, after)
-    assert cells_left(["c1", "c2"] if configured else ["c1"], [one]) == (("c2",) if left else ())
-
-
-# --- fences
-
-
-FENCE = FenceRecord(host="h", cell="c1", version=4)
-
-
-def body(state: AdminState) -> dict[str, Any]:
-    return {"host": "h", "state": state.value}
-
-
-@pytest.mark.parametrize(
-    ("kind", "state", "fences"),
-    [
-        (ObjectKind.HOST, AdminState.FENCED, True),
-        (ObjectKind.HOST, AdminState.DISABLED, False),
-        (ObjectKind.HOST, None, False),
-        (ObjectKind.FLAVOR, AdminState.FENCED, False),
-    ],
-)
-def test_a_change_fences_by_a_decision_about_a_host(kind: ObjectKind, state: AdminState | None, fences: bool) -> None:
-    one = ObjectChange(kind=kind, name=HOST, body=None if state is None else body(state))
-    assert fenced_by(ObjectsChange(who="me", changes=(one,))) == ([HOST] if fences else [])
-
-
-@pytest.mark.parametrize(
-    ("state", "force", "known", "forced"),
-    [
-        (AdminState.ENABLED, True, False, True),
-        (AdminState.ENABLED, False, False, False),
-        (AdminState.ENABLED, False, True, True),
-        (AdminState.FENCED, True, True, False),
-    ],
-)
-def test_a_fence_is_ended_by_force_when_it_is_lifted(state: AdminState, force: bool, known: bool, forced: bool) -> None:
-    stored = StoredObject(
-        kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 4, "forced": known}, version=4
-    )
-    present = {(ObjectKind.FENCE, HOST): stored}
-    (after,) = followed([changed(ObjectKind.HOST, HOST, None, body(state))], present, 9, lambda _: "c1", force=force)
-    assert after.after is not None and after.after.get("forced", False) is forced
-
-
-@pytest.mark.parametrize(
-    ("decision", "shown", "known", "cell"),
-    [
-        (AdminState.FENCED, "c1", None, "c1"),
-        (AdminState.FENCED, "c1", "c2", "c1"),
-        (AdminState.FENCED, None, "c2", "c2"),
-        (None, None, "c2", "c2"),
-        (AdminState.FENCED, None, None, None),
-    ],
-)
-def test_a_fence_is_in_the_cell_that_shows_its_host_or_in_which_it_was(
-    decision: AdminState | None, shown: str | None, known: str | None, cell: str | None
-) -> None:
-    stored = StoredObject(kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 4, "cell": known}, version=4)
-    present = {} if known is None else {(ObjectKind.FENCE, HOST): stored}
-    after = None if decision is None else body(decision)
-    (fence,) = followed([changed(ObjectKind.HOST, HOST, None, after)], present, 9, lambda _: shown)
-    assert fence.after is not None and fence.after.get("cell") == cell
-    assert fence.after.get("lifting", False) is (decision is None)
+# --- hosts
 
 
 @pytest.mark.parametrize("is_decided", [False, True])
@@ -231,22 +88,11 @@ def test_a_service_that_is_not_known_has_an_epoch_before_all_others() -> None:
     assert (table.epoch_of("c1", "s"), table.epoch_of("c2", "s")) == (1, -1)
 
 
-def test_a_forced_request_shares_no_ranking_with_one_that_is_not() -> None:
-    hosts = Hosts([PLENTY], config=SchedulerConfig(force_host_projects=("demo",)))
-    assert hosts.spec(host="h0", forced=True).key != hosts.spec(host="h0").key == hosts.spec(host="h0").key
-
-
 def test_a_host_that_is_looked_at_alone_has_its_aggregates() -> None:
     rack, other = aggregate("a"), aggregate("b")
     config = SchedulerConfig(aggregates=(rack, other))
     view = Hosts([PLENTY] * 2, config=config, members={rack.uuid: [1]}).view()
     assert [view.host(at).aggregates for at in range(2)] == [(), (rack,)]
-
-
-def test_a_host_is_in_the_zones_of_its_aggregates_or_in_the_default_one() -> None:
-    east = aggregate("east", availability_zone="east")
-    view = Hosts([PLENTY] * 2, config=SchedulerConfig(aggregates=(east,)), members={east.uuid: [1]}).view()
-    assert zones_of_each(view, ["h0", "h1"], "nova") == {"h0": ["nova"], "h1": ["east"]}
 
 
 @pytest.mark.parametrize(("unannounced", "early"), [(0, False), (1, True)])
@@ -270,139 +116,6 @@ def test_a_host_of_the_book_is_meant_by_its_name_once_no_other_may_be_announced(
     meant = hosts.selector.meant_by("dead", is_warming_up=is_warming_up)
     assert meant == ([HOST] if found else [])
     assert hosts.selector.cell_of(HOST) is None, "no service has announced it"
-
-
-@pytest.mark.parametrize(("forced", "state"), [(True, AdminState.ENABLED), (False, AdminState.FENCED)])
-def test_a_fence_that_was_ended_by_force_does_not_count(forced: bool, state: AdminState) -> None:
-    assert fenced(None, HOST, replace(FENCE, forced=forced)).state is state
-
-
-def test_the_policy_of_an_instance_then_of_its_flavor_then_of_the_site() -> None:
-    flavor = Flavor(vcpus=1, memory_mb=1, extra_specs={"berth:on_host_failure": "restart"})
-    restart, fail, wait = EvacuationPolicy.RESTART, EvacuationPolicy.FAIL, EvacuationPolicy.WAIT
-    assert [policy_of(fail, flavor, wait), policy_of(None, flavor, wait), policy_of(None, None, wait)] == [
-        fail,
-        restart,
-        wait,
-    ]
-
-
-# --- objects
-
-
-def test_a_flavor_is_remade_when_its_machines_would_change() -> None:
-    small = {"vcpus": 1}
-    rows = [
-        (ObjectKind.FLAVOR, small, {"vcpus": 2}, True),
-        (ObjectKind.FLAVOR, small, {"vcpus": 1, "projects": ["p"]}, False),
-        (ObjectKind.FLAVOR, None, small, False),
-        (ObjectKind.FLAVOR, small, None, False),
-        (ObjectKind.QUOTA, small, {"vcpus": 2}, False),
-    ]
-    for kind, before, after, remade in rows:
-        assert ChangePlan((changed(kind, "f", before, after),)).flavors_remade == (("f",) if remade else ()), (
-            kind,
-            after,
-        )
-
-
-def test_an_aggregate_names_the_hosts_that_it_did_not_name_before() -> None:
-    both = changed(ObjectKind.AGGREGATE, "a", {"uuid": UUID, "hosts": ["h1"]}, {"uuid": UUID, "hosts": ["h1", "h2"]})
-    assert ChangePlan((both,)).hosts_named == (("a", "h2"),)
-    assert ChangePlan((replace(both, before=None),)).hosts_named == (("a", "h1"), ("a", "h2"))
-
-
-def test_what_follows_from_decisions_is_changed_by_no_client() -> None:
-    one = ObjectChange(kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 1})
-    refused = plan(ObjectsChange(who="me", changes=(one,)), {})
-    assert isinstance(refused, Refusal) and refused.code == "object.invalid"
-
-
-@pytest.mark.parametrize(
-    ("count", "words"), [(1, "1 build"), (2, "2 builds"), (MAX_COUNTED, f"{MAX_COUNTED} or more builds")]
-)
-def test_a_bounded_count_in_words(count: int, words: str) -> None:
-    assert counted(count, "build") == words
-
-
-# --- records and announcements
-
-BUILD = RecordedBuild(
-    instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=False, cell="c1", attempt=2
-)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sequence", "early"),
-    [
-        ({}, 10, True),
-        ({}, 9, False),
-        ({"state": BuildState.DELETED}, 10, False),
-        ({"cell": "c2"}, 10, False),
-        ({"terminal": True}, 10, False),
-    ],
-)
-def test_a_failure_that_ends_nothing_is_early_where_the_end_is_not_on_record(
-    changes: dict[str, Any], sequence: int, early: bool
-) -> None:
-    event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.FAILED, sequence=sequence, terminal=False)
-    assert is_early(replace(BUILD, **changes), event, "c1") is early
-    assert not is_early(replace(BUILD, **changes), replace(event, state=BuildState.BUILDING), "c1")
-
-
-@pytest.mark.parametrize(("attempt", "known"), [(0, 2), (3, 3)])
-def test_an_announcement_without_an_attempt_leaves_the_one_on_record(attempt: int, known: int) -> None:
-    event = BuildEvent(
-        instance_uuid=UUID, project_id="p", state=BuildState.BUILDING, sequence=10, terminal=False, attempt=attempt
-    )
-    assert apply_announcement(BUILD, event, "c1")[0].attempt == known
-
-
-MOVE = RecordedMove(
-    request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, digest=b"", cell="c2",
-    state=MoveState.SCHEDULED, sequence=2,
-    command=CellMove(request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, to_cell="c1"),
-)  # fmt: skip
-SEEN = MoveEvent(
-    request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, state=MoveState.UNDOING, sequence=5
-)
-
-
-def test_a_move_that_is_awaited_is_judged_by_its_own_record() -> None:
-    awaited = open_move(MOVE)
-    assert awaited is not None
-    context = MoveContext(move=MOVE, build=BUILD, instance=InstanceRecord(instance_uuid=UUID))
-    assert open_now(awaited, context) == awaited
-    assert open_now(awaited, replace(context, move=None)) is None
-    assert open_now(awaited, replace(context, move=replace(MOVE, terminal=True))) is None
-
-
-@pytest.mark.parametrize(
-    ("state", "under_way", "watched"),
-    [
-        (BuildState.DELETING, None, True),
-        (BuildState.DELETING, REQUEST, False),
-        (BuildState.SCHEDULED, REQUEST, True),
-    ],
-)
-def test_a_delete_waits_for_the_move_that_is_under_way(state: BuildState, under_way: str | None, watched: bool) -> None:
-    build = replace(BUILD, state=state)
-    awaited = open_build(build)
-    assert awaited is not None
-    context = MoveContext(build=build, instance=InstanceRecord(instance_uuid=UUID, under_way=under_way))
-    assert open_now(awaited, context) == (awaited if watched else None)
-    assert open_now(awaited, replace(context, instance=None)) == awaited
-
-
-def test_a_rebuild_has_the_properties_of_its_image() -> None:
-    build_request = BuildRequest(
-        instance_uuid=UUID, project_id="p", flavor="f", image="old", image_properties={"hw_arch": "x"}
-    )
-    context = MoveContext(build=BUILD, build_request=build_request, instance=InstanceRecord(instance_uuid=UUID))
-    request = MoveRequest(request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REBUILD, image="old")
-    assert rebuilt_from(request, context) == {"hw_arch": "x"}
-    assert rebuilt_from(replace(request, image="new"), context) == {}
-    assert rebuilt_from(replace(request, image="new", image_properties={"a": "b"}), context) == {"a": "b"}
 
 
 # --- claims and hosts
@@ -456,28 +169,6 @@ def test_a_decision_about_a_host_that_nobody_announces_is_about_no_other_one() -
     assert hosts.view().host(0).enabled
 
 
-@pytest.mark.parametrize(("word", "shown"), [("forbidden", True), ("perhaps", False)])
-def test_the_traits_of_an_image_that_no_host_can_have_are_named(word: str, shown: bool) -> None:
-    flavor = Flavor(vcpus=1, extra_specs={"trait:CUSTOM_A": "required"})
-    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": flavor}))
-    wrong = hosts.selector.request_spec(hosts.request("f", image_properties={"trait:CUSTOM_A": word}))
-    assert isinstance(wrong, Unsatisfiable)
-    assert ("CUSTOM_A" in wrong.reason, "is required and forbidden" in wrong.reason) == (shown, shown)
-
-
-def test_the_image_traits_of_a_flavor_with_only_groups_are_the_hosts() -> None:
-    flavor = Flavor(vcpus=0, memory_mb=0, disk_gb=0, extra_specs={"resources1:VGPU": "1"})
-    hosts = Hosts([PLENTY])
-    config = replace(hosts.config, flavors={**hosts.config.flavors, "gpu": flavor})
-    hosts = Hosts([PLENTY], config=config)
-    traits = {"trait:CUSTOM_A": "required", "trait:CUSTOM_B": "forbidden"}
-    of_root, of_tree = (hosts.spec(name, image_properties=traits).query for name in ("gpu", "m1.small"))
-    assert ("CUSTOM_A",) in of_root.root_required and "CUSTOM_B" in of_root.root_forbidden and not of_root.required
-    assert ("CUSTOM_A",) in of_tree.required and "CUSTOM_B" in of_tree.forbidden
-    assert ("CUSTOM_A",) not in of_tree.root_required
-    assert DISABLED_TRAIT in of_root.root_forbidden and DISABLED_TRAIT in of_tree.root_forbidden
-
-
 def test_a_project_may_request_the_flavors_that_it_is_allowed() -> None:
     hosts = Hosts([])
     own = Flavor(vcpus=1, memory_mb=1, projects=("p",))
@@ -495,22 +186,6 @@ def test_a_spec_without_peers_is_shared_as_it_is() -> None:
     spec = Hosts([PLENTY]).spec()
     assert spec.without_peers() is spec
     assert replace(spec.with_peers(Peers(), UUID), peers=Peers()).without_peers() == spec
-
-
-@pytest.mark.parametrize(("groups", "is_read"), [(MAX_GROUPS, True), (MAX_GROUPS + 1, False)])
-def test_a_flavor_has_a_bounded_number_of_groups(groups: int, is_read: bool) -> None:
-    specs = {"group_policy": "none", **{f"resources{number}:VGPU": "1" for number in range(1, groups + 1)}}
-    try:
-        parse("f", Flavor(vcpus=0, memory_mb=0, disk_gb=0, extra_specs=specs))
-    except FlavorInvalid:
-        assert not is_read
-    else:
-        assert is_read
-
-
-def test_the_log_names_the_first_ten() -> None:
-    many = [changed(ObjectKind.FLAVOR, f"f{number}", None, {}) for number in range(12)]
-    assert named(many) == [f"flavor f{number}" for number in range(10)]
 
 
 # --- gangs and claims
@@ -586,28 +261,12 @@ def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attem
     assert isinstance(concluded, DecidedBuild) and concluded.decision.build.attempt == attempt
 
 
-@pytest.mark.parametrize(("withdrawn", "left"), [({}, (3, 3)), ({"another": 1}, (3, 3)), ("own", (2, 2))])
-def test_a_gang_needs_no_member_that_was_withdrawn(withdrawn: Any, left: tuple[int, int]) -> None:
-    member = members_of(taken(replace(BUILD_REQUEST, count=3)), start=0)[0]
-    assert member.gang is not None
-    after = without_withdrawn(member, {member.gang.uuid: 1} if withdrawn == "own" else withdrawn).gang
-    assert after is not None and (after.size, after.min_count) == left
-    alone = members_of(taken(BUILD_REQUEST), start=0)[0]
-    assert without_withdrawn(alone, {alone.instance_uuid: 1}) == alone
-
-
 def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
     new = new_build(taken(BUILD_REQUEST), Author("s", 1.0))
     assert [
         (one.attempt, one.has_letter, one.last)
         for one in (pending_again(new, 0, tries=tries, now=1.0).delivery for tries in (0, RETRIES - 1, RETRIES))
     ] == [(0, False, False), (RETRIES - 1, False, False), (RETRIES, False, True)]
-
-
-@pytest.mark.parametrize(("name", "is_valid"), [("p/n", True), ("p/", False), ("/n", False), ("n", False)])
-def test_a_server_group_is_named_by_its_project_and_its_own_name(name: str, is_valid: bool) -> None:
-    with nullcontext() if is_valid else pytest.raises(ValueError, match="server group"):
-        body_of(ObjectKind.GROUP, name, {"policy": "affinity"})
 
 
 @pytest.mark.parametrize(("host", "waits"), [("nowhere", True), ("nowhere", False)])
@@ -623,51 +282,13 @@ def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_ann
     assert isinstance(concluded, Retry) is waits
 
 
-# --- drains
-
-
-@pytest.mark.parametrize(
-    ("kind", "attempt", "is_one"), [("MIGRATION", 1, True), ("MIGRATION", 0, False), ("INSTANCE", 1, False)]
-)
-def test_a_migration_is_what_a_claim_has_made_for_one(kind: str, attempt: int, is_one: bool) -> None:
-    holder = TreeHolder(consumer=REQUEST, project_id="p", user_id="u", consumer_type=kind, attempt=attempt)
-    assert is_migration(holder) is is_one
-
-
-@pytest.mark.parametrize(("due_at", "begins"), [(NOW - 1, True), (NOW, True), (NOW + 1, False)])
-def test_an_instance_of_a_drain_is_tried_when_it_is_due(due_at: float, begins: bool) -> None:
-    assert bool(passed(replace(ROW, due_at=due_at), known())[1]) is begins
-
-
-@pytest.mark.parametrize(
-    ("kind", "code", "next_kind", "failures"),
-    [
-        (MoveKind.LIVE_MIGRATE, "instance.not_running", MoveKind.MIGRATE, 0),
-        (MoveKind.LIVE_MIGRATE, "no_valid_host", MoveKind.LIVE_MIGRATE, 1),
-        (MoveKind.MIGRATE, "instance.not_running", MoveKind.MIGRATE, 1),
-    ],
-)
-def test_what_cannot_be_moved_live_is_moved_cold_at_once(
-    kind: MoveKind, code: str, next_kind: MoveKind, failures: int
-) -> None:
-    row = replace(ROW, kind=kind, state=DrainMoveState.UNDER_WAY, tries=1, begun_at=NOW)
-    after, _ = passed(row, known(ended=MoveState.FAILED, code=code))
-    assert (after.state, after.kind, after.failures) == (DrainMoveState.WAITING, next_kind, failures)
+# --- announcements
 
 
 def test_an_event_that_comes_late_is_announced_to_nobody() -> None:
     late = replace(LEFT, departure=None, state=MoveState.CHANGING, sequence=1)
     batch = applied(on_record(), late)
     assert ([one.message for one in batch.messages], [*batch.changed]) == ([], [])
-
-
-@pytest.mark.parametrize(("is_late", "has_requester", "ends"), [(True, True, 0), (True, False, 1), (False, True, 1)])
-def test_a_delete_that_its_requester_has_left_has_no_end(is_late: bool, has_requester: bool, ends: int) -> None:
-    delivery = replace(LETTER.delivery, is_late=lambda: is_late, has_requester=has_requester)
-    planned = plan_deletes(
-        [replace(LETTER, delivery=delivery)], {UUID_OF_DELETES: recorded(BuildState.ACTIVE, "c1")}, AUTHOR
-    )
-    assert len(planned.messages) == ends
 
 
 def test_a_service_that_is_not_heard_any_more_loses_its_host_to_another_of_its_cell() -> None:
@@ -692,12 +313,6 @@ def test_a_rebuild_is_held_to_the_filters_of_images_alone() -> None:
     hosts = Hosts([PLENTY], reports={0: {"enabled": False}})
     spec = hosts.spec()
     assert hosts.selector.suits_rebuild(hosts.uuids[0], spec) is None
-
-
-@pytest.mark.parametrize(("attempt", "where"), [(0, "h"), (2, "h (attempt 2)")])
-def test_a_line_of_the_timeline_names_the_host_and_its_attempt(attempt: int, where: str) -> None:
-    *_, line = timeline_of(replace(SEEN, host="h", attempt=attempt), 0, NOW)
-    assert line.detail == where
 
 
 def test_a_source_that_is_gone_has_one_line_in_its_own_cell() -> None:

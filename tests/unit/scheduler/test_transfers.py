@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.base import Message
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
@@ -284,9 +286,18 @@ def test_a_claim_that_placement_refuses_for_good_is_not_asked_again() -> None:
 
 @pytest.mark.parametrize("kind", [one for one in ChangeKind if one is not ChangeKind.CHECK])
 def test_a_cell_commands_nothing_but_checks_in_another_one(kind: ChangeKind) -> None:
-    for what in ({"change": replace(CHANGE, change=kind)}, {"answer": replace(ANSWER, change=kind)}, {}):
+    change, answer = (replace(one, asked_by=None) for one in (CHANGE, ANSWER))
+    for what in ({"change": replace(change, change=kind)}, {"answer": replace(answer, change=kind)}, {}):
         with pytest.raises(ValueError, match="checked"):
             CellCheck(cell="c2", asked_by=ASKED, **what)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("message", [CHANGE, ANSWER], ids=["a command", "an answer"])
+def test_a_change_for_another_cell_that_is_no_check_is_not_readable(message: Message) -> None:
+    """The conductor that received such an answer crashed while it passed it on."""
+    body = msgspec.to_builtins(message) | {"change": ChangeKind.STOP.value, "allocations": HOST.allocations}
+    with pytest.raises(msgspec.ValidationError, match="checked"):
+        msgspec.convert(body, type(message))
 
 
 def test_only_these_leave_a_cell_and_a_drain_stays_within_it() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.mutation.__main__ import EQUIVALENT, ROOT, Reasons
 from tests.mutation.planting import PLANT, Functions, OnlyByImport, changed_functions
-from tests.mutation.warm import KILLED, MOST_MEMORY_BYTES, bounded, forked
+from tests.mutation.warm import KILLED, MOST_MEMORY_BYTES, SURVIVED, bounded, by_import, forked
 
 SOURCE = """
 LIMIT = 3
@@ -89,6 +89,25 @@ def test_what_an_import_runs_is_planted_before_a_conftest_imports_it(tmp_path: P
             [*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, check=False
         )
         assert done.returncode == ended, done.stdout
+
+
+@pytest.mark.parametrize(("limit", "outcome"), [(3, SURVIVED), (4, KILLED)])
+def test_what_an_import_runs_is_shown_to_tests_that_run_no_line_of_its_module(
+    limit: int, outcome: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each default of an event survived: a test that only reads it runs no line of the events."""
+    (tmp_path / "rules.py").write_text(SOURCE)
+    (tmp_path / "test_rules.py").write_text(
+        "import rules\n\ndef test_few():\n    rules.is_few(1)\n\ndef test_limit():\n    assert rules.LIMIT == 3\n"
+    )
+    mutant = {"path": "rules.py", "source": SOURCE.replace("LIMIT = 3", f"LIMIT = {limit}")}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def check(_: int) -> int:
+        return by_import(mutant, ["test_rules.py::test_few"], ["test_rules.py"], tmp_path)
+
+    assert list(forked([0], check, 1)) == [(0, outcome)]
 
 
 def test_a_mutant_that_takes_memory_without_end_fails_before_the_machine_does() -> None:

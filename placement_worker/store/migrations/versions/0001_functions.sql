@@ -188,6 +188,7 @@ DECLARE
     held json;
     held_of bigint[];
     locked bigint[];
+    sharing integer;
     providers json;
     usage json;
 BEGIN
@@ -208,6 +209,7 @@ BEGIN
         WHERE a.consumer = ANY(holders);
     END IF;
     IF wanted IS NOT NULL THEN
+        SELECT id INTO sharing FROM traits WHERE name = 'MISC_SHARES_VIA_AGGREGATE';
         SELECT array_agg(p.id) || held_of INTO locked FROM providers p WHERE p.uuid = ANY(wanted);
         -- By number alone: of a condition with UNION ALL a row that had to be waited for is found false, and left out.
         SELECT array_agg(rows.id) INTO locked FROM (
@@ -216,6 +218,8 @@ BEGIN
         SELECT json_agg(json_build_array(p.id, p.uuid, p.generation, p.shape, root.uuid, root.cell, (
             SELECT json_agg(json_build_array(i.class_id, i.capacity, i.min_unit, i.max_unit, i.step_size, i.used))
             FROM inventories i WHERE i.provider_id = p.id
+        ), EXISTS (
+            SELECT FROM provider_traits t WHERE t.provider_id = p.id AND t.trait_id = sharing
         )) ORDER BY p.id)
         INTO providers FROM providers p JOIN providers root ON root.id = p.root_id WHERE p.id = ANY(locked);
     END IF;

@@ -1,0 +1,144 @@
+"""Records whose values are neither the default nor what a step leaves, and what a step commands, in brief."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import CellDelete, Destroy, Spawn
+from bus.contracts.moves import CellAsks, ChangeMachine, MoveEvent, MoveKind
+from cell_conductor.domain import events as e
+from cell_conductor.domain.desires import in_text
+from cell_conductor.domain.fences import Fence
+from cell_conductor.domain.instance import Instance, Move, Power, State
+from cell_conductor.domain.set_back import SetBack
+from cell_conductor.domain.steps import Step, StepContext
+from cell_conductor.domain.table import step
+from tests.unit.conductor.move_scenario import MOVE, OTHER, ended
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
+
+ON_1, ON_2, ON_3 = (selection(n) for n in (1, 2, 3))
+LEAVES = Move(request_id=MOVE, kind=MoveKind.MIGRATE, source=ON_1, source_attempt=1, book_attempt=4, spec=SPEC)
+GONE = e.Destroyed(at=310.0, attempt=2, host_uuid=host(2), service="s1")
+SOURCE_GONE = replace(GONE, attempt=1, host_uuid=host(1))
+IN_DOUBT = replace(PATIENCE, set_back=SetBack(at=1000.0))
+BY_REVERT: dict[str, Any] = {"lost_code": "move.reverted", "by": OTHER, "by_kind": MoveKind.REVERT}
+
+
+def record(state: State, then: State | None = None, **other: object) -> Instance:
+    """On host 2 as attempt 2, after host 1; number 4 was given out."""
+    made = Instance(
+        uuid=UUID,
+        state=state,
+        then=then,
+        spec=SPEC,
+        selections=(ON_1, ON_2, ON_3),
+        position=1,
+        attempt=2,
+        newest=4,
+        consumer_generation=7,
+        sequence=20,
+        build_timeout_s=60.0,
+        requested_at=50.0,
+        deadline=99.0,
+        since=90.0,
+        queried=True,
+        code="old",
+        reason="old",
+        cause="its own",
+    )
+    return replace(made, **other)
+
+
+def moving(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: object) -> Instance:
+    """From host 1 to host 2."""
+    return record(state, then, move=replace(LEAVES, **move or {}), **other)
+
+
+def at_source(move: dict[str, Any] | None = None, **other: object) -> Instance:
+    """A destination is requested of placement."""
+    return moving(State.CLAIMING, State.PREPARING, move, **{"position": 0, "attempt": 1, **other})
+
+
+def unshelving(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: Any) -> Instance:
+    """To host 2, without a source."""
+    known = {"kind": MoveKind.UNSHELVE, "source": None, "source_attempt": 0, **(move or {})}
+    return moving(state, then, known, **{"power": Power.SHELVED, "image": "kept", **other})
+
+
+def in_place(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: Any) -> Instance:
+    """A resize on host 1."""
+    resize = {"kind": MoveKind.RESIZE, "order": 5, **(move or {})}
+    return moving(state, then, resize, selections=(ON_1, ON_1, ON_3), attempt=1, order=5, **other)
+
+
+def changing(kind: MoveKind, **move: object) -> Instance:
+    known = {"kind": kind, "source": None, "source_attempt": 0, **move}
+    return moving(State.CHANGING, move=known, power=Power.SHELVED, image="kept")
+
+
+def restarting(**move: object) -> Instance:
+    known = {"lost_code": "x", "lost_reason": "why", "handed_over": True, **move}
+    return moving(State.RESTARTING, move=known, selections=(ON_1,), position=0, attempt=1, image="kept")
+
+
+def answer(instance: Instance, n: int, *, done: bool = True, **other: Any) -> tuple[Instance, e.ChangeEnded]:
+    """The record, and its host's answer to the change that is awaited."""
+    return instance, ended(instance, n, 1 if n == 1 else 2, done=done, **other)
+
+
+def brief(stepped: Step) -> tuple[str, ...]:
+    """Its commands and announcements, each in a few words; an order with the attempt and the host that it is for."""
+    return tuple(_brief(one) for one in stepped.commands)
+
+
+def _brief(one: Message) -> str:
+    match one:
+        case Destroy():
+            return f"{'end' if one.unless_built else 'destroy'} {one.attempt}@{one.host_uuid[-1]}"
+        case Spawn():
+            return f"spawn {one.attempt}@{one.host_uuid[-1]}"
+        case ChangeMachine():
+            return f"{one.change} {one.attempt}@{one.host_uuid[-1]}"
+        case MoveEvent():
+            return f"{one.kind}: {one.state} {one.code}".strip()
+        case BuildEvent():
+            return f"build: {one.state} {one.code}".strip()
+        case CellAsks():
+            return f"asks {type(one.message).__name__}"
+        case CellDelete():
+            return f"delete {one.project_id}"
+    raise AssertionError(one)
+
+
+def after(before: Instance, changes: dict[str, Any]) -> Instance:
+    """With these fields, those of the move with `move_` before their name."""
+    own = {name: value for name, value in changes.items() if not name.startswith("move_")}
+    of_move = {name.removeprefix("move_"): value for name, value in changes.items() if name.startswith("move_")}
+    if of_move:
+        assert before.move is not None
+        own["move"] = replace(before.move, **of_move)
+    return replace(before, **own)
+
+
+Case: TypeAlias = tuple[Instance, e.Event, StepContext, str, tuple[str, ...]]
+
+
+def case(before: Instance, event: e.Event, phase: str, *commands: str, context: StepContext = PATIENCE) -> Case:
+    """A row of a table: the phase that the event leads to, and `brief` of what it commands."""
+    return before, event, context, phase, commands
+
+
+def outcome(before: Instance, event: e.Event, context: StepContext) -> tuple[str, tuple[str, ...]]:
+    """The phase after the event, and `brief` of what it commands."""
+    stepped = step(before, event, context)
+    return in_text(stepped.instance.phase), brief(stepped)
+
+
+def fenced(*numbers: int, context: StepContext = PATIENCE) -> StepContext:
+    """These hosts are."""
+    fences = {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
+    return replace(context, fences=fences)

@@ -1,0 +1,341 @@
+"""What each step of a build and of a move changes of its record, and that it changes nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import AttemptRecord
+from bus.contracts.moves import MoveKind, MoveState
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import EndedMove, Instance, Power, State
+from cell_conductor.domain.table import step
+from tests.unit.conductor import move_scenario as moves
+from tests.unit.conductor.move_scenario import MOVE, OTHER, request
+from tests.unit.conductor.records import (
+    GONE,
+    LEAVES,
+    ON_1,
+    ON_2,
+    ON_3,
+    after,
+    answer,
+    at_source,
+    changing,
+    in_place,
+    moving,
+    record,
+    restarting,
+)
+from tests.unit.conductor.scenario import (
+    DELETE,
+    PATIENCE,
+    RELEASED,
+    TIMED_OUT,
+    claimed,
+    failed,
+    refused,
+    spawned,
+)
+
+RESTS: dict[str, Any] = {"then": None, "deadline": None, "queried": False}
+
+
+def tried(n: int, outcome: str, at: float, *, attempt: int = 2, code: str = "", reason: str = "") -> AttemptRecord:
+    return AttemptRecord(attempt=attempt, host=f"host-{n}", outcome=outcome, code=code, reason=reason, at=at)
+
+
+def numbered(of_build: bool = True) -> dict[str, Any]:
+    """One announcement more."""
+    return {"sequence": 21, **({"build_sequence": 20} if of_build else {})}
+
+
+def waits(state: State, then: State | None, at: float, **other: object) -> dict[str, Any]:
+    """For placement or a host, whose answer is awaited for `deadline`."""
+    return {"state": state, "then": then, "since": at, **other}
+
+
+def done(kind: MoveKind, state: MoveState = MoveState.DONE, code: str = "", reason: str = "") -> tuple[EndedMove, ...]:
+    return (EndedMove(MOVE if kind is not MoveKind.CONFIRM else OTHER, kind, state, code, reason),)
+
+
+FULL = tried(3, "not_claimed", 111.0, attempt=5, code="full")
+UP = {**RESTS, "state": State.ACTIVE, "selections": (ON_2,), "position": 0, "answered": True}
+FAILED_1 = tried(2, "failed", 110.0, code="spawn.no_disk", reason="full")
+NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed (full)"
+BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, State.RELEASING, State.DESTROYING
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "changes"),
+    [
+        (
+            record(BUILDING, doubted=True),
+            spawned(2),
+            {**UP, **numbered(), "since": 110.0, "doubted": False, "history": (tried(2, "active", 110.0),)},
+        ),
+        (record(BUILDING), failed(2), waits(CLAIMING, BUILDING, 110.0, deadline=125.0, history=(FAILED_1,))),
+        (
+            record(BUILDING),
+            failed(2, final=True),
+            waits(RELEASING, State.FAILED, 110.0, deadline=125.0, code="spawn.no_disk", reason="full",
+                  history=(FAILED_1,)),
+        ),
+        (record(BUILDING, queried=False), TIMED_OUT, {"queried": True, "deadline": 180.0}),
+        (
+            record(BUILDING),
+            TIMED_OUT,
+            waits(CLAIMING, BUILDING, 170.0, deadline=185.0,
+                  history=(tried(2, "timed_out", 170.0, code="spawn.timeout", reason="no answer within 60 s"),)),
+        ),
+        (
+            record(BUILDING, queried=False),
+            GONE,
+            {**waits(CLAIMING, BUILDING, 310.0, deadline=325.0),
+             "history": (tried(2, "failed", 310.0, code="spawn.destroyed"),)},
+        ),
+        (
+            record(CLAIMING, BUILDING),
+            claimed(5),
+            {**waits(BUILDING, None, 111.0, deadline=171.0), **numbered(), "position": 2, "attempt": 5,
+             "consumer_generation": 9, "queried": False},
+        ),
+        (
+            record(CLAIMING, State.DELETED),
+            claimed(5),
+            {"state": RELEASING, "since": 111.0, "deadline": 126.0, "position": 2, "attempt": 5,
+             "consumer_generation": 9},
+        ),
+        (
+            record(CLAIMING, BUILDING),
+            refused(5),
+            waits(RELEASING, State.FAILED, 111.0, deadline=126.0, code="max_retries_exceeded", reason=NONE_LEFT,
+                  history=(FULL,)),
+        ),
+        (
+            record(CLAIMING, State.DELETED),
+            refused(5, changed=True),
+            {**numbered(), "state": State.DELETED, "then": None, "deadline": None, "since": 111.0, "answered": True},
+        ),
+        (record(CLAIMING, State.DELETED), refused(5), {"state": RELEASING, "since": 111.0, "deadline": 126.0}),
+        (record(CLAIMING, BUILDING), e.TimedOut(at=170.0), {"deadline": 185.0}),
+        (record(State.ACTIVE), DELETE, {**waits(DESTROYING, State.DELETED, 120.0, deadline=150.0), **numbered()}),
+        (
+            record(RELEASING, State.FAILED, doubted=True, move=replace(LEAVES, instance_released=True)),
+            replace(RELEASED, consumer=MOVE),
+            {**RESTS, **numbered(), "state": State.FAILED, "since": 130.0, "answered": True, "doubted": False,
+             "move": None},
+        ),
+        (
+            record(RELEASING, State.DELETED, move=replace(LEAVES, instance_released=True)),
+            replace(RELEASED, consumer=MOVE),
+            {**numbered(), "state": State.DELETED, "then": None, "deadline": None, "since": 130.0, "answered": True,
+             "move": None},
+        ),
+        (moving(RELEASING, State.FAILED), RELEASED, {"deadline": 145.0, "move_instance_released": True}),
+    ],
+)  # fmt: skip
+def test_a_step_of_a_build_or_a_delete_changes_this_of_its_record(
+    before: Instance, event: e.Event, changes: dict[str, Any]
+) -> None:
+    assert step(before, event, PATIENCE).instance == after(before, changes)
+
+
+PREPARED = {"sequence": 21, "queried": False, "consumer_generation": 9, "newest": 5, "move_claimed": True}
+ORDERED = {"order": 201000, "move_order": 201000, "since": 201.0, "deadline": 501.0, "then": None}
+BACK = {**RESTS, "sequence": 21, "state": State.ACTIVE, "move": None, "since": 202.0}
+SETTLED = {**BACK, "selections": (ON_2,), "position": 0}
+HERE_ACTIVE = (tried(2, "active", 110.0, attempt=4),)
+ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "move_answered": True,
+           "move_history": HERE_ACTIVE, "ended": done(MoveKind.MIGRATE)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "changes"),
+    [
+        (
+            record(State.ACTIVE, order=3),
+            request(MoveKind.MIGRATE, 1, 3, auto_confirm_s=7.0, step_timeout_s=8.0),
+            {**waits(CLAIMING, State.PREPARING, 200.0, deadline=215.0), "selections": (ON_2, ON_1, ON_3),
+             "position": 0, "sequence": 21, "queried": False, "cause": MOVE,
+             "move": replace(LEAVES, source=ON_2, source_attempt=2, auto_confirm_s=7.0, step_timeout_s=8.0,
+                             began=200.0)},
+        ),
+        (at_source(), moves.claimed(5), {**PREPARED, **ORDERED, "state": State.PREPARING, "position": 1, "attempt": 5}),
+        (
+            at_source(),
+            moves.claimed(5, option=1),
+            {**PREPARED, **ORDERED, "state": State.PREPARING, "position": 2, "attempt": 5},
+        ),
+        (
+            at_source(selections=(ON_1, ON_1, ON_2)),
+            moves.claimed(5),
+            {**PREPARED, **ORDERED, "state": State.RESIZING, "position": 1},
+        ),
+        (
+            at_source({"delete": True}),
+            moves.claimed(5),
+            {**waits(DESTROYING, State.DELETED, 201.0, deadline=231.0), "position": 1, "attempt": 5, "newest": 5,
+             "consumer_generation": 9, "move_claimed": True, "move_here_gone": True},
+        ),
+        (
+            at_source({"by": OTHER, "by_kind": MoveKind.ABORT}),
+            moves.claimed(5),
+            {**PREPARED, **waits(State.REVERTING, None, 201.0, deadline=216.0), "position": 1, "attempt": 5,
+             "move_lost_code": "move.aborted"},
+        ),
+        (
+            at_source(),
+            moves.refused(5),
+            {**waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False,
+             "move_lost_code": "max_retries_exceeded",
+             "move_lost_reason": "no host is left. host-2: not_claimed (full)",
+             "move_history": (tried(2, "not_claimed", 201.0, attempt=5, code="full"),)},
+        ),
+        (
+            *answer(moving(State.PREPARING, move={"order": 5}, order=5), 2),
+            {"state": State.HANDING_OVER, "sequence": 21, "deadline": 502.0, "since": 202.0, "queried": False,
+             "order": 202000, "move_order": 202000, "move_handed_over": True},
+        ),
+        (
+            *answer(moving(State.PREPARING), 2, done=False, code="no"),
+            {**waits(CLAIMING, State.PREPARING, 202.0, deadline=217.0), "sequence": 21, "queried": False,
+             "move_history": (tried(2, "failed", 202.0, attempt=4, code="no"),)},
+        ),
+        (
+            *answer(moving(State.HANDING_OVER, move={"handed_over": True}), 1),
+            {"state": State.FINISHING, "sequence": 21, "deadline": 502.0, "since": 202.0, "queried": False,
+             "move_finishing": True},
+        ),
+        (
+            *answer(moving(State.HANDING_OVER, move={"handed_over": True}), 1, done=False, runs=True, refused=True,
+                    elsewhere=True, code="no"),
+            {**waits(CLAIMING, State.PREPARING, 202.0, deadline=217.0), "sequence": 21, "queried": False,
+             "move_handed_over": False, "move_history": (tried(2, "failed", 202.0, attempt=4, code="no"),)},
+        ),
+        (
+            *answer(moving(State.HANDING_OVER, move={"handed_over": True}), 1, done=False, runs=True, refused=True,
+                    code="no"),
+            {"state": State.REVERTING, "deadline": 217.0, "since": 202.0, "sequence": 21, "queried": False,
+             "move_handed_over": False, "move_lost_code": "no",
+             "move_history": (tried(2, "failed", 202.0, attempt=4, code="no"),)},
+        ),
+        (
+            moving(State.FINISHING, move={"finishing": True}, image="kept"),
+            spawned(2),
+            {**ARRIVED, "state": State.RESIZED, "deadline": None, "image": ""},
+        ),
+        (
+            moving(State.FINISHING, move={"auto_confirm_s": 5.0}),
+            spawned(2),
+            {**ARRIVED, "state": State.RESIZED, "deadline": 115.0},
+        ),
+        (
+            moving(State.FINISHING, move={"auto_confirm_s": 0.0}),
+            spawned(2),
+            {**ARRIVED, **waits(DESTROYING, State.ACTIVE, 110.0, deadline=140.0), "selections": (ON_1, ON_2)},
+        ),
+        (
+            moving(State.FINISHING, move={"finishing": True}),
+            failed(2),
+            {**waits(CLAIMING, State.PREPARING, 110.0, deadline=125.0), "sequence": 21, "queried": False,
+             "move_finishing": False,
+             "move_history": (tried(2, "failed", 110.0, attempt=4, code="spawn.no_disk", reason="full"),)},
+        ),
+        (
+            moving(State.FINISHING, move={"finishing": True}),
+            GONE,
+            {**waits(CLAIMING, State.PREPARING, 310.0, deadline=325.0), "sequence": 21, "queried": False,
+             "move_finishing": False,
+             "move_history": (tried(2, "timed_out", 310.0, attempt=4, code="spawn.timeout",
+                                    reason="no answer in time"),)},
+        ),
+        (
+            moving(State.RESIZED),
+            request(MoveKind.CONFIRM, request_id=OTHER),
+            {**waits(DESTROYING, State.ACTIVE, 200.0, deadline=230.0), "selections": (ON_1, ON_2), "cause": OTHER,
+             "move_by": OTHER, "move_by_kind": MoveKind.CONFIRM},
+        ),
+        (
+            moving(State.RESIZED),
+            request(MoveKind.REVERT, request_id=OTHER),
+            {"deadline": 230.0, "cause": OTHER, "move_by": OTHER, "move_by_kind": MoveKind.REVERT,
+             "move_lost_code": "move.reverted"},
+        ),
+        (moving(DESTROYING, State.REVERTING), GONE, waits(State.REVERTING, None, 310.0, deadline=325.0)),
+        (
+            moving(State.REVERTING, move={"handed_over": True, "lost_code": "x"}),
+            e.Reverted(at=221.0, attempt=5, consumer_generation=11),
+            {"state": State.RESTARTING, "selections": (ON_1,), "position": 0, "attempt": 1, "newest": 5,
+             "consumer_generation": 11, "sequence": 21, "deadline": 521.0, "since": 221.0, "queried": False,
+             "order": 221000, "move_order": 221000},
+        ),
+        (
+            moving(State.REVERTING, move={"lost_code": "x", "image": "kept"}),
+            e.Reverted(at=221.0, attempt=5),
+            {**BACK, "since": 221.0, "selections": (ON_1,), "position": 0, "attempt": 1, "newest": 5,
+             "image": "kept", "ended": done(MoveKind.MIGRATE, MoveState.FAILED, "x"), "ended_attempts": (5,)},
+        ),
+        (
+            *answer(restarting(), 1, runs=True),
+            {**BACK, "image": "", "ended_attempts": (4,),
+             "ended": done(MoveKind.MIGRATE, MoveState.FAILED, "x", "why")},
+        ),
+        (
+            *answer(restarting(), 1, done=False, runs=False, code="no"),
+            {**BACK, "image": "", "power": Power.STOPPED, "ended_attempts": (4,),
+             "ended": done(MoveKind.MIGRATE, MoveState.FAILED, "x", "why; and it could not be started again: no")},
+        ),
+        (
+            moving(RELEASING, State.ACTIVE, {"by": OTHER, "by_kind": MoveKind.CONFIRM, "answered": True}),
+            e.Released(at=202.0, consumer=MOVE),
+            {**SETTLED, "sequence": 22, "ended": done(MoveKind.CONFIRM), "ended_attempts": (1, 4)},
+        ),
+        *(
+            (
+                *answer(changing(kind), 2, image="new"),
+                {**SETTLED, "ended": done(kind), "ended_attempts": (4,), **becomes},
+            )
+            for kind, becomes in (
+                (MoveKind.START, {"power": Power.RUNNING, "image": ""}),
+                (MoveKind.UNSHELVE, {"power": Power.RUNNING, "image": ""}),
+                (MoveKind.STOP, {"power": Power.STOPPED}),
+                (MoveKind.SHELVE, {"image": "new"}),
+                (MoveKind.RESCUE, {"power": Power.RESCUED}),
+                (MoveKind.UNRESCUE, {"power": Power.RUNNING}),
+                (MoveKind.REBUILD, {}),
+            )
+        ),
+        (
+            *answer(changing(MoveKind.SHELVE, offload=True), 2, image="new"),
+            {**waits(DESTROYING, State.OFFLOADED, 202.0, deadline=232.0), "image": "new", "sequence": 21},
+        ),
+        (
+            moving(RELEASING, State.OFFLOADED, {"kind": MoveKind.SHELVE, "source": None, "source_attempt": 0}),
+            RELEASED,
+            {**SETTLED, "state": State.OFFLOADED, "since": 130.0, "power": Power.SHELVED, "newest": 5,
+             "consumer_generation": None, "ended": done(MoveKind.SHELVE), "ended_attempts": (5,)},
+        ),
+        (
+            *answer(in_place(State.RESIZING), 1, done=False, code="no"),
+            {"deadline": 502.0, "order": 202000, "move_order": 202000, "move_resizing_back": True,
+             "move_history": (tried(1, "failed", 202.0, attempt=4, code="no"),)},
+        ),
+        (
+            *answer(in_place(State.RESIZING, move={"resizing_back": True}), 1),
+            {**waits(CLAIMING, State.PREPARING, 202.0, deadline=217.0), "sequence": 21, "queried": False,
+             "move_resizing_back": False},
+        ),
+        (
+            in_place(State.RESIZING),
+            e.TimedOut(at=400.0),
+            {**waits(DESTROYING, State.REVERTING, 400.0, deadline=430.0), "sequence": 21, "queried": False,
+             "order": 400000, "move_order": 400000, "move_lost_code": "move.timeout",
+             "move_lost_reason": "the host did not confirm that the machine has its new size"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_of_a_move_changes_this_of_its_record(before: Instance, event: e.Event, changes: dict[str, Any]) -> None:
+    assert step(before, event, PATIENCE).instance == after(before, changes)

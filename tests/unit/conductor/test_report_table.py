@@ -1,0 +1,314 @@
+"""A host's report against a record: a row for each condition that alone makes the difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import AttemptRecord
+from bus.contracts.cell import ComputeHosts, HostReport, Running
+from bus.contracts.moves import MoveKind
+from cell_conductor.domain import events as e
+from cell_conductor.domain import report as reports
+from cell_conductor.domain.instance import Instance, Move, Phase, State
+from cell_conductor.domain.report import (
+    ELSEWHERE,
+    NEWER,
+    NO_MARK,
+    NO_RECORD,
+    RENUMBERED,
+    UNSURE,
+    UNTRIED,
+    Newest,
+    differences,
+    has_just_changed,
+    is_at,
+    is_ordered,
+    is_over,
+    rescan_id,
+)
+from cell_conductor.store.port import Brief
+from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, host, phase_of, selection
+
+HERE, THERE = host(1), host(2)
+SINCE, NOW = 100.0, 201.0
+OURS = Running(instance_uuid=UUID, attempt=1, deployment=DEPLOYMENT, built=True)
+SECOND = replace(OURS, attempt=2)
+UNMARKED = replace(OURS, deployment=None)
+BUILDING = replace(OURS, built=False)
+DELETING, CONFIRMING, UNDOING = ((State.DESTROYING, then) for then in (State.DELETED, State.ACTIVE, State.REVERTING))
+# The events of a comparison, and what a later scan has to show; those in capitals wait for a breaker.
+RUNS, MISSING, RESCAN, HARMFUL_RUNS, LOST, HARMFUL_RESCAN = "runs", "missing", "rescan", "RUNS", "MISSING", "RESCAN"
+AGREES = ""
+
+
+def brief(at: State | Phase, attempt: int = 1, at_host: str = HERE, **others: Any) -> Brief:
+    state, then = phase_of(at)
+    return replace(Brief(UUID, state, at_host, "s", attempt, SINCE, then=then), **others)
+
+
+def moved(at: State | Phase, attempt: int = 2, at_host: str = THERE, source: str = HERE, **others: Any) -> Brief:
+    """From attempt 1 on `source`."""
+    facts = {"source_host_uuid": source, "source_service": "s", "source_attempt": 1, **others}
+    return brief(at, attempt, at_host, **facts)
+
+
+def outcome(
+    record: Brief | None, machine: Running | None, *, later: bool = True, listed: bool = False, now: float = NOW
+) -> str:
+    """What the report of service "s" about host 1 comes to. later: its scan began after the record became what it is.
+    listed: the service on record may have the host.
+    """
+    running = () if machine is None else (machine,)
+    made = ComputeHosts(
+        service="s",
+        cell="c",
+        epoch=1,
+        sequence=1,
+        hosts=(HostReport(uuid=HERE, name="h", running=running), HostReport(uuid=host(3), name="i", running=None)),
+        rescans=(rescan_id(record),) if later and record is not None else (),
+    )
+    found = differences(
+        made,
+        [] if record is None else [record],
+        deployment=DEPLOYMENT,
+        now=now,
+        grace_s=30.0,
+        may_have=lambda *_: listed,
+    )
+    words = {e.HostRuns: RUNS, e.HostMissing: MISSING}
+    return " ".join(
+        [
+            *(words[type(event)] for _, event in found.events),
+            *(words[type(event)].upper() for _, event in found.harmful),
+            *(one.why for one in found.unexplained),
+            *(RESCAN for _ in found.rescans),
+            *(HARMFUL_RESCAN for _ in found.harmful_rescans),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "machine", "expected"),
+    [
+        # Without our mark.
+        (None, UNMARKED, NO_MARK),
+        (brief(State.ACTIVE), UNMARKED, AGREES),
+        (brief(State.ACTIVE), replace(UNMARKED, destroying=True), AGREES),
+        (brief(State.ACTIVE, at_host=THERE), UNMARKED, NO_MARK),
+        (brief(State.BUILDING), UNMARKED, NO_MARK),
+        (brief(State.FAILED), UNMARKED, NO_MARK),
+        (brief(DELETING), UNMARKED, AGREES),
+        (brief(DELETING, at_host=THERE), UNMARKED, NO_MARK),
+        (brief((State.CLAIMING, State.DELETED)), UNMARKED, NO_MARK),
+        (brief(UNDOING), UNMARKED, NO_MARK),
+        (moved(State.RESIZED), UNMARKED, AGREES),
+        (moved((State.RELEASING, State.ACTIVE)), UNMARKED, AGREES),
+        # With it: what its record does not explain.
+        (None, OURS, NO_RECORD),
+        (None, replace(OURS, destroying=True), AGREES),
+        (brief(State.ABSENT), OURS, NO_RECORD),
+        (brief(State.FAILED, first_not_tried=True), OURS, UNTRIED),
+        (brief(State.DELETED, first_not_tried=True), OURS, RUNS),
+        (brief(State.FAILED, 2, first_not_tried=True), SECOND, HARMFUL_RUNS),
+        (brief(State.FAILED, doubted=True), OURS, UNSURE),
+        (brief(State.FAILED, at_host=THERE, doubted=True), OURS, RENUMBERED),
+        (brief(State.FAILED, 2, newest=3, doubted=True), OURS, RENUMBERED),
+        (brief(State.BUILDING, 2, doubted=True), OURS, HARMFUL_RUNS),
+        (brief(State.ACTIVE, 2, reused_from=2), OURS, HARMFUL_RUNS),
+        (brief(State.ACTIVE, 2, reused_from=1), OURS, RENUMBERED),
+        (brief(State.ACTIVE, at_host=THERE), OURS, ELSEWHERE),
+        (brief(State.ACTIVE), SECOND, NEWER),
+        (moved(State.RESIZED, source=host(3)), OURS, ELSEWHERE),
+        (moved(State.RESIZED, source=host(3)), SECOND, ELSEWHERE),
+        (moved(State.PREPARING, 2, HERE, host(3)), SECOND, ELSEWHERE),
+        (moved(State.HANDING_OVER, 2, HERE, host(3), doubted=True), SECOND, RENUMBERED),
+        (brief(State.FAILED, machine_exists=True), OURS, RUNS),
+        # What it explains.
+        (brief(State.ACTIVE), OURS, AGREES),
+        (brief(State.ACTIVE), BUILDING, AGREES),
+        (brief(State.BUILDING), BUILDING, AGREES),
+        (brief(State.BUILDING), OURS, RUNS),
+        (brief(DELETING), OURS, AGREES),
+        (brief((State.CLAIMING, State.DELETED)), OURS, RUNS),
+        (brief((State.CLAIMING, State.BUILDING)), OURS, HARMFUL_RUNS),
+        (brief(State.FAILED), OURS, HARMFUL_RUNS),
+        (brief(State.FAILED), replace(OURS, destroying=True), AGREES),
+        (brief(State.ACTIVE, 2), OURS, HARMFUL_RUNS),
+        (brief(State.FAILED, newest=2), SECOND, HARMFUL_RUNS),
+        (brief(State.DELETED, 2), OURS, RUNS),
+        (brief(UNDOING), OURS, HARMFUL_RUNS),
+        (moved(State.RESIZED), OURS, AGREES),
+        (moved(CONFIRMING), OURS, HARMFUL_RUNS),
+        (moved((State.RELEASING, State.DEPARTED)), OURS, HARMFUL_RUNS),
+        (moved(DELETING), OURS, RUNS),
+        # Before a destination is claimed the source is here; an unshelving has none.
+        (brief((State.CLAIMING, State.PREPARING), source_attempt=1), OURS, AGREES),
+        (brief((State.CLAIMING, State.PREPARING)), OURS, HARMFUL_RUNS),
+    ],
+)
+def test_a_machine_that_a_host_lists(record: Brief | None, machine: Running, expected: str) -> None:
+    assert outcome(record, machine) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (brief(State.ACTIVE), LOST),
+        (brief(State.RESIZED), LOST),
+        (brief(DELETING), MISSING),
+        (brief(UNDOING), MISSING),
+        (brief(State.BUILDING), AGREES),
+        (brief(State.FAILED), AGREES),
+        (brief(State.ACTIVE, at_host=THERE), AGREES),
+        (brief(State.ACTIVE, at_host=host(3)), AGREES),
+        (moved(State.RESIZED), AGREES),
+        (moved(CONFIRMING), MISSING),
+        (moved(DELETING), MISSING),
+        (moved((State.RELEASING, State.ACTIVE)), AGREES),
+    ],
+)
+def test_a_machine_that_a_host_does_not_list(record: Brief, expected: str) -> None:
+    assert outcome(record, None) == outcome(record, None, listed=True) == expected
+    assert outcome(record, None, later=False) == expected.replace(LOST, HARMFUL_RESCAN).replace(MISSING, RESCAN)
+    assert outcome(record, None, later=False, now=SINCE + 30.0) == AGREES
+
+
+@pytest.mark.parametrize(
+    ("record", "machine", "expected"),
+    [
+        (brief(State.ACTIVE, service="other"), OURS, RUNS),
+        (brief(State.BUILDING, service="other"), BUILDING, RUNS),
+        (moved(State.RESIZED, source_service="other"), OURS, RUNS),
+        (moved(State.RESIZED, service="other"), OURS, AGREES),
+        (brief(State.ACTIVE, service="other"), None, LOST),
+        (moved(CONFIRMING, source_service="other"), None, MISSING),
+    ],
+)
+def test_a_machine_of_another_service(record: Brief, machine: Running | None, expected: str) -> None:
+    assert outcome(record, machine) == expected
+    assert outcome(record, machine, listed=True) == AGREES
+
+
+@pytest.mark.parametrize(
+    ("later", "now", "expected"),
+    [
+        (True, SINCE + 1.0, HARMFUL_RUNS),
+        (False, NOW, HARMFUL_RESCAN),
+        (False, SINCE, AGREES),
+        (False, SINCE + 30.0, AGREES),
+        (False, SINCE + 30.1, HARMFUL_RESCAN),
+        (False, SINCE - 0.1, HARMFUL_RESCAN),
+    ],
+)
+def test_what_is_over_is_destroyed_by_a_later_scan_and_a_young_record_demands_none(
+    later: bool, now: float, expected: str
+) -> None:
+    assert outcome(brief(State.ACTIVE, 2), OURS, later=later, now=now) == expected
+
+
+@pytest.mark.parametrize(("age", "young"), [(-0.1, False), (0.0, True), (30.0, True), (30.1, False)])
+def test_what_has_just_changed(age: float, young: bool) -> None:
+    assert has_just_changed(SINCE, now=SINCE + age, grace_s=30.0) is young
+
+
+@pytest.mark.parametrize(("reused_from", "over"), [(0, True), (1, False), (2, True)])
+def test_a_number_that_may_have_been_given_out_twice_proves_nothing(reused_from: int, over: bool) -> None:
+    assert is_over(brief(State.ACTIVE, 2, reused_from=reused_from), 1, HERE) is over
+
+
+# --- What the record has ordered itself, and where an instance is.
+
+
+def tried(attempt: int, how: str) -> tuple[AttemptRecord, ...]:
+    return (AttemptRecord(attempt=attempt, host="h", outcome=how),)
+
+
+MOVE = Move(request_id="r", kind=MoveKind.MIGRATE, spec=SPEC, source=selection(1), source_attempt=1)
+MOVED = Instance(
+    uuid=UUID,
+    state=State.RESIZED,
+    spec=SPEC,
+    selections=(selection(1), selection(2)),
+    position=1,
+    attempt=3,
+    move=MOVE,
+)
+GONE_ON = replace(MOVED, state=State.DESTROYING, then=State.ACTIVE)
+AT_REST = replace(MOVED, state=State.ACTIVE, move=None)
+
+
+@pytest.mark.parametrize(
+    ("known", "attempt", "n", "ordered"),
+    [
+        (GONE_ON, 1, 1, True),
+        (MOVED, 1, 1, False),
+        (GONE_ON, 3, 2, False),
+        (GONE_ON, 2, 1, False),
+        (replace(AT_REST, ended_attempts=(1,)), 1, 1, True),
+        (replace(AT_REST, ended_attempts=(1,)), 2, 1, False),
+        (replace(AT_REST, history=tried(2, "failed")), 2, 1, True),
+        (replace(AT_REST, history=tried(2, "timed_out")), 2, 1, True),
+        (replace(AT_REST, history=tried(2, "lost")), 2, 1, False),
+        (replace(AT_REST, history=tried(1, "failed")), 2, 1, False),
+        (replace(GONE_ON, move=replace(MOVE, history=tried(2, "failed"))), 2, 1, True),
+    ],
+)
+def test_a_listed_machine_whose_destruction_the_record_has_ordered(
+    known: Instance, attempt: int, n: int, ordered: bool
+) -> None:
+    runs = e.HostRuns(at=NOW, attempt=attempt, host_uuid=host(n), service="s1")
+    assert is_ordered(known, runs) is ordered
+    assert not is_ordered(known, e.HostMissing(at=NOW, host_uuid=host(n), service="s1"))
+
+
+FROM_S1_TO_S2 = replace(MOVED, selections=(selection(1), replace(selection(2), service="s2")))
+
+
+@pytest.mark.parametrize(
+    ("known", "services"),
+    [
+        (FROM_S1_TO_S2, "s1 s2"),
+        (replace(FROM_S1_TO_S2, state=State.ACTIVE), "s1 s2"),
+        (replace(FROM_S1_TO_S2, state=State.ACTIVE, move=None), "s2"),
+        (replace(FROM_S1_TO_S2, state=State.ACTIVE, move=None, position=0), "s1"),
+        (replace(FROM_S1_TO_S2, move=replace(MOVE, source=None)), "s2"),
+        (replace(FROM_S1_TO_S2, state=State.CLAIMING, then=State.PREPARING), "s1"),
+        (replace(FROM_S1_TO_S2, state=State.OFFLOADED), ""),
+        (replace(FROM_S1_TO_S2, state=State.RELEASING, then=State.OFFLOADED, move=None), ""),
+        (Instance(uuid=UUID), ""),
+    ],
+)
+def test_the_services_that_an_instance_is_at(known: Instance, services: str) -> None:
+    assert " ".join(service for service in ("s1", "s2") if is_at(known, service, ())) == services
+    assert not is_at(known, "s1", (HERE,)) and not is_at(known, "s2", (THERE,))
+
+
+# --- The newest report of each service.
+
+
+def numbered(service: str, epoch: int, sequence: int) -> ComputeHosts:
+    return ComputeHosts(service=service, cell="c", epoch=epoch, sequence=sequence)
+
+
+def test_the_newest_report_of_a_service_stays_so() -> None:
+    newest = Newest()
+    assert newest.epoch("s1") == 0
+    for epoch, sequence in ((4, 7), (3, 9), (4, 6)):
+        newest.note(numbered("s1", epoch, sequence))
+        assert newest.epoch("s1") == 4
+    assert [newest.is_newer(numbered("s1", *at)) for at in ((4, 7), (4, 8), (5, 0), (3, 9))] == [
+        False, True, True, False,
+    ]  # fmt: skip
+
+
+def test_the_service_that_has_been_quiet_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "MAX_SERVICES", 2)
+    newest = Newest()
+    for service in ("s1", "s2", "s1"):
+        newest.note(numbered(service, 1, 1))
+    assert [newest.epoch(service) for service in ("s1", "s2")] == [1, 1]
+    newest.note(numbered("s3", 1, 1))
+    assert [newest.epoch(service) for service in ("s1", "s2", "s3")] == [1, 0, 1]

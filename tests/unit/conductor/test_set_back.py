@@ -1,0 +1,208 @@
+"""What a database that was set back proves, and what an event or a state says where it says nothing: tables."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import Refusal
+from bus.contracts.moves import CellMove, Departure, MoveKind
+from bus.contracts.stages import Stamps
+from cell_conductor.domain import desires
+from cell_conductor.domain import events as e
+from cell_conductor.domain.desires import in_text, states_where
+from cell_conductor.domain.instance import Instance, Phase
+from cell_conductor.domain.set_back import (
+    CLOCKS_APART_S,
+    SET_BACK_GAP,
+    SetBack,
+    is_doubted_request,
+    is_of_forgotten,
+    is_unsearched,
+    marked_reused,
+    numbered_on,
+)
+from tests.unit.conductor.scenario import DELETE, SPEC, UUID, queried, selection, spawned
+
+AT = 1000.0
+BACK, NEVER = SetBack(AT), SetBack()
+
+
+@pytest.mark.parametrize(
+    ("set_back", "at", "lacks"),
+    [
+        (NEVER, 0.0, False),
+        (NEVER, 20.0, False),
+        (SetBack(0.5), 20.0, True),
+        (BACK, 0.0, True),
+        (BACK, AT + CLOCKS_APART_S, True),
+        (BACK, AT + CLOCKS_APART_S + 0.1, False),
+        (SetBack(made_at=AT), 0.0, False),
+        (SetBack(made_at=AT), 0.5, True),
+        (SetBack(made_at=AT), AT, True),
+        (SetBack(made_at=AT), AT + 0.1, False),
+    ],
+)
+def test_what_a_database_may_have_no_record_of(set_back: SetBack, at: float, lacks: bool) -> None:
+    assert set_back.may_lack(at) is lacks
+
+
+def test_hosts_can_have_answered_since_the_record_and_the_set_back() -> None:
+    ages = [BACK.doubted_for_s(Instance(uuid=UUID, since=since), 1500.0) for since in (900.0, 1200.0)]
+    assert ages == [500.0, 300.0]
+
+
+BEFORE, AFTER = (replace(queried(), requested_at=at) for at in (AT, AT + 99.0))
+
+
+@pytest.mark.parametrize(
+    ("event", "set_back", "doubted", "forgotten"),
+    [
+        (BEFORE, NEVER, False, False),
+        (BEFORE, BACK, True, True),
+        (AFTER, BACK, False, False),
+        (replace(AFTER, attempt=2), NEVER, True, True),
+        (replace(AFTER, is_query=True), NEVER, True, False),
+        (replace(BEFORE, is_query=True), BACK, True, False),
+        (replace(AFTER, stamps=Stamps(requested=AT)), BACK, True, True),
+        (replace(BEFORE, stamps=Stamps(requested=AT + 99.0)), BACK, True, True),
+        (replace(AFTER, stamps=Stamps(requested=AT + 99.0)), BACK, False, False),
+    ],
+)
+def test_builds_that_a_lost_record_may_have_had(
+    event: e.BuildRequested, set_back: SetBack, doubted: bool, forgotten: bool
+) -> None:
+    assert (is_doubted_request(event, set_back), is_of_forgotten(event, set_back)) == (doubted, forgotten)
+
+
+@pytest.mark.parametrize(
+    ("event", "set_back", "forgotten"), [(DELETE, BACK, True), (DELETE, NEVER, False), (spawned(), BACK, False)]
+)
+def test_other_events_that_a_lost_record_may_have_had(event: e.Event, set_back: SetBack, forgotten: bool) -> None:
+    assert is_of_forgotten(event, set_back) is forgotten
+
+
+KNOWN, UNKNOWN = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),)), Instance(uuid=UUID)
+
+
+@pytest.mark.parametrize(
+    ("known", "event", "set_back", "unsearched"),
+    [
+        (UNKNOWN, DELETE, BACK, True),
+        (UNKNOWN, DELETE, NEVER, False),
+        (UNKNOWN, replace(DELETE, found=()), BACK, False),
+        (KNOWN, DELETE, BACK, False),
+        (UNKNOWN, BEFORE, BACK, True),
+        (KNOWN, BEFORE, BACK, True),
+        (UNKNOWN, AFTER, BACK, False),
+        (UNKNOWN, replace(BEFORE, found=()), BACK, False),
+        (UNKNOWN, spawned(), BACK, False),
+    ],
+)
+def test_requests_that_the_services_were_not_queried_about(
+    known: Instance, event: e.Event, set_back: SetBack, unsearched: bool
+) -> None:
+    assert is_unsearched(known, event, set_back) is unsearched
+
+
+@pytest.mark.parametrize(
+    ("event", "sequence"),
+    [
+        (None, 10 + SET_BACK_GAP),
+        (replace(AFTER, sequence=SET_BACK_GAP), 10 + SET_BACK_GAP),
+        (replace(AFTER, sequence=10 + SET_BACK_GAP), 11 + SET_BACK_GAP),
+        (replace(AFTER, sequence=3 * SET_BACK_GAP), 1 + 3 * SET_BACK_GAP),
+    ],
+)
+def test_announcements_go_on_above_every_lost_number(event: e.BuildRequested | None, sequence: int) -> None:
+    assert numbered_on(Instance(uuid=UUID, sequence=10), event).sequence == sequence
+
+
+def test_an_event_number_of_a_record_with_none_is_outgrown_by_one() -> None:
+    low = Instance(uuid=UUID, sequence=-SET_BACK_GAP)
+    assert [numbered_on(low, event).sequence for event in (None, replace(AFTER, sequence=5))] == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("reused_from", "requested_at", "marked"), [(0, AT, 4), (0, AT + 99.0, 0), (2, AT, 2), (1, AT, 1)]
+)
+def test_the_first_number_that_may_be_given_out_twice_is_recorded_once(
+    reused_from: int, requested_at: float, marked: int
+) -> None:
+    known = replace(KNOWN, attempt=1, newest=3, requested_at=requested_at, reused_from=reused_from)
+    assert marked_reused(known, BACK).reused_from == marked
+
+
+# --- Events
+
+
+def test_an_event_that_does_not_say_so_states_nothing_but_that_a_listed_machine_is_complete() -> None:
+    unsaid = {
+        (kind.__name__, one.name) for kind in e.EVENTS for one in msgspec.structs.fields(kind) if one.default is True
+    }
+    assert unsaid == {("HostRuns", "built")}
+
+
+LEFT = Departure(cell="c2", spec=SPEC, image="i", last=selection(1), selections=(selection(2),), newest=1)
+
+
+@pytest.mark.parametrize("given_up", [None, Refusal(code="x", reason="y")])
+@pytest.mark.parametrize("is_query", [False, True])
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_request_begins_unless_it_is_a_query_or_given_up(
+    given_up: Refusal | None, is_query: bool, arrives: bool
+) -> None:
+    message = CellMove(request_id=UUID, instance_uuid=UUID, project_id="p", kind=MoveKind.STOP)
+    if arrives:
+        message = replace(message, arrival=LEFT)
+    kind = e.MoveRequested if given_up is None and not is_query else e.MoveQueried
+    assert type(e.move_event(message, 1.0, "", given_up=given_up, is_query=is_query)) is (
+        e.InstanceArrives if arrives else kind
+    )
+
+
+def test_a_request_that_does_not_say_so_is_no_query() -> None:
+    assert not e.move_event(
+        CellMove(request_id=UUID, instance_uuid=UUID, project_id="p", kind=MoveKind.STOP), 1.0, ""
+    ).is_query
+
+
+# --- States
+
+
+@pytest.mark.parametrize(
+    ("states", "named"),
+    [
+        (desires.DELETE_REQUESTED, "tombstone deleted claiming/deleted destroying/deleted releasing/deleted"),
+        (
+            desires.REFUSED,
+            "tombstone deleted claiming/deleted destroying/deleted releasing/deleted failed releasing/failed",
+        ),
+        (desires.AT_REST, "tombstone failed deleted offloaded departed"),
+        (desires.PURGED, "tombstone deleted departed"),
+        (desires.PURGED_FAILED, "failed"),
+        (desires.ELSEWHERE, "departed"),
+        (
+            desires.IN_DOUBT_AFTER_SET_BACK,
+            "building claiming/building claiming/preparing destroying/active destroying/reverting destroying/departed"
+            " releasing/active releasing/departed preparing handing_over finishing resized reverting restarting",
+        ),
+        (desires.EVACUATED, "destroying/reverting finishing resized"),
+        (desires.EVACUATED_IN_DOUBT, "preparing handing_over"),
+        (
+            desires.EXPECTED_HERE,
+            "active resized destroying/deleted destroying/reverting destroying/offloaded",
+        ),
+        (
+            desires.NOT_HERE,
+            "tombstone failed deleted claiming/preparing releasing/offloaded offloaded departed",
+        ),
+        (desires.LEFT_WITH_ITS_SERVICE, "building preparing"),
+        (states_where(lambda row: row.ends), "active failed deleted offloaded"),
+        (states_where(lambda row: row.takes_machine), "active failed"),
+        (states_where(lambda row: row.relies_on_fence), "destroying/offloaded releasing/offloaded finishing"),
+    ],
+)
+def test_what_is_so_in_which_states(states: frozenset[Phase], named: str) -> None:
+    assert {in_text(phase) for phase in states} == set(named.split())

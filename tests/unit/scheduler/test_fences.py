@@ -1,0 +1,251 @@
+"""A fence by tables: what decisions and the reports of its cell make of it, and who is evacuated by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.fences import CellFence, EvacuationPolicy, FenceState, HostFence
+from bus.contracts.moves import Condition, MoveKind, MoveRequest
+from bus.contracts.objects import (
+    ChangedObject,
+    FenceRecord,
+    Flavor,
+    ObjectChange,
+    ObjectKind,
+    ObjectsChange,
+    StoredObject,
+)
+from bus.contracts.operations import AdminState, HostAdminState
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.fences import (
+    FencedHost,
+    acknowledge,
+    command,
+    evacuation,
+    fenced,
+    fenced_by,
+    fenced_hosts,
+    followed,
+    for_cell,
+    is_restarted,
+    lift_of_unknown,
+    pause_s,
+    policy_of,
+)
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
+
+HOST, VM = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1a")
+FENCED, ENABLED = AdminState.FENCED, AdminState.ENABLED
+FENCE = FenceRecord(host="h", cell="c1", version=4, acknowledged=3, losses=2)
+RESTART, WAIT, FAIL = EvacuationPolicy.RESTART, EvacuationPolicy.WAIT, EvacuationPolicy.FAIL
+
+
+def body(state: AdminState) -> dict[str, Any]:
+    return {"host": "now", "state": state.value}
+
+
+def changed(before: FenceRecord | None, after: FenceRecord | None) -> ChangedObject:
+    of = (None if one is None else msgspec.to_builtins(one) for one in (before, after))
+    return ChangedObject(kind=ObjectKind.FENCE, name=HOST, before=next(of), after=next(of))
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "fences"),
+    [
+        (ObjectKind.HOST, FENCED, True),
+        (ObjectKind.HOST, AdminState.DISABLED, False),
+        (ObjectKind.HOST, None, False),
+        (ObjectKind.FLAVOR, FENCED, False),
+    ],
+)
+def test_a_change_fences_by_a_decision_about_a_host(kind: ObjectKind, state: AdminState | None, fences: bool) -> None:
+    one = ObjectChange(kind=kind, name=HOST, body=None if state is None else body(state))
+    assert fenced_by(ObjectsChange(who="me", changes=(one,))) == ([HOST] if fences else [])
+
+
+OFF = FenceRecord(host="now", version=9)
+AGAIN = replace(FENCE, host="now", version=9)
+LIFTED = replace(FENCE, version=9, lifting=True)
+
+
+@pytest.mark.parametrize(
+    ("decided", "known", "of", "after"),
+    [
+        (FENCED, None, {"cell": "c1"}, replace(OFF, cell="c1")),
+        (FENCED, None, {"force": True}, OFF),
+        (FENCED, None, {"revision": 1}, replace(OFF, version=1)),
+        (FENCED, FENCE, {}, AGAIN),
+        (FENCED, replace(FENCE, lifting=True, forced=True), {"force": True}, AGAIN),
+        (FENCED, FENCE, {"cell": "c2"}, replace(AGAIN, cell="c2")),
+        (FENCED, FENCE, {"revision": 5}, replace(AGAIN, version=5)),
+        (FENCED, FENCE, {"revision": 4}, replace(AGAIN, version=5)),
+        (ENABLED, FENCE, {}, replace(LIFTED, host="now")),
+        (ENABLED, FENCE, {"force": True}, replace(LIFTED, host="now", forced=True)),
+        (ENABLED, replace(FENCE, forced=True), {}, replace(LIFTED, host="now", forced=True)),
+        (None, FENCE, {}, LIFTED),
+        (ENABLED, None, {"force": True}, None),
+        (None, None, {}, None),
+        (FENCED, FENCE, {"kind": ObjectKind.CELL}, None),
+    ],
+)
+def test_what_a_decision_about_a_host_makes_of_its_fence(
+    decided: AdminState | None, known: FenceRecord | None, of: dict[str, Any], after: FenceRecord | None
+) -> None:
+    present = {}
+    if known is not None:
+        stored = StoredObject(kind=ObjectKind.FENCE, name=HOST, body=msgspec.to_builtins(known), version=known.version)
+        present[ObjectKind.FENCE, HOST] = stored
+    decision = None if decided is None else body(decided)
+    one = ChangedObject(kind=of.get("kind", ObjectKind.HOST), name=HOST, after=decision)
+    kept = {"force": True} if "force" in of else {}
+    others = [replace(one, kind=ObjectKind.CELL), ChangedObject(kind=ObjectKind.HOST, name=VM, after=body(ENABLED))]
+    found = followed([*others, one], present, of.get("revision", 9), {HOST: of.get("cell")}.get, **kept)
+    assert found == (() if after is None else (changed(known, after),))
+
+
+@pytest.mark.parametrize(
+    ("known", "state", "version", "after"),
+    [
+        (FENCE, FenceState.FENCED, 4, replace(FENCE, acknowledged=4, losses=5)),
+        (replace(FENCE, cell=None), FenceState.FENCED, 4, replace(FENCE, cell=None, acknowledged=4, losses=5)),
+        (replace(FENCE, cell="c2"), FenceState.FENCED, 4, "none"),
+        (replace(FENCE, acknowledged=4, losses=5), FenceState.FENCED, 4, "none"),
+        (FENCE, FenceState.FENCED, 3, "none"),
+        (FENCE, FenceState.FENCED, 7, replace(FENCE, version=8)),
+        (FENCE, FenceState.LIFTED, 7, replace(FENCE, version=8)),
+        (replace(FENCE, lifting=True), FenceState.LIFTED, 4, None),
+        (FENCE, FenceState.LIFTED, 4, "none"),
+        (replace(FENCE, lifting=True), FenceState.LIFTING, 4, replace(FENCE, lifting=True, acknowledged=4, losses=5)),
+    ],
+)
+def test_what_the_report_of_a_cell_makes_of_a_fence(
+    known: FenceRecord, state: FenceState, version: int, after: Any
+) -> None:
+    report = HostFence(cell="c1", host_uuid=HOST, version=version, state=state, losses=5)
+    assert acknowledge(HOST, known, report) == (None if after == "none" else changed(known, after))
+
+
+@pytest.mark.parametrize(
+    ("state", "version", "revision", "lift"),
+    [
+        (FenceState.FENCED, 4, 9, 10),
+        (FenceState.FENCED, 9, 4, 10),
+        (FenceState.LIFTING, 4, 9, None),
+        (FenceState.LIFTED, 4, 9, None),
+    ],
+)
+def test_a_fence_of_a_cell_that_is_not_on_record_is_lifted(
+    state: FenceState, version: int, revision: int, lift: int | None
+) -> None:
+    report = HostFence(cell="c1", host_uuid=HOST, version=version, state=state, losses=5)
+    record = FenceRecord(host="h", cell="c1", version=lift or 0, lifting=True, acknowledged=version, losses=5)
+    assert lift_of_unknown(report, revision, "h") == (None if lift is None else changed(None, record))
+
+
+def test_a_cell_is_told_of_a_fence_why_and_by_whom() -> None:
+    decision = HostAdminState(host_uuid=HOST, host="now", state=FENCED, reason="smoke", by="ann", at=7.0)
+    told = CellFence(host_uuid=HOST, host="h", version=4, reason="smoke", by="ann", at=7.0)
+    assert command(HOST, FENCE, decision) == told
+    assert command(HOST, replace(FENCE, lifting=True), None) == CellFence(
+        host_uuid=HOST, host="h", version=4, lift=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("decided", "fence", "shown"),
+    [
+        (None, {}, {"state": FENCED, "pending": None}),
+        (None, {"lifting": True}, {"state": FENCED, "pending": ENABLED}),
+        (FENCED, {}, {"state": FENCED, "pending": None}),
+        (AdminState.DISABLED, {"lifting": True}, {"state": FENCED, "pending": AdminState.DISABLED}),
+        (AdminState.DISABLED, {"lifting": True, "forced": True}, None),
+        (None, {"forced": True}, None),
+    ],
+)
+def test_a_fenced_host_is_fenced_whatever_is_decided_until_its_fence_goes(
+    decided: AdminState | None, fence: dict[str, Any], shown: dict[str, Any] | None
+) -> None:
+    decision = HostAdminState(host_uuid=HOST, host="h", state=decided or ENABLED)
+    expected = replace(decision, fence=4, acknowledged=3, losses=2, **shown) if shown is not None else decision
+    assert fenced(None if decided is None else decision, HOST, replace(FENCE, **fence)) == expected
+
+
+# --- evacuations
+
+
+@pytest.mark.parametrize(
+    ("acknowledged", "lifting", "found"), [(3, False, False), (4, False, True), (5, False, True), (4, True, False)]
+)
+def test_the_instances_of_a_host_are_evacuated_once_its_cell_has_its_fence(
+    acknowledged: int, lifting: bool, found: bool
+) -> None:
+    hosts = fenced_hosts({HOST: replace(FENCE, acknowledged=acknowledged, lifting=lifting)})
+    assert hosts == ({FencedHost(HOST, "h", 4)} if found else frozenset())
+
+
+BUILD = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=1)
+REQUEST = BuildRequest(instance_uuid=VM, project_id="p", flavor="f")
+KNOWN = MoveContext(build=BUILD, build_request=REQUEST)
+CONFIG = SchedulerConfig(
+    flavors={name: Flavor(extra_specs={"berth:on_host_failure": name}) for name in ("restart", "fail")},
+    on_host_failure=RESTART,
+)
+
+
+def in_condition(condition: Condition, flavor: str = "") -> MoveContext:
+    return replace(KNOWN, instance=InstanceRecord(instance_uuid=VM, condition=condition, flavor=flavor))
+
+
+@pytest.mark.parametrize(
+    ("known", "restarted"),
+    [
+        (KNOWN, True),
+        (replace(KNOWN, build_request=replace(REQUEST, on_host_failure=FAIL)), False),
+        (replace(KNOWN, build_request=replace(REQUEST, on_host_failure=WAIT)), False),
+        (replace(KNOWN, build_request=replace(REQUEST, flavor="fail")), False),
+        (replace(in_condition(Condition.ACTIVE, "restart"), build_request=replace(REQUEST, flavor="fail")), True),
+        (MoveContext(build_request=REQUEST), False),
+        (replace(KNOWN, build_request=None), False),
+        (replace(KNOWN, build=replace(BUILD, state=BuildState.DELETING)), False),
+        *(
+            (in_condition(one), one in {Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED, Condition.RESCUED})
+            for one in Condition
+        ),
+    ],
+)
+def test_an_instance_that_is_restarted_elsewhere(known: MoveContext, restarted: bool) -> None:
+    assert is_restarted(known, CONFIG) is restarted
+
+
+@pytest.mark.parametrize(
+    ("requested", "flavor", "default", "policy"),
+    [
+        (FAIL, "restart", WAIT, FAIL),
+        (None, "restart", WAIT, RESTART),
+        (None, "no spec", FAIL, FAIL),
+        (None, None, FAIL, FAIL),
+    ],
+)
+def test_the_policy_of_an_instance_then_of_its_flavor_then_of_the_site(
+    requested: EvacuationPolicy | None, flavor: str | None, default: EvacuationPolicy, policy: EvacuationPolicy
+) -> None:
+    of = None if flavor is None else CONFIG.flavors.get(flavor, Flavor())
+    assert policy_of(requested, of, default) is policy
+    assert for_cell(policy) is (None if policy is WAIT else policy)
+
+
+def test_one_try_of_an_evacuation_is_one_request() -> None:
+    assert evacuation("r", BUILD) == MoveRequest(
+        request_id="r", instance_uuid=VM, project_id="p", user_id="evacuation", kind=MoveKind.EVACUATE
+    )
+    host = FencedHost(HOST, "h", 4)
+    ids = [host.request_id(VM, 0), host.request_id(VM, 1), replace(host, version=5).request_id(VM, 0)]
+    assert len({*ids, host.request_id(HOST, 0)}) == 4 and host.request_id(VM, 0) == ids[0]
+    assert [pause_s(tried) for tried in (1, 2, 8, 9, 24)] == [4.0, 8.0, 512.0, 600.0, 600.0]
+    assert for_cell(WAIT) is None

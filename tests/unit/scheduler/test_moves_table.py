@@ -1,0 +1,281 @@
+"""Requests about instances, a row for each condition: which may be carried out, which need hosts, and which hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.consuming.outcome import Done, Received, Retry
+from bus.contracts.base import Meta, Refusal
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.deploy import ImageSource
+from bus.contracts.moves import (
+    CHOOSES_HOSTS,
+    Condition,
+    MoveAccepted,
+    MoveEvent,
+    MoveKind,
+    MoveRequest,
+    MoveState,
+    ResizePolicy,
+)
+from scheduler_worker.domain import moves
+from scheduler_worker.domain.admission import Answered
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.moves import DRAIN_USER, check_move, overtaken, pending_move
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.requests import OVERTAKES, RequestDelivery
+from tests.unit.scheduler.hosts import Hosts
+
+UUID, MOVE, OTHER = (f"{n}0000000-0000-4000-8000-000000000001" for n in "0db")
+IMAGE = {"hw_arch": "x"}
+BUILT = BuildRequest(
+    instance_uuid=UUID, project_id="p", flavor="m1.small", image="old", image_properties=IMAGE, max_attempts=2, host="h"
+)
+BUILD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c")
+KNOWN = MoveContext(build=BUILD, build_request=BUILT, instance=InstanceRecord(instance_uuid=UUID))
+LATE = RequestDelivery(attempt=OVERTAKES)
+SELECTOR = Hosts([]).selector
+
+
+def requested(kind: MoveKind = MoveKind.STOP, **more: Any) -> MoveRequest:
+    return MoveRequest(**{"request_id": MOVE, "instance_uuid": UUID, "project_id": "p", "kind": kind, **more})
+
+
+def instance(**more: Any) -> MoveContext:
+    return replace(KNOWN, instance=InstanceRecord(instance_uuid=UUID, **more))
+
+
+def word(verdict: Answered | Refusal | None) -> str:
+    match verdict:
+        case None:
+            return "may"
+        case Refusal(code=code):
+            return code
+        case Answered(outcome=Done(reply=MoveAccepted(request_id=request_id, instance_uuid=uuid))):
+            assert (request_id, uuid) == (MOVE, UUID)
+            return "accepted"
+        case Answered(outcome=Done(reply=Refusal(code=code)), event=event):
+            return f"answered {code}" + (" with an event" if event else "")
+        case Answered(outcome=Done(reply=None)):
+            return "left"
+        case Answered(outcome=Retry(code=code)):
+            return f"again {code}"
+    raise AssertionError(verdict)
+
+
+def checked(
+    request: MoveRequest, known: MoveContext = KNOWN, delivery: RequestDelivery = LATE, *, same_host: bool = True
+) -> str:
+    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), delivery, 4, now=1000.0)
+    assert (pending.position, pending.taken_at) == (4, 1000.0)
+    if known.move is not None and known.move.digest == b"its own":
+        known = replace(known, move=replace(known.move, digest=pending.digest))
+    return word(check_move(pending, known, SELECTOR, same_host=same_host))
+
+
+# --- by what is on record
+
+
+def on_record(**more: Any) -> MoveContext:
+    fields = {"project_id": "p", "digest": b"its own", "state": MoveState.SCHEDULED, "sequence": 2, **more}
+    return replace(KNOWN, move=RecordedMove(request_id=MOVE, instance_uuid=UUID, kind=MoveKind.STOP, **fields))
+
+
+GONE = RequestDelivery(attempt=OVERTAKES, has_requester=True, is_late=lambda: True)
+OVER = RequestDelivery(attempt=OVERTAKES, is_late=lambda: True)
+OLD = RequestDelivery(attempt=OVERTAKES, is_old=True)
+EARLY = RequestDelivery(attempt=OVERTAKES - 1)
+ENDS = RequestDelivery(attempt=OVERTAKES, why=Refusal(code="given.up", reason=""))
+CLASH = "answered request.duplicate with an event"
+
+
+@pytest.mark.parametrize(
+    ("known", "delivery", "answer"),
+    [
+        (on_record(), LATE, "accepted"),
+        (on_record(digest=b"another"), LATE, CLASH),
+        (on_record(project_id="q"), LATE, CLASH),
+        (on_record(state=MoveState.REFUSED, terminal=True, code="x"), LATE, "answered x"),
+        (on_record(state=MoveState.FAILED, terminal=True, code="x"), LATE, "accepted"),
+        (on_record(), GONE, "accepted"),
+        (KNOWN, LATE, "may"),
+        (KNOWN, GONE, "left"),
+        (KNOWN, OVER, "broker.expired"),
+        (KNOWN, ENDS, "given.up"),
+        (KNOWN, OLD, "request.too_old"),
+        (KNOWN, EARLY, "may"),
+        (replace(KNOWN, names_instance=True), LATE, CLASH),
+        (replace(KNOWN, names_instance=True), GONE, "left"),
+        (MoveContext(), LATE, "instance.unknown"),
+        (MoveContext(), EARLY, "again instance.unknown"),
+        (replace(KNOWN, build=replace(BUILD, project_id="q")), LATE, "instance.unknown"),
+        (replace(KNOWN, build=replace(BUILD, project_id="q")), EARLY, "instance.unknown"),
+    ],
+)
+def test_a_request_by_what_is_on_record(known: MoveContext, delivery: RequestDelivery, answer: str) -> None:
+    assert checked(requested(), known, delivery) == answer
+
+
+def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> None:
+    request = requested(request_id=UUID)
+    assert checked(request) == CLASH
+    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), LATE, 0, now=1000.0)
+    answer = check_move(pending, KNOWN, SELECTOR, same_host=True)
+    assert isinstance(answer, Answered) and answer.event is not None
+    event = answer.event.message
+    assert isinstance(event, MoveEvent)
+    assert (event.request_id, event.instance_uuid, event.project_id, event.kind, event.at, event.code) == (
+        UUID, UUID, "p", MoveKind.STOP, 1000.0, "request.duplicate",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("last", "answer"), [(False, "again request.concurrent"), (True, "request.concurrent")])
+def test_a_request_that_others_overtake_is_refused_by_its_last_delivery(last: bool, answer: str) -> None:
+    delivery = RequestDelivery(last=last)
+    pending = pending_move(Received(requested(), Meta(id="m"), "api", "q"), delivery, 0, now=1000.0)
+    assert word(overtaken(pending)) == answer
+
+
+# --- by the instance's state
+
+RESIZE, REBUILD, RESCUE, UNSHELVE = MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.RESCUE, MoveKind.UNSHELVE
+HERE, ELSEWHERE = ResizePolicy.SAME_HOST, ResizePolicy.OTHER_HOST
+
+
+@pytest.mark.parametrize(
+    ("request_", "known", "answer"),
+    [
+        *((requested(), replace(KNOWN, build=replace(BUILD, state=state)), "instance.not_active")
+          for state in BuildState if state is not BuildState.ACTIVE),
+        (requested(), instance(condition=Condition.DELETED), "instance.not_active"),
+        (requested(), instance(condition=Condition.FAILED), "instance.not_active"),
+        (requested(), instance(condition=Condition.STOPPED), "may"),
+        (requested(), replace(KNOWN, instance=None), "may"),
+        (requested(), instance(under_way=OTHER), "instance.busy"),
+        (requested(MoveKind.ABORT), instance(under_way=OTHER), "may"),
+        (requested(RESIZE), KNOWN, "request.incomplete"),
+        (requested(RESIZE, flavor="no.such"), KNOWN, "flavor.unknown"),
+        (requested(RESIZE, flavor="m1.small"), KNOWN, "flavor.same"),
+        (requested(RESIZE, flavor="m1.large"), instance(flavor="m1.large"), "flavor.same"),
+        (requested(RESIZE, flavor="m1.small"), instance(flavor="m1.large"), "may"),
+        (requested(REBUILD), KNOWN, "request.incomplete"),
+        (requested(REBUILD, image=""), KNOWN, "request.incomplete"),
+        (requested(REBUILD, image="new"), KNOWN, "may"),
+        (requested(RESCUE), KNOWN, "request.incomplete"),
+        (requested(RESCUE, rescue_password="secret"), KNOWN, "may"),
+        (requested(UNSHELVE, host="h"), instance(condition=Condition.SHELVED), "instance.not_offloaded"),
+        (requested(UNSHELVE), instance(condition=Condition.SHELVED), "may"),
+        (requested(UNSHELVE, host="h"), instance(condition=Condition.OFFLOADED), "may"),
+        (requested(MoveKind.MIGRATE, host="h"), instance(condition=Condition.SHELVED), "may"),
+    ],
+)  # fmt: skip
+def test_a_request_by_the_state_of_its_instance(request_: MoveRequest, known: MoveContext, answer: str) -> None:
+    assert checked(request_, known) == answer
+
+
+@pytest.mark.parametrize(
+    ("policy", "same_host", "answer"),
+    [(HERE, False, "resize.same_host"), (HERE, True, "may"), (ResizePolicy.ANY, False, "may")],
+)
+def test_a_resize_in_place_is_for_sites_that_do_so(policy: ResizePolicy, same_host: bool, answer: str) -> None:
+    request = requested(RESIZE, flavor="m1.large", policy=policy)
+    assert checked(request, same_host=same_host) == answer
+
+
+# --- its image
+
+
+@pytest.mark.parametrize(
+    ("request_", "known", "properties", "changes"),
+    [
+        (requested(REBUILD, image="old"), KNOWN, IMAGE, False),
+        (requested(REBUILD, image="old", image_properties=IMAGE), KNOWN, IMAGE, False),
+        (requested(REBUILD, image="old", image_properties={"a": "b"}), KNOWN, {"a": "b"}, True),
+        (requested(REBUILD, image="old", image_properties={}), KNOWN, {}, True),
+        (requested(REBUILD, image="new"), KNOWN, {}, True),
+        (requested(REBUILD, image="new", image_properties=IMAGE), KNOWN, IMAGE, True),
+        (requested(REBUILD, image="now"), instance(image="now", image_properties={"now": {"c": "d"}}), {"c": "d"},
+         False),
+        (requested(image="new"), KNOWN, {}, False),
+    ],
+)  # fmt: skip
+def test_a_rebuild_changes_the_image_or_its_properties(
+    request_: MoveRequest, known: MoveContext, properties: dict[str, str], changes: bool
+) -> None:
+    assert (moves.rebuilt_from(request_, known), moves.changes_image(request_, known)) == (properties, changes)
+    looks = changes or request_.kind in CHOOSES_HOSTS
+    assert moves.looks_at_hosts(request_, known) is looks
+    after = moves.under_way(request_, known)
+    both = {moves.image_of(known): moves.image_properties_of(known), request_.image: properties}
+    assert after.image_properties == (both if changes else known.now.image_properties)
+    assert after.under_way == MOVE
+
+
+def test_an_abort_leaves_the_request_under_way_that_it_is_to_end() -> None:
+    known = instance(under_way=OTHER)
+    assert moves.under_way(requested(MoveKind.ABORT), known) == known.instance
+
+
+# --- its hosts
+
+
+@pytest.mark.parametrize("kind", MoveKind)
+def test_the_kinds_that_choose_hosts_leave_theirs_and_may_leave_their_cell(kind: MoveKind) -> None:
+    request, chooses = requested(kind), kind in CHOOSES_HOSTS
+    assert [moves.chooses_hosts(request, instance(condition=one)) for one in (Condition.OFFLOADED, Condition.SHELVED)] \
+        == [chooses, chooses and kind is not UNSHELVE]  # fmt: skip
+    assert moves.looks_at_hosts(request, instance(condition=Condition.OFFLOADED)) is (chooses or kind is REBUILD)
+    assert moves.leaves_source(request, same_host=True) is (kind not in (RESIZE, UNSHELVE))
+    leaves = kind in (MoveKind.MIGRATE, RESIZE, UNSHELVE)
+    assert moves.may_leave_cell(request) is leaves
+    assert moves.may_leave_cell(requested(kind, policy=HERE)) is (leaves and kind is not RESIZE)
+    assert not moves.may_leave_cell(requested(kind, user_id=DRAIN_USER))
+
+
+@pytest.mark.parametrize(
+    ("policy", "same_host", "leaves"),
+    [
+        (ResizePolicy.ANY, True, False),
+        (ResizePolicy.ANY, False, True),
+        (HERE, True, False),
+        (HERE, False, False),
+        (ELSEWHERE, True, True),
+        (ELSEWHERE, False, True),
+    ],
+)
+def test_a_resize_leaves_its_host_by_its_policy_and_the_sites(
+    policy: ResizePolicy, same_host: bool, leaves: bool
+) -> None:
+    assert moves.leaves_source(requested(RESIZE, policy=policy), same_host=same_host) is leaves
+
+
+SOURCE = ImageSource(source="https://images/1")
+
+
+@pytest.mark.parametrize(
+    ("request_", "known", "flavor", "image", "properties"),
+    [
+        (requested(MoveKind.MIGRATE), KNOWN, "m1.small", "old", IMAGE),
+        (requested(MoveKind.MIGRATE, flavor="f", image="new", image_properties={"a": "b"}), KNOWN, "m1.small", "old",
+         IMAGE),
+        (requested(MoveKind.MIGRATE), instance(flavor="f", image="now"), "f", "now", IMAGE),
+        (requested(RESIZE, flavor="m1.large"), KNOWN, "m1.large", "old", IMAGE),
+        (requested(REBUILD, image="new", image_source=SOURCE), KNOWN, "m1.small", "new", {}),
+        (requested(REBUILD, image="new", image_properties={"a": "b"}), KNOWN, "m1.small", "new", {"a": "b"}),
+    ],
+)  # fmt: skip
+def test_hosts_are_chosen_for_the_instance_as_it_will_be(
+    request_: MoveRequest, known: MoveContext, flavor: str, image: str, properties: dict[str, str]
+) -> None:
+    placed = moves.placed_as(request_, known)
+    assert (placed.flavor, placed.image, placed.image_properties) == (flavor, image, properties)
+    assert (placed.image_source, placed.host, placed.max_attempts) == (request_.image_source, None, None)
+
+
+def test_hosts_are_chosen_as_the_request_says_and_not_as_its_build_did() -> None:
+    more: dict[str, Any] = {"host": "x", "forced": True, "ignore_hosts": ("y",), "max_attempts": 3}
+    placed = moves.placed_as(requested(MoveKind.MIGRATE, **more), KNOWN)
+    assert {name: getattr(placed, name) for name in more} == more and placed.instance_uuid == UUID

@@ -1,0 +1,248 @@
+"""What builds, deletes and moves have in common as requests, by tables: their deliveries, events and timelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from bus.consuming.given_up import EXPIRED, EXPIRED_WAITING, GIVEN_UP_BY_BROKER
+from bus.consuming.outcome import Received, Wait
+from bus.contracts.base import MAX_REASON, Meta, Refusal
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.stages import Stamps
+from bus.faults import DatabaseUnavailable
+from bus.persistence.outbox import OutboxMessage
+from bus.wire import Malformed
+from scheduler_worker.config import Flavor, SchedulerConfig
+from scheduler_worker.domain.requests import (
+    LAST,
+    LETTERS,
+    OVERTAKES,
+    RETRIES,
+    RequestDelivery,
+    delivery_of,
+    digest_of,
+    is_newer,
+    refused_build,
+    refused_move,
+    refused_unreadable,
+    timeline_of,
+    unknown_flavor,
+    waits,
+)
+from tests.unit.scheduler.hosts import Hosts
+
+VM, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ad")
+REQUEST = BuildRequest(instance_uuid=VM, project_id="p", flavor="f")
+WHY = Refusal(code="some.code", reason="why")
+AT = 1000.0
+
+
+# --- deliveries
+
+
+def received(queue: str = "scheduler.requests", **more: Any) -> Received:
+    outer = {name: more.pop(name) for name in ("exhausted", "given_up", "left_s") if name in more}
+    return Received(REQUEST, Meta(id="m", **more), "api", queue, **outer)
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        ({}, {}),
+        ({"attempt": RETRIES - 1}, {"attempt": RETRIES - 1}),
+        ({"attempt": RETRIES}, {"attempt": RETRIES, "last": True}),
+        ({"attempt": RETRIES + 1}, {"attempt": RETRIES + 1, "last": True}),
+        ({"reply_to": "q"}, {"has_requester": True}),
+        ({"sent_at": AT - 1}, {"is_old": True}),
+        ({"sent_at": AT}, {}),
+        ({"queue": LETTERS}, {"has_letter": False, "last": True, "why": "delivery.given_up"}),
+        ({"queue": LETTERS, "given_up": EXPIRED}, {"has_letter": False, "last": True, "why": EXPIRED, "late": True}),
+        ({"queue": LETTERS, "given_up": "x.y"}, {"has_letter": False, "last": True, "why": "delivery.given_up"}),
+        ({"exhausted": True}, {"last": True, "why": "delivery.exhausted"}),
+        ({"left_s": lambda: -0.1}, {"late": True}),
+        ({"left_s": lambda: 0.0}, {}),
+    ],
+)
+def test_how_a_request_came(of: dict[str, Any], expected: dict[str, Any]) -> None:
+    for is_warming_up in (False, True):
+        found = delivery_of(received(**of), is_warming_up=is_warming_up, kept_since=AT)
+        shown = {
+            "attempt": found.attempt, "has_letter": found.has_letter, "last": found.last,
+            "why": found.why and found.why.code, "has_requester": found.has_requester, "is_old": found.is_old,
+            "late": found.is_late(),
+        }  # fmt: skip
+        plain = {
+            "attempt": 0, "has_letter": True, "last": False, "why": None, "has_requester": False, "is_old": False,
+            "late": False,
+        }  # fmt: skip
+        assert shown == plain | expected
+        assert found.awaits_hosts is (is_warming_up and not found.last)
+
+
+def test_a_delivery_of_which_nothing_is_known_is_the_first() -> None:
+    plain = replace(delivery_of(received()), is_late=RequestDelivery().is_late)
+    assert plain == RequestDelivery() and RequestDelivery(attempt=RETRIES, last=True) == LAST
+    assert not delivery_of(received(sent_at=0.5)).is_old and delivery_of(received(sent_at=0.5), kept_since=AT).is_old
+
+
+@pytest.mark.parametrize(
+    ("delivery", "may_be_early"),
+    [
+        (RequestDelivery(), True),
+        (RequestDelivery(attempt=OVERTAKES - 1), True),
+        (RequestDelivery(attempt=OVERTAKES), False),
+        (RequestDelivery(last=True), False),
+        (LAST, False),
+    ],
+)
+def test_what_a_request_refers_to_may_come_after_it(delivery: RequestDelivery, may_be_early: bool) -> None:
+    assert delivery.may_be_early is may_be_early
+
+
+@pytest.mark.parametrize(
+    ("why", "is_late", "has_requester", "ends_with", "is_left"),
+    [
+        (None, False, False, None, False),
+        (None, False, True, None, False),
+        (None, True, False, EXPIRED_WAITING, False),
+        (None, True, True, EXPIRED_WAITING, True),
+        (WHY, False, False, WHY, False),
+        (WHY, True, True, WHY, True),
+    ],
+)
+def test_with_what_a_request_ends_that_is_not_begun(
+    why: Refusal | None, is_late: bool, has_requester: bool, ends_with: Refusal | None, is_left: bool
+) -> None:
+    delivery = RequestDelivery(why=why, is_late=lambda: is_late, has_requester=has_requester)
+    assert (delivery.ends_with(), delivery.is_left) == (ends_with, is_left)
+    assert (delivery.going_on().ends_with(), delivery.going_on().is_left) == (None, False)
+    assert (delivery.crashed().ends_with(), delivery.crashed().is_left) == (GIVEN_UP_BY_BROKER, False)
+
+
+def test_a_request_that_a_server_does_not_answer_about_waits() -> None:
+    fault = DatabaseUnavailable("away")
+    assert waits(fault) == Wait(fault.code, "away")
+
+
+def test_one_content_has_one_digest() -> None:
+    assert digest_of(REQUEST) == digest_of(replace(REQUEST)) != digest_of(replace(REQUEST, flavor="g"))
+
+
+@pytest.mark.parametrize(("names", "missing"), [([], None), (["all"], None), (["own"], "own"), (["all", "no"], "no")])
+def test_the_flavors_that_a_project_may_not_request(names: list[str], missing: str | None) -> None:
+    flavors = {"all": Flavor(vcpus=1, memory_mb=1), "own": Flavor(vcpus=1, memory_mb=1, projects=("p",))}
+    selector = Hosts([], config=SchedulerConfig(default_flavors=(), flavors=flavors)).selector
+    refusal = unknown_flavor(names, "q", selector)
+    if missing is None:
+        assert refusal is None
+    else:
+        assert refusal == Refusal(code="flavor.unknown", reason=f"there is no flavor {missing} (there are: all)")
+    long = unknown_flavor(["x" * (MAX_REASON + 1)], "q", selector)
+    assert long is not None and len(long.reason) == MAX_REASON
+
+
+# --- events
+
+
+@pytest.mark.parametrize(
+    ("event", "record", "ends", "is_new"),
+    [(2, 1, False, True), (1, 1, False, False), (1, 2, False, False), (1, 2, True, True)],
+)
+def test_an_event_counts_by_its_number_or_as_the_end(event: int, record: int, ends: bool, is_new: bool) -> None:
+    seen, known = (
+        BuildEvent(instance_uuid=VM, project_id="p", state=BuildState.BUILDING, sequence=number)
+        for number in (event, record)
+    )
+    assert is_newer(seen, known, ends=ends) is is_new
+    if not ends:
+        assert is_newer(seen, known) is is_new
+
+
+STAMPS = Stamps(requested=1.0)
+BUILT = BuildEvent(
+    instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=3, cell="c1", host="h1", stamps=STAMPS
+)
+MOVED = MoveEvent(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.RESIZE, state=MoveState.DONE)
+
+
+def tried(host: str, outcome: str, at: float = 0.0, **more: Any) -> AttemptRecord:
+    return AttemptRecord(attempt=1, host=host, outcome=outcome, at=at, **more)
+
+
+def line(what: str, detail: str = "", **more: Any) -> TimelineEntry:
+    return TimelineEntry(**{"at": AT, "who": "conductor", "what": what, "detail": detail, **more})
+
+
+@pytest.mark.parametrize(
+    ("event", "known", "lines"),
+    [
+        (BUILT, 0, [line("active", "h1", who="conductor c1", stamps=STAMPS)]),
+        (replace(BUILT, stamps=None, cell=None, host=None, at=7.0), 0, [line("active", at=7.0)]),
+        (replace(MOVED, attempt=2), 0, [line("resize done")]),
+        (replace(MOVED, host="h2", attempt=2), 0, [line("resize done", "h2 (attempt 2)")]),
+        (replace(MOVED, host="h2", code="a.b"), 0, [line("resize done", "h2; a.b")]),
+        (replace(MOVED, code="a.b", reason="why"), 0, [line("resize done", "a.b: why")]),
+        (replace(MOVED, reason="why"), 0, [line("resize done", "why")]),
+        (
+            replace(MOVED, cell="c2", history=(tried("h1", "failed", 5.0, code="x"), tried("h2", "active"))), 0,
+            [
+                line("resize failed", "h1 (attempt 1); x", at=5.0, who="conductor c2"),
+                line("resize done", who="conductor c2"),
+            ],
+        ),
+        (
+            replace(BUILT, cell=None, history=(tried("h1", "failed"), tried("h2", "given-up"))), 1,
+            [line("given-up", "h2 (attempt 1)"), line("active", "h1", stamps=STAMPS)],
+        ),
+    ],
+)  # fmt: skip
+def test_an_announcement_as_lines_of_the_timeline(event: Any, known: int, lines: list[TimelineEntry]) -> None:
+    assert list(timeline_of(event, known, AT)) == lines
+
+
+def test_the_events_of_what_changes_no_record() -> None:
+    event = BuildEvent(
+        instance_uuid=VM, project_id="p", state=BuildState.REFUSED, sequence=0, terminal=True, code="some.code",
+        reason="why", at=AT,
+    )  # fmt: skip
+    assert refused_build(VM, "p", WHY, AT) == OutboxMessage("api", event, VM)
+    assert refused_build(VM, "p", WHY, AT, 4).message == replace(event, sequence=4)
+    move = MoveEvent(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, state=MoveState.REFUSED, sequence=0,
+        terminal=True, condition=Condition.UNKNOWN, code="some.code", reason="why", at=AT,
+    )  # fmt: skip
+    assert refused_move(MOVE, VM, "p", MoveKind.STOP, why=WHY, at=AT) == OutboxMessage("api", move, MOVE)
+
+
+NAMED = {"instance_uuid": VM, "request_id": MOVE}
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "kind"),
+    [
+        ("build.request.0.demo", {"instance_uuid": VM}, BuildEvent),
+        ("instance.move.0.demo", NAMED, None),
+        ("instance.move.0.demo", NAMED | {"kind": "stop"}, MoveKind.STOP),
+        ("instance.move.0.demo", NAMED | {"kind": "no such"}, None),
+        ("instance.move.0.demo", {"instance_uuid": VM}, ()),
+        ("instance.move.0.demo", {"request_id": MOVE}, ()),
+        ("build.request.0.demo", {"instance_uuid": "x"}, ()),
+        ("build.request.0.de.mo", {"instance_uuid": VM}, ()),
+        ("", NAMED, ()),
+    ],
+)
+def test_a_request_that_cannot_be_read_ends_where_its_ids_can(key: str, body: dict[str, str], kind: Any) -> None:
+    reason = "r" * (MAX_REASON + 1)
+    malformed = Malformed(msgspec.json.encode(body), "message.invalid", reason, Meta(id="m"), key=key)
+    why = Refusal(code="message.invalid", reason=reason[:MAX_REASON])
+    if kind == ():
+        assert refused_unreadable(malformed) == ()
+    elif kind is BuildEvent:
+        assert refused_unreadable(malformed) == (refused_build(VM, "demo", why, 0.0).message,)
+    else:
+        assert refused_unreadable(malformed) == (refused_move(MOVE, VM, "demo", kind, why=why, at=0.0).message,)
