@@ -163,8 +163,7 @@ class ClaimLedger:
         joined = self.joined.get(key, {})
         for consumer in self._changes[group.seen :]:
             if consumer in group.hosts or consumer in joined:
-                changed = consumer in self.changed_consumers
-                group.put(consumer, self._hosts_now(consumer, joined.get(consumer)) if changed else ())
+                group.put(consumer, self._hosts_now(consumer, joined.get(consumer)))
         group.seen = len(self._changes)
         named = hosts_that_matter(claim)
         return group.without([claim.consumer, *([] if claim.migration is None else [claim.migration.uuid])], named)
@@ -173,9 +172,10 @@ class ClaimLedger:
         """Return the other members without those of the gang that is tried, because the gang's claims are not
         committed.
         """
-        key = group_key(claim)
-        if key is None or not self.gang:
+        if not self.gang:
             return others
+        key = group_key(claim)
+        assert key is not None
         return self._counts[key].without({claim.consumer, *self.gang}, hosts_that_matter(claim))
 
     def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
@@ -186,14 +186,16 @@ class ClaimLedger:
         return (claimed,) if claimed in hosts else hosts
 
     def join(self, claim: Claim, host: str | None) -> None:
-        """Record that the claim's consumer is on this host, for its server group."""
+        """Record that the claim's consumer is on this host, for its server group. Its row is written next."""
         key = group_key(claim)
-        if key is not None and host is not None:
+        if key is not None:
+            assert host is not None, "the group's rule permits it"
             self.joined.setdefault(key, {})[claim.consumer] = host
-            self._changes.append(claim.consumer)
 
     def join_migration(self, claim: Claim, migration: str) -> None:
-        """Record that the migration is on the host where the claim's consumer was, for its server group."""
+        """Record that the migration is on the host where the claim's consumer was, for its server group. Its row is
+        written next.
+        """
         key = group_key(claim)
         if key is not None:
             joined = self.joined.setdefault(key, {})
@@ -201,7 +203,6 @@ class ClaimLedger:
             host = joined.get(claim.consumer) or next(iter(hosts), None)
             if host is not None:
                 joined[migration] = host
-                self._changes.append(migration)
 
     def source_held(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
         """The part of a move's source that the instance and its migration still hold."""
@@ -211,13 +212,12 @@ class ClaimLedger:
 
     def is_others(self, holding: Holding) -> bool:
         """Whether one of these providers belongs to another cell."""
-        return bool(self.foreign) and any(uuid in self.foreign for uuid in holding)
+        return any(uuid in self.foreign for uuid in holding)
 
     def write(self, uuid: str, consumer: ConsumerState | None) -> None:
         """Record the new state of a consumer; None: its row is deleted."""
-        if self.projects:
-            self._count(self.consumer(uuid), -1)
-            self._count(consumer, 1)
+        self._count(self.consumer(uuid), -1)
+        self._count(consumer, 1)
         self.changed_consumers[uuid] = consumer
         self._changes.append(uuid)
 
@@ -307,12 +307,12 @@ class ClaimLedger:
             if wanted:
                 kind = write.consumer_type
                 if kind is None:
-                    kind = known.consumer_type if known is not None and held else ""
+                    kind = known.consumer_type if known is not None and known.holding else ""
                 old = known or ConsumerState(0, 0, "", "", "")
                 attempt = max(write.attempt or 0, old.attempt)
                 owner = (write.project_id, write.user_id, kind)
                 self.write(write.consumer, ConsumerState(old.generation + 1, attempt, *owner, wanted, old.run))
-            elif known is not None and held:
+            elif known is not None and known.holding:
                 self.write(write.consumer, replace(known, holding=NOTHING) if known.attempt else None)
         self.bump(written)
 

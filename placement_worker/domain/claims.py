@@ -126,7 +126,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
     outcomes: list[ClaimOutcome] = []
     past = ""
     before = total_of((held, kept)) if kept else held
-    others = ledger.others(claim) if claim.server_group is not None else {}
+    others = ledger.others(claim)
     for option in claim.options:
         wanted = option.allocations
         outcome = _fits(ledger, wanted, before, _larger(wanted, source) if source else wanted, option.shapes)
@@ -213,7 +213,11 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
 
 
 def _is_fence_of_another(known: ConsumerState, claim: Claim) -> bool:
-    """Whether the row is only a fence against another run: a release by name refuses nothing of the runs after it."""
+    """Whether the row is only a fence against another run: a release by name refuses nothing of the runs after it.
+
+    Nor of those before it, of records that are lost: their order does not show. What such a late claim takes starts
+    nothing, because only the run on record is dispatched; it is released by its scheduler, or stays for the audit.
+    """
     is_runs_fence = not known.holding and known.run and claim.attempt == known.attempt
     return bool(is_runs_fence) and claim.by not in (None, known.run)
 
@@ -278,8 +282,7 @@ def _take(
     if claim.migration is not None:
         _keep_source(ledger, claim, kept_beside(source, wanted))
     ledger.move(holding_of(known), wanted)
-    if claim.server_group is not None:
-        ledger.join(claim, claim.options[number].host)
+    ledger.join(claim, claim.options[number].host)
     generation = 1 if known is None else known.generation + 1
     run = (known.run if known is not None else "") if claim.by is None else claim.by
     ledger.write(

@@ -100,8 +100,7 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusa
 def _flaw_of_report(report: ProviderReport, known_traits: Collection[str]) -> ReportRefusal | None:
     for name, inventory in report.inventories.items():
         if not is_class(name):
-            shown = name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
-            reason = f"{shown!r} is neither a standard resource class nor CUSTOM_{suggestion(name)}"
+            reason = f"{name[:MAX_SHOWN]!r} is neither a standard resource class nor CUSTOM_{suggestion(name)}"
             return ReportRefusal("class.unknown", reason)
         if inventory.reserved > inventory.total:
             return ReportRefusal("inventory.reserved", f"{name} of {report.uuid}: reserved exceeds total")

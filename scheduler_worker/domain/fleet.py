@@ -23,6 +23,7 @@ from scheduler_worker.domain.hosts import Floats, HostTable, Rows
 
 MAX_METRICS = 64  # names kept in all; the settings' own always have a place
 MAX_SOURCES = 1000
+GROWTH = 2  # a column grows by at least one part in so many
 MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by this much; a number that is later is dropped
 
 TAKEN, STALE, AHEAD, OLDER = "taken", "stale", "ahead", "older"
@@ -30,7 +31,7 @@ UNKNOWN_HOST, FOREIGN, TOO_MANY = "unknown_host", "foreign", "too_many"
 
 
 class _Column:
-    """One metric of all hosts, by index of the host table. expires_s: monotonic; -inf: there is no number."""
+    """One metric of all hosts, by index of the host table. expires_s: monotonic; NaN: there is no number."""
 
     __slots__ = ("at", "expires_s", "source", "value")
 
@@ -44,8 +45,8 @@ class _Column:
         more = size - len(self.value)
         if more > 0:
             self.value = _longer(self.value, more, np.nan)
-            self.at = _longer(self.at, more, -np.inf)
-            self.expires_s = _longer(self.expires_s, more, -np.inf)
+            self.at = _longer(self.at, more, np.nan)
+            self.expires_s = _longer(self.expires_s, more, np.nan)
             self.source = _longer(self.source, more, -1)
 
 
@@ -163,7 +164,7 @@ class HostMetricsTable:
 
 def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
     # In steps, so that a fleet that is announced host by host is not copied for each host.
-    room = max(more, len(column) // 2)
+    room = max(more, len(column) // GROWTH)
     return np.concatenate([column, np.full(room, fill, dtype=column.dtype)])
 
 

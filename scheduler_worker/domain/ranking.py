@@ -42,7 +42,7 @@ class Spread(Struct, frozen=True):
 
     def subset(self, least: int, most: int) -> int:
         """How many of the best hosts a choice is drawn from."""
-        return max(least, min(max(least, most), round(self.lost * most)))
+        return max(least, round(self.lost * most))
 
 
 # Choices in one run. Longer runs would leave other cells idle at full load, and save little: a batch of this size costs
@@ -65,7 +65,7 @@ class CellRuns:
 
     def __init__(self) -> None:
         self._cell: int | None = None
-        self._left = 0  # choices in the current run
+        self._left = LONGEST_RUN  # choices in the current run
         self._runs = 0
         self._last: dict[int, int] = {}  # the number of each cell's last run; bounded by the cells
 
@@ -323,14 +323,13 @@ class Ranking:
     def _sorted(self, rng: RandomSource, *, shuffle: bool) -> dict[int, HostHeap]:
         """The hosts by cell, so that alternates of one cell are found without a walk over all hosts."""
         services = len(self.view.table.services) + 1
-        keys = (self._cells + 1) * services + self._services + 1
-        if (len(self.view.table.cells) + 1) * services <= RADIX_KEYS:
+        keys = self._cells * services + self._services + 1
+        if len(self.view.table.cells) * services <= RADIX_KEYS:
             keys = keys.astype(np.uint16)
         order = np.argsort(keys, kind="stable")
         by_cell: dict[int, list[Rows]] = {}  # a cell's hosts, by service
         for part in _runs(order, keys):
             by_cell.setdefault(int(self._cells[part[0]]), []).append(part)
-        chunk = max(LEAST_CHUNK, CHUNK // max(len(by_cell), 1))
         shuffle_rng = rng if shuffle else None
         heaps = {}
         for cell, parts in by_cell.items():
@@ -338,7 +337,7 @@ class Ranking:
                 ServiceRotation(int(self._services[one[0]]), one, self._scores, shuffle_rng) for one in parts
             )
             hosts = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            heaps[cell] = HostHeap(hosts, self._scores, chunk, shuffle_rng)
+            heaps[cell] = HostHeap(hosts, self._scores, max(LEAST_CHUNK, CHUNK // len(by_cell)), shuffle_rng)
         return heaps
 
 

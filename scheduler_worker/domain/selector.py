@@ -81,7 +81,7 @@ class Selector:
         )
         self.configure(config, flavors=flavors, filters=filters, weighings=weighings)
         self._roots: Rows | None = None
-        self._known = -1
+        self._known: int | None = None  # hosts of the table
         self._index = np.empty(0, dtype=np.intp)
 
     def configure(
@@ -244,6 +244,10 @@ class Selector:
             runs=runs,
         )
 
+    def passing(self, spec: RequestSpec) -> HostsView:
+        """All hosts that can take the request now."""
+        return self._passing(spec, explain=False)[0]
+
     def explain(self, spec: RequestSpec, tried: Mapping[str, str]) -> NoValidHost:
         """Why no host is left. `tried`: {host uuid: reason} of hosts that this request may not use any more."""
         view, funnel = self._passing(spec, explain=True)
@@ -272,7 +276,7 @@ class Selector:
             service=service.name,
             allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
             shapes=dict(shapes),
-            zone=self.zone_of(host_uuid) if self._zoned else "",
+            zone=self.zone_of(host_uuid),
         )
 
     def zone_of(self, host_uuid: str) -> str:

@@ -11,7 +11,7 @@ from bus.contracts.moves import CellMove, Departure, MoveKind
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import desires
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import in_text, states_where
+from cell_conductor.domain.desires import in_sql, in_text, states_where
 from cell_conductor.domain.instance import Instance, Phase
 from cell_conductor.domain.set_back import (
     CLOCKS_APART_S,
@@ -169,6 +169,10 @@ def test_a_request_that_does_not_say_so_is_no_query() -> None:
 
 
 # --- States
+
+
+def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
+    assert in_sql(desires.PURGED) == "'tombstone', 'deleted', 'departed'"
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Message
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received
+from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
     AskedBy,
+    CellAsks,
     CellBook,
     CellCheck,
     CellMove,
@@ -25,13 +31,26 @@ from bus.contracts.moves import (
     MoveRequest,
     MoveState,
 )
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, Revert
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    Migration,
+    Release,
+    ReleaseResult,
+    Revert,
+)
 from bus.faults import RequestRefused, RequestTimeout
-from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.cell_asks import CellAsksHandler
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import AnnouncedMoves, answered, handed_on, may_ask, refused, rests
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.kit.sent import Sent
 
 REQUEST = "d0000000-0000-4000-8000-000000000001"
 UUID = "a0000000-0000-4000-8000-000000000001"
@@ -318,3 +337,34 @@ def test_the_end_of_the_request_ends_its_command() -> None:
     batch = applied(in_c2, done, "c2")
     assert (batch.moves[REQUEST].command, batch.instances[UUID].condition) == (None, Condition.ACTIVE)
     assert (batch.builds[UUID].host, batch.ignored) == ("there", [])
+
+
+class Giving:
+    """Placement takes back whatever it is asked to."""
+
+    async def ask(self, questions: Sequence[object]) -> list[ReleaseResult]:
+        return [ReleaseResult(outcome="released") for _ in questions]
+
+
+async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and_no_departure_counts_any_more() -> None:
+    """Of two that give its claim back the later one rules out every departure from its stay."""
+    known, relay = on_record(), Sent()
+    assert known.build is not None and known.move is not None and known.build_request is not None
+    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    store.publish_through(relay)  # type: ignore[arg-type]
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
+    async with store.operation() as operation:
+        await operation.insert_moves([known.move], 1.0)
+        await operation.put_instances([known.now])
+    books = [
+        CellBook(asked_by=ASKED, instance_uuid=UUID, question=Release(consumer=UUID, attempt=attempt), stay=stay)
+        for attempt, stay in ((5, 3), (4, 2))
+    ]
+    batch = [Received(CellAsks(message=book), Meta(id=f"m{book.stay}"), "c1", "scheduler.asks") for book in books]
+    handler = CellAsksHandler(store, "c1", claims=cast("Any", Giving()))
+    assert await handler(batch) == [Done(), Done()]
+    sent_back = [one.message for _, rows in relay.rows for one in rows]
+    assert sent_back == [replace(book, answer=ReleaseResult(outcome="released")) for book in books]
+    async with store.operation() as operation:
+        assert (await operation.known({REQUEST: UUID}))[REQUEST].now.stay == 4
