@@ -205,6 +205,12 @@ def test_it_leaves_by_the_stay_that_the_schedulers_have_on_record() -> None:
         assert (begun.stay, left.departure.stay, left.stay) == (4, 4, 5), "the record knows of the stay that begins"
 
 
+def test_a_late_arrival_where_it_has_left_again_is_answered_with_its_departure() -> None:
+    left = replace(GONE, stay=1)
+    stepped = arrive(left, ARRIVES, PATIENCE)
+    assert (stepped.instance, told(stepped)) == (left, [GONE_TOLD])
+
+
 def test_an_arrival_keeps_what_the_former_record_has() -> None:
     ended = tuple(EndedMove(f"{n}", MoveKind.STOP, MoveState.DONE) for n in range(MAX_ENDED))
     former = replace(GONE, order=40, ended=ended, departed_by=OTHER, traceparent="t", sequence=50)
