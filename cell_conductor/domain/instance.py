@@ -229,10 +229,16 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.move is not None and self.move.to_cell is not None and self.position > 0
 
     @property
+    def source_elsewhere(self) -> Selection | None:
+        """The move's source, if that is not on the current host."""
+        source = self.move.source if self.move is not None and self.position > 0 else None
+        return source if source is not None and self.here.host_uuid != source.host_uuid else None
+
+    @property
     def source_host_uuid(self) -> str | None:
         """The host of the move's source, if that is not the current host."""
-        source = self.move.source if self.move is not None and self.position > 0 else None
-        return None if source is None or self.is_in_place else source.host_uuid
+        source = self.source_elsewhere
+        return None if source is None else source.host_uuid
 
     @property
     def source_service(self) -> str:
@@ -293,8 +299,7 @@ def why_not_claimed(event: ClaimRefused, tries: str) -> tuple[str, str]:
 def summary_of(instance: Instance) -> str:
     """One sentence for people: the tries, and how each ended."""
     tries = "; ".join(
-        f"{record.host}: {record.outcome}"
-        + (f" ({record.code}{': ' if record.reason else ''}{record.reason})" if record.code else "")
+        ", ".join(filter(None, (f"{record.host}: {record.outcome}", record.code, record.reason)))
         for record in instance.history
     )
     passed = sum(record.outcome == NOT_TRIED for record in instance.history)

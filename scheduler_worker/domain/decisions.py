@@ -319,7 +319,7 @@ def cell_build(
         requested_at=at,
         server_group=request.server_group,
         limits=config.quota_of(request.project_id),
-        stamps=replace(stamps, lost_claims=len(claimed.lost)) if claimed.lost else stamps,
+        stamps=replace(stamps, lost_claims=len(claimed.lost)),
         attempt=claimed.attempt,
     )
 

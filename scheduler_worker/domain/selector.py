@@ -109,11 +109,12 @@ class Selector:
         """Whether a decision depends on the request's peers only through the hosts on which its anti-affinity group is
         full.
         """
+        if not spec.has_policy(GroupPolicy.ANTI_AFFINITY):
+            return False
         peers = spec.peers
+        assert peers is not None
         return (
-            spec.has_policy(GroupPolicy.ANTI_AFFINITY)
-            and not spec.forced
-            and peers is not None
+            not spec.forced
             and peers.different_hosts is None
             and peers.same_hosts is None
             and self._own_plugins_alone
@@ -342,7 +343,7 @@ class Selector:
             at = cells.index(spec.cell) if spec.cell in cells else NO_SERVICE
             view = view.subset(view.cell == at)
             funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)}))
-        elif self.table.disabled_cells and (disabled := view.in_cells(self.table.disabled_cells)).any():
+        elif (disabled := view.in_cells(self.table.disabled_cells)).any():
             before = len(view)
             view = view.subset(~disabled)
             funnel.append(funnel_step("cell", before, {CELL_DISABLED: before - len(view)}))
@@ -388,7 +389,7 @@ class Selector:
         """
         roots = self.book.rows_of_roots()
         if roots is not self._roots or len(self.table) != self._known:
-            self._index = np.full(int(roots.max()) + 1 if roots.size else 0, NO_SERVICE, dtype=np.intp)
+            self._index = np.full(len(self.book.root), NO_SERVICE, dtype=np.intp)
             self._index[roots] = self.table.indexes_of(self.book.uuids_of(roots))
             self._roots, self._known = roots, len(self.table)
         return self._index[rows]

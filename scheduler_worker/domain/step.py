@@ -57,7 +57,7 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     assert choice is not None
     if isinstance(answer, Fault):
         return PlacementStep(replace(state, result=result_after(answer)))
-    if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
+    if answer.option is not None:
         return _claimed(state, choice, answer.option, answer, selector, now=now)
     if answer.outcome is ClaimOutcome.CLAIMED or _is_held_elsewhere(answer):
         candidates = (choice.selected, *choice.alternates) if answer.outcome is ClaimOutcome.CLAIMED else ()

@@ -189,6 +189,11 @@ def test_an_arrival_that_is_older_than_the_record_begins_nothing(spec: Any, sequ
     assert after.state is (State.FINISHING if arrives else State.OFFLOADED)
 
 
+def test_a_late_arrival_where_it_has_left_again_is_answered_with_its_departure() -> None:
+    stepped = arrive(GONE, ARRIVES, PATIENCE)
+    assert (stepped.instance, told(stepped)) == (GONE, [GONE_TOLD])
+
+
 def test_an_arrival_keeps_what_the_former_record_has() -> None:
     ended = tuple(EndedMove(f"{n}", MoveKind.STOP, MoveState.DONE) for n in range(MAX_ENDED))
     former = replace(GONE, order=40, ended=ended, departed_by=OTHER, traceparent="t", sequence=50)

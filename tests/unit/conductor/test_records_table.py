@@ -64,7 +64,7 @@ def done(kind: MoveKind, state: MoveState = MoveState.DONE, code: str = "", reas
 FULL = tried(3, "not_claimed", 111.0, attempt=5, code="full")
 UP = {**RESTS, "state": State.ACTIVE, "selections": (ON_2,), "position": 0, "answered": True}
 FAILED_1 = tried(2, "failed", 110.0, code="spawn.no_disk", reason="full")
-NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed (full)"
+NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed, full"
 BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, State.RELEASING, State.DESTROYING
 
 

@@ -9,18 +9,14 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, FoundMachine, HostReport, Running
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
-from cell_conductor.domain import breaker, leases, way_back
 from cell_conductor.domain import events as e
-from cell_conductor.domain.adopt_rules import why_not_its_machine
+from cell_conductor.domain import way_back
 from cell_conductor.domain.breaker import pages
 from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import NOT_TRIED, Instance, Phase, Power, State, summary_of
-from cell_conductor.domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, LeaseTable
 from cell_conductor.domain.move_events import DONE, MoveEnd, close
-from cell_conductor.domain.orders import numbered
-from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_ordered
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import (
@@ -105,26 +101,6 @@ def test_a_delete_of_a_forgotten_build_without_a_cause_keeps_the_records() -> No
     wanted = e.DeleteRequested(at=120.0, project_id="p", found=(machine,))
     assert step(Instance(uuid=UUID, cause="its own"), wanted, PATIENCE).instance.cause == "its own"
     assert step(Instance(uuid=UUID), replace(wanted, cause="new"), PATIENCE).instance.cause == "new"
-
-
-@pytest.mark.parametrize(
-    ("known", "attempt", "project", "its_own"),
-    [
-        (ACTIVE, 2, "p", True),
-        (ACTIVE, 2, None, True),
-        (ACTIVE, 2, "q", False),
-        (replace(ACTIVE, spec=None), 2, "p", False),
-        (ACTIVE, 0, "p", False),
-    ],
-)
-def test_a_machine_that_an_operator_calls_the_instances(
-    known: Instance, attempt: int, project: str | None, its_own: bool
-) -> None:
-    kept = Unexplained(UUID, attempt, host(1), UnexplainedKind.QUARANTINED, NEWER)
-    found = FoundMachine(
-        instance_uuid=UUID, host_uuid=host(1), host="host-1", service="s1", attempt=attempt, project_id=project
-    )
-    assert (why_not_its_machine(known, kept, [found]) == "") is its_own
 
 
 # --- moves
@@ -354,12 +330,6 @@ def test_a_build_is_announced_with_the_host_that_it_has() -> None:
     assert (deleted.host, deleted.host_uuid) == (None, None)
 
 
-def test_changes_are_numbered_one_by_one_where_the_clock_is_behind() -> None:
-    moving = begun(MoveKind.STOP).instance
-    far = 2**52
-    assert numbered(replace(moving, order=far), 0.0).order == far + 1
-
-
 def test_a_fence_names_the_host_whose_fence_has_changed_something() -> None:
     destroying = run(queried(hosts=1), spawned(), DELETE).instance
     for event, hosts in ((fenced(1), [host(1)]), (fenced(2), [])):
@@ -402,83 +372,6 @@ def page(service: str, *uuids: str, ring: tuple[int, int] = (0, 0)) -> ComputeHo
         ring_term=ring[0],
         ring_number=ring[1],
     )
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "up", "contested"),
-    [
-        ((0, 0), (0, 0), ("s1", "s2"), True),
-        ((1, 1), (1, 2), ("s1", "s2"), False),
-        ((0, 0), (1, 2), ("s1", "s2"), True),
-        ((1, 1), (0, 0), ("s1", "s2"), True),
-        ((0, 0), (0, 0), ("s1",), False),
-    ],
-)
-def test_two_services_contest_a_host_unless_they_share_by_a_ring(
-    first: tuple[int, int], second: tuple[int, int], up: tuple[str, ...], contested: bool
-) -> None:
-    known = breaker.Listings()
-    known.note(page("s2", host(1), ring=second))
-    known.note(page("s1", host(1), ring=first))
-    assert known.contested(page("s1", host(1), ring=first), up) == ({host(1): "s2"} if contested else {})
-
-
-def test_what_a_service_had_before_it_began_anew_is_its_no_more() -> None:
-    known = breaker.Listings()
-    known.note(page("s1", host(1)))
-    known.note(replace(page("s1", host(2)), epoch=2))
-    assert (known.listers(host(1)), known.listers(host(2))) == ((), ("s1",))
-    assert known.hosts_of(["s1", "nothing"]) == {host(2)}
-
-
-def test_services_beyond_the_bound_are_not_kept_and_no_number_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_SERVICES", 1)
-    known = LeaseTable(3)
-    told = [("s1", 0, 0), ("s2", 1, 0), ("s1", 0, -1), ("s1", -1, 0), ("s1", 1, 0)]
-    assert [known.renew(name, epoch, number, at=1.0) for name, epoch, number in told] == [
-        True, False, False, False, True,
-    ]  # fmt: skip
-
-
-def test_an_epoch_is_a_time_and_a_service_with_an_earlier_one_is_sent_it() -> None:
-    known = LeaseTable(3)
-    known.note_outdated("s1", 1_790_000_000_000)
-    known.note_outdated("s2", leases.FARTHEST_EPOCH + 1)
-    assert known.outdated() == {"s1": 1_790_000_000_000}
-
-
-@pytest.mark.parametrize(
-    ("attempt", "of_move", "ordered"), [(1, False, True), (1, True, True), (2, False, False), (2, True, False)]
-)
-def test_a_record_has_ordered_the_end_of_what_it_or_its_move_has_left(
-    attempt: int, of_move: bool, ordered: bool
-) -> None:
-    left = (AttemptRecord(attempt=1, host="host-1", outcome="timed_out"),)
-    moved = to_resized().instance
-    assert moved.move is not None
-    known = replace(moved, attempt=5, newest=5, move=replace(moved.move, source=None, history=left if of_move else ()))
-    known = replace(known, history=() if of_move else left)
-    listed = e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(9), service="s1")
-    assert is_ordered(known, listed) is ordered
-
-
-def test_hosts_beyond_the_bound_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "MAX_HOSTS", 1)
-    known = breaker.Listings()
-    known.note(page("s1", host(1), host(2)))
-    known.note(page("s2", host(1)))
-    assert [known.listers(host(n)) for n in (1, 2)] == [("s1", "s2"), ()]
-
-
-def test_it_is_known_who_is_up_when_each_may_have_been_heard() -> None:
-    known = LeaseTable(3)
-    whole = LISTEN_BEATS * DEFAULT_BEAT_S
-    known.advance_clock(1000.0)
-    for second in range(1, int(whole)):
-        known.advance_clock(1000.0 + second)
-    assert known.up is None
-    known.advance_clock(1000.0 + whole)
-    assert known.up == ()
 
 
 def test_reservations_fill_a_message_to_its_bound() -> None:

@@ -42,7 +42,7 @@ def test_a_number_counts_until_it_is_too_old(at: float, cell: str | None, until:
     table = HostMetricsTable(hosts.table, max_age_s=AGE)
     message = reading(hosts.uuids[0], at, power_watts=7.0, fan_rpm=1.0)
     assert table.apply(message, cell, now=NOW, now_s=0.0) == {outcome: 2}
-    index = np.array([0, -1, 5])
+    index = np.array([0, -1, 1])
     for offset in (-0.5, 0.0):
         table.advance((until or 0.0) + offset)
         value = table.values(WATTS, index)
@@ -108,12 +108,15 @@ def test_sources_are_bounded_and_the_last_place_is_shared(monkeypatch: pytest.Mo
     assert named == ["a", "b", "other", "other", "a", "b"]
 
 
-def test_a_column_grows_by_half_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_grows_with_the_hosts() -> None:
     hosts = Hosts([PLENTY] * 4)
     table = HostMetricsTable(hosts.table, max_age_s=AGE)
-    for at, uuid in enumerate(hosts.uuids):
-        table.apply(reading(uuid, NOW, power_watts=float(at)), None, now=NOW, now_s=0.0)
-    assert table.values(WATTS, np.arange(4)).tolist() == [0.0, 1.0, 2.0, 3.0]
+    for number in range(3):
+        for at, uuid in enumerate(hosts.uuids):
+            table.apply(reading(uuid, NOW, power_watts=float(at)), None, now=NOW, now_s=0.0)
+        hosts.uuids.append(UUID[:-1] + str(number))
+        hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2 + number)
+    assert table.values(WATTS, np.arange(6)).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 # --- builds that wait
@@ -161,6 +164,7 @@ def test_services_with_waiting_builds_are_bounded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fleet, "MAX_SERVICES", 1)
     table = WaitingTable()
     record = BuildRecord(instance_uuid=UUID, project_id="p", flavor="f", state=BuildState.BUILDING, cell="c1")
+    table.apply(waiting("z", uuid=None), 0.0)
     for service, at, who in (("a", 0.0, "a"), ("b", 9.0, "a"), ("c", 10.0, "c"), ("c", 11.0, "c")):
         table.apply(waiting(service), at)
         line = table.line_of(record, at)

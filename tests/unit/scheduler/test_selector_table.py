@@ -14,27 +14,21 @@ from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDi
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.objects import GroupDefinition
 from bus.contracts.operations import AdminState, HostAdminState
-from bus.contracts.placement import LocatePage
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain import selector as selector_module
 from scheduler_worker.domain.explain import funnel_step, nearest_reasons, phrase, sentence
-from scheduler_worker.domain.plugins import HostFilter, Verdict, is_own, reads_image_property, verdict_of
+from scheduler_worker.domain.plugins import Verdict, is_own, reads_image_property, verdict_of
 from scheduler_worker.domain.selector import ANTI_AFFINITY_FILTER, Holds, NoValidHost
 from scheduler_worker.domain.view import (
     HostsView,
-    HostView,
     Peers,
     RequestSpec,
     Unsatisfiable,
-    has_peers,
-    locate_request,
-    peers_of,
-    room_for,
 )
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 UUID, ABSENT = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ab")
-MASKED, FENCED, DISABLED = AdminState.MAINTENANCE, AdminState.FENCED, AdminState.DISABLED
+OPEN, MASKED, FENCED, DISABLED = AdminState.ENABLED, AdminState.MAINTENANCE, AdminState.FENCED, AdminState.DISABLED
 
 
 def decide_about(hosts: Hosts, decisions: Mapping[int, AdminState]) -> None:
@@ -54,6 +48,7 @@ def decide_about(hosts: Hosts, decisions: Mapping[int, AdminState]) -> None:
         ((), 1, 0, True),
         ((FunnelStep(step="a", remaining=0),), 0, 0, True),
         ((FunnelStep(step="a", remaining=0, rejected={"x": 1}),), 0, 0, False),
+        ((FunnelStep(step="a", remaining=1, rejected={"x": 1}),), 0, 1, False),
         ((FunnelStep(step="a", remaining=3), FunnelStep(step="b", remaining=2)), 0, 2, False),
         ((FunnelStep(step="a", remaining=3), FunnelStep(step="b", remaining=2)), 1, 2, True),
     ],
@@ -169,8 +164,10 @@ def test_which_hosts_pass_and_why_others_do_not(
     spec = replace(hosts.spec(), **spec_of)
     ranking = hosts.selector.rank(spec, hosts.rng)
     assert "".join(sorted(hosts.name(row)[1:] for row in ranking.view.rows.tolist())) == left
-    funnel = {one.step: dict(one.rejected) for one in ranking.funnel if one.rejected}
-    assert rejected is None or funnel == rejected
+    funnel = {one.step: dict(one.rejected) for one in ranking.funnel}
+    if rejected is not None:
+        assert {name: reasons for name, reasons in funnel.items() if reasons} == rejected
+        assert {"announced", "cell", "maintenance", "fenced"} & {*funnel} <= {*rejected}
     among = ranking.view.rows[:1]
     assert hosts.selector.rank(spec, hosts.rng, among=among).view.rows.tolist() == among.tolist()
     explained = hosts.selector.explain(spec, {hosts.uuids[int(at)]: "claim.full" for at in left[:1]})
@@ -287,7 +284,7 @@ def named_world() -> Hosts:
     ("word", "found", "meant", "warming", "name"),
     [
         ("h0", ["0"], ["0"], ["0"], None),
-        ("h1", ["1"], ["1"], ["1"], None),
+        ("h1", ["1"], ["1", "f"], ["1"], None),
         ("book1", [], ["1"], [], None),
         ("old", [], [UUID], [], None),
         (UUID, [UUID], [UUID], [UUID], "old"),
@@ -301,10 +298,10 @@ def test_which_hosts_a_word_means(
     word: str, found: list[str], meant: list[str], warming: list[str], name: str | None
 ) -> None:
     hosts = named_world()
-    known = {"0": hosts.uuids[0], "1": hosts.uuids[1], "c": UUID[:-1] + "c", "d": UUID[:-1] + "d"}
+    known = {"0": hosts.uuids[0], "1": hosts.uuids[1], **{key: UUID[:-1] + key for key in "cdef"}}
+    decided = (("c", "fenced", FENCED), ("d", "enabled", OPEN), ("e", "h0", OPEN), ("f", "h1", FENCED))
     hosts.table.adopt_decisions({
-        known[key]: HostAdminState(host_uuid=known[key], host=host, state=state)
-        for key, host, state in (("c", "fenced", FENCED), ("d", "enabled", AdminState.ENABLED))
+        known[key]: HostAdminState(host_uuid=known[key], host=host, state=state) for key, host, state in decided
     })  # fmt: skip
     expected = [[known.get(one, one) for one in row] for row in (found, meant, warming)]
     selector = hosts.selector
@@ -327,6 +324,38 @@ def test_hosts_that_a_service_reports_and_the_book_does_not_have() -> None:
     down = (ServiceDown(service="y", epoch=1, code="x"),)
     hosts.table.apply(ServicesDigest(cell="c2", term=1, number=1, down=down), 0.0)
     assert hosts.selector.not_in_book() == []
+
+
+def test_a_host_that_is_announced_later_is_found() -> None:
+    hosts = Hosts([PLENTY])
+    other = replace(hosts.states[0], uuid=UUID, root_uuid=UUID, name="x")
+    hosts.book.load([*hosts.states, other], 1)
+    more = ComputeHosts(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=UUID, name="x"),))
+    assert hosts.selector.announced_in_book().tolist() == [0]
+    hosts.table.apply(more, 0.0)
+    assert hosts.selector.announced_in_book().tolist() == [0, 1]
+
+
+def test_a_claim_of_a_class_that_a_host_did_not_have_ends_a_hold() -> None:
+    hosts = Hosts([{"VCPU": 8}])
+    holds = Holds(hosts.book)
+    holds.add("a", {hosts.uuids[0]: {"DISK_GB": 1}}, 9.0)
+    for used, left in ((1, None), (2, None)):
+        state = replace(hosts.states[0], inventories={"DISK_GB": (9, 0, 1, 9, 1, 0, 1.0)}, used={"DISK_GB": used})
+        hosts.book.load([replace(state, generation=used + 1)], used)
+        holds.settle()
+        assert holds.next_until is left
+
+
+def test_what_is_used_before_a_hold_ends_no_hold() -> None:
+    hosts = Hosts([{"VCPU": 8}])
+    holds = Holds(hosts.book)
+    holds.add("a", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
+    holds.release()
+    hosts.book.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
+    holds.add("b", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
+    holds.settle()
+    assert list(hosts.book.assumed_keys()) == ["b"]
 
 
 def test_the_hosts_that_aggregates_name() -> None:
@@ -372,11 +401,11 @@ def test_which_images_a_host_is_rebuilt_from(traits: Any, image: Any, filters: A
     child = replace(hosts.states[0], uuid=UUID, name="child", parent_uuid=hosts.uuids[0], traits=traits, inventories={})
     hosts.book.load([*hosts.states, child], 1)
     answer = hosts.selector.suits_rebuild(hosts.uuids[0], replace(hosts.spec(), image_properties=image))
-    assert (answer and answer.funnel[-1].rejected) == reasons
+    assert (answer and (answer.funnel[-1].rejected, answer.remaining)) == (reasons and (reasons, 0))
     assert hosts.selector.suits_rebuild(ABSENT, hosts.spec()) is None
     hosts.book.load([replace(hosts.states[0], uuid=ABSENT, root_uuid=ABSENT)], 2)
     unknown = hosts.selector.suits_rebuild(ABSENT, hosts.spec())
-    assert unknown is not None and unknown.unannounced == 1
+    assert unknown is not None and (unknown.unannounced, unknown.remaining) == (1, 0)
 
 
 def test_the_version_changes_with_what_decides_which_hosts_pass() -> None:
@@ -438,99 +467,3 @@ def test_a_hold_ends_when_the_usage_has_risen_by_its_amounts(held: Any, used: An
     assert (len(list(hosts.book.assumed_keys())), holds.next_until is None) == (left, left == 0)
     holds.settle()
     assert len(list(hosts.book.assumed_keys())) == left, "what has risen counts once"
-
-
-# --- what filters and weighers see
-
-
-def test_the_columns_of_a_view() -> None:
-    rack = aggregate("r", rack="1")
-    hosts = Hosts(
-        [PLENTY, {**PLENTY, "VCPU": 4}, PLENTY], cells=["c1", "c2", "c1"], members={rack.uuid: [1]},
-        config=SchedulerConfig(aggregates=(rack,)),
-        reports={0: {"enabled": False, "failed_builds": 2}, 1: {"attributes": {"k": "v", "project_id": "p"}}},
-    )  # fmt: skip
-    decide_about(hosts, {1: MASKED})
-    view, first, second = hosts.view(), *hosts.uuids[:2]
-    columns = {
-        "enabled": view.enabled, "masked": view.is_in(MASKED), "either": view.is_in(MASKED, FENCED),
-        "none": view.is_in(FENCED), "cell": view.cell, "in": view.in_cells({"c2", "c9"}), "up": view.up,
-        "k": np.array([one is not None for one in view.attribute("k")]), "member": view.member_of(rack.uuid),
-        "among": view.among([second, ABSENT]), "counted": view.counted({second: 3, ABSENT: 9}),
-        "free": view.free("VCPU"), "known": view.known, "q": view.open_to("q"), "p": view.open_to("p"),
-    }  # fmt: skip
-    assert {name: [int(one) for one in column] for name, column in columns.items()} == {
-        "enabled": [0, 0, 1], "masked": [0, 1, 0], "either": [0, 1, 0], "none": [0, 0, 0], "cell": [0, 1, 0],
-        "in": [0, 1, 0], "up": [1, 1, 1], "k": [0, 1, 0], "member": [0, 1, 0], "among": [0, 1, 0],
-        "counted": [0, 3, 0], "free": [16, 4, 16], "known": [1, 1, 1], "q": [1, 0, 1], "p": [1, 1, 1],
-    }  # fmt: skip
-    assert view.subset(np.array([2, 1])).counted({first: 1, second: 2}).tolist() == [0.0, 2.0]
-    view.membership.named = {rack.uuid: [first]}
-    assert view.member_of(rack.uuid).tolist() == [True, False, False]
-    assert Hosts([]).view().counted({}).tolist() == []
-
-
-def test_a_filter_that_looks_at_one_host_at_a_time() -> None:
-    seen: list[HostView] = []
-
-    class One(HostFilter):
-        name: ClassVar[str] = "One"
-
-        def rejection_reason(self, host: HostView, spec: RequestSpec) -> str | None:
-            seen.append(host)
-            return None if host.up and host.enabled else "off"
-
-    hosts = Hosts([PLENTY] * 3, cells=["c1", "c2", "c1"], reports={0: {"enabled": False, "failed_builds": 2}})
-    down = (ServiceDown(service="compute-c2", epoch=1, code="x"),)
-    hosts.table.apply(ServicesDigest(cell="c2", term=1, number=1, down=down), 0.0)
-    verdict = One().filter(hosts.view(), hosts.spec())
-    assert (verdict.passed.tolist(), verdict.rejected) == ([False, False, True], {"off": 2})
-    assert [(one.name, one.cell, one.enabled, one.up, one.failed_builds, one.free("VCPU")) for one in seen] == [
-        ("h0", "c1", False, True, 2, 16.0), ("h1", "c2", True, False, 0, 16.0), ("h2", "c1", True, True, 0, 16.0),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("needs", "room"),
-    [([1], 1), ([1, 1, 1], 3), ([5, 1, 4], 3), ([5, 1, 5], 2), ([11], 0), ([10], 1), ([0, 11], 1)],
-)
-def test_a_host_has_room_for_so_many_of_a_gangs_members(needs: list[int], room: int) -> None:
-    hosts = Hosts([{"VCPU": 10, "DISK_GB": 99}])
-    query = hosts.spec("m1.small").query
-    some = [replace(query, resources={"VCPU": many, "DISK_GB": 1}) for many in needs]
-    assert room_for(some, hosts.view()).tolist() == [room]
-
-
-@pytest.mark.parametrize(
-    ("hints", "group", "peers", "found", "asked"),
-    [
-        ({}, None, False, (None, None), ()),
-        ({"different_host": (UUID,)}, None, True, (("x", "y"), None), (UUID,)),
-        ({"same_host": (UUID, ABSENT)}, None, True, (None, ("x", "y")), (UUID, ABSENT)),
-        ({"same_host": (UUID,), "different_host": (UUID,)}, GROUP, True, (("x", "y"), ("x", "y")), (UUID,)),
-        ({"same_host": (ABSENT,)}, None, True, (None, ()), (ABSENT,)),
-    ],
-)
-def test_the_instances_that_a_request_is_placed_relative_to(
-    hints: Any, group: ServerGroup | None, peers: bool, found: Any, asked: tuple[str, ...]
-) -> None:
-    request = Hosts([]).request(server_group=group, **hints)
-    assert has_peers(request) is peers
-    located = locate_request(request)
-    assert (located.consumers, located.server_group) == (asked, group and group.uuid)
-    page = LocatePage(members={"x": 2}, hosts={UUID: ("x", "y")})
-    assert peers_of(request, page) == Peers(
-        server_group=group, members={"x": 2}, different_hosts=found[0], same_hosts=found[1]
-    )
-
-
-def test_a_spec_has_peers_in_its_key_and_newer_members_replace_older_ones() -> None:
-    plain = Hosts([]).spec()
-    spec = plain.with_peers(Peers(server_group=GROUP, members={"x": 1, "y": 1}), UUID)
-    assert spec.key == (*plain.key, UUID) and spec.without_peers() == plain
-    assert plain.without_peers() is plain and plain.with_members({"x": 1}) is plain
-    after = spec.with_members({"x": 3}).peers
-    assert after is not None and after.members == {"x": 3, "y": 1}
-    policies = (GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY)
-    assert [[one.has_policy(policy) for policy in policies] for one in (spec, plain)] == [[True, False], [False, False]]
-    assert not spec.with_peers(Peers(), UUID).has_policy(GroupPolicy.ANTI_AFFINITY)

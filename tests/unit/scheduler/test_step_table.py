@@ -147,7 +147,8 @@ def test_what_was_chosen_in_the_cell_of_what_is_held_is_tried_next(held_by: int,
     case = Case()
     result = claimed(case.step(CLAIMED, holding={case.uuids[held_by]: {"VCPU": 1}}))
     assert hosts_of(result) == [f"h{held_by}", *alternates]
-    assert result.consumer_generation == 0 and result.cell == ("c2" if held_by == 2 else "c1")
+    assert (result.consumer_generation, result.passed) == (0, len(alternates) + 1)
+    assert result.cell == ("c2" if held_by == 2 else "c1")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,7 @@ def test_a_member_of_an_incomplete_gang_stays_where_it_may_unless_all_are_on_one
         (CHANGED, {"reason": "x"}, "claim.consumer_changed", False),
         (CHANGED, {"consumer_generation": 0}, "claim.consumer_changed", False),
         (ClaimOutcome.INVALID, {}, "claim.invalid", False),
+        (ClaimOutcome.INVALID, {"reason": "x"}, "claim.invalid", False),
     ],
 )
 def test_a_refused_claim_by_its_outcome(
@@ -252,6 +254,7 @@ def test_a_refused_claim_by_its_outcome(
 ) -> None:
     result = Case().step(outcome, **more).state.result
     assert isinstance(result, PlacementRefused) and (result.code, result.is_fenced) == (code, is_fenced)
+    assert result.reason and more.get("reason", "") in result.reason
 
 
 # --- no candidate

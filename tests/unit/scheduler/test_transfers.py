@@ -39,7 +39,6 @@ from bus.contracts.placement import (
     Migration,
     Release,
     ReleaseResult,
-    Revert,
 )
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.cell_asks import CellAsksHandler
@@ -47,7 +46,7 @@ from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import AnnouncedMoves, answered, handed_on, may_ask, refused
+from scheduler_worker.domain.transfers import AnnouncedMoves, answered, refused
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -199,16 +198,6 @@ ANSWER = MachineChanged(
 )
 
 
-def test_a_check_and_its_answer_are_handed_on_to_the_other_cell_and_by_no_third_one() -> None:
-    check = CellCheck(cell="c2", asked_by=ASKED, change=CHANGE)
-    answer = CellCheck(cell="c2", asked_by=ASKED, answer=ANSWER)
-    for one, sender, receiver in ((check, "c1", "c2"), (answer, "c2", "c1")):
-        message = handed_on(one, sender)
-        assert message is not None
-        assert (message.bus, message.message) == (receiver, one)
-        assert handed_on(one, receiver) is None and handed_on(one, "c3") is None
-
-
 CLAIM = Claim(
     consumer=UUID,
     attempt=3,
@@ -218,48 +207,6 @@ CLAIM = Claim(
     migration=Migration(uuid=REQUEST, source={"b0000000-0000-4000-8000-000000000009": {"VCPU": 1}}),
 )
 OTHER = "d0000000-0000-4000-8000-000000000009"
-
-
-@pytest.mark.parametrize(
-    ("question", "asked"),
-    [
-        (CLAIM, True),
-        (replace(CLAIM, consumer=OTHER), False),
-        (replace(CLAIM, options=(ClaimOption(allocations={OTHER: {"VCPU": 1}}),)), False),
-        (replace(CLAIM, project_id="another"), False),
-        (replace(CLAIM, migration=Migration(uuid=OTHER, source={})), False),
-        (Revert(consumer=UUID, migration=Migration(uuid=REQUEST, source={}), source_attempt=1, attempt=4), True),
-        (Revert(consumer=UUID, migration=Migration(uuid=OTHER, source={}), source_attempt=1, attempt=4), False),
-        (Release(consumer=UUID, attempt=4), True),
-        (Release(consumer=REQUEST, project_id="p", of_migration=True), True),
-        (Release(consumer=REQUEST, project_id="p"), False),
-        (Release(consumer=OTHER, attempt=4), False),
-    ],
-)
-def test_placement_is_asked_for_a_cell_about_what_leaves_it_and_for_chosen_hosts(
-    question: Claim | Revert | Release, *, asked: bool
-) -> None:
-    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
-    known = on_record()
-    assert may_ask(book, known, "c1") is asked
-    assert not may_ask(book, known, "c2") and not may_ask(book, replace(known, build=None), "c1")
-    assert not may_ask(book, on_record(cell="c2"), "c1"), "it has left"
-    if isinstance(question, Claim):
-        assert not may_ask(book, replace(known, move=None), "c1")
-
-
-def test_a_cell_that_does_not_have_the_instance_any_more_waits_for_no_answer() -> None:
-    """What placement holds is the other cell's: a release, or the way back, has come too late."""
-    revert = Revert(consumer=UUID, migration=Migration(uuid=REQUEST, source={}), source_attempt=1, attempt=4)
-    outcomes: list[tuple[Claim | Release | Revert, str]] = [
-        (CLAIM, ClaimOutcome.INVALID),
-        (Release(consumer=UUID, attempt=4), "consumer_changed"),
-        (revert, "consumer_changed"),
-    ]
-    for question, outcome in outcomes:
-        asked = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
-        book = refused(asked, on_record(cell="c2"))
-        assert book is not None and book.answer is not None and book.answer.outcome == outcome
 
 
 def test_what_an_instance_without_a_record_holds_is_not_known_to_be_another_cells() -> None:
