@@ -167,11 +167,7 @@ def release_destroyed(instance: Instance, event: Destroyed | HostMissing, contex
     """
     desire, move = desire_of(instance), instance.move
     is_here_due = desire.here is Wish.DESTROY and not (move is not None and move.here_gone)
-    is_source_due = (
-        desire.source is Wish.DESTROY
-        and instance.source_host_uuid is not None
-        and not (move is not None and move.source_gone)
-    )
+    is_source_due = instance.source_host_uuid is not None and not move_of(instance).source_gone
     here = is_here_due and steps.here_gone(instance, event)
     source = is_source_due and steps.source_gone(instance, event)
     if not here and not source:

@@ -61,15 +61,13 @@ def source_of(move: Move) -> Selection:
 def report_progress(instance: Instance, state: MoveState, at: float, context: StepContext) -> Step:
     """Progress of the request that is under way, not its end."""
     move = move_of(instance)
-    is_late = state in (MoveState.CONFIRMED, MoveState.SOURCE_GONE)
-    condition = condition_of(instance) if is_late else Condition.MOVING
-    return _event(instance, EndedMove(move.request_id, move.kind, state), at, context, condition=condition)
+    return _event(instance, EndedMove(move.request_id, move.kind, state), at, context, condition=condition_of(instance))
 
 
 def report_waiting(instance: Instance, code: str, reason: str, at: float, context: StepContext) -> Step:
     """Progress of the request that ends the move (confirm, revert, abort), if there is one, with why it has no end."""
     move = move_of(instance)
-    if not move.by or move.by_kind is None:
+    if move.by_kind is None:
         return Step(instance)
     waits = EndedMove(move.by, move.by_kind, desire_of(instance).progress, code, cut(reason))
     return _event(instance, waits, at, context, condition=condition_of(instance))
@@ -96,7 +94,7 @@ def answer(instance: Instance, ending: MoveEnd, at: float, context: StepContext)
 def answer_other(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
     """The end of the request that has ended the move (confirm, revert, abort), if there is one."""
     move = move_of(instance)
-    if not move.by or move.by_kind is None:
+    if move.by_kind is None:
         return Step(instance)
     kept = replace(instance, move=replace(move, by="", by_kind=None))
     ended = EndedMove(move.by, move.by_kind, ending.state, ending.code, cut(ending.reason))

@@ -79,12 +79,12 @@ class Rule(Struct, frozen=True):
 class ByThen(Struct, frozen=True):
     """The rule of each state that may follow. otherwise: of the others (None: there are none)."""
 
-    rules: Mapping[State, Rule]
+    rules: Mapping[State | None, Rule]
     otherwise: Rule | None = None
 
     def of(self, then: State | None) -> Rule | None:
         """The rule of what follows."""
-        return self.otherwise if then is None else self.rules.get(then, self.otherwise)
+        return self.rules.get(then, self.otherwise)
 
 
 # None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
@@ -404,15 +404,15 @@ def question_of(instance: Instance) -> Question | None:
 
 def _claim(instance: Instance) -> Claim:
     assert instance.spec is not None
-    move, is_here = instance.move, desire_of(instance).here is Wish.STAY  # its machine is, and is not moved by this
+    move, is_here = instance.move, desire_of(instance).here is Wish.STAY  # its machine is, and it is adopted
     return Claim(
         consumer=instance.uuid,
         attempt=instance.next_attempt,
         consumer_generation=instance.consumer_generation,
-        release_first=move is None or instance.position > 0 or is_here,
+        release_first=move is None or instance.position > 0,
         options=tuple(
             ClaimOption(allocations=s.allocations, shapes=s.shapes, host=s.host_uuid if instance.server_group else None)
-            for s in ((instance.here,) if is_here and move is None else instance.alternates)
+            for s in ((instance.here,) if is_here else instance.alternates)
         ),
         server_group=instance.server_group,
         limits=instance.limits,

@@ -161,7 +161,7 @@ def ending_instead(instance: Instance, event: MoveRequested, context: StepContex
     After a fence the client may still confirm the move, or wait for the answer by a revert.
     """
     move = move_of(instance)
-    if not is_waiting(instance) or not move.by:
+    if not move.by:
         return None
     if event.request.request_id == move.by:
         return Step(instance)
@@ -248,7 +248,6 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
         consumer_generation=generation,
         spec=move.spec,
         power=move.power,
-        queried=False,
     )
     # In doubt the machine of one that was to leave its cell may be gone: its host answers for that.
     is_sure = move.to_cell is None or not is_doubted(instance, context)

@@ -110,7 +110,7 @@ def _brief(one: Message) -> str:
         case CellAsks():
             return f"asks {type(one.message).__name__}"
         case CellDelete():
-            return f"delete {one.project_id}"
+            return f"delete {one.project_id}{' unrecorded' * one.unrecorded}"
     raise AssertionError(one)
 
 
