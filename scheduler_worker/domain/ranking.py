@@ -226,7 +226,7 @@ class Ranking:
             if position == candidate.position:
                 heap[at] = (-new, tie, position)
                 heapq.heapify(heap)
-                break
+                return
 
     def _alternates(
         self,
@@ -326,8 +326,9 @@ class Ranking:
             self._rotations[cell] = deque(
                 ServiceRotation(int(self._services[one[0]]), one, self._scores, shuffle_rng) for one in parts
             )
-            hosts = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            heaps[cell] = HostHeap(hosts, self._scores, max(LEAST_CHUNK, CHUNK // len(by_cell)), shuffle_rng)
+            heaps[cell] = HostHeap(
+                np.concatenate(parts), self._scores, max(LEAST_CHUNK, CHUNK // len(by_cell)), shuffle_rng
+            )
         return heaps
 
 

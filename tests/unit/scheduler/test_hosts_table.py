@@ -212,6 +212,7 @@ def test_why_a_service_is_down(events: tuple[Event, ...], code: str | None) -> N
     down = table.services[0].down
     assert (down and down.code) == code
     assert table.down().tolist() == [code is not None, True]
+    assert table.live_service_of(A) == (None if code else "s")
     assert table.is_down(A) is (code not in (None, "service.forgotten"))
     assert table.is_down(B) is False
 
@@ -290,7 +291,8 @@ def test_services_by_name_and_the_dead_that_announced_nothing() -> None:
     assert [table.epoch_of(*one) for one in (("c1", "s"), ("c1", "none"))] == [1, -1]
     table.forget_service(ServiceGone(service="s", cell="c2"), 1.0)
     assert [table.service_of(cell, "s") for cell in ("c1", "c2", "c3")] == [0, NO_SERVICE, NO_SERVICE]
-    assert table.cells_of_service("s") == ["c1"]
+    assert table.cells_of_service("s") == ["c1"] and table.cells == ["c1", "c2"]
+    assert HostTable().service_of("c1", "s") == NO_SERVICE
 
 
 def test_the_cell_of_a_host_is_that_which_announced_it_last_else_that_of_the_book() -> None:
@@ -305,7 +307,8 @@ def test_a_host_is_found_by_its_uuid_or_by_the_name_it_has_now() -> None:
     table = table_of(told("ab"))
     table.apply(ComputeHosts(service="s", cell="c1", epoch=1, sequence=2, hosts=(HostReport(uuid=A, name="b"),)), 0.0)
     assert [table.find(word) for word in ("a", "b", A, "c")] == [[], [B, A], [A], []]
-    assert table.names == ["b", "b"]
+    table.apply(told("b", sequence=3)[1], 0.0)  # type: ignore[arg-type]
+    assert table.names == ["b", "b"] and table.find("b") == [B, A], "as announced first"
 
 
 def test_columns_hold_what_a_service_reports_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import plugins, ranking
 from scheduler_worker.domain.plugins import Weighing, clamp, multipliers, score
@@ -130,6 +130,21 @@ def test_a_choice_is_drawn_from_so_many_of_the_best(subset: int, seen: str) -> N
     choices = [names(hosts, found.pick((), subset=subset, alternates=3)) for _ in range(60)]
     assert "".join(sorted({one[0] for one in choices})) == seen
     assert all(sorted(one) == (["0", "2"] if one[0] in "02" else ["1", "3"]) for one in choices)
+
+
+@pytest.mark.parametrize("off", ["c2", "c1"])
+def test_alternates_of_hosts_without_a_service_are_of_their_cell(off: str) -> None:
+    hosts = by_memory([9, 8, 7, 6], cells=["c1", "c2", "c1", "c2"], filters=[])
+    hosts.table.forget_service(ServiceGone(service=f"compute-{off}", cell=off), 0.0)
+    assert names(hosts, hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=1, alternates=3)) == "02"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_no_more_alternates_are_named_than_were_requested(count: int) -> None:
+    hosts = by_memory([9, 8, 7, 6], "abcd")
+    for _ in range(8):
+        choice = hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=4, alternates=count)
+        assert choice is not None and len(choice.alternates) == count
 
 
 def test_alternates_that_were_drawn_from_are_not_named_twice() -> None:
