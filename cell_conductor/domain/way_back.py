@@ -87,7 +87,6 @@ def answer_about(
     """The event of the services' answers: (service, its answer). Another service that has the host counts when it lists
     the machine; that it does not proves nothing while the service on record is silent.
     """
-    own = next((answer for service, answer in answers if service == source.service), None)
     looked = [(name, one) for name, one in answers if isinstance(one, MachinesFound)]
     for service, found in looked:
         if source.host_uuid in found.hosts and any(
@@ -95,9 +94,8 @@ def answer_about(
             for m in found.machines
         ):
             return SourceAnswered(at=at, by=source.by, service=service)
-    if not isinstance(own, MachinesFound):
-        why = "it was not asked" if own is None else own.code
-        code, reason = SOURCE_SILENT, f"compute service {source.service} has not answered: {why}"
+    if all(service != source.service for service, _ in looked):
+        code, reason = SOURCE_SILENT, f"compute service {source.service} has not answered"
     elif any(source.host_uuid in answer.hosts for _, answer in looked):
         code, reason = SOURCE_LOST, "its host does not have the machine any more"
     else:
