@@ -17,7 +17,7 @@ from bus.port import BusError
 from bus.turns import next_turn
 from scheduler_worker import metrics
 from scheduler_worker.domain.fleet import HostMetricsTable, WaitingTable, WorkerTable
-from scheduler_worker.domain.hosts import NO_SERVICE, HostTable
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
@@ -169,7 +169,6 @@ def host_metrics_page(query: HostMetricsQuery, selector: Selector) -> HostMetric
                 metrics=selector.metrics.of(index),
             )
             for uuid, index in found
-            if table.cell[index] != NO_SERVICE
         )
     )
 

@@ -64,7 +64,8 @@ class RequestOptions(Struct, frozen=True, kw_only=True):
 
 
 TO_HOST = (
-    "Only to this host (through the filters). In another cell it is built from a snapshot: the disk at the source goes."
+    "Only to this host (through the filters). In another cell (the setting moves_across_cells) it is built from a"
+    " snapshot: the disk at the source goes."
 )
 
 
@@ -93,7 +94,10 @@ async def migrate(
     auto_confirm: AutoConfirm = None,
     request: RequestOptions,
 ) -> int:
-    """Move an instance to another host of its cell."""
+    """Move an instance to another host.
+
+    To one of another cell only where the schedulers' setting `moves_across_cells` allows it (off by default).
+    """
     kind = MoveKind.LIVE_MIGRATE if live else MoveKind.MIGRATE
     if live and auto_confirm is not None:
         raise typer.BadParameter("a live migration has nothing to confirm", param_hint="--auto-confirm")

@@ -112,9 +112,10 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
     Nothing is destroyed: other machines of the instance stay in quarantine. The forgotten history has numbered
     attempts, changes and announcements of its own, so these go on far above those on record.
     """
-    spec, found = instance.spec, event.machines[0]
-    if not event.decided_by or spec is None or why_not_adoptable(instance) or taken_of(instance, found) is None:
+    found = event.machines[0]
+    if not event.decided_by or why_not_adoptable(instance) or taken_of(instance, found) is None:
         return Step(instance)
+    assert instance.spec is not None
     is_here = (found.attempt, found.host_uuid) == (instance.attempt, instance.host_uuid)
     if instance.state is State.ACTIVE and is_here:
         return Step(instance)
@@ -127,7 +128,7 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
         code="",
         reason="",
     )
-    return _adopt(decided, (replace(found, project_id=spec.project_id),), event.at, context)
+    return _adopt(decided, (replace(found, project_id=instance.spec.project_id),), event.at, context)
 
 
 def note_built(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:

@@ -120,8 +120,6 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     desire = desire_of(instance)
     if desire.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
-    if desire.elsewhere:
-        return refer(instance, event, context)
     if instance.move is not None and desire.condition is not Condition.FAILED:
         return delete_moving(instance, event, context)
     if desire.here in WANTED:
@@ -154,6 +152,16 @@ def delete_moving(instance: Instance, event: DeleteRequested, context: StepConte
     return after(earlier, move_event)
 
 
+def delete_departed(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+    """It has left: the departure is announced again. If it is here by the schedulers' count it has come back since, and
+    the record of that is lost.
+    """
+    if event.stay <= instance.stay:
+        return refer(instance, event, context)
+    lost = Instance(uuid=instance.uuid, sequence=instance.sequence, newest=instance.last_attempt, stay=instance.stay)
+    return delete_unknown(lost, event, context)
+
+
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """No host has it: release its allocation, which fences claims that may be under way, and end as deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
@@ -167,11 +175,7 @@ def release_destroyed(instance: Instance, event: Destroyed | HostMissing, contex
     """
     desire, move = desire_of(instance), instance.move
     is_here_due = desire.here is Wish.DESTROY and not (move is not None and move.here_gone)
-    is_source_due = (
-        desire.source is Wish.DESTROY
-        and instance.source_host_uuid is not None
-        and not (move is not None and move.source_gone)
-    )
+    is_source_due = instance.source_host_uuid is not None and not move_of(instance).source_gone
     here = is_here_due and steps.here_gone(instance, event)
     source = is_source_due and steps.source_gone(instance, event)
     if not here and not source:

@@ -36,10 +36,9 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
 
     fenced: the client states that the host is off. force: also if the host has reported the machine since its fence.
     """
-    move = instance.move
     where, attempt = instance.here, instance.attempt
-    if move is not None and move.source is not None and instance.source_host_uuid is not None:
-        where, attempt = move.source, move.source_attempt
+    if (source := instance.source_elsewhere) is not None:
+        where, attempt = source, instance.source_attempt
     fence = context.fences.get(where.host_uuid)
     if fence is None or fence.lifting:  # a host whose fence is being lifted is on, to destroy its losses
         if not fenced:
@@ -100,6 +99,5 @@ def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) ->
     relied, relies = desire_of(before).relies_on_fence, desire_of(after).relies_on_fence
     if relied or not relies or move_of(after).kind is not MoveKind.EVACUATE:
         return ()
-    host = after.source_host_uuid or after.host_uuid
-    fence = None if host is None else fences.get(host)
+    fence = fences.get(after.source_host_uuid or after.here.host_uuid)
     return () if fence is None or fence.lifting else (fence.host_uuid,)  # else the client's statement is the proof

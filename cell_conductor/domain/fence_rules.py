@@ -11,6 +11,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
+from bus.contracts.cell import Selection
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import Condition, MoveState
 
@@ -21,7 +22,7 @@ from .fences import FENCED
 from .instance import Instance, State
 from .move_doubts import is_unsure
 from .move_events import MoveEnd, close, move_of
-from .move_steps import end_undone, note, over, try_next, undo
+from .move_steps import end_undone, note, over, revert_book, try_next, undo
 from .steps import Step, StepContext
 
 
@@ -45,12 +46,14 @@ def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -
     ended = delete_rules.release_destroyed(instance, _destroyed(instance, event), context)
     if ended.instance is instance or desire_of(instance).condition is not Condition.DELETED:
         return ended
-    host = instance.here.host
-    if event.host_uuid == instance.source_host_uuid and instance.move is not None and instance.move.source is not None:
-        host = instance.move.source.host
     reason = "the delete did not wait for this host's word"
     record = AttemptRecord(
-        attempt=instance.attempt, host=host, outcome="fenced", code=FENCED, reason=reason, at=event.at
+        attempt=instance.attempt,
+        host=_where(instance, event).host,
+        outcome="fenced",
+        code=FENCED,
+        reason=reason,
+        at=event.at,
     )
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
 
@@ -89,11 +92,9 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The conductor does not wait for the remains of an undone move there."""
-    if is_unsure(instance, context):
+    if event.host_uuid != instance.host_uuid or is_unsure(instance, context):
         return Step(instance)
-    if event.host_uuid == instance.host_uuid and instance.is_in_place:
-        return Step(steps.ask(instance, State.REVERTING, event.at, context))
-    return way_back.revert_destroyed(instance, _destroyed(instance, event), context)
+    return Step(revert_book(instance, event.at, context))
 
 
 def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -> Step:
@@ -117,9 +118,13 @@ def end_change(instance: Instance, event: HostFenced, context: StepContext) -> S
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:
-    source = instance.move.source if instance.move is not None else None
-    where = instance.here if source is None or instance.host_uuid == event.host_uuid else source
-    return Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid, service=where.service)
+    service = _where(instance, event).service
+    return Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid, service=service)
+
+
+def _where(instance: Instance, event: HostFenced) -> Selection:
+    source = instance.source_elsewhere
+    return source if source is not None and source.host_uuid == event.host_uuid else instance.here
 
 
 def _reason(host: str) -> str:

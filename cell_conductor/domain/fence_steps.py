@@ -39,23 +39,19 @@ class FenceSteps:
         """The step, and those that the fences of the instance's hosts lead to."""
         stepped = _with_stop(before, stepped, event, context)
         at, commands = event.at, stepped.commands
-        fenced = {*fenced_hosts(before, context.fences), *fenced_hosts(stepped.instance, context.fences)}
         after = stepped.instance
         if isinstance(event, HostFenced) and after is not before:
             self.hosts[event.host_uuid] = None
         for _ in range(MAX_FENCE_STEPS):
-            was = after
             for host in fenced_hosts(after, context.fences):
                 then = step(after, HostFenced(at=at, host_uuid=host), context)
                 if then.instance is not after:
                     self.hosts[host] = None
                     after, commands = then.instance, (*commands, *then.commands)
-            if after is was:
-                break
         if after is not before:
             self.proofs.update(dict.fromkeys(relied_on(before, after, context.fences)))
             self.hosts.update(self.proofs)
-            for host in sorted(fenced):
+            for host in fenced_hosts(before, context.fences):
                 self.losses += losses_of(before, after, host, at)
         self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
         return Step(after, _without_starts(commands, context))
@@ -65,8 +61,8 @@ def _with_stop(before: Instance, stepped: Step, event: Event, context: StepConte
     """If the fence ends a change that starts a machine, the change's order may wait in the queue: a later order stops
     the machine.
     """
-    is_here = isinstance(event, HostFenced) and event.host_uuid == before.host_uuid
-    if not is_here or change_of(before) not in STARTING or change_of(stepped.instance) in STARTING:
+    is_ended = change_of(before) in STARTING and change_of(stepped.instance) not in STARTING
+    if not isinstance(event, HostFenced) or not is_ended:
         return stepped
     stopped = numbered(before, event.at)
     after = replace(stepped.instance, order=max(stepped.instance.order, stopped.order))
@@ -82,8 +78,9 @@ def _without_starts(commands: Sequence[Message], context: StepContext) -> tuple[
     kept: list[Message] = []
     for command in commands:
         is_fenced = isinstance(command, Spawn | ChangeMachine) and command.host_uuid in context.fences
-        if isinstance(command, ChangeMachine) and is_fenced and command.change in STARTING:
-            kept.append(replace(command, change=ChangeKind.STOP, rescue_password=""))
-        elif not (isinstance(command, Spawn) and is_fenced):
+        if not is_fenced:
             kept.append(command)
+        elif isinstance(command, ChangeMachine):
+            is_start = command.change in STARTING
+            kept.append(replace(command, change=ChangeKind.STOP, rescue_password="") if is_start else command)
     return tuple(kept)

@@ -72,23 +72,21 @@ class RunningAfterFence(Struct, frozen=True):
 
 def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:
     """The machines of an instance that this host may have by the previous record, and that the new record gave up."""
-    move = before.move
     machines = []
-    if before.selections and before.host_uuid == host_uuid:
+    if before.host_uuid == host_uuid:
         machines.append((before.attempt, before.here.service))
-    if before.source_host_uuid == host_uuid and move is not None and move.source is not None:
-        machines.append((move.source_attempt, move.source.service))
+    if before.source_host_uuid == host_uuid:
+        machines.append((before.source_attempt, before.source_service))
     return tuple(
         Loss(host_uuid=host_uuid, instance_uuid=before.uuid, attempt=attempt, service=service, at=at)
         for attempt, service in machines
-        if attempt and is_over(after, attempt, host_uuid)
+        if is_over(after, attempt, host_uuid)
     )
 
 
 def fenced_hosts(instance: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:
     """The hosts of this instance that are fenced."""
-    here, source = instance.host_uuid, instance.source_host_uuid
-    return [host for host in dict.fromkeys((here, source)) if host is not None and host in fences]
+    return [host for host in filter(None, (instance.host_uuid, instance.source_host_uuid)) if host in fences]
 
 
 class Closed(Struct, frozen=True):

@@ -162,7 +162,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     that have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
     steps that a deadline leads to. found_built: the machine that is being adopted is complete. departure: the record
     with which it left for another cell; departed_by: the request by which it left. ended_attempts: the attempts whose
-    machines its moves have ended, the newest last.
+    machines its moves have ended, the newest last. stay: the ordinal of its stay in a cell, which the schedulers'
+    map of instances to cells counts; of one that has left, that of the next.
     """
 
     uuid: str
@@ -200,6 +201,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     found_built: bool = False
     departure: Departure | None = None
     departed_by: str = ""
+    stay: int = 0
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
 
     @property
@@ -229,10 +231,16 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.move is not None and self.move.to_cell is not None and self.position > 0
 
     @property
+    def source_elsewhere(self) -> Selection | None:
+        """The move's source, if that is not on the current host."""
+        source = self.move.source if self.move is not None and self.position > 0 else None
+        return source if source is not None and self.here.host_uuid != source.host_uuid else None
+
+    @property
     def source_host_uuid(self) -> str | None:
         """The host of the move's source, if that is not the current host."""
-        source = self.move.source if self.move is not None and self.position > 0 else None
-        return None if source is None or self.is_in_place else source.host_uuid
+        source = self.source_elsewhere
+        return None if source is None else source.host_uuid
 
     @property
     def source_service(self) -> str:
@@ -293,8 +301,7 @@ def why_not_claimed(event: ClaimRefused, tries: str) -> tuple[str, str]:
 def summary_of(instance: Instance) -> str:
     """One sentence for people: the tries, and how each ended."""
     tries = "; ".join(
-        f"{record.host}: {record.outcome}"
-        + (f" ({record.code}{': ' if record.reason else ''}{record.reason})" if record.code else "")
+        ", ".join(filter(None, (f"{record.host}: {record.outcome}", record.code, record.reason)))
         for record in instance.history
     )
     passed = sum(record.outcome == NOT_TRIED for record in instance.history)

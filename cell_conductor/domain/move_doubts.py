@@ -29,15 +29,13 @@ from .steps import Step, StepContext, is_doubted
 
 def is_unsure(instance: Instance, context: StepContext) -> bool:
     """Whether it has no source, and may have a destination that the record does not have."""
-    move = instance.move
-    return move is not None and move.source is None and not move.delete and is_doubted(instance, context)
+    return move_of(instance).source is None and is_doubted(instance, context)
 
 
 def is_searched_for(instance: Instance) -> bool:
     """Whether the cell's services are to be queried about it before its claim is released."""
     desire = desire_of(instance)
-    is_given_up = instance.move is not None and desire.asks is Ask.RELEASE and desire.here is Wish.NONE
-    return instance.doubted and is_given_up
+    return instance.doubted and desire.asks is Ask.RELEASE and desire.here is Wish.NONE
 
 
 def follow_found(instance: Instance, event: MachineFound, context: StepContext) -> Step:
@@ -45,9 +43,10 @@ def follow_found(instance: Instance, event: MachineFound, context: StepContext) 
     host ends unless it is complete. One that is not proved to be its project's, that is older than the request, or that
     has the mark of another deployment holds it.
     """
-    move, spec = instance.move, instance.spec
-    if move is None or spec is None or not is_unsure(instance, context):
+    if not is_unsure(instance, context):
         return Step(instance)
+    move, spec = move_of(instance), instance.spec
+    assert spec is not None
     best = max(event.machines, key=lambda one: (one.built, one.attempt, one.host_uuid))
     allocations = taken_of(instance, best)
     is_another = any(one.foreign or one.attempt <= move.book_attempt for one in event.machines)
@@ -81,7 +80,7 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, context: StepCo
     if isinstance(event, HostRuns) and not event.built:
         return Step(here)
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
-    here = replace(here, move=move, queried=False)
+    here = replace(here, move=move)
     # A revert or an abort that was requested before has not taken effect.
     earlier = answer_other(here, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), event.at, context)
     step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, context))
@@ -131,8 +130,7 @@ def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepCo
     In doubt the destination of a move that is undone had arrived, if it is complete there.
     """
     is_undone = desire_of(instance).source is Wish.STAY
-    is_wanted = is_undone and not instance.is_in_place and not move_of(instance).delete
-    if is_doubted(instance, context) and is_wanted and steps.is_ours(instance, event):
+    if is_doubted(instance, context) and is_undone and not instance.is_in_place and steps.is_ours(instance, event):
         return adopt_arrived(instance, event, context)
     return rules.confirm_running(instance, event, context)
 

@@ -52,18 +52,22 @@ def move_of(instance: Instance) -> Move:
     return instance.move
 
 
+def source_of(move: Move) -> Selection:
+    """The source of a move that has one."""
+    assert move.source is not None, move
+    return move.source
+
+
 def report_progress(instance: Instance, state: MoveState, at: float, context: StepContext) -> Step:
     """Progress of the request that is under way, not its end."""
     move = move_of(instance)
-    is_late = state in (MoveState.CONFIRMED, MoveState.SOURCE_GONE)
-    condition = condition_of(instance) if is_late else Condition.MOVING
-    return _event(instance, EndedMove(move.request_id, move.kind, state), at, context, condition=condition)
+    return _event(instance, EndedMove(move.request_id, move.kind, state), at, context, condition=condition_of(instance))
 
 
 def report_waiting(instance: Instance, code: str, reason: str, at: float, context: StepContext) -> Step:
     """Progress of the request that ends the move (confirm, revert, abort), if there is one, with why it has no end."""
     move = move_of(instance)
-    if not move.by or move.by_kind is None:
+    if move.by_kind is None:
         return Step(instance)
     waits = EndedMove(move.by, move.by_kind, desire_of(instance).progress, code, cut(reason))
     return _event(instance, waits, at, context, condition=condition_of(instance))
@@ -90,7 +94,7 @@ def answer(instance: Instance, ending: MoveEnd, at: float, context: StepContext)
 def answer_other(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
     """The end of the request that has ended the move (confirm, revert, abort), if there is one."""
     move = move_of(instance)
-    if not move.by or move.by_kind is None:
+    if move.by_kind is None:
         return Step(instance)
     kept = replace(instance, move=replace(move, by="", by_kind=None))
     ended = EndedMove(move.by, move.by_kind, ending.state, ending.code, cut(ending.reason))
@@ -105,9 +109,8 @@ def close(instance: Instance, ending: MoveEnd, at: float, context: StepContext) 
     """
     move = move_of(instance)
     earlier = answer(instance, ending, at, context)
-    # An abort or a revert has succeeded; a confirm whose move was undone has not.
-    is_done = move.by_kind is not MoveKind.CONFIRM or ending.state is MoveState.DONE
-    other = answer_other(earlier.instance, DONE if is_done else ending, at, context)
+    # An abort or a revert has succeeded; a confirm has ended with the release of the source.
+    other = answer_other(earlier.instance, DONE, at, context)
     if not (earlier.commands or other.commands):
         state = MoveState.CHANGING if ending.state is MoveState.DONE else MoveState.UNDOING
         late = EndedMove(move.request_id, move.kind, state, ending.code, cut(ending.reason))
@@ -193,8 +196,8 @@ def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> St
 
 def refuse_busy(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """Another request is under way; a copy of that very one changes nothing."""
-    move = instance.move
-    if move is not None and event.request.request_id in (move.request_id, move.by):
+    move = move_of(instance)
+    if event.request.request_id in (move.request_id, move.by):
         return Step(instance)
     again = repeat_end(instance, event, context)
     if again is not None:

@@ -52,6 +52,7 @@ from .move_events import (
     repeat_end,
     report_progress,
     report_silent,
+    source_of,
     without_move,
 )
 from .move_steps import (
@@ -174,8 +175,8 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
         return way_back.revert(instance, event, context, REVERTED)
     named = replace(move_of(instance), by=request.request_id, by_kind=request.kind)
     confirmed = confirm(way_back.kept_here(replace(instance, move=named, cause=event.cause)), event.at, context)
-    source, waits = move.source, confirmed.instance.state is State.DESTROYING
-    if not waits or source is None or source.host_uuid in context.fences or source.service not in context.down:
+    source, waits = source_of(move), confirmed.instance.state is State.DESTROYING
+    if not waits or source.host_uuid in context.fences or source.service not in context.down:
         return confirmed
     return after(confirmed, report_silent(confirmed.instance, way_back.SOURCE_SILENT, source, event.at, context))
 
@@ -187,10 +188,7 @@ def _past_quota(instance: Instance, request: CellMove) -> str:
     A smaller instance may have left room that the project has used since. A move that fails is not compared: it has to
     go back.
     """
-    source = move_of(instance).source
-    if source is None:
-        return ""
-    before, now = _by_class(source), _by_class(instance.here)
+    before, now = _by_class(source_of(move_of(instance))), _by_class(instance.here)
     for name, left in sorted(request.room.items()):
         more = before[name] - now[name]
         if more > left:
@@ -325,8 +323,7 @@ def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     stop, and need not be started; another destination is tried only if the source may let it go there.
     """
     move = move_of(instance)
-    assert move.source is not None
-    if not is_awaited(instance, event, move.source, move.source_attempt):
+    if not is_awaited(instance, event, source_of(move), move.source_attempt):
         return Step(instance)
     if is_doubted(instance, context):
         return undo_doubted(instance, event.at, context)
@@ -349,8 +346,8 @@ def give_up_hand_over(instance: Instance, event: TimedOut, context: StepContext)
     It is started again, which cancels the hand-over that it may have begun.
     """
     kind = change_of(instance)
-    waited_s = 0.0 if kind is None else step_s(move_of(instance), kind, context)
-    reason = f"the source did not hand over within {waited_s:g} s"
+    assert kind is not None
+    reason = f"the source did not hand over within {step_s(move_of(instance), kind, context):g} s"
     return undo(instance, event.at, context, TIMED_OUT, reason)
 
 
@@ -363,7 +360,6 @@ def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) 
     here = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
         return Step(here)
-    here = replace(here, queried=False)
     return arrived(note(here, "active", event.at), event.at, context)
 
 

@@ -23,7 +23,7 @@ from .events import (
     MoveRequested,
 )
 from .instance import NO_HOST, Instance, Move, Power, State
-from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
+from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress, source_of
 from .orders import change_of, numbered, step_s
 from .set_back import FORGOTTEN_ATTEMPTS, marked_reused
 from .steps import Step, StepContext, is_doubted
@@ -105,9 +105,9 @@ def adopt(
 ) -> Instance:
     """The request is under way, and the previous state of the instance is kept.
 
-    Announcements are numbered above all that the schedulers have had: they take no departure below, and one by a record
-    that was set back would leave the instance in no cell. What is claimed in another cell has an attempt above all that
-    a record which is set back to before this may release.
+    Announcements are numbered above all that the schedulers have had, and it leaves by the stay that they have on
+    record: its own may be set back. What is claimed in another cell has an attempt above all that a record which is set
+    back to before this may release.
     """
     request = event.request
     assert instance.spec is not None
@@ -140,6 +140,7 @@ def adopt(
         cause=event.cause,
         queried=False,
         sequence=max(instance.sequence, request.sequence + 1),
+        stay=max(instance.stay, request.stay),
         newest=instance.newest if request.to_cell is None else instance.next_attempt,
     )
 
@@ -169,8 +170,8 @@ def claim(instance: Instance, at: float, context: StepContext) -> Step:
     instance = marked_reused(instance, context.set_back)
     move = move_of(instance)
     closed = context.closed_to(instance)
-    if notes := closed.passed_over(instance.alternates, instance.next_attempt, at):
-        move = replace(move, history=move.history + notes)
+    notes = closed.passed_over(instance.alternates, instance.next_attempt, at)
+    move = replace(move, history=move.history + notes)
     # A machine that was commanded to stop is handed over, not changed in place.
     kept = tuple(
         one
@@ -238,6 +239,7 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
         deadline=None,
         since=at,
         answered=True,
+        queried=False,
         doubted=False,
         power=Power.STOPPED if move.power is Power.STOPPED else Power.RUNNING,
         image="",
@@ -258,7 +260,7 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     if instance.is_in_place:
         return Step(steps.releasing(instance, State.ACTIVE, at, context))
     # Alternates have no use any more; the move still names the source.
-    alone = replace(instance, selections=(move_of(instance).source or here, here), position=1)
+    alone = replace(instance, selections=(source_of(move_of(instance)), here), position=1)
     return Step(steps.destroying(alone, State.ACTIVE, at, context))
 
 
@@ -367,7 +369,7 @@ def note_not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at:
         AttemptRecord(attempt=instance.next_attempt, host=one.host, outcome="not_claimed", code=outcome.value, at=at)
         for one, outcome in zip(instance.alternates, outcomes, strict=False)
     )
-    return replace(instance, move=replace(move, history=move.history + tried)) if tried else instance
+    return replace(instance, move=replace(move, history=move.history + tried))
 
 
 def summary_of_hosts(instance: Instance) -> str:

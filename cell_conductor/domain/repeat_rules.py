@@ -84,5 +84,6 @@ def _announce_again(
 
 
 def _numbered_above(instance: Instance, event: BuildRequested | DeleteRequested) -> Instance:
-    known = event.sequence if isinstance(event, BuildRequested) else 0
-    return replace(instance, sequence=max(instance.sequence, known + 1))
+    if isinstance(event, DeleteRequested):
+        return instance
+    return replace(instance, sequence=max(instance.sequence, event.sequence + 1))

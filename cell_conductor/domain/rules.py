@@ -233,8 +233,7 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
     if not instance.doubted:
         return ended
     reused_from = min(instance.reused_from or instance.attempt, instance.attempt)
-    kept = tuple(one for one in ended.commands if not isinstance(one, Destroy))
-    return Step(replace(ended.instance, reused_from=reused_from), kept)
+    return Step(replace(ended.instance, reused_from=reused_from))
 
 
 def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
@@ -331,14 +330,15 @@ def _half_released(instance: Instance, event: Released, context: StepContext) ->
     The instance first: once it holds nothing, a late copy of the move's claim cannot move an allocation to the
     migration. One that came late but before that has, whatever the copy was answered that its conductor received.
     """
-    move = instance.move
-    consumer = event.consumer or instance.uuid
-    may_hold = move is not None and (move.claimed or move.source is not None)
-    if consumer == instance.uuid and move is not None and may_hold and not move.instance_released:
-        updated = replace(instance, move=replace(move, instance_released=True))
-        return Step(replace(updated, deadline=event.at + context.claim_retry_s))
-    expected = move.request_id if move is not None and move.instance_released else instance.uuid
-    return None if consumer == expected else Step(instance)
+    move, consumer = instance.move, event.consumer or instance.uuid
+    if move is None or not (move.claimed or move.source is not None):
+        return None if consumer == instance.uuid else Step(instance)
+    if move.instance_released:
+        return None if consumer == move.request_id else Step(instance)
+    if consumer != instance.uuid:
+        return Step(instance)
+    updated = replace(instance, move=replace(move, instance_released=True))
+    return Step(replace(updated, deadline=event.at + context.claim_retry_s))
 
 
 def with_request(instance: Instance, event: BuildRequested) -> Instance:
@@ -395,8 +395,6 @@ def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:
 def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
     """Hosts that are closed now are skipped, and recorded: a request to placement is never changed."""
     notes = context.closed.passed_over(instance.alternates, instance.next_attempt, at)
-    if not notes:
-        return instance
     kept = tuple(selection for selection in instance.alternates if context.closed.why(selection) is None)
     tried = instance.selections[: instance.position + 1]
     return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
@@ -432,7 +430,7 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
         )
         for selection, outcome in zip(instance.alternates, outcomes, strict=False)
     )
-    return replace(instance, history=instance.history + tried) if tried else instance
+    return replace(instance, history=instance.history + tried)
 
 
 def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
@@ -457,7 +455,7 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
-    gone = replace(instance, state=State.DELETED, then=None, deadline=None, since=at, answered=True, move=None)
+    gone = replace(instance, state=State.DELETED, then=None, deadline=None, since=at, move=None)
     return steps.announce(gone, BuildState.DELETED, at, context, terminal=True)
 
 

@@ -114,7 +114,7 @@ def announce(
         terminal=terminal,
         cell=context.cell,
         host=instance.here.host if instance.selections else None,
-        host_uuid=instance.host_uuid if instance.selections else None,
+        host_uuid=instance.host_uuid,
         attempt=instance.attempt,
         code=code,
         reason=reason,
@@ -176,9 +176,10 @@ def followed(instance: Instance, event: Spawned | HostRuns) -> Instance:
     """The record with the host of this machine, its current one or its source, under the service that lists it now."""
     if is_ours(instance, event):
         return at_service(instance, event.service)
-    move = instance.move
-    if not is_source(instance, event) or move is None or move.source is None or move.source.service == event.service:
+    if not is_source(instance, event) or instance.source_service == event.service:
         return instance
+    move = instance.move
+    assert move is not None and move.source is not None
     return replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
 
 

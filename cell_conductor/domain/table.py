@@ -79,12 +79,12 @@ class Rule(Struct, frozen=True):
 class ByThen(Struct, frozen=True):
     """The rule of each state that may follow. otherwise: of the others (None: there are none)."""
 
-    rules: Mapping[State, Rule]
+    rules: Mapping[State | None, Rule]
     otherwise: Rule | None = None
 
     def of(self, then: State | None) -> Rule | None:
         """The rule of what follows."""
-        return self.otherwise if then is None else self.rules.get(then, self.otherwise)
+        return self.rules.get(then, self.otherwise)
 
 
 # None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
@@ -106,10 +106,12 @@ ASK_AGAIN = Rule(rules.repeat_question)
 COMMAND_AGAIN = Rule(way_back.command_again)
 UNDONE = (State.DESTROYING, State.REVERTING, State.RELEASING)
 NEXT = (State.CLAIMING, *UNDONE)
+DELETED_UNKNOWN = (State.TOMBSTONE, State.DESTROYING, State.RELEASING)
 FAILS_OVER = (State.CLAIMING, State.RELEASING)
 ARRIVED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
-ARRIVE_IN_CELL = Rule(departure_rules.arrive, (State.FINISHING, State.CLAIMING, State.DESTROYING, State.RELEASING))
 REFUSE = Rule(departure_rules.refuse_other)
+REFER = Rule(departure_rules.refer)
+DELETE_DEPARTED = Rule(delete_rules.delete_departed, DELETED_UNKNOWN)
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
 FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
@@ -135,7 +137,7 @@ USUAL: Mapping[type[Event], Cell] = {
     ServiceLost: IGNORE,
     MoveRequested: REFUSE,
     MoveQueried: Rule(departure_rules.answer_unbegun),
-    InstanceArrives: Rule(departure_rules.answer_late),
+    InstanceArrives: Rule(departure_rules.arrive, (State.FINISHING, State.CLAIMING, State.DESTROYING, State.RELEASING)),
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
     HostFenced: IGNORE,
@@ -149,19 +151,17 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ABSENT: {
         **UNASKED,
         BuildRequested: Rule(adopt_rules.start_or_adopt, (State.BUILDING, *FAILS_OVER, State.FAILED)),
-        DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DESTROYING, State.RELEASING)),
+        DeleteRequested: Rule(delete_rules.delete_unknown, DELETED_UNKNOWN),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
         HostRuns: IGNORE,
         MoveRequested: Rule(move_events.refuse),
-        InstanceArrives: ARRIVE_IN_CELL,
     },
     State.TOMBSTONE: {
         **UNASKED,
         BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DESTROYING, State.RELEASING)),
         MoveRequested: Rule(move_events.refuse),
-        InstanceArrives: ARRIVE_IN_CELL,
     },
     State.BUILDING: {
         **USUAL,
@@ -331,9 +331,8 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         **USUAL,
         DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
         MoveRequested: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.RELEASING)),
-        InstanceArrives: ARRIVE_IN_CELL,
     },
-    State.DEPARTED: {**USUAL, MoveRequested: Rule(departure_rules.refer), InstanceArrives: ARRIVE_IN_CELL},
+    State.DEPARTED: {**USUAL, DeleteRequested: DELETE_DEPARTED, MoveRequested: REFER, MoveQueried: REFER},
 }
 
 
@@ -404,15 +403,15 @@ def question_of(instance: Instance) -> Question | None:
 
 def _claim(instance: Instance) -> Claim:
     assert instance.spec is not None
-    move, is_here = instance.move, desire_of(instance).here is Wish.STAY  # its machine is, and is not moved by this
+    move, is_here = instance.move, desire_of(instance).here is Wish.STAY  # its machine is, and it is adopted
     return Claim(
         consumer=instance.uuid,
         attempt=instance.next_attempt,
         consumer_generation=instance.consumer_generation,
-        release_first=move is None or instance.position > 0 or is_here,
+        release_first=move is None or instance.position > 0,
         options=tuple(
             ClaimOption(allocations=s.allocations, shapes=s.shapes, host=s.host_uuid if instance.server_group else None)
-            for s in ((instance.here,) if is_here and move is None else instance.alternates)
+            for s in ((instance.here,) if is_here else instance.alternates)
         ),
         server_group=instance.server_group,
         limits=instance.limits,

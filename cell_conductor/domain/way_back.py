@@ -36,7 +36,7 @@ from .events import (
     SourceAnswered,
     TimedOut,
 )
-from .instance import Instance, Move, Power, State
+from .instance import Instance, Power, State
 from .move_events import (
     MoveEnd,
     after,
@@ -45,6 +45,7 @@ from .move_events import (
     move_of,
     refuse_request,
     report_silent,
+    source_of,
 )
 from .move_steps import change, end_undone, ending_of, is_awaited, revert_book, undo
 from .orders import repeated
@@ -73,10 +74,11 @@ class SourceQuery(Struct, frozen=True):
 
 def source_query_of(instance: Instance) -> SourceQuery | None:
     """The query that an instance waits for; None: for none. It follows from the record alone."""
-    move = instance.move
-    if move is None or not is_waiting(instance) or move.source is None:
+    if not is_waiting(instance):
         return None
-    return SourceQuery(move.source.host_uuid, move.source.service, move.source_attempt, move.by)
+    move = move_of(instance)
+    source = source_of(move)
+    return SourceQuery(source.host_uuid, source.service, move.source_attempt, move.by)
 
 
 def answer_about(
@@ -85,7 +87,6 @@ def answer_about(
     """The event of the services' answers: (service, its answer). Another service that has the host counts when it lists
     the machine; that it does not proves nothing while the service on record is silent.
     """
-    own = next((answer for service, answer in answers if service == source.service), None)
     looked = [(name, one) for name, one in answers if isinstance(one, MachinesFound)]
     for service, found in looked:
         if source.host_uuid in found.hosts and any(
@@ -93,9 +94,8 @@ def answer_about(
             for m in found.machines
         ):
             return SourceAnswered(at=at, by=source.by, service=service)
-    if not isinstance(own, MachinesFound):
-        why = "it was not asked" if own is None else own.code
-        code, reason = SOURCE_SILENT, f"compute service {source.service} has not answered: {why}"
+    if all(service != source.service for service, _ in looked):
+        code, reason = SOURCE_SILENT, f"compute service {source.service} has not answered"
     elif any(source.host_uuid in answer.hosts for _, answer in looked):
         code, reason = SOURCE_LOST, "its host does not have the machine any more"
     else:
@@ -105,8 +105,7 @@ def answer_about(
 
 def is_waiting(instance: Instance) -> bool:
     """Whether the move has arrived, and is to be undone once its source was seen."""
-    move = instance.move
-    return move is not None and instance.state is State.RESIZED and bool(move.lost_code)
+    return instance.state is State.RESIZED and bool(move_of(instance).lost_code)
 
 
 def revert(instance: Instance, event: MoveRequested, context: StepContext, code: str) -> Step:
@@ -114,7 +113,7 @@ def revert(instance: Instance, event: MoveRequested, context: StepContext, code:
     move = move_of(instance)
     named = replace(move, by=event.request.request_id, by_kind=MoveKind.REVERT)
     begun = replace(instance, move=named, cause=event.cause)
-    if (fenced := why_fenced(_source_of(move), context)) is not None:
+    if (fenced := why_fenced(source_of(move), context)) is not None:
         return refuse_request(instance, event, context, fenced.code, fenced.reason)
     return _query(begun, event.at, context, code, "")
 
@@ -127,15 +126,15 @@ def leave_fenced(instance: Instance, at: float, context: StepContext, code: str,
 def go_back(instance: Instance, event: SourceAnswered, context: StepContext) -> Step:
     """The source was seen: the move is undone. It was not: the destination stays, and a revert is refused."""
     move = move_of(instance)
-    if not is_waiting(instance) or move.source is None or event.by != move.by:
+    if not is_waiting(instance) or event.by != move.by:
         return Step(instance)
     if event.code:
         return _stay(instance, MoveEnd(MoveState.REFUSED, event.code, event.reason), event.at, context)
-    if (fenced := why_fenced(move.source, context)) is not None:
+    if (fenced := why_fenced(source_of(move), context)) is not None:
         return _stay(instance, fenced, event.at, context)
     if not _is_wanted(instance, context):
         return Step(_rested(instance))
-    seen = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
+    seen = replace(instance, move=replace(move, source=replace(source_of(move), service=event.service)))
     if instance.is_in_place:
         seen = steps.at_service(seen, event.service)
     return undo(seen, event.at, context, move.lost_code, move.lost_reason)
@@ -143,7 +142,7 @@ def go_back(instance: Instance, event: SourceAnswered, context: StepContext) -> 
 
 def query_again(instance: Instance, at: float, context: StepContext) -> Step:
     """No answer is on record in time: a revert is refused; after a fence the services are queried again."""
-    reason = f"no conductor has an answer of compute service {_source_of(move_of(instance)).service}"
+    reason = f"no conductor has an answer of compute service {source_of(move_of(instance)).service}"
     silent = MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
     return _stay(instance, silent, at, context)
 
@@ -160,7 +159,7 @@ def ending_instead(instance: Instance, event: MoveRequested, context: StepContex
     After a fence the client may still confirm the move, or wait for the answer by a revert.
     """
     move = move_of(instance)
-    if not is_waiting(instance) or not move.by:
+    if not move.by:
         return None
     if event.request.request_id == move.by:
         return Step(instance)
@@ -169,8 +168,7 @@ def ending_instead(instance: Instance, event: MoveRequested, context: StepContex
 
 def kept_here(instance: Instance) -> Instance:
     """The move as it is when it is not to be undone any more."""
-    move = move_of(instance)
-    return replace(instance, move=replace(move, lost_code="", lost_reason="")) if is_waiting(instance) else instance
+    return replace(instance, move=replace(move_of(instance), lost_code="", lost_reason=""))
 
 
 def why_fenced(source: Selection, context: StepContext) -> MoveEnd | None:
@@ -213,11 +211,6 @@ def _rested(instance: Instance) -> Instance:
     return replace(kept_here(instance), deadline=deadline)
 
 
-def _source_of(move: Move) -> Selection:
-    assert move.source is not None
-    return move.source
-
-
 DESTINATION_SILENT = "move.destination_silent"  # of a move that is undone: it has not answered that nothing is left
 
 
@@ -243,18 +236,16 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
     if event.attempt != instance.next_attempt:
         return Step(instance)
     move = move_of(instance)
-    assert move.source is not None
     generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
     back = replace(
         instance,
-        selections=(move.source,),
+        selections=(source_of(move),),
         position=0,
         attempt=move.source_attempt,
         newest=event.attempt,
         consumer_generation=generation,
         spec=move.spec,
         power=move.power,
-        queried=False,
     )
     # In doubt the machine of one that was to leave its cell may be gone: its host answers for that.
     is_sure = move.to_cell is None or not is_doubted(instance, context)

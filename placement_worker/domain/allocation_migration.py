@@ -88,7 +88,7 @@ def migrated(
     """
     used: dict[str, dict[str, int]] = {}
     generations: dict[str, int] = {}
-    for uuid in (*before, *(new for new in after if new not in before)):
+    for uuid in {**before, **after}:
         old, new = before.get(uuid), after.get(uuid)
         was, now = old.used if old is not None else {}, new.used if new is not None else {}
         differs = {name: now.get(name, 0) for name in (*was, *now) if was.get(name, 0) != now.get(name, 0)}
@@ -148,8 +148,6 @@ class _Migration:
         """Move these classes of one consumer to the takers, as far as they have room."""
         held = self._held(consumer).get(self._source, {})
         wanted = {name: held[name] for name in classes if name in held}
-        if not wanted:
-            return
         for taker in takers:
             if all(self._takes(consumer, taker, name, amount) == amount for name, amount in wanted.items()):
                 for name, amount in wanted.items():
@@ -170,14 +168,12 @@ class _Migration:
         """Return how much of the amount fits on this taker, by its free capacity and by the inventory's unit
         constraints.
         """
-        inventory = self._inventories[taker].get(name)
-        if inventory is None:
-            return 0
+        inventory = self._inventories[taker][name]
         has = self._held(consumer).get(taker, {}).get(name, 0)
         free = max(0, inventory.capacity - self._used.get(taker, {}).get(name, 0))
         total = min(has + min(amount, free), inventory.max_unit)
         total -= total % inventory.step_size
-        return total - has if total >= inventory.min_unit and total > has else 0
+        return max(0, total - has) if total >= inventory.min_unit else 0
 
     def _give(self, consumer: str, taker: str, name: str, amount: int) -> None:
         holding = {uuid: dict(resources) for uuid, resources in self._held(consumer).items()}

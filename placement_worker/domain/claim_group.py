@@ -148,10 +148,8 @@ class ClaimGroup:
 
     def _add_claim(self, claim: messages.Claim) -> None:
         named = [claim.consumer]
-        if claim.consumer not in self.consumers:
-            self.consumers[claim.consumer] = ConsumerState(
-                1, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, run=claim.by or ""
-            )
+        new = ConsumerState(1, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, run=claim.by or "")
+        self.consumers.setdefault(claim.consumer, new)
         if claim.migration is not None:
             named.append(claim.migration.uuid)
             migration = ConsumerState(1, claim.attempt, claim.project_id, claim.user_id, MIGRATION_TYPE)
@@ -176,9 +174,7 @@ class ClaimGroup:
 
     def _name(self, holding: Holding) -> None:
         self.providers.update(holding)
-        for resources in holding.values():
-            if not self.classes >= resources.keys():
-                self.classes.update(resources)
+        self.classes.update(*holding.values())
 
 
 def _claims_of(

@@ -147,9 +147,9 @@ class ClaimLedger:
             return self.changed_consumers[uuid]
         return self._consumers.get(uuid)
 
-    def others(self, claim: Claim) -> dict[str, int]:
+    def others(self, claim: Claim, besides: Collection[str] = ()) -> dict[str, int]:
         """Return how many members of the claim's server group each host has that matters to the claim, without its own
-        consumer.
+        consumer and these. besides: the gang that is tried, because its claims are not committed.
 
         A migration is a member as long as it holds allocations on the source, so that the instance may return there.
         The claim's own migration is not counted either.
@@ -163,20 +163,10 @@ class ClaimLedger:
         joined = self.joined.get(key, {})
         for consumer in self._changes[group.seen :]:
             if consumer in group.hosts or consumer in joined:
-                changed = consumer in self.changed_consumers
-                group.put(consumer, self._hosts_now(consumer, joined.get(consumer)) if changed else ())
+                group.put(consumer, self._hosts_now(consumer, joined.get(consumer)))
         group.seen = len(self._changes)
-        named = hosts_that_matter(claim)
-        return group.without([claim.consumer, *([] if claim.migration is None else [claim.migration.uuid])], named)
-
-    def outside(self, claim: Claim, others: dict[str, int]) -> dict[str, int]:
-        """Return the other members without those of the gang that is tried, because the gang's claims are not
-        committed.
-        """
-        key = group_key(claim)
-        if key is None or not self.gang:
-            return others
-        return self._counts[key].without({claim.consumer, *self.gang}, hosts_that_matter(claim))
+        own = {claim.consumer} if claim.migration is None else {claim.consumer, claim.migration.uuid}
+        return group.without(own.union(besides), hosts_that_matter(claim))
 
     def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
         """The hosts of a consumer that this group has changed: the claimed host, or the hosts to which a swap has moved
@@ -186,14 +176,16 @@ class ClaimLedger:
         return (claimed,) if claimed in hosts else hosts
 
     def join(self, claim: Claim, host: str | None) -> None:
-        """Record that the claim's consumer is on this host, for its server group."""
+        """Record that the claim's consumer is on this host, for its server group. Its row is written next."""
         key = group_key(claim)
-        if key is not None and host is not None:
+        if key is not None:
+            assert host is not None, "the group's rule permits it"
             self.joined.setdefault(key, {})[claim.consumer] = host
-            self._changes.append(claim.consumer)
 
     def join_migration(self, claim: Claim, migration: str) -> None:
-        """Record that the migration is on the host where the claim's consumer was, for its server group."""
+        """Record that the migration is on the host where the claim's consumer was, for its server group. Its row is
+        written next.
+        """
         key = group_key(claim)
         if key is not None:
             joined = self.joined.setdefault(key, {})
@@ -201,7 +193,6 @@ class ClaimLedger:
             host = joined.get(claim.consumer) or next(iter(hosts), None)
             if host is not None:
                 joined[migration] = host
-                self._changes.append(migration)
 
     def source_held(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
         """The part of a move's source that the instance and its migration still hold."""
@@ -211,13 +202,12 @@ class ClaimLedger:
 
     def is_others(self, holding: Holding) -> bool:
         """Whether one of these providers belongs to another cell."""
-        return bool(self.foreign) and any(uuid in self.foreign for uuid in holding)
+        return any(uuid in self.foreign for uuid in holding)
 
     def write(self, uuid: str, consumer: ConsumerState | None) -> None:
         """Record the new state of a consumer; None: its row is deleted."""
-        if self.projects:
-            self._count(self.consumer(uuid), -1)
-            self._count(consumer, 1)
+        self._count(self.consumer(uuid), -1)
+        self._count(consumer, 1)
         self.changed_consumers[uuid] = consumer
         self._changes.append(uuid)
 
@@ -233,22 +223,19 @@ class ClaimLedger:
 
         A claim that does not increase the consumer's amount of a class is allowed.
         """
-        now, before, wanted = (
-            self.projects.get(claim.project_id, {}),
-            held_by_class(held),
-            held_by_class(option.allocations),
-        )
+        now, before = self.projects.get(claim.project_id, {}), held_by_class(held)
+        wanted = held_by_class(option.allocations)
         for name, limit in sorted(claim.limits.items()):
-            more = wanted.get(name, 0) - before.get(name, 0)
-            if more > 0 and now.get(name, 0) + more > limit:
-                return f"{name}: {now.get(name, 0)} of {limit} held, {more} more requested"
+            total, more = now.get(name, 0), wanted.get(name, 0) - before.get(name, 0)
+            if more > 0 and total + more > limit:
+                return f"{name}: {total} of {limit} held, {more} more requested"
         return ""
 
     def fit(self, uuid: str, name: str, amount: int, more: int) -> Fit:
         """Whether one allocation may have this amount when the usage of a class of a provider grows by `more`."""
         inventory = self.providers[uuid].inventories.get(name)
-        used = self.used.get(uuid, _UNTOUCHED).get(name)
-        return fit(amount, inventory, (inventory.used if inventory else 0) if used is None else used, more)
+        used = self.used.get(uuid, _UNTOUCHED).get(name, inventory and inventory.used)
+        return fit(amount, inventory, used or 0, more)
 
     def move(self, before: Holding, after: Holding) -> None:
         """Change the usage from one holding of a consumer to another, and increment the generation of each provider
@@ -307,12 +294,12 @@ class ClaimLedger:
             if wanted:
                 kind = write.consumer_type
                 if kind is None:
-                    kind = known.consumer_type if known is not None and held else ""
+                    kind = known.consumer_type if known is not None and known.holding else ""
                 old = known or ConsumerState(0, 0, "", "", "")
                 attempt = max(write.attempt or 0, old.attempt)
                 owner = (write.project_id, write.user_id, kind)
                 self.write(write.consumer, ConsumerState(old.generation + 1, attempt, *owner, wanted, old.run))
-            elif known is not None and held:
+            elif known is not None and known.holding:
                 self.write(write.consumer, replace(known, holding=NOTHING) if known.attempt else None)
         self.bump(written)
 

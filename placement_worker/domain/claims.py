@@ -112,7 +112,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="claim.options: it names none")
     if ledger.is_others(held):
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
-    if known is not None and held and _is_repeated(claim, known):
+    if known is not None and known.holding and _is_repeated(claim, known):
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
         return _changed(claim, known)
@@ -125,11 +125,11 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         source = ledger.source_held(claim.migration, held, kept) if claim.release_first else held
     outcomes: list[ClaimOutcome] = []
     past = ""
-    before = total_of((held, kept)) if kept else held
-    others = ledger.others(claim) if claim.server_group is not None else {}
+    before = total_of((held, kept))
+    others = ledger.others(claim)
     for option in claim.options:
         wanted = option.allocations
-        outcome = _fits(ledger, wanted, before, _larger(wanted, source) if source else wanted, option.shapes)
+        outcome = _fits(ledger, wanted, before, wanted, option.shapes)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
         if outcome is _CLAIMED and (past := ledger.past_limit(claim, option, held or source)):
@@ -137,25 +137,23 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         outcomes.append(outcome)
         if outcome is _CLAIMED:
             return _take(ledger, claim, known, tuple(outcomes), source)
-    if claim.release_first and known is not None and held:
+    if claim.release_first and known is not None and known.holding:
         return _release_only(ledger, claim, known, tuple(outcomes), source)
-    return _turned_down(ledger, claim, tuple(outcomes), others=others, past=past)
+    return _turned_down(ledger, claim, tuple(outcomes), past)
 
 
 def _overall(outcomes: Outcomes) -> ClaimOutcome:
     return next(hope for hope in _HOPE if hope in outcomes)
 
 
-def _turned_down(
-    ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, *, others: dict[str, int], past: str
-) -> ClaimVerdict:
-    """Return the verdict on a claim none of whose options was taken; nothing changes. others: the other members of its
-    server group. past: the limit that was exceeded.
+def _turned_down(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past: str) -> ClaimVerdict:
+    """Return the verdict on a claim none of whose options was taken; nothing changes. past: the limit that was
+    exceeded.
     """
     known, overall = ledger.consumer(claim.consumer), _overall(outcomes)
     held = holding_of(known)
-    members = visible_members(ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
-    generation = known.generation if known is not None and held else None
+    members = visible_members(ledger.others(claim, ledger.gang)) if ClaimOutcome.RULED_OUT in outcomes else {}
+    generation = known.generation if known is not None and known.holding else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return ClaimVerdict(
         outcome=overall,
@@ -213,7 +211,11 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
 
 
 def _is_fence_of_another(known: ConsumerState, claim: Claim) -> bool:
-    """Whether the row is only a fence against another run: a release by name refuses nothing of the runs after it."""
+    """Whether the row is only a fence against another run: a release by name refuses nothing of the runs after it.
+
+    Nor of those before it, of records that are lost: their order does not show. What such a late claim takes starts
+    nothing, because only the run on record is dispatched; it is released by its scheduler, or stays for the audit.
+    """
     is_runs_fence = not known.holding and known.run and claim.attempt == known.attempt
     return bool(is_runs_fence) and claim.by not in (None, known.run)
 
@@ -278,8 +280,7 @@ def _take(
     if claim.migration is not None:
         _keep_source(ledger, claim, kept_beside(source, wanted))
     ledger.move(holding_of(known), wanted)
-    if claim.server_group is not None:
-        ledger.join(claim, claim.options[number].host)
+    ledger.join(claim, claim.options[number].host)
     generation = 1 if known is None else known.generation + 1
     run = (known.run if known is not None else "") if claim.by is None else claim.by
     ledger.write(
@@ -302,7 +303,7 @@ def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding, kind: str =
     uuid = claim.migration.uuid
     known = ledger.consumer(uuid)
     held = holding_of(known)
-    if held == wanted and (known is None or known.consumer_type == kind or not held):
+    if held == wanted and (known is None or not known.holding or known.consumer_type == kind):
         return
     if held != wanted:
         ledger.join_migration(claim, uuid)
@@ -339,14 +340,6 @@ def _fence(known: ConsumerState, attempt: int, by: str | None = None) -> Consume
     )
 
 
-def _larger(wanted: Holding, source: Holding) -> dict[str, dict[str, int]]:
-    """Return `wanted` with the amounts of a move's source where these are larger."""
-    return {
-        uuid: {name: max(amount, amount_of(source, uuid, name)) for name, amount in resources.items()}
-        for uuid, resources in wanted.items()
-    }
-
-
 def _fits(
     ledger: ClaimLedger, wanted: Holding, before: Holding, after: Holding, shapes: Mapping[str, int] = _NO_AMOUNTS
 ) -> ClaimOutcome:
@@ -355,30 +348,25 @@ def _fits(
     before, after: what all consumers of the item hold together, with which capacities are compared (microversion 1.13).
     shapes: of the providers when they were chosen.
     """
-    invalid = raced = False
+    invalid = False
+    raced: set[str] = set()
     for uuid, resources in wanted.items():
         provider = ledger.providers.get(uuid)
         if provider is None or uuid in ledger.foreign:
             return _GONE
         if not resources:
             invalid = True
-        if uuid in shapes and shapes[uuid] != provider.shape:
-            raced = True
+        if shapes.get(uuid, provider.shape) != provider.shape:
+            raced.add(uuid)
     for uuid, resources in wanted.items():
         held, total = before.get(uuid, _NO_AMOUNTS), after[uuid]
         for name, amount in resources.items():
             fit = ledger.fit(uuid, name, amount, total[name] - held.get(name, 0))
-            if fit is Fit.FULL:
+            # Inventory that was removed after the host was chosen has perhaps moved to a child provider: raced, not
+            # full.
+            if fit is Fit.FULL or (fit is Fit.NO_INVENTORY and name in ledger.known_classes and uuid not in raced):
                 return _FULL
-            if fit is Fit.NO_INVENTORY:
-                known, shape = name in ledger.known_classes, ledger.providers[uuid].shape
-                # The inventory was removed after the host was chosen, perhaps moved to a child provider: raced, not
-                # full.
-                if known and shapes.get(uuid, shape) == shape:
-                    return _FULL
-                invalid = invalid or not known
-            elif fit is Fit.NOT_IN_UNITS:
-                invalid = True
+            invalid = invalid or fit is not Fit.FITS
     if raced:
         return ClaimOutcome.RACED
     return ClaimOutcome.INVALID if invalid else _CLAIMED
@@ -433,11 +421,11 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
     held, kept = holding_of(known), holding_of(migration)
     if ledger.is_others(held) or ledger.is_others(kept):
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
-    if known is None and kept and migration is not None:
+    if known is None and migration is not None and migration.holding:
         known = _trimmed(revert, migration)
     if known is None or known.attempt > revert.attempt:
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=None if known is None else known.generation)
-    if kept and migration is not None and migration.project_id != known.project_id:
+    if migration is not None and migration.holding and migration.project_id != known.project_id:
         return ClaimVerdict(outcome="consumer_changed", consumer=revert.migration.uuid)
     if known.attempt == revert.attempt and not kept:
         return ClaimVerdict(outcome="reverted", consumer_generation=known.generation, holding=held)

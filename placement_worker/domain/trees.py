@@ -254,7 +254,7 @@ class ProviderTrees:
         moved = before
         subtree: list[str] = []
         if write.parent is not UNSET and (write.parent is not None or before.parent is not None):
-            target = self._target(before, write)
+            target = self._target(before, write.parent, may_move=write.may_move)
             if isinstance(target, WriteRefusal):
                 return target
             subtree = self._subtree(before)
@@ -274,28 +274,27 @@ class ProviderTrees:
             moved = replace(moved, name=write.name)
         return moved
 
-    def _target(self, before: Provider, write: UpdateProvider) -> str | WriteRefusal:
-        """Return the root of the provider after the write, or the refusal."""
-        if write.parent is None or write.parent is UNSET:
-            if not write.may_move:
+    def _target(self, before: Provider, wanted: str | None, *, may_move: bool) -> str | WriteRefusal:
+        """Return the root of the provider below the wanted parent, or the refusal."""
+        if wanted is None:
+            if not may_move:
                 return _bad_parent("update", "un-parenting a provider is not currently allowed.")
             return before.uuid
-        parent = self.providers.get(write.parent)
+        parent = self.providers.get(wanted)
         if parent is None:
             return _bad_parent("create", "parent provider UUID does not exist.")
         if before.uuid in self._reported:
             # Builds would be sent to the host by another root than its own, until its source reports it again.
             return _bad_parent("update", "the provider is a host, which its source reports as a root.")
-        if before.parent is not None and before.parent != parent.uuid and not write.may_move:
+        if before.parent is not None and before.parent != parent.uuid and not may_move:
             return _bad_parent("update", "re-parenting a provider is not currently allowed.")
         return parent.root
 
     def _subtree(self, top: Provider) -> list[str]:
         """The provider and everything below it, itself first."""
-        children: dict[str, list[str]] = {}
+        children: dict[str | None, list[str]] = {}
         for provider in self.providers.values():
-            if provider.root == top.root and provider.parent is not None:
-                children.setdefault(provider.parent, []).append(provider.uuid)
+            children.setdefault(provider.parent, []).append(provider.uuid)
         found = [top.uuid]
         for uuid in found:  # `found` grows while it is read; the loop ends because a tree has no cycles
             found.extend(children.get(uuid, ()))

@@ -25,8 +25,7 @@ from scheduler_worker.domain.view import RequestSpec, room_for
 
 # The most hosts that are tried, one after another, for a gang all of whose members must be on one.
 MAX_SHARED_HOSTS = 64
-# The most that is done in one part of a pass, counted in choices: about 4 ms, 8 where 40,000 hosts are nested. A part
-# has one decision at least.
+# The most that is done in one part of a pass, counted in choices: about 4 ms, 8 where 40,000 hosts are nested.
 PART_COST = 32
 # A ranking or an explanation counts as this many choices, and one more for each HOSTS_PER_CHOICE hosts.
 RANKING_COST = 2
@@ -56,9 +55,8 @@ class GroupExclusions:
         self._known = members
         for uuid, count in members.items():
             before = self._members.get(uuid, 0)
-            if count > before:
-                self._members[uuid] = count
-                self.full_hosts += before < self._max_per_host <= count
+            self._members[uuid] = max(before, count)
+            self.full_hosts += before < self._max_per_host <= count
 
     def __contains__(self, row: object) -> bool:
         assert isinstance(row, int)
@@ -109,7 +107,7 @@ class DecisionRound:
 
     def _pause(self, cost: int = 1) -> Iterator[None]:
         """End the part, unless something of this cost still belongs to it."""
-        if not self._cost or self._cost + cost <= PART_COST:
+        if self._cost + cost <= PART_COST:
             return
         before = self._selector.version
         yield
@@ -136,12 +134,12 @@ class DecisionRound:
             chosen = yield from (self._choose_one_host(members) if together else self._choose_each(members))
         except QueryTooWide as error:
             return [refused(one, error.code, str(error)) for one in states]
-        after: dict[str, PlacementState] = {}
-        for one in chosen:
-            if one.choice is None:
-                yield from self._pause()
-            after[one.request.instance_uuid] = one if one.choice is not None else self._nothing_fits(one)
-        return [after[one.request.instance_uuid] for one in states]
+        found, after = {one.request.instance_uuid: one for one in chosen}, []
+        for state in states:
+            yield from self._pause()
+            one = found[state.request.instance_uuid]
+            after.append(one if one.choice is not None else self._nothing_fits(one))
+        return after
 
     def _choose_each(self, members: Sequence[PlacementState]) -> Generator[None, None, list[PlacementState]]:
         chosen = []
@@ -169,13 +167,13 @@ class DecisionRound:
             self._take_back(chosen)
             best = max(best, chosen, key=_placed_count)
             passed_over[head.selected.uuid] = "gang.too_small"
-            members = [replace(one, same_host=None) for one in members]
+            members = [replace(one, same_host=False) for one in members]
         if not _placed_count(best):
             # No host takes the largest; smaller members may start without it.
             largest = _key_beside(members[0])
             others = [one for one in members if _key_beside(one) != largest]
             chosen = (yield from self._choose_one_host(others)) if others else []
-            return [*(one for one in best if _key_beside(one) == largest), *chosen]
+            return [*best, *chosen]  # the later ones count
         for one in best:
             if one.choice is not None:
                 self._assume(one, one.choice)
@@ -186,19 +184,13 @@ class DecisionRound:
     ) -> list[PlacementState]:
         """The members with their choices on the host that may take the most; nothing if none may take so many."""
         first, *others = members
-        if first.same_host is None:
-            ranking = self._roomiest(members, passed_over, least)
-            if ranking is None:
-                return []
-            self.rankings[first.spec.key] = ranking
+        ranking = self._roomiest(members, passed_over, least)
+        if ranking is None:
+            return []
+        self.rankings[first.spec.key] = ranking
         head = self.choose(replace(first, rejected={**first.rejected, **passed_over}))
         rejected = {host: why for host, why in head.rejected.items() if host not in passed_over}
-        chosen, full = [replace(head, rejected=rejected)], set[tuple[str, ...]]()
-        for one in others:
-            key = _key_beside(one)
-            chosen.append(self.choose(one) if key not in full or one.same_host is not None else one)
-            if chosen[-1].choice is None:
-                full.add(key)
+        chosen = [replace(head, rejected=rejected), *map(self.choose, others)]
         for one in members:
             self.rankings.pop(_key_beside(one), None)  # it was made of the first member's host
         return chosen
@@ -208,14 +200,13 @@ class DecisionRound:
     ) -> Ranking | None:
         """The hosts that may take the most of the members; None: no host may take so many."""
         first = members[0]
-        ranking = self._rank(first.spec)
-        room = room_for([one.spec.query for one in members], ranking.view)
+        self._charge_search()
+        view = self._selector.passing(first.spec)
         out = self._selector.rows_of({**first.rejected, **passed_over})
-        room[np.isin(ranking.view.rows, list(out))] = 0
+        view = view.subset(~np.isin(view.rows, list(out)))
+        room = room_for([one.spec.query for one in members], view)
         most = int(room.max(initial=0))
-        if most < least:
-            return None
-        return ranking if (room == most).all() else self._rank(first.spec, among=ranking.view.rows[room == most])
+        return None if most < least else self._rank(first.spec, among=view.rows[room == most])
 
     def _take_back(self, members: Sequence[PlacementState]) -> None:
         """Undo these choices."""
@@ -272,9 +263,10 @@ class DecisionRound:
 
         With them it shares the ranking of all requests like it, so a member costs the same as any other request.
         """
-        peers = state.spec.peers
-        if peers is None or not self._selector.may_share_ranking(state.spec):
+        if not self._selector.may_share_ranking(state.spec):
             return None
+        peers = state.spec.peers
+        assert peers is not None
         group = peers.server_group
         assert group is not None
         key = (state.request.project_id, group.uuid, group.max_per_host)
@@ -290,8 +282,9 @@ class DecisionRound:
         """
         spec, group = state.spec, state.request.server_group
         placed = {} if state.gang is None or group is None else self._placed_of(state)
-        if not placed or spec.peers is None:
+        if not placed:
             return spec
+        assert spec.peers is not None
         known = spec.peers.members
         spec = spec.with_members({host: known.get(host, 0) + count for host, count in placed.items()})
         if spec.has_policy(GroupPolicy.AFFINITY):
@@ -305,21 +298,19 @@ class DecisionRound:
 
     def _same_host(self, state: PlacementState) -> tuple[PlacementState, Choice | None]:
         """The host whose shape had changed, if it still fits in its new shape; otherwise the host is rejected."""
-        host, chosen = state.same_host, state.choice
-        if host is None or chosen is None:
-            return replace(state, same_host=None) if host is not None else state, None
-        state = replace(state, same_host=None)
+        if not state.same_host:
+            return state, None
+        state, chosen = replace(state, same_host=False), state.choice
+        assert chosen is not None
+        host, limit = chosen.selected, self._selector.config.max_options
         row = self._book.row_of(host.uuid)
-        limit = self._selector.config.max_options
-        found = [] if row is None else options(self._book, state.spec.query, row, limit=limit)
-        if row is None or not found:
-            return replace(state, rejected={**state.rejected, host.uuid: "claim.raced"}), None
-        return state, replace(chosen, selected=replace(host, row=row, options=found))
+        if row is not None and (found := options(self._book, state.spec.query, row, limit=limit)):
+            return state, replace(chosen, selected=replace(host, row=row, options=found))
+        return replace(state, rejected={**state.rejected, host.uuid: "claim.raced"}), None
 
     def _assume(self, state: PlacementState, choice: Choice) -> None:
         self._book.assume(state.request.instance_uuid, choice.selected.options[0].allocations)
-        of_gang = state.gang is not None and state.request.server_group is not None
-        if of_gang or state.spec.has_policy(GroupPolicy.ANTI_AFFINITY):
+        if state.request.server_group is not None:
             placed = self._placed_of(state)
             placed[choice.selected.uuid] = placed.get(choice.selected.uuid, 0) + 1
 
@@ -327,7 +318,7 @@ class DecisionRound:
 def _key_beside(state: PlacementState) -> tuple[str, ...]:
     """The key of alike members of a gang that have to be where its first member is: they share a ranking."""
     assert state.gang is not None
-    return (*state.spec.key[:-1], "beside", state.gang.uuid)
+    return (state.spec.flavor, "beside", state.gang.uuid)
 
 
 def _placed_count(members: Sequence[PlacementState]) -> int:

@@ -90,10 +90,10 @@ def prepare(
     return _decided_of(pending, unsatisfiable(pending.request, spec, hosts, author))
 
 
-def _decided_of(pending: PendingBuild, one: BuildDecision, result: PlacementResult | None = None) -> DecidedBuild:
+def _decided_of(pending: PendingBuild, one: BuildDecision, result: DecidedResult | None = None) -> DecidedBuild:
     """The decision about the record of this run. A claim that was refused may be delivered to placement once more."""
     claimed = result if isinstance(result, HostClaimed) else None
-    was_sent = result is not None and not isinstance(result, PlacementUnavailable) and result.claims
+    was_sent = result is not None and result.claims
     attempt = one.build.attempt or pending.attempt or (FIRST_ATTEMPT if was_sent else 0)
     return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run, attempt=attempt)), claimed)
 
@@ -128,7 +128,9 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     for one in members:
         result = one.result
-        if gang is not None and is_short and isinstance(result, HostClaimed):
+        assert not isinstance(result, PlacementUnavailable), result
+        if is_short and isinstance(result, HostClaimed):
+            assert gang is not None
             why = GangIncomplete(gang, started, result.claims).reason
             result = ClaimStranded(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
         decided = decision(one.request.request, one.request.spec, result, author, nearest=nearest)
@@ -145,10 +147,9 @@ def _retry_of(placed: PlacedBuild) -> Retry | None:
 
 
 def decision(
-    request: BuildRequest, spec: RequestSpec, result: PlacementResult, author: Author, *, nearest: int
+    request: BuildRequest, spec: RequestSpec, result: DecidedResult, author: Author, *, nearest: int
 ) -> BuildDecision:
-    """The decision that a result leads to. PlacementUnavailable leads to none: the request is tried again."""
-    assert not isinstance(result, PlacementUnavailable), result
+    """The decision that a result leads to."""
     decided = _decision(request, spec, result, author, nearest=nearest)
     lost = (replace(author.entry("not_claimed", one.what), holders=one.holders) for one in result.lost)
     return replace(decided, timeline=(*lost, *decided.timeline))
@@ -318,7 +319,7 @@ def cell_build(
         requested_at=at,
         server_group=request.server_group,
         limits=config.quota_of(request.project_id),
-        stamps=replace(stamps, lost_claims=len(claimed.lost)) if claimed.lost else stamps,
+        stamps=replace(stamps, lost_claims=len(claimed.lost)),
         attempt=claimed.attempt,
     )
 

@@ -142,9 +142,8 @@ def _delete(
         after = replace(build, state=BuildState.DELETING, cell=cell)
         lines = (author.entry("delete_requested", f"passed to cell {cell}"),)
     elif held is None:
-        detail = "while it was being scheduled" if build.awaits_decision else "it was never built"
         after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=claimed)
-        lines = (author.entry("deleted", detail),)
+        lines = (author.entry("deleted", f"it was {build.state.value}, and no cell has it"),)
     else:
         reply = Refusal(code=STRANDED, reason=STRANDED_REASON)
         plan.messages.append(refused_build(build.instance_uuid, build.project_id, reply, author.at))

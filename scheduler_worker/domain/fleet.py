@@ -23,29 +23,33 @@ from scheduler_worker.domain.hosts import Floats, HostTable, Rows
 
 MAX_METRICS = 64  # names kept in all; the settings' own always have a place
 MAX_SOURCES = 1000
+GROWTH = 2  # a column grows by at least one part in so many
 MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by this much; a number that is later is dropped
 
 TAKEN, STALE, AHEAD, OLDER = "taken", "stale", "ahead", "older"
 UNKNOWN_HOST, FOREIGN, TOO_MANY = "unknown_host", "foreign", "too_many"
 
 
+NO_NUMBERS: Floats = np.empty(0)
+
+
 class _Column:
-    """One metric of all hosts, by index of the host table. expires_s: monotonic; -inf: there is no number."""
+    """One metric of all hosts, by index of the host table. expires_s: monotonic; NaN: there is no number."""
 
     __slots__ = ("at", "expires_s", "source", "value")
 
     def __init__(self) -> None:
-        self.value: Floats = np.empty(0)
-        self.at: Floats = np.empty(0)
-        self.expires_s: Floats = np.empty(0)
-        self.source: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self.value: Floats = NO_NUMBERS
+        self.at: Floats = NO_NUMBERS
+        self.expires_s: Floats = NO_NUMBERS
+        self.source: npt.NDArray[np.int32] = NO_NUMBERS.astype(np.int32)
 
     def grow(self, size: int) -> None:
         more = size - len(self.value)
         if more > 0:
             self.value = _longer(self.value, more, np.nan)
-            self.at = _longer(self.at, more, -np.inf)
-            self.expires_s = _longer(self.expires_s, more, -np.inf)
+            self.at = _longer(self.at, more, np.nan)
+            self.expires_s = _longer(self.expires_s, more, np.nan)
             self.source = _longer(self.source, more, -1)
 
 
@@ -151,19 +155,17 @@ class HostMetricsTable:
         return TAKEN
 
     def _index_of_source(self, source: str) -> int:
-        known = self._source_index.get(source)
-        if known is not None:
-            return known
-        if len(self._sources) >= MAX_SOURCES:  # the last place is shared by all further ones
-            return MAX_SOURCES - 1
-        self._source_index[source] = len(self._sources)
-        self._sources.append(source if len(self._sources) < MAX_SOURCES - 1 else "other")
-        return len(self._sources) - 1
+        if source not in self._source_index and len(self._sources) >= MAX_SOURCES - 1:
+            source = "other"  # the last place is shared by all further ones
+        at = self._source_index.setdefault(source, len(self._sources))
+        if at == len(self._sources):
+            self._sources.append(source)
+        return at
 
 
 def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
     # In steps, so that a fleet that is announced host by host is not copied for each host.
-    room = max(more, len(column) // 2)
+    room = max(more, len(column) // GROWTH)
     return np.concatenate([column, np.full(room, fill, dtype=column.dtype)])
 
 

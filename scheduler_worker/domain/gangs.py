@@ -98,12 +98,10 @@ def needed(gang: Gang, results: Sequence[PlacementResult | None]) -> int:
     return min(gang.min_count, max(gang.size - withdrawn, 1))
 
 
-def claimable(states: Sequence[PlacementState]) -> list[list[PlacementState]]:
-    """The gangs to claim for in this round: each member that is left has chosen."""
-    gangs = [
-        [one for one in members if one.result is None] for members in by_gang(states) if members[0].gang is not None
-    ]
-    return [members for members in gangs if members and all(one.choice is not None for one in members)]
+def claimable(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
+    """The gangs among attempts without a result that are claimed in this round: each member has chosen."""
+    gangs = [members for members in by_gang(states) if members[0].gang is not None]
+    return [members for members in gangs if all(one.choice is not None for one in members)]
 
 
 def withdrawn_by_gang(

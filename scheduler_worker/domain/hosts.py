@@ -49,10 +49,10 @@ ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this 
 class ServiceState(Struct):
     """The last announcement of one compute service. `last_seen_s`: when, monotonic. down: why it takes no builds now.
 
-    first_sequence: the sequence of the first page of its newest full report; pages_received: of it; listing:
-    its number here. unanswered: how many requests for its hosts it has left unanswered since. ring: of its newest
-    announcement, by which members of its ring it goes ((0, 0): it shares no hosts). forgotten: an operator has stated
-    that it is gone for good, and it has announced nothing since.
+    first_sequence: the sequence of the first page of its newest full report; pages_received: of it; listing: the
+    revision of the table then. unanswered: how many requests for its hosts it has left unanswered since. ring: of its
+    newest announcement, by which members of its ring it goes ((0, 0): it shares no hosts). forgotten: an operator has
+    stated that it is gone for good, and it has announced nothing since.
     """
 
     name: str
@@ -76,7 +76,7 @@ class CellDigest(Struct):
     page: the last page of it that came. up: how many services it counts; -1: no digest has come yet.
     """
 
-    version: tuple[int, int] = (-1, -1)
+    version: tuple[int, int] = (-1, 0)
     last_seen_s: float = -math.inf
     page: int = 0
     gathered: dict[str, ServiceDown] = {}
@@ -104,7 +104,6 @@ class HostTable:
         self.listed = np.zeros(
             INITIAL_CAPACITY, dtype=np.int64
         )  # the newest full report of its service that contains it
-        self._listings = 0
         self.enabled = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)
         self.failed_builds = np.zeros(INITIAL_CAPACITY, dtype=np.float64)
         self.admin = np.zeros(INITIAL_CAPACITY, dtype=np.int8)
@@ -154,9 +153,7 @@ class HostTable:
             service.epoch, service.sequence, service.last_seen_s = message.epoch, message.sequence, now_s
             service.unanswered = 0
             service.forgotten = False
-        digest = self._digests.get(message.cell)
-        if digest is not None:
-            self._assess(self.services[known], digest, now_s)
+        self._assess(self.services[known], self._digests.get(message.cell, CellDigest()), now_s)
         self._apply_hosts(known, message, now_s)
         self.revision += 1
         return True
@@ -212,9 +209,7 @@ class HostTable:
         it in, if that was needed.
         """
         index = self._index.get(uuid)
-        if index is None or self.cell[index] == NO_SERVICE:
-            return self._cells_in_book.get(uuid)
-        return self.cells[int(self.cell[index])]
+        return self._cells_in_book.get(uuid) if index is None else self.cells[int(self.cell[index])]
 
     def learn_cell(self, uuid: str, cell: str) -> None:
         """Note the cell of a host that no service has announced."""
@@ -346,8 +341,7 @@ class HostTable:
         state.ring = (message.ring_term, message.ring_number)
         first_sequence = message.first_sequence or (message.sequence if message.complete else 0)
         if first_sequence and first_sequence != state.first_sequence:
-            self._listings += 1
-            state.first_sequence, state.pages_received, state.listing = first_sequence, 0, self._listings
+            state.first_sequence, state.pages_received, state.listing = first_sequence, 0, self.revision
         for host in message.hosts:
             if host.owner is not None:
                 self._refuse(host.uuid, service, self.service_of(message.cell, host.owner))
@@ -360,7 +354,7 @@ class HostTable:
             return
         state.pages_received += 1
         # A lost page must not remove its hosts: only a complete report shows which hosts have left.
-        if message.complete and state.pages_received == message.pages:
+        if state.pages_received == message.pages:
             # A host that the service no longer lists is managed by another service (a node re-homed) or gone.
             unlisted = self.listed[: len(self)] != state.listing
             for column in (self.service[: len(self)], self.last_service[: len(self)]):
@@ -457,17 +451,17 @@ class HostTable:
         self.names[index] = host.name
 
     def _grow(self) -> None:
-        more = len(self.service)
-        self.service = _extended(self.service, more, NO_SERVICE)
-        self.last_service = _extended(self.last_service, more, NO_SERVICE)
-        self.cell = _extended(self.cell, more, NO_SERVICE)
-        self.listed = _extended(self.listed, more, 0)
-        self.enabled = _extended(self.enabled, more, False)
-        self.failed_builds = _extended(self.failed_builds, more, 0.0)
-        self.admin = _extended(self.admin, more, 0)
-        self.project = _extended(self.project, more, OPEN)
-        self.warning = _extended(self.warning, more, False)
+        self.service = _doubled(self.service)
+        self.last_service = _doubled(self.last_service)
+        self.cell = _doubled(self.cell)
+        self.listed = _doubled(self.listed)
+        self.enabled = _doubled(self.enabled)
+        self.failed_builds = _doubled(self.failed_builds)
+        self.admin = _doubled(self.admin)
+        self.project = _doubled(self.project)
+        self.warning = _doubled(self.warning)
 
 
-def _extended(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
-    return np.concatenate([column, np.full(more, fill, dtype=column.dtype)])
+def _doubled(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """With room for as many more: a row is written whole when its host is put there, and no other row is read."""
+    return np.concatenate([column, np.zeros_like(column)])

@@ -15,7 +15,7 @@ from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused, Transient
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.explain import ClaimLoss
-from scheduler_worker.domain.ranking import Choice, RankedHost
+from scheduler_worker.domain.ranking import Choice
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec
 
@@ -168,7 +168,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
 
     rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
     selected one. speculative: the choice was made and assumed while the request was recorded; it is claimed first.
-    same_host: its shape had changed; claim it again. needs_newest: nothing fitted; each later
+    same_host: the chosen host's shape had changed; claim it again. needs_newest: nothing fitted; each later
     choice is made on the newest state of the replica.
     partly_full: hosts of which only some children are known to be full. recovered: the host where a claim of an earlier
     run was found. run, gang: as in PlacementRequest.
@@ -181,7 +181,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     max_alternates: int
     choice: Choice | None = None
     speculative: bool = False
-    same_host: RankedHost | None = None
+    same_host: bool = False
     raced: int = 0
     claims: int = 0
     decided_at: float = 0.0
@@ -196,7 +196,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     @property
     def needs_refresh(self) -> bool:
         """Whether the next decision has to be made on the newest state: an older state never proves "no host"."""
-        return self.same_host is not None or self.needs_newest
+        return self.same_host or self.needs_newest
 
 
 def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementState:

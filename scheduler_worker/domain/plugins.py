@@ -107,8 +107,7 @@ NONE_REJECTED: Mapping[str, int] = {}
 
 def verdict_of(passed: Mask, reason: str) -> Verdict:
     """A verdict that rejects all hosts for the same reason."""
-    rejected = int(passed.size - np.count_nonzero(passed))
-    return Verdict(passed, {reason: rejected} if rejected else NONE_REJECTED)
+    return Verdict(passed, {reason: int(passed.size - np.count_nonzero(passed))})
 
 
 # The weights of more hosts than this are not kept by weigher: they would take 8 bytes a host, weigher and ranking.
@@ -166,12 +165,11 @@ def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> 
     return total, scales
 
 
-def reweigh(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> list[Floats | None]:
+def reweigh(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> list[tuple[Scale, Floats | None]]:
     """The weights of some hosts on each of the scales, after their free amounts have changed; None: nothing."""
-    weighers = [scale.weighing.weigher for scale in scales]
     return [
-        _weights(view, scale, clamp(weigher, weigher.weigh(view, spec)))
-        for weigher, scale in zip(weighers, scales, strict=True)
+        (scale, _weights(view, scale, clamp(scale.weighing.weigher, scale.weighing.weigher.weigh(view, spec))))
+        for scale in scales
     ]
 
 

@@ -42,7 +42,7 @@ class Spread(Struct, frozen=True):
 
     def subset(self, least: int, most: int) -> int:
         """How many of the best hosts a choice is drawn from."""
-        return max(least, min(max(least, most), round(self.lost * most)))
+        return max(least, round(self.lost * most))
 
 
 # Choices in one run. Longer runs would leave other cells idle at full load, and save little: a batch of this size costs
@@ -65,7 +65,7 @@ class CellRuns:
 
     def __init__(self) -> None:
         self._cell: int | None = None
-        self._left = 0  # choices in the current run
+        self._left = LONGEST_RUN  # choices in the current run
         self._runs = 0
         self._last: dict[int, int] = {}  # the number of each cell's last run; bounded by the cells
 
@@ -91,8 +91,7 @@ class CellRuns:
 CHUNK = 128  # hosts sorted at a time, over all cells; when a cell's are used up, the next ones are sorted
 LEAST_CHUNK = 16  # ... of one cell
 RADIX_KEYS = 2**16  # up to this many places (cell and service) are sorted in linear time, as numpy does for 16 bits
-ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; fewer alternates may result
-OTHER_SERVICE_WALK = 4  # ... and of each other compute service
+OTHER_SERVICE_WALK = 4  # hosts looked at for an alternate of another compute service; fewer alternates may result
 NONE_FULL: Container[int] = ()
 
 
@@ -204,9 +203,11 @@ class Ranking:
         if len(self.view) <= KEPT_HOSTS:  # one by one: an index of several costs more than a handful of numbers
             return tuple({name: weight(host.position) for name, weight in self._kept} for host in hosts)
         some = self.view.subset(np.array([host.position for host in hosts], dtype=np.intp))
-        names = [scale.weighing.weigher.name for scale in self._scales]
-        found = zip(names, reweigh(some, self.spec, self._scales), strict=True)
-        by_weigher = [(name, weights.tolist()) for name, weights in found if weights is not None]
+        by_weigher = [
+            (scale.weighing.weigher.name, weights.tolist())
+            for scale, weights in reweigh(some, self.spec, self._scales)
+            if weights is not None
+        ]
         return tuple({name: weights[at] for name, weights in by_weigher} for at in range(len(hosts)))
 
     def consumed(self, candidate: RankedHost) -> None:
@@ -215,7 +216,7 @@ class Ranking:
             self._runs.chose(int(self._cells[candidate.position]))
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
         new = 0.0
-        for scale, weights in zip(self._scales, reweigh(one, self.spec, self._scales), strict=True):
+        for scale, weights in reweigh(one, self.spec, self._scales):
             if weights is not None:
                 new += weights.item(0)
                 if scale.weights is not None:
@@ -225,7 +226,7 @@ class Ranking:
             if position == candidate.position:
                 heap[at] = (-new, tie, position)
                 heapq.heapify(heap)
-                break
+                return
 
     def _alternates(
         self,
@@ -249,18 +250,13 @@ class Ranking:
                 chosen.append(other)
                 services.add(int(self._services[other.position]))
         rotations = self._rotations[cell]
-        for _ in range(min(len(rotations), count + len(services)) if len(rotations) > 1 else 0):
+        for _ in range(min(len(rotations), count + len(services))):
             rotations.rotate(-1)
             if len(chosen) < count and rotations[-1].service not in services:
                 chosen += self._from(rotations[-1], excluded)
         taken = {selected.position, *(host.position for host in chosen)}
         chosen += [other for other in others if other.position not in taken][: count - len(chosen)]
-        for _ in range(ALTERNATE_WALK):
-            if len(chosen) >= count:
-                break
-            found = self._next(excluded, drawn, 1, cell=cell)
-            if found is None:
-                break
+        while len(chosen) < count and (found := self._next(excluded, drawn, 1, cell=cell)):
             if found.position not in taken:
                 chosen.append(found)
         return tuple(sorted(chosen, key=lambda host: -host.score))
@@ -279,11 +275,7 @@ class Ranking:
         self, excluded: Container[int], drawn: list[Entry], limit: int, cell: int | None = None
     ) -> RankedHost | None:
         """Draw hosts (of one cell) until one fits; each drawn host is kept in `drawn`, to be put back."""
-        for _ in range(ALTERNATE_WALK if cell is not None else len(self.view) + 1):
-            heap = self._best_heap() if cell is None else self._heaps[cell]
-            entry = None if heap is None else heap.draw()
-            if entry is None:
-                return None
+        while (heap := self._best_heap() if cell is None else self._heaps[cell]) and (entry := heap.draw()):
             position = entry[2]
             row = int(self.view.rows[position])
             if row in self._full:
@@ -312,9 +304,7 @@ class Ranking:
                 best, first = [heap], order
             elif order == first:
                 best.append(heap)
-        if len(best) > 1:
-            return min(best, key=HostHeap.top)
-        return best[0] if best else None
+        return min(best, key=HostHeap.top, default=None)
 
     def _put_back(self, drawn: list[Entry]) -> None:
         for entry in drawn:
@@ -323,22 +313,22 @@ class Ranking:
     def _sorted(self, rng: RandomSource, *, shuffle: bool) -> dict[int, HostHeap]:
         """The hosts by cell, so that alternates of one cell are found without a walk over all hosts."""
         services = len(self.view.table.services) + 1
-        keys = (self._cells + 1) * services + self._services + 1
-        if (len(self.view.table.cells) + 1) * services <= RADIX_KEYS:
+        keys = self._cells * services + self._services
+        if len(self.view.table.cells) * services <= RADIX_KEYS:
             keys = keys.astype(np.uint16)
         order = np.argsort(keys, kind="stable")
         by_cell: dict[int, list[Rows]] = {}  # a cell's hosts, by service
         for part in _runs(order, keys):
             by_cell.setdefault(int(self._cells[part[0]]), []).append(part)
-        chunk = max(LEAST_CHUNK, CHUNK // max(len(by_cell), 1))
         shuffle_rng = rng if shuffle else None
         heaps = {}
         for cell, parts in by_cell.items():
             self._rotations[cell] = deque(
                 ServiceRotation(int(self._services[one[0]]), one, self._scores, shuffle_rng) for one in parts
             )
-            hosts = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            heaps[cell] = HostHeap(hosts, self._scores, chunk, shuffle_rng)
+            heaps[cell] = HostHeap(
+                np.concatenate(parts), self._scores, max(LEAST_CHUNK, CHUNK // len(by_cell)), shuffle_rng
+            )
         return heaps
 
 

@@ -81,7 +81,7 @@ class Selector:
         )
         self.configure(config, flavors=flavors, filters=filters, weighings=weighings)
         self._roots: Rows | None = None
-        self._known = -1
+        self._known: int | None = None  # hosts of the table
         self._index = np.empty(0, dtype=np.intp)
 
     def configure(
@@ -109,11 +109,12 @@ class Selector:
         """Whether a decision depends on the request's peers only through the hosts on which its anti-affinity group is
         full.
         """
+        if not spec.has_policy(GroupPolicy.ANTI_AFFINITY):
+            return False
         peers = spec.peers
+        assert peers is not None
         return (
-            spec.has_policy(GroupPolicy.ANTI_AFFINITY)
-            and not spec.forced
-            and peers is not None
+            not spec.forced
             and peers.different_hosts is None
             and peers.same_hosts is None
             and self._own_plugins_alone
@@ -244,6 +245,10 @@ class Selector:
             runs=runs,
         )
 
+    def passing(self, spec: RequestSpec) -> HostsView:
+        """All hosts that can take the request now."""
+        return self._passing(spec, explain=False)[0]
+
     def explain(self, spec: RequestSpec, tried: Mapping[str, str]) -> NoValidHost:
         """Why no host is left. `tried`: {host uuid: reason} of hosts that this request may not use any more."""
         view, funnel = self._passing(spec, explain=True)
@@ -272,7 +277,7 @@ class Selector:
             service=service.name,
             allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
             shapes=dict(shapes),
-            zone=self.zone_of(host_uuid) if self._zoned else "",
+            zone=self.zone_of(host_uuid),
         )
 
     def zone_of(self, host_uuid: str) -> str:
@@ -338,7 +343,7 @@ class Selector:
             at = cells.index(spec.cell) if spec.cell in cells else NO_SERVICE
             view = view.subset(view.cell == at)
             funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)}))
-        elif self.table.disabled_cells and (disabled := view.in_cells(self.table.disabled_cells)).any():
+        elif (disabled := view.in_cells(self.table.disabled_cells)).any():
             before = len(view)
             view = view.subset(~disabled)
             funnel.append(funnel_step("cell", before, {CELL_DISABLED: before - len(view)}))
@@ -384,7 +389,7 @@ class Selector:
         """
         roots = self.book.rows_of_roots()
         if roots is not self._roots or len(self.table) != self._known:
-            self._index = np.full(int(roots.max()) + 1 if roots.size else 0, NO_SERVICE, dtype=np.intp)
+            self._index = np.full(len(self.book.root), NO_SERVICE, dtype=np.intp)
             self._index[roots] = self.table.indexes_of(self.book.uuids_of(roots))
             self._roots, self._known = roots, len(self.table)
         return self._index[rows]

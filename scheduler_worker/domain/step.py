@@ -57,7 +57,7 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     assert choice is not None
     if isinstance(answer, Fault):
         return PlacementStep(replace(state, result=result_after(answer)))
-    if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
+    if answer.option is not None:
         return _claimed(state, choice, answer.option, answer, selector, now=now)
     if answer.outcome is ClaimOutcome.CLAIMED or _is_held_elsewhere(answer):
         candidates = (choice.selected, *choice.alternates) if answer.outcome is ClaimOutcome.CLAIMED else ()
@@ -66,7 +66,7 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
-        return PlacementStep(replace(state, same_host=choice.selected if stays else None))
+        return PlacementStep(replace(state, same_host=stays))
     if answer.outcome in LOST:
         return PlacementStep(_after_loss(state, choice, answer, selector))
     return PlacementStep(_after_refusal(state, answer))
@@ -136,7 +136,7 @@ def _after_loss(state: PlacementState, choice: Choice, answer: ClaimResult, sele
     rejected = {**state.rejected, host: f"claim.{answer.outcome.value}"}
     match answer.outcome:
         case ClaimOutcome.RACED if state.raced < selector.config.raced_retries:
-            return replace(state, raced=state.raced + 1, same_host=choice.selected)
+            return replace(state, raced=state.raced + 1, same_host=True)
         case ClaimOutcome.RACED:
             return replace(state, raced=state.raced + 1, rejected=rejected)
         case ClaimOutcome.FULL if _uses_child_providers(choice.selected):

@@ -24,7 +24,7 @@ from placement_worker.replica.request import Query, total_resources
 from placement_worker.replica.sharing import sharing_of
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.fleet import HostMetricsTable
-from scheduler_worker.domain.hosts import ADMIN_STATES, NO_SERVICE, OPEN, Floats, HostTable, Mask, Rows
+from scheduler_worker.domain.hosts import ADMIN_STATES, OPEN, Floats, HostTable, Mask, Rows
 
 
 class Membership:
@@ -187,11 +187,10 @@ class HostsView:
 
     def counted(self, by_host: Mapping[str, int]) -> Floats:
         """A count per host, by uuid; 0 for hosts that are not named."""
-        known = [(row, count) for uuid, count in by_host.items() if (row := self.book.row_of(uuid)) is not None]
-        highest = max([int(self.rows.max()) if len(self) else 0, *(row for row, _ in known)])
-        counts = np.zeros(highest + 1, dtype=np.float64)
-        for row, count in known:
-            counts[row] = count
+        counts = np.zeros(len(self.book.root), dtype=np.float64)
+        for uuid, count in by_host.items():
+            if (row := self.book.row_of(uuid)) is not None:
+                counts[row] = count
         return counts[self.rows]
 
     def has_trait(self, trait: str) -> Mask:
@@ -202,18 +201,18 @@ class HostsView:
         return has
 
     def host(self, position: int) -> HostView:
-        """One host of the view."""
+        """One host of a view of announced hosts."""
         at = int(self.index[position])
         row = int(self.rows[position])
         mine = set(self.book.aggregates_of(row))
         return HostView(
             uuid=self.book.uuid_of(row),
-            name=self.table.names[at] if at != NO_SERVICE else self.book.name_of(row),
-            cell=self.table.cells[int(self.table.cell[at])] if at != NO_SERVICE else "",
-            enabled=bool(self.table.enabled[at] and not self.table.admin[at]) if at != NO_SERVICE else False,
-            up=not bool(self.down[self.table.service[at]]) if at != NO_SERVICE else False,
-            failed_builds=int(self.table.failed_builds[at]) if at != NO_SERVICE else 0,
-            attributes=self.table.attributes[at] if at != NO_SERVICE else {},
+            name=self.table.names[at],
+            cell=self.table.cells[int(self.table.cell[at])],
+            enabled=bool(self.table.enabled[at] and not self.table.admin[at]),
+            up=not bool(self.down[self.table.service[at]]),
+            failed_builds=int(self.table.failed_builds[at]),
+            attributes=self.table.attributes[at],
             aggregates=tuple(a for a in self.membership.aggregates if a.uuid in mine),
             view=self,
             position=position,

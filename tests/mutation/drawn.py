@@ -94,7 +94,9 @@ OPERATORS: mutators.OPERATORS_TYPE = [
 
 
 class Visitor(MutationVisitor):
-    """Decorated functions have mutants, too, as a file is replaced whole; an assertion's condition has none."""
+    """Decorated functions have mutants, too, as a file is replaced whole; an assertion's condition has none, and no
+    `strict=True`, which asserts.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -105,7 +107,10 @@ class Visitor(MutationVisitor):
             return False  # mutmut's visitor skips the decorators themselves
         if isinstance(node, cst.ClassDef):
             self._declared_with.update(node.keywords)
-        return node in self._declared_with or isinstance(node, cst.Assert) or super()._skip_node_and_children(node)
+        asserts = isinstance(node, cst.Assert) or (
+            isinstance(node, cst.Arg) and node.keyword is not None and node.keyword.value == "strict"
+        )
+        return node in self._declared_with or asserts or super()._skip_node_and_children(node)
 
 
 class Mutant(NamedTuple):
@@ -150,7 +155,16 @@ def decides(mutation: Mutation) -> bool:
     if isinstance(mutation.contained_by_top_level_function, cst.FunctionDef):
         return True
     is_type = isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.BitOr)
-    return not is_type and not isinstance(node, cst.BaseNumber)
+    return not is_type and not is_number(node)
+
+
+def is_number(node: cst.CSTNode) -> bool:
+    """Whether it is written with numbers alone: `2**16`, `-1`."""
+    if isinstance(node, cst.UnaryOperation):
+        return is_number(node.expression)
+    if isinstance(node, cst.BinaryOperation):
+        return is_number(node.left) and is_number(node.right)
+    return isinstance(node, cst.BaseNumber)
 
 
 def drawn(paths: Sequence[Path], seed: int, count: int) -> tuple[int, list[Mutant]]:

@@ -110,8 +110,18 @@ def _brief(one: Message) -> str:
         case CellAsks():
             return f"asks {type(one.message).__name__}"
         case CellDelete():
-            return f"delete {one.project_id}"
+            return f"delete {one.project_id}{' unrecorded' * one.unrecorded}"
     raise AssertionError(one)
+
+
+def after(before: Instance, changes: dict[str, Any]) -> Instance:
+    """With these fields, those of the move with `move_` before their name."""
+    own = {name: value for name, value in changes.items() if not name.startswith("move_")}
+    of_move = {name.removeprefix("move_"): value for name, value in changes.items() if name.startswith("move_")}
+    if of_move:
+        assert before.move is not None
+        own["move"] = replace(before.move, **of_move)
+    return replace(before, **own)
 
 
 Case: TypeAlias = tuple[Instance, e.Event, StepContext, str, tuple[str, ...]]

@@ -151,8 +151,8 @@ def test_a_host_that_one_service_leaves_out_stays_with_the_other() -> None:
 
 def test_a_host_that_none_lists_any_more_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breakers, "MAX_HOSTS", 1)
-    known = listings_of(listing("s1", 1), listing("s1", sequence=2), listing("s2", 2, 3))
-    assert [known.listers(host(n)) for n in (1, 2, 3)] == [(), ("s2",), ()]
+    known = listings_of(listing("s1", 1), listing("s1", sequence=2), listing("s2", 2, 3), listing("s3", 2))
+    assert [known.listers(host(n)) for n in (1, 2, 3)] == [(), ("s2", "s3"), ()]
 
 
 @pytest.mark.parametrize(

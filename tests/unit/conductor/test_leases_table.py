@@ -164,6 +164,7 @@ def test_more_services_than_the_bound_are_not_kept(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(leases, "MAX_SERVICES", 1)
     table = Listened()
     table.adopt([DOWN, replace(DOWN, service="b")])
+    assert not table.renew("c", 1, 1, at=1.0)
     assert list(table.leases) == ["a"]
     for service, epoch in (("a", 1), ("b", 1), ("a", 2)):
         table.note_outdated(service, epoch)

@@ -136,6 +136,13 @@ CHECKED: list[Case] = [
     ),
     case(*answer(unshelving(S.PREPARING), 2), "finishing", "spawn 2@2", "unshelve: finishing"),
     case(moving(S.PREPARING), LATE, "claiming/preparing", "migrate: claiming"),
+    case(moving(S.PREPARING, selections=(ON_1, ON_2, ON_1)), LATE, "claiming/preparing", "migrate: claiming"),
+    case(
+        moving(S.PREPARING, move={"handed_over": True}, selections=(ON_1, ON_2, ON_1)),
+        LATE,
+        "reverting",
+        "migrate: undoing",
+    ),
     case(moving(S.PREPARING), LOST, "claiming/preparing", "migrate: claiming"),
     case(moving(S.PREPARING), replace(LOST, service="s2"), "preparing"),
     case(
@@ -253,14 +260,6 @@ COMMANDED: list[Case] = [
     ),
     case(
         unshelving(S.FINISHING, move={"finishing": True}),
-        failed(2),
-        "claiming/preparing",
-        "destroy 2@2",
-        "unshelve: claiming",
-        context=IN_DOUBT,
-    ),
-    case(
-        unshelving(S.FINISHING, move={"finishing": True, "delete": True}, doubted=True),
         failed(2),
         "claiming/preparing",
         "destroy 2@2",

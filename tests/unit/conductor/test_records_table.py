@@ -20,6 +20,7 @@ from tests.unit.conductor.records import (
     ON_1,
     ON_2,
     ON_3,
+    after,
     answer,
     at_source,
     changing,
@@ -46,16 +47,6 @@ def tried(n: int, outcome: str, at: float, *, attempt: int = 2, code: str = "", 
     return AttemptRecord(attempt=attempt, host=f"host-{n}", outcome=outcome, code=code, reason=reason, at=at)
 
 
-def after(before: Instance, changes: dict[str, Any]) -> Instance:
-    """With these fields, those of the move with `move_` before their name."""
-    own = {name: value for name, value in changes.items() if not name.startswith("move_")}
-    of_move = {name.removeprefix("move_"): value for name, value in changes.items() if name.startswith("move_")}
-    if of_move:
-        assert before.move is not None
-        own["move"] = replace(before.move, **of_move)
-    return replace(before, **own)
-
-
 def numbered(of_build: bool = True) -> dict[str, Any]:
     """One announcement more."""
     return {"sequence": 21, **({"build_sequence": 20} if of_build else {})}
@@ -70,10 +61,11 @@ def done(kind: MoveKind, state: MoveState = MoveState.DONE, code: str = "", reas
     return (EndedMove(MOVE if kind is not MoveKind.CONFIRM else OTHER, kind, state, code, reason),)
 
 
+ABORTED = {"by": OTHER, "by_kind": MoveKind.ABORT}
 FULL = tried(3, "not_claimed", 111.0, attempt=5, code="full")
 UP = {**RESTS, "state": State.ACTIVE, "selections": (ON_2,), "position": 0, "answered": True}
 FAILED_1 = tried(2, "failed", 110.0, code="spawn.no_disk", reason="full")
-NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed (full)"
+NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed, full"
 BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, State.RELEASING, State.DESTROYING
 
 
@@ -126,7 +118,7 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
         (
             record(CLAIMING, State.DELETED),
             refused(5, changed=True),
-            {**numbered(), "state": State.DELETED, "then": None, "deadline": None, "since": 111.0, "answered": True},
+            {**numbered(), "state": State.DELETED, "then": None, "deadline": None, "since": 111.0},
         ),
         (record(CLAIMING, State.DELETED), refused(5), {"state": RELEASING, "since": 111.0, "deadline": 126.0}),
         (record(CLAIMING, BUILDING), e.TimedOut(at=170.0), {"deadline": 185.0}),
@@ -140,8 +132,7 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
         (
             record(RELEASING, State.DELETED, move=replace(LEAVES, instance_released=True)),
             replace(RELEASED, consumer=MOVE),
-            {**numbered(), "state": State.DELETED, "then": None, "deadline": None, "since": 130.0, "answered": True,
-             "move": None},
+            {**numbered(), "state": State.DELETED, "then": None, "deadline": None, "since": 130.0, "move": None},
         ),
         (moving(RELEASING, State.FAILED), RELEASED, {"deadline": 145.0, "move_instance_released": True}),
     ],
@@ -214,6 +205,12 @@ ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "
              "move_history": (tried(2, "failed", 202.0, attempt=4, code="no"),)},
         ),
         (
+            *answer(moving(State.PREPARING, selections=(ON_1, ON_2)), 2, done=False),
+            {**waits(State.REVERTING, None, 202.0, deadline=217.0), "sequence": 21, "queried": False,
+             "move_lost_code": "max_retries_exceeded", "move_lost_reason": "no host is left. host-2: failed",
+             "move_history": (tried(2, "failed", 202.0, attempt=4),)},
+        ),
+        (
             *answer(moving(State.HANDING_OVER, move={"handed_over": True}), 1),
             {"state": State.FINISHING, "sequence": 21, "deadline": 502.0, "since": 202.0, "queried": False,
              "move_finishing": True},
@@ -260,6 +257,29 @@ ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "
              "move_finishing": False,
              "move_history": (tried(2, "timed_out", 310.0, attempt=4, code="spawn.timeout",
                                     reason="no answer in time"),)},
+        ),
+        (
+            moving(State.FINISHING, move={"finishing": True}, queried=False),
+            GONE,
+            {**waits(CLAIMING, State.PREPARING, 310.0, deadline=325.0), "sequence": 21, "move_finishing": False,
+             "move_history": (tried(2, "failed", 310.0, attempt=4, code="spawn.timeout", reason="no answer in time"),)},
+        ),
+        *(
+            (at_source(move), replace(moves.refused(5), outcomes=(), **why), {
+                **waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False,
+                "move_lost_code": code, "move_lost_reason": reason})
+            for move, why, code, reason in (
+                ({}, {"consumer_changed": True, "reason": "why"}, "placement.consumer_changed", "why"),
+                (ABORTED, {"reason": "why"}, "move.aborted", ""),
+                ({}, {"reason": "why"}, "max_retries_exceeded", "why"),
+                ({}, {}, "max_retries_exceeded", "no host is left. "),
+            )
+        ),
+        *(
+            (*answer(moving(State.HANDING_OVER), 1, done=False, code=code), {
+                "state": State.REVERTING, "since": 202.0, "deadline": 217.0, "sequence": 21, "queried": False,
+                "move_lost_code": code or "hand-over.failed"})
+            for code in ("", "no")
         ),
         (
             moving(State.RESIZED),

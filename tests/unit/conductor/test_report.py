@@ -90,14 +90,6 @@ def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = 
     return Brief(A, state, host, service, attempt, SINCE, then=then)
 
 
-def test_agreement_publishes_nothing() -> None:
-    assert found(report((A, 1)), brief(State.ACTIVE)) == []
-    assert found(report((A, 1)), brief(DELETING)) == []
-    assert found(report(named=False), brief(State.ACTIVE)) == []
-    assert found(report(), brief(State.BUILDING)) == []
-    assert found(report(), brief(State.ACTIVE, host=OTHER)) == []
-
-
 def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> None:
     """Only a scan that began after the record was what it is proves a loss, and no clock shows that."""
     for state in (State.ACTIVE, State.RESIZED, DELETING):
@@ -137,58 +129,11 @@ def test_a_machine_of_ours_that_no_record_proves_over_is_quarantined() -> None:
         )
 
 
-def test_what_its_host_is_destroying_already_is_no_difference() -> None:
-    for record in (
-        [],
-        [brief(State.FAILED)],
-        [brief((State.CLAIMING, State.BUILDING))],
-        [brief(State.ACTIVE, attempt=2)],
-    ):
-        assert compared(report((A, 1), destroying=True), *record) == Differences()
-
-
-def test_a_machine_that_may_still_be_building_proves_nothing() -> None:
-    assert found(report((A, 1), built=False), brief(State.BUILDING)) == []
-    assert found(report((A, 1), built=False), brief(State.ACTIVE)) == [], "an operator's rebuild"
-    (event,) = found(report((A, 1), built=False), brief(State.FAILED))
-    assert isinstance(event, HostRuns)
-
-
-def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_reported() -> None:
-    for state, at, attempt in (
-        (State.BUILDING, HOST, 1),
-        (State.ACTIVE, HOST, 2),
-        (State.ACTIVE, OTHER, 2),
-        (State.FAILED, HOST, 1),
-        (State.DELETED, HOST, 1),
-        (State.DELETED, OTHER, 0),
-    ):
-        (event,) = found(report((A, 1)), brief(state, at, attempt))
-        assert isinstance(event, HostRuns) and (event.attempt, event.host_uuid, event.service) == (1, HOST, "s")
-
-
 def test_a_host_that_changed_its_service_is_reported() -> None:
     """The heir of a dead service: what was sent to the dead one has to be sent again."""
     for state in (State.ACTIVE, DELETING):
         (event,) = found(report((A, 1)), brief(state, service="dead"))
         assert isinstance(event, HostRuns) and event.service == "s"
-
-
-@pytest.mark.parametrize("service", ["s", "before"])
-@pytest.mark.parametrize("state", [State.ACTIVE, DELETING])
-def test_what_is_missing_counts_by_a_later_scan_only(state: State | Phase, service: str) -> None:
-    record = brief(state, service=service)
-    older = compared(report(), record)
-    assert (older.events, older.harmful, demanded(older)) == ((), (), ((HOST, rescan_id(record)),))
-    (event,) = found(report(), record)
-    assert isinstance(event, HostMissing) and event.service == "s"
-
-
-@pytest.mark.parametrize("made", [report(), report((A, 1))], ids=["missing", "over"])
-def test_a_young_record_causes_no_scan(made: ComputeHosts) -> None:
-    record = brief(State.ACTIVE, attempt=2)
-    assert compared(made, record, now=SINCE + 30.0) == Differences()
-    assert compared(made, record, now=SINCE + 30.1).harmful_rescans == ((HOST, rescan_id(record)),)
 
 
 @pytest.mark.parametrize("made", [report(), report((A, 1))], ids=["missing", "over"])
@@ -222,20 +167,6 @@ def test_a_machine_is_not_followed_while_the_service_on_record_lists_its_host(
     made = replace(report((A, 1)), rescans=(rescan_id(record),))
     differs = differences(made, [record], deployment=DEPLOYMENT, now=201.0, grace_s=30.0, may_have=lambda *_: lists)
     assert bool(differs.events or differs.harmful) is not lists
-
-
-def test_older_reports_lose() -> None:
-    newest = Newest()
-
-    def take(sequence: int, epoch: int = 1) -> bool:
-        named = report(sequence=sequence, epoch=epoch)
-        is_newer = newest.is_newer(named)
-        newest.note(named)
-        return is_newer
-
-    assert [take(5), take(5), take(4), take(6)] == [True, False, False, True]
-    assert take(1, epoch=2)
-    assert not take(7)
 
 
 def test_a_machine_on_a_host_that_its_record_has_not_tried_is_quarantined() -> None:
@@ -413,12 +344,6 @@ def test_a_host_that_two_services_list_is_contested_while_the_other_one_is_up() 
     assert listings.contested(second, ("s2",)) == {}
     listings.note(listing("s1", 3, sequence=2))
     assert listings.contested(second, BOTH) == {}, "it has handed it over"
-
-
-def test_services_of_a_ring_hand_their_free_hosts_over() -> None:
-    second = listing("s2", 1, ring_term=1, ring_number=2)
-    assert listings_of(listing("s1", 1, ring_term=1, ring_number=1), second).contested(second, BOTH) == {}
-    assert listings_of(listing("s1", 1), second).contested(second, BOTH) == {host(1): "s1"}
 
 
 def test_a_service_has_left_a_host_out_only_when_all_pages_of_a_report_came() -> None:

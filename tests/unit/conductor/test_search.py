@@ -13,16 +13,23 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Retry
 from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete, FindMachines, FoundMachine
-from bus.contracts.placement import ReleaseResult
+from bus.contracts.moves import AskedBy, CellBook, ChangeMachine
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.faults import Transient
+from bus.persistence.outbox import OutboxMessage
+from bus.port import PublishRefused
 from cell_conductor import engine
 from cell_conductor.app import search_forever
+from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
+from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
+from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
 from tests.unit.conductor.move_scenario import OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host
+from tests.unit.conductor.test_leaving import leaving
 from tests.unit.conductor.test_transfers_set_back import held
 from tests.unit.conductor.world import BUILD, Conductor, Services
 
@@ -137,15 +144,16 @@ async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_w
     assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)
 
 
-async def test_a_doubted_record_fails_over_only_when_all_have_answered() -> None:
+@pytest.mark.parametrize("phase", [(State.CLAIMING, State.BUILDING), (State.RELEASING, State.FAILED)], ids=in_text)
+async def test_a_doubted_record_fails_over_or_ends_only_when_all_have_answered(phase: Phase) -> None:
     """A record that was set back claimed an alternate, while the forgotten attempt 2 ran on a third host."""
     services = Services(s1=(), s2=(replace(machine(), attempt=2),))
     conductor = Conductor(services, ("s1", "s2"))
     await conductor.store.open()
     over = Instance(
         uuid=UUID,
-        state=State.CLAIMING,
-        then=State.BUILDING,
+        state=phase[0],
+        then=phase[1],
         spec=SPEC,
         selections=BUILD.selections,
         attempt=1,
@@ -159,7 +167,7 @@ async def test_a_doubted_record_fails_over_only_when_all_have_answered() -> None
     services.silent = {"s1", "s2"}
     assert await conductor.engine.sweep() == 1
     await conductor.engine.search()
-    assert (await conductor.recorded() or over).phase == (State.CLAIMING, State.BUILDING)
+    assert (await conductor.recorded() or over).phase == phase
     services.silent = set()
     async with conductor.store.transaction() as transaction:
         await transaction.lock([UUID])
@@ -282,3 +290,46 @@ async def test_a_bounded_number_of_instances_waits_for_a_search(monkeypatch: pyt
     services.answers.set()
     await conductor.engine.search()
     assert [len(one.instance_uuids) for one in services.queried] == [2] and len(services.released) == 2
+
+
+# --- What is asked of placement by way of the schedulers, of instances that leave for another cell.
+
+
+class Full(Services):
+    """The queue of the schedulers is full; placement releases at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.published = 0
+
+    async def publish_all(self, messages: Sequence[Any], *_: Any) -> None:
+        self.published += len(messages)
+        raise PublishRefused("the queue is full")
+
+    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
+        return [ReleaseResult(outcome="released") for _ in messages]
+
+
+async def test_a_full_queue_of_the_schedulers_holds_up_no_other_question() -> None:
+    there, here = leaving().instance, replace(held().instance, uuid=OTHER, doubted=False)
+    questions = [PendingQuestion(one, question_of(one), repeated=False) for one in (there, here)]
+    bus = Full()
+    requests = PlacementRequests(bus, SystemClock(), 1.0)  # type: ignore[arg-type]
+    for asked in (1, 2):
+        assert [one.uuid for one in await requests.ask(questions)] == [OTHER]
+        assert bus.published == asked, "it is asked again"
+
+
+async def test_two_answers_about_one_instance_in_a_batch_count_once() -> None:
+    there = leaving().instance
+    conductor = await conductor_of(Services(), there)
+    claim = question_of(there)
+    assert isinstance(claim, Claim) and there.move is not None
+    answer = ClaimResult(outcome=ClaimOutcome.CLAIMED, option=0, outcomes=(ClaimOutcome.CLAIMED,))
+    asked_by = AskedBy(cell="c1", request_id=there.move.request_id, project_id="p", kind=there.move.kind)
+    book = CellBook(asked_by=asked_by, instance_uuid=UUID, question=claim, answer=answer)
+    await conductor.engine.answered([book, replace(book, repeated=True)])
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.state, recorded.attempt) == (State.HANDING_OVER, claim.attempt)
+    orders = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    assert len([one for one in orders if isinstance(one, ChangeMachine)]) == 1

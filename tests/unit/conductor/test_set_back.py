@@ -11,12 +11,14 @@ from bus.contracts.moves import CellMove, Departure, MoveKind
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import desires
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import in_text, states_where
+from cell_conductor.domain.desires import in_sql, in_text, states_where
 from cell_conductor.domain.instance import Instance, Phase
 from cell_conductor.domain.set_back import (
     CLOCKS_APART_S,
+    FORGOTTEN_ATTEMPTS,
     SET_BACK_GAP,
     SetBack,
+    doubted_from,
     is_doubted_request,
     is_of_forgotten,
     is_unsearched,
@@ -134,6 +136,22 @@ def test_the_first_number_that_may_be_given_out_twice_is_recorded_once(
     assert marked_reused(known, BACK).reused_from == marked
 
 
+@pytest.mark.parametrize(
+    ("doubted", "since", "reused_from", "marked"),
+    [(False, AT, 0, 4), (False, AT, 2, 2), (False, AT, 1, 1), (True, AT, 0, None), (False, AT + 99.0, 0, None)],
+)
+def test_an_instance_that_is_as_before_the_set_back_may_have_been_numbered_on(
+    doubted: bool, since: float, reused_from: int, marked: int | None
+) -> None:
+    known = replace(KNOWN, attempt=1, newest=3, sequence=10, doubted=doubted, since=since, reused_from=reused_from)
+    after = doubted_from(known, BACK)
+    if marked is None:
+        assert after is known
+        return
+    assert (after.doubted, after.reused_from) == (True, marked)
+    assert (after.newest, after.sequence) == (3 + FORGOTTEN_ATTEMPTS, 10 + SET_BACK_GAP)
+
+
 # --- Events
 
 
@@ -169,6 +187,10 @@ def test_a_request_that_does_not_say_so_is_no_query() -> None:
 
 
 # --- States
+
+
+def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
+    assert in_sql(desires.PURGED) == "'tombstone', 'deleted', 'departed'"
 
 
 @pytest.mark.parametrize(

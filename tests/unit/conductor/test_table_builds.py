@@ -102,7 +102,7 @@ def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_his
     assert question_of(over.instance) == Release(consumer=UUID, attempt=2)
     (event,) = announced(run(RELEASED, start=over.instance))
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
-    assert "host-1: failed (spawn.no_disk: full)" in event.reason
+    assert "host-1: failed, spawn.no_disk, full" in event.reason
     assert len(event.history) == 1
 
 

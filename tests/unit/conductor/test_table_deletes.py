@@ -385,7 +385,7 @@ def test_alternates_are_not_tried_where_the_service_is_down() -> None:
     none = run(on("s1", "s2"), failed(), RELEASED, down="s2")
     (event,) = announced(none)
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
-    assert "host-2: not_tried (service.silent)" in event.reason and "1 of 2 hosts tried" in event.reason
+    assert "host-2: not_tried, service.silent" in event.reason and "1 of 2 hosts tried" in event.reason
 
 
 def test_a_question_of_stays_the_same_when_a_service_comes_back_or_goes() -> None:

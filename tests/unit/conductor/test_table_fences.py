@@ -12,11 +12,10 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind, MoveState
 from bus.contracts.placement import Claim, Release, Revert
 from cell_conductor.domain import events as e
-from cell_conductor.domain.evacuations import STILL_RUNNING, is_evacuated_from, relied_on, why_not_evacuated
+from cell_conductor.domain.evacuations import is_evacuated_from, relied_on
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import FENCED, Fence, RunningAfterFence, losses_of
 from cell_conductor.domain.instance import Instance, Power, State
-from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.table import question_of, step
 from cell_conductor.domain.way_back import SourceQuery
 from tests.unit.conductor.move_scenario import (
@@ -65,11 +64,6 @@ def test_a_delete_on_a_fenced_host_ends_without_its_answer_and_records_that() ->
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
     assert (event.history[-1].outcome, event.history[-1].code, event.history[-1].host) == ("fenced", FENCED, "host-1")
     assert lost(before, stepped.instance, 1) == [(host(1), 1)]
-
-
-def test_a_delete_on_another_host_is_not_ended_by_the_fence() -> None:
-    before = run(queried(hosts=1), spawned(), DELETE).instance
-    assert run(fence(2), start=before).instance is before
 
 
 def test_a_build_leaves_a_fenced_host_even_when_its_record_is_doubted() -> None:
@@ -137,30 +131,6 @@ def test_what_runs_on_a_fenced_host_all_the_same_is_not_evacuated_unless_forced(
     older.apply(request(MoveKind.EVACUATE, 2))
     forced.apply(request(MoveKind.EVACUATE, 2, force=True))
     assert older.instance.phase == forced.instance.phase == (State.CLAIMING, State.PREPARING)
-
-
-@pytest.mark.parametrize(
-    ("state", "down_since", "version", "lifting", "code"),
-    [
-        (LeaseState.SILENT, 250.0, 1, False, None),
-        (LeaseState.STOPPED, 250.0, 1, False, None),
-        (LeaseState.UP, 0.0, 1, False, STILL_RUNNING),  # the reason of the fence may have been corrected
-        (LeaseState.SILENT, 310.0, 1, False, STILL_RUNNING),  # its link broke later
-        (LeaseState.STOPPED, 310.0, 1, False, STILL_RUNNING),  # it is restarted
-        (LeaseState.SILENT, 250.0, 2, False, STILL_RUNNING),  # its link is back, and its next heartbeat not yet
-        (LeaseState.SILENT, 250.0, 1, True, STILL_RUNNING),  # it is to be used again: it is on
-    ],
-)
-def test_what_ran_on_a_host_that_was_switched_off_and_fenced_again_is_evacuated(
-    state: LeaseState, down_since: float, version: int, lifting: bool, code: str | None
-) -> None:
-    """The service that reported was down when the host was fenced again."""
-    fences = {host(1): replace(fenced(1)[host(1)], version=2, at=300.0, lifting=lifting)}
-    lease = Lease(service="s1", epoch=1, state=state, since=down_since)
-    context = replace(PATIENCE, fences=fences, still_running=found_running(version=version))
-    context = replace(context, down={} if state is LeaseState.UP else {"s1": lease})
-    unproved = why_not_evacuated(active(), context, fenced=True, force=False)
-    assert (None if unproved is None else unproved.code) == code
 
 
 def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:

@@ -302,6 +302,8 @@ NONE = RequestTimeout("no answer")
         ([("s1", found("s1", hosts=(2,))), ("s9", NONE)], SOURCE_UNREPORTED, ""),
         ([("s1", NONE)], SOURCE_SILENT, ""),
         ([("s1", NONE), ("s9", found("s9"))], SOURCE_SILENT, ""),
+        ([("s9", found("s9")), ("s1", NONE)], SOURCE_SILENT, ""),
+        ([("s9", found("s9"))], SOURCE_SILENT, ""),
         ([("s1", found("s1", 1, hosts=()))], SOURCE_UNREPORTED, ""),  # by its record, which proves nothing
     ],
 )

@@ -186,6 +186,7 @@ def test_a_member_whose_peers_are_not_known_finds_no_members_of_its_group() -> N
     first = replace(first, spec=first.spec.with_peers(Peers(server_group=group, members={"h": 1}), UUID_))
     after = with_shared_findings([first, second])
     assert [one.spec.peers and one.spec.peers.members for one in after] == [{"h": 1}, None]
+    assert with_shared_findings([first]) == [first]
 
 
 def test_an_incomplete_gang_has_the_count_of_members_that_had_a_host_and_each_ones_claims() -> None:
@@ -262,27 +263,34 @@ def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
     assert results(with_gang_results(states(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
 
 
-def test_a_gang_is_claimed_when_each_that_is_left_has_chosen() -> None:
-    waiting = states(None, REFUSED, None, least=2)
-    assert claimable(waiting) == []
+def test_a_gang_is_claimed_when_each_of_its_open_members_has_chosen() -> None:
+    waiting = states(None, None, least=2)
     chosen = [replace(one, choice=object()) for one in waiting]  # type: ignore[arg-type]
-    assert [len(gang) for gang in claimable(chosen)] == [2]
-    assert claimable(states(None, least=1, gang=False)) == []
+    alone = replace(states(None, least=1, gang=False)[0], choice=object())  # type: ignore[arg-type]
+    assert claimable(waiting) == claimable([chosen[0], waiting[1]]) == claimable([alone]) == []
+    assert claimable([*chosen, alone]) == [chosen]
 
 
 @pytest.mark.parametrize(
-    ("options", "providers", "left"),
-    [(16, 5, 16), (16, 20, 4), (16, 27, 3), (2, 64, 1), (1, 64, 1), (2, 100, 1)],
+    ("members", "options", "providers", "left"),
+    [
+        (100, 16, 5, 16),
+        (100, 16, 20, 4),
+        (100, 2, 64, 1),
+        (100, 1, 64, 1),
+        (100, 2, 100, 1),
+        (64, 4, 64, 2),
+    ],
 )
 def test_item_16_the_options_of_a_gang_name_no_more_providers_than_one_message_may(
-    options: int, providers: int, left: int
+    members: int, options: int, providers: int, left: int
 ) -> None:
     """100 claims of 16 options with 64 providers each took placement 130 ms to decode, in one turn of its loop."""
     uuids = [f"{UUID_[:-4]}{number:04d}" for number in range(providers)]
     offered = tuple(ClaimOption(allocations={one: {"VCPU": n + 1} for one in uuids}) for n in range(options))
-    claims = [Claim(consumer=UUID_, options=offered, project_id="p")] * MAX_MEMBERS
+    claims = [Claim(consumer=UUID_, options=offered, project_id="p")] * members
     sent = within_bounds(claims)
-    assert [one.options for one in sent] == [offered[:left]] * MAX_MEMBERS, "the best ones stay, in their order"
+    assert [one.options for one in sent] == [offered[:left]] * members, "the best ones stay, in their order"
     named = sum(len(option.allocations) for one in sent for option in one.options)
     assert (named <= MAX_GANG_PROVIDERS or left == 1) and {one.consumer for one in sent} == {UUID_}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -149,17 +148,6 @@ def test_a_host_is_shown_as_its_service_announced_it() -> None:
     )
     view = hosts.view()
     assert [view.host(at).enabled for at in range(3)] == [True, False, False]
-    view = replace_index(view)
-    assert not view.host(0).enabled
-
-
-def replace_index(view: Any) -> Any:
-    """The same hosts, none of which a service has announced."""
-    from scheduler_worker.domain.hosts import NO_SERVICE  # noqa: PLC0415  (beside its one use)
-
-    view.index = np.full(len(view), NO_SERVICE, dtype=np.intp)
-    view.table.enabled[NO_SERVICE] = True
-    return view
 
 
 def test_a_decision_about_a_host_that_nobody_announces_is_about_no_other_one() -> None:
@@ -199,7 +187,7 @@ def test_a_member_whose_gang_did_not_fit_stays_on_its_host_unless_all_share_one(
     peers = Peers(server_group=ServerGroup(uuid=UUID, policy=policy))
     state = replace(case.state, spec=replace(case.state.spec, peers=peers))
     after = case.step(ClaimOutcome.INCOMPLETE, state=state).state
-    assert (after.same_host is not None) is stays
+    assert after.same_host is stays
 
 
 def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() -> None:

@@ -12,7 +12,6 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.book import HeldAllocation
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import ClaimHolder, ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused, RequestTimeout
@@ -21,10 +20,7 @@ from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import decision
 from scheduler_worker.domain.placement import (
-    CONSUMER_CHANGED,
-    Assume,
     ClaimStranded,
-    Forget,
     GangIncomplete,
     HostClaimed,
     PlacementRefused,
@@ -33,14 +29,13 @@ from scheduler_worker.domain.placement import (
     PlacementState,
     PlacementStep,
     PlacementUnavailable,
-    Settle,
     initial_state,
     result_of,
 )
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns
 from scheduler_worker.domain.selector import Holds, NoValidHost
-from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, found, nothing_fits, step
+from scheduler_worker.domain.step import nothing_fits, step
 from scheduler_worker.domain.view import HostsView, Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import Cluster
@@ -68,92 +63,12 @@ class ClaimCase:
         return step(state or self.state, answer, self.hosts.selector, now=7.0)
 
 
-def test_a_claim_that_holds_ends_the_placement_and_is_settled_at_its_generations() -> None:
-    case = ClaimCase()
-    stepped = case.step(ClaimOutcome.CLAIMED, option=0, consumer_generation=1, generations={case.chosen: 2}, sequence=9)
-    assert stepped.commands == (Settle({case.chosen: 2}, 9),)
-    result = stepped.state.result
-    assert isinstance(result, HostClaimed)
-    assert (result.selections[0].host_uuid, result.claims, result.claimed_at) == (case.chosen, 1, 7.0)
-    assert case.state.result is None and case.state.claims == 0, "a step changes no state: it makes another"
-
-
-def test_what_is_assumed_is_the_option_that_was_taken() -> None:
-    case = ClaimCase()
-    choice = case.state.choice
-    assert choice is not None
-    (first,) = choice.selected.options
-    second = replace(first, allocations={case.chosen: {"VCPU": 2}})
-    selected = replace(choice.selected, options=[first, second])
-    state = replace(case.state, choice=replace(choice, selected=selected))
-    stepped = case.step(ClaimOutcome.CLAIMED, state=state, option=1, generations={case.chosen: 2}, sequence=9)
-    assert stepped.commands == (Assume(second.allocations), Settle({case.chosen: 2}, 9))
-
-
 def test_the_only_host_that_passes_is_claimed_without_weights() -> None:
     case = ClaimCase()
     assert case.state.choice is not None
     alone = replace(case.state, choice=replace(case.state.choice, alternates=(), passed=1, weights=()))
     result = case.step(ClaimOutcome.CLAIMED, state=alone, option=0).state.result
     assert isinstance(result, HostClaimed) and result.scores == ()
-
-
-@pytest.mark.parametrize(
-    ("outcome", "attempt"),
-    [
-        (ClaimOutcome.CLAIMED, 0),  # of an earlier delivery of this run
-        (ClaimOutcome.CONSUMER_CHANGED, 1),  # of another run, whose record is lost
-        (ClaimOutcome.CONSUMER_CHANGED, 2),  # of its cell
-    ],
-)
-def test_a_claim_that_is_held_is_recovered_where_it_is(outcome: ClaimOutcome, attempt: int) -> None:
-    case = ClaimCase()
-    other = next(uuid for uuid in case.hosts.uuids if uuid != case.chosen)
-    changed: dict[str, Any] = {"consumer_generation": 3, "holding": {other: {"VCPU": 1}}, "attempt": attempt}
-    stepped = case.step(outcome, **changed)
-    result = stepped.state.result
-    assert isinstance(result, HostClaimed) and stepped.commands == (Forget(),)
-    assert (result.attempt, result.consumer_generation, stepped.state.recovered) == (
-        attempt or 1,
-        3,
-        result.selections[0].host,
-    )
-    assert (result.selections[0].host_uuid, result.selections[0].allocations) == (other, changed["holding"])
-    gone = case.step(outcome, **(changed | {"holding": {"no such host": {"VCPU": 1}}}))
-    assert isinstance(gone.state.result, ClaimStranded)
-
-
-def test_what_is_known_to_be_held_is_recovered_before_any_claim() -> None:
-    case = ClaimCase()
-    other, project = case.hosts.uuids[1], case.state.request.project_id
-    held = HeldAllocation(
-        consumer=case.state.request.instance_uuid,
-        project_id=project,
-        run="another",
-        attempt=2,
-        consumer_generation=3,
-        holding={other: {"VCPU": 1}},
-        hosts=(other,),
-    )
-    result = found(case.state, held, case.hosts.selector, now=7.0).state.result
-    assert isinstance(result, HostClaimed)
-    assert (result.selections[0].host_uuid, result.attempt, result.consumer_generation) == (other, 2, 3)
-    for foreign in (replace(held, attempt=0), replace(held, project_id="another")):
-        ended = found(case.state, foreign, case.hosts.selector, now=7.0).state.result
-        assert isinstance(ended, PlacementRefused) and ended.code == CONSUMER_CHANGED
-
-
-def test_a_claim_that_was_released_before_it_came_is_fenced() -> None:
-    result = ClaimCase().step(ClaimOutcome.CONSUMER_CHANGED).state.result
-    assert isinstance(result, PlacementRefused) and result.is_fenced
-    foreign = ClaimCase().step(ClaimOutcome.CONSUMER_CHANGED, consumer_generation=3).state.result
-    assert isinstance(foreign, PlacementRefused) and not foreign.is_fenced
-
-
-def test_the_allocation_of_another_client_has_no_attempt() -> None:
-    case = ClaimCase()
-    ended = case.step(ClaimOutcome.CONSUMER_CHANGED, consumer_generation=3, holding={case.hosts.uuids[1]: {"VCPU": 1}})
-    assert isinstance(ended.state.result, PlacementRefused) and ended.state.result.code == CONSUMER_CHANGED
 
 
 @pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.RULED_OUT])
@@ -211,19 +126,6 @@ def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
     assert [host == case.chosen for host in hosts] == [True] * CONFIG.raced_retries + [False]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "code"),
-    [
-        (ClaimOutcome.OVER_LIMIT, "quota.exceeded"),
-        (ClaimOutcome.CONSUMER_CHANGED, "claim.consumer_changed"),
-        (ClaimOutcome.INVALID, "claim.invalid"),
-    ],
-)
-def test_a_refusal_is_final(outcome: ClaimOutcome, code: str) -> None:
-    result = ClaimCase().step(outcome).state.result
-    assert isinstance(result, PlacementRefused) and result.code == code
-
-
 def test_no_answer_is_not_no_valid_host() -> None:
     case = ClaimCase()
     lost = step(case.state, RequestTimeout("late"), case.hosts.selector, now=0.0).state
@@ -238,17 +140,6 @@ def test_no_valid_host_is_answered_on_the_newest_state() -> None:
     needing = nothing_fits(none, case.hosts.selector)
     assert needing.needs_refresh and needing.result is None
     assert isinstance(nothing_fits(needing, case.hosts.selector).result, NoValidHost)
-
-
-def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
-    case = ClaimCase()
-    state, looks = replace(case.state, choice=None), 0
-    while state.result is None:
-        state = replace(state, partly_full=(case.chosen,), rejected={case.chosen: "claim.full"})
-        state = nothing_fits(state, case.hosts.selector)
-        looks += state.result is None
-        assert (case.chosen in state.rejected) is (state.result is not None)
-    assert looks == MAX_PARTLY_FULL_RETRIES
 
 
 def test_like_requests_of_a_batch_are_filtered_once() -> None:

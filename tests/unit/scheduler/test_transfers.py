@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Message
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received
+from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
     AskedBy,
+    CellAsks,
     CellBook,
     CellCheck,
     CellMove,
@@ -25,13 +31,25 @@ from bus.contracts.moves import (
     MoveRequest,
     MoveState,
 )
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, Revert
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    Migration,
+    Release,
+    ReleaseResult,
+)
 from bus.faults import RequestRefused, RequestTimeout
-from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.cell_asks import CellAsksHandler
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import AnnouncedMoves, answered, handed_on, may_ask, refused
+from scheduler_worker.domain.transfers import AnnouncedMoves, answered, refused
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.kit.sent import Sent
 
 REQUEST = "d0000000-0000-4000-8000-000000000001"
 UUID = "a0000000-0000-4000-8000-000000000001"
@@ -60,6 +78,7 @@ DEPARTURE = Departure(
     selections=(HOST,),
     newest=5,
     sequence=20,
+    stay=2,
 )
 LEFT = MoveEvent(
     request_id=REQUEST,
@@ -72,7 +91,9 @@ LEFT = MoveEvent(
 )
 
 
-def on_record(*, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequence: int = 19) -> MoveContext:
+def on_record(
+    *, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequence: int = 19, stay: int = 2
+) -> MoveContext:
     return MoveContext(
         move=RecordedMove(
             request_id=REQUEST,
@@ -88,7 +109,7 @@ def on_record(*, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequen
         build=RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=11, terminal=True, cell=cell),
         build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small"),
         instance=InstanceRecord(
-            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence
+            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence, stay=stay
         ),
     )
 
@@ -129,16 +150,28 @@ def test_a_drain_of_the_host_that_is_tried_first_in_the_next_cell_waits_before_a
 
 
 def test_an_announcement_that_comes_again_or_late_moves_nothing() -> None:
-    for known in (on_record(cell="c2"), on_record(sequence=20), on_record(sequence=35)):
-        batch = applied(known)
-        assert (batch.departed, sent(batch, "c2")) == ({}, [])
+    for known in (on_record(cell="c2"), on_record(cell="c2", stay=3), on_record(stay=3), on_record(stay=4)):
+        for number in (20, 1_000_000):
+            batch = applied(known, replace(LEFT, sequence=number))
+            assert (batch.departed, sent(batch, "c2")) == ({}, []), "its cell was set back: it has come back since"
+
+
+@pytest.mark.parametrize(("stay", "sequence"), [(2, 19), (2, 35), (1, 19), (0, 10**6)])
+def test_a_departure_counts_by_its_stay_whatever_its_number(stay: int, sequence: int) -> None:
+    """Seed 11 of `transfers-restored`: one of a record with old numbers was ignored, and the instance in no cell."""
+    batch = applied(on_record(stay=stay, sequence=sequence))
+    (command,) = sent(batch, "c2")
+    assert isinstance(command, CellMove) and command.arrival is not None
+    assert (batch.builds[UUID].cell, batch.instances[UUID].stay, command.arrival.stay) == ("c2", 3, 2)
+    number = max(sequence, 20)
+    assert (command.arrival.sequence, batch.instances[UUID].sequence) == (number, number), "its next cell goes on there"
 
 
 def test_one_that_is_being_deleted_is_deleted_in_the_cell_that_has_it() -> None:
     batch = applied(on_record(state=BuildState.DELETING))
     command, delete = sent(batch, "c2")
     assert isinstance(command, CellMove)
-    assert delete == CellDelete(instance_uuid=UUID, project_id="p")
+    assert delete == CellDelete(instance_uuid=UUID, project_id="p", stay=3)
 
 
 def test_schedulers_that_have_forgotten_the_request_query_the_next_cell_which_begins_nothing() -> None:
@@ -180,16 +213,6 @@ ANSWER = MachineChanged(
 )
 
 
-def test_a_check_and_its_answer_are_handed_on_to_the_other_cell_and_by_no_third_one() -> None:
-    check = CellCheck(cell="c2", asked_by=ASKED, change=CHANGE)
-    answer = CellCheck(cell="c2", asked_by=ASKED, answer=ANSWER)
-    for one, sender, receiver in ((check, "c1", "c2"), (answer, "c2", "c1")):
-        message = handed_on(one, sender)
-        assert message is not None
-        assert (message.bus, message.message) == (receiver, one)
-        assert handed_on(one, receiver) is None and handed_on(one, "c3") is None
-
-
 CLAIM = Claim(
     consumer=UUID,
     attempt=3,
@@ -199,48 +222,6 @@ CLAIM = Claim(
     migration=Migration(uuid=REQUEST, source={"b0000000-0000-4000-8000-000000000009": {"VCPU": 1}}),
 )
 OTHER = "d0000000-0000-4000-8000-000000000009"
-
-
-@pytest.mark.parametrize(
-    ("question", "asked"),
-    [
-        (CLAIM, True),
-        (replace(CLAIM, consumer=OTHER), False),
-        (replace(CLAIM, options=(ClaimOption(allocations={OTHER: {"VCPU": 1}}),)), False),
-        (replace(CLAIM, project_id="another"), False),
-        (replace(CLAIM, migration=Migration(uuid=OTHER, source={})), False),
-        (Revert(consumer=UUID, migration=Migration(uuid=REQUEST, source={}), source_attempt=1, attempt=4), True),
-        (Revert(consumer=UUID, migration=Migration(uuid=OTHER, source={}), source_attempt=1, attempt=4), False),
-        (Release(consumer=UUID, attempt=4), True),
-        (Release(consumer=REQUEST, project_id="p", of_migration=True), True),
-        (Release(consumer=REQUEST, project_id="p"), False),
-        (Release(consumer=OTHER, attempt=4), False),
-    ],
-)
-def test_placement_is_asked_for_a_cell_about_what_leaves_it_and_for_chosen_hosts(
-    question: Claim | Revert | Release, *, asked: bool
-) -> None:
-    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
-    known = on_record()
-    assert may_ask(book, known, "c1") is asked
-    assert not may_ask(book, known, "c2") and not may_ask(book, replace(known, build=None), "c1")
-    assert not may_ask(book, on_record(cell="c2"), "c1"), "it has left"
-    if isinstance(question, Claim):
-        assert not may_ask(book, replace(known, move=None), "c1")
-
-
-def test_a_cell_that_does_not_have_the_instance_any_more_waits_for_no_answer() -> None:
-    """What placement holds is the other cell's: a release, or the way back, has come too late."""
-    revert = Revert(consumer=UUID, migration=Migration(uuid=REQUEST, source={}), source_attempt=1, attempt=4)
-    outcomes: list[tuple[Claim | Release | Revert, str]] = [
-        (CLAIM, ClaimOutcome.INVALID),
-        (Release(consumer=UUID, attempt=4), "consumer_changed"),
-        (revert, "consumer_changed"),
-    ]
-    for question, outcome in outcomes:
-        asked = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
-        book = refused(asked, on_record(cell="c2"))
-        assert book is not None and book.answer is not None and book.answer.outcome == outcome
 
 
 def test_what_an_instance_without_a_record_holds_is_not_known_to_be_another_cells() -> None:
@@ -295,3 +276,34 @@ def test_the_end_of_the_request_ends_its_command() -> None:
     batch = applied(in_c2, done, "c2")
     assert (batch.moves[REQUEST].command, batch.instances[UUID].condition) == (None, Condition.ACTIVE)
     assert (batch.builds[UUID].host, batch.ignored) == ("there", [])
+
+
+class Giving:
+    """Placement takes back whatever it is asked to."""
+
+    async def ask(self, questions: Sequence[object]) -> list[ReleaseResult]:
+        return [ReleaseResult(outcome="released") for _ in questions]
+
+
+async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and_no_departure_counts_any_more() -> None:
+    """Of two that give its claim back the later one rules out every departure from its stay."""
+    known, relay = on_record(), Sent()
+    assert known.build is not None and known.move is not None and known.build_request is not None
+    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    store.publish_through(relay)  # type: ignore[arg-type]
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
+    async with store.operation() as operation:
+        await operation.insert_moves([known.move], 1.0)
+        await operation.put_instances([known.now])
+    books = [
+        CellBook(asked_by=ASKED, instance_uuid=UUID, question=Release(consumer=UUID, attempt=attempt), stay=stay)
+        for attempt, stay in ((5, 3), (4, 2))
+    ]
+    batch = [Received(CellAsks(message=book), Meta(id=f"m{book.stay}"), "c1", "scheduler.asks") for book in books]
+    handler = CellAsksHandler(store, "c1", claims=cast("Any", Giving()))
+    assert await handler(batch) == [Done(), Done()]
+    sent_back = [one.message for _, rows in relay.rows for one in rows]
+    assert sent_back == [replace(book, answer=ReleaseResult(outcome="released")) for book in books]
+    async with store.operation() as operation:
+        assert (await operation.known({REQUEST: UUID}))[REQUEST].now.stay == 4

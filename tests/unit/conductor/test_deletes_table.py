@@ -1,0 +1,331 @@
+"""Deletes, and builds that come again: a row for each condition that decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import Refusal
+from bus.contracts.build import AttemptRecord, BuildEvent
+from bus.contracts.cell import UNKNOWN_ATTEMPT, FoundMachine, InstanceSpec
+from bus.contracts.moves import MoveKind
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import step
+from tests.unit.conductor.records import (
+    BY_REVERT,
+    GONE,
+    SOURCE_GONE,
+    Case,
+    after,
+    at_source,
+    case,
+    changing,
+    moving,
+    outcome,
+    record,
+    unshelving,
+)
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, missed, on, selection
+
+K, S = MoveKind, State
+ABSENT = Instance(uuid=UUID)
+TOMB = Instance(uuid=UUID, state=S.TOMBSTONE)
+MACHINE = FoundMachine(
+    instance_uuid=UUID, host_uuid=host(3), host="host-3", service="s1", attempt=5, project_id="p", built=True
+)
+ON_HOST_2 = replace(MACHINE, attempt=6, host_uuid=host(2))
+ON_HOST_1 = replace(MACHINE, attempt=4, host_uuid=host(1))
+DELETING = record(S.DESTROYING, S.DELETED)
+HELD = replace(DELETING, code="destroy.busy", reason="r")
+UNDESTROYED = e.SpawnFailed(at=220.0, attempt=2, host_uuid=host(2), code="destroy.busy", reason="r")
+
+
+def deletes(*found: FoundMachine, **other: Any) -> e.DeleteRequested:
+    made = e.DeleteRequested(at=120.0, project_id="p", found=found or None)
+    return replace(made, **other)
+
+
+def build(**other: Any) -> e.BuildRequested:
+    return replace(on("s1"), **other)
+
+
+def gives_up(code: str = "x", *, query: bool = False) -> e.BuildRequested:
+    return build(given_up=Refusal(code=code, reason="y"), is_query=query, found=() if query else None)
+
+
+def renewed(**other: Any) -> e.BuildRequested:
+    """It was requested after the one on record."""
+    return build(requested_at=51.0, **other)
+
+
+UNKNOWN: list[Case] = [
+    case(ABSENT, deletes(), "tombstone"),
+    case(ABSENT, deletes(begun=True), "tombstone", "delete p unrecorded"),
+    case(TOMB, deletes(), "tombstone"),
+    case(TOMB, deletes(begun=True), "tombstone", "delete p unrecorded"),
+    case(ABSENT, deletes(found=()), "releasing/deleted", "build: deleting"),
+    case(ABSENT, deletes(MACHINE), "destroying/deleted", "destroy 5@3", "build: deleting"),
+    case(ABSENT, deletes(MACHINE, ON_HOST_2), "destroying/deleted", "destroy 6@2", "destroy 5@3", "build: deleting"),
+    case(
+        ABSENT,
+        deletes(replace(MACHINE, built=False, attempt=7), ON_HOST_2),
+        "destroying/deleted",
+        "destroy 6@2",
+        "destroy 7@3",
+        "build: deleting",
+    ),
+    case(ABSENT, deletes(replace(MACHINE, project_id="q")), "releasing/deleted", "build: deleting"),
+    case(ABSENT, deletes(replace(MACHINE, project_id=None)), "destroying/deleted", "destroy 5@3", "build: deleting"),
+    case(ABSENT, deletes(replace(MACHINE, attempt=UNKNOWN_ATTEMPT)), "releasing/deleted", "build: deleting"),
+    case(
+        ABSENT,
+        deletes(replace(MACHINE, attempt=UNKNOWN_ATTEMPT + 1)),
+        "destroying/deleted",
+        "destroy 1@3",
+        "build: deleting",
+    ),
+    case(TOMB, build(), "releasing/deleted"),
+    case(TOMB, build(is_query=True), "tombstone"),
+    case(TOMB, build(is_query=True, found=()), "releasing/deleted"),
+    case(TOMB, build(found=(MACHINE,)), "destroying/deleted", "destroy 5@3", "build: deleting"),
+    case(TOMB, build(is_query=True, found=(MACHINE,)), "destroying/deleted", "destroy 5@3", "build: deleting"),
+    case(TOMB, gives_up(), "releasing/deleted"),
+    case(TOMB, gives_up(query=True), "releasing/deleted"),
+    case(TOMB, gives_up("build.machine_exists"), "releasing/deleted"),
+    case(TOMB, gives_up("build.machine_exists", query=True), "tombstone"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), UNKNOWN)
+def test_a_delete_or_a_build_of_what_is_not_on_record(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+DELETES: list[Case] = [
+    case(record(S.ACTIVE), deletes(), "destroying/deleted", "destroy 2@2", "build: deleting"),
+    case(record(S.ACTIVE), replace(deletes(), project_id="q"), "active"),
+    case(record(S.ACTIVE), replace(deletes(), project_id=""), "destroying/deleted", "destroy 2@2", "build: deleting"),
+    case(record(S.BUILDING), deletes(), "destroying/deleted", "destroy 2@2", "build: deleting"),
+    case(record(S.CLAIMING, S.BUILDING), deletes(), "claiming/deleted", "build: deleting"),
+    case(record(S.CLAIMING, S.DELETED), deletes(), "claiming/deleted", "build: deleting"),
+    case(record(S.CLAIMING, S.ACTIVE), deletes(), "destroying/deleted", "destroy 2@2", "build: deleting"),
+    case(record(S.RELEASING, S.FAILED), deletes(), "releasing/deleted", "build: deleting"),
+    case(moving(S.RELEASING, S.FAILED), deletes(), "releasing/deleted", "build: deleting"),
+    case(DELETING, deletes(), "destroying/deleted", "build: deleting"),
+    case(HELD, deletes(), "destroying/deleted", "build: deleting destroy.busy"),
+    case(record(S.FAILED), deletes(), "deleted", "build: deleted"),
+    case(record(S.DELETED), deletes(), "deleted", "build: deleted"),
+    case(Instance(uuid=UUID, state=S.DELETED), deletes(), "deleted"),
+    case(record(S.OFFLOADED), deletes(), "releasing/deleted", "build: deleting"),
+    case(at_source(), deletes(), "claiming/preparing", "migrate: failed instance.deleted", "build: deleting"),
+    case(at_source({"delete": True}), deletes(), "claiming/preparing", "build: deleting"),
+    case(
+        moving(S.PREPARING),
+        deletes(),
+        "destroying/deleted",
+        "destroy 1@1",
+        "migrate: failed instance.deleted",
+        "build: deleting",
+    ),
+    case(
+        moving(S.RESIZED),
+        deletes(),
+        "destroying/deleted",
+        "destroy 2@2",
+        "destroy 1@1",
+        "migrate: failed instance.deleted",
+        "build: deleting",
+    ),
+    case(
+        moving(S.RESIZED, move={"answered": True}),
+        deletes(),
+        "destroying/deleted",
+        "destroy 2@2",
+        "destroy 1@1",
+        "build: deleting",
+    ),
+    case(
+        moving(S.RESIZED, move={"answered": True, **BY_REVERT}),
+        deletes(),
+        "destroying/deleted",
+        "destroy 2@2",
+        "destroy 1@1",
+        "revert: failed instance.deleted",
+        "build: deleting",
+    ),
+    case(
+        changing(K.STOP),
+        deletes(),
+        "destroying/deleted",
+        "destroy 2@2",
+        "stop: failed instance.deleted",
+        "build: deleting",
+    ),
+    case(
+        moving(S.DESTROYING, S.OFFLOADED, {"source": None}),
+        deletes(),
+        "destroying/deleted",
+        "destroy 2@2",
+        "migrate: failed instance.deleted",
+        "build: deleting",
+    ),
+    case(DELETING, UNDESTROYED, "destroying/deleted", "build: deleting destroy.busy"),
+    case(DELETING, replace(UNDESTROYED, attempt=3), "destroying/deleted"),
+    case(DELETING, replace(UNDESTROYED, code="spawn.x"), "destroying/deleted", "destroy 2@2"),
+    case(HELD, UNDESTROYED, "destroying/deleted"),
+    case(HELD, replace(UNDESTROYED, reason="other"), "destroying/deleted", "build: deleting destroy.busy"),
+    case(HELD, replace(UNDESTROYED, code="destroy.other"), "destroying/deleted", "build: deleting destroy.other"),
+    case(moving(S.DESTROYING, S.REVERTING), UNDESTROYED, "destroying/reverting"),
+    case(DELETING, GONE, "releasing/deleted"),
+    case(DELETING, replace(GONE, attempt=1), "destroying/deleted"),
+    case(DELETING, missed(DELETING, 2), "releasing/deleted"),
+    case(moving(S.DESTROYING, S.DELETED), GONE, "destroying/deleted"),
+    case(moving(S.DESTROYING, S.DELETED), SOURCE_GONE, "destroying/deleted"),
+    case(moving(S.DESTROYING, S.DELETED, {"source_gone": True}), GONE, "releasing/deleted"),
+    case(moving(S.DESTROYING, S.DELETED, {"here_gone": True}), SOURCE_GONE, "releasing/deleted"),
+    case(moving(S.DESTROYING, S.DELETED, {"here_gone": True}), GONE, "destroying/deleted"),
+    case(moving(S.DESTROYING, S.DELETED, {"source_gone": True}), SOURCE_GONE, "destroying/deleted"),
+    case(moving(S.DESTROYING, S.ACTIVE), SOURCE_GONE, "releasing/active"),
+    case(moving(S.DESTROYING, S.ACTIVE), GONE, "destroying/active"),
+    case(moving(S.DESTROYING, S.DEPARTED, {"to_cell": "c2"}), SOURCE_GONE, "releasing/departed"),
+    case(unshelving(S.DESTROYING, S.OFFLOADED), GONE, "releasing/offloaded"),
+    case(unshelving(S.DESTROYING, S.DELETED), GONE, "releasing/deleted"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), DELETES)
+def test_a_delete_of_what_is_on_record(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+AGAIN: list[Case] = [
+    case(record(S.BUILDING), build(), "building"),
+    case(record(S.BUILDING), build(is_query=True), "building", "build: building"),
+    case(record(S.BUILDING), build(is_query=True, sequence=30), "building", "build: building"),
+    case(record(S.CLAIMING, S.BUILDING), build(is_query=True), "claiming/building", "build: building"),
+    case(record(S.CLAIMING, S.ACTIVE), build(is_query=True), "claiming/active", "build: building"),
+    case(record(S.CLAIMING, S.ACTIVE), build(), "claiming/active"),
+    case(at_source(), build(is_query=True), "claiming/preparing", "build: active"),
+    case(record(S.RELEASING, S.FAILED), build(is_query=True), "releasing/failed", "build: building"),
+    case(record(S.RELEASING, S.FAILED), build(), "releasing/failed"),
+    case(record(S.ACTIVE), build(), "active", "build: active"),
+    case(record(S.ACTIVE), build(is_query=True), "active", "build: active"),
+    case(moving(S.PREPARING), build(is_query=True), "preparing", "build: active"),
+    case(record(S.OFFLOADED), build(), "offloaded", "build: active"),
+    case(DELETING, build(), "destroying/deleted"),
+    case(DELETING, build(is_query=True), "destroying/deleted", "build: deleting"),
+    case(HELD, build(is_query=True), "destroying/deleted", "build: deleting destroy.busy"),
+    case(record(S.DELETED), build(), "deleted", "build: deleted"),
+    case(record(S.DELETED), build(is_query=True, sequence=30), "deleted", "build: deleted"),
+    case(Instance(uuid=UUID, state=S.DELETED), build(), "deleted"),
+    case(record(S.FAILED), build(requested_at=50.0), "failed", "build: failed old"),
+    case(record(S.FAILED), renewed(), "building", "spawn 1@1", "build: building"),
+    case(record(S.FAILED), renewed(is_query=True), "failed", "build: failed old"),
+    case(record(S.FAILED), renewed(attempt=2), "failed", "build: failed old"),
+    case(record(S.FAILED), renewed(attempt=4), "failed", "build: failed old"),
+    case(record(S.FAILED), renewed(attempt=5), "building", "spawn 5@1", "build: building"),
+    case(record(S.FAILED), renewed(attempt=4, found=(MACHINE,)), "claiming/active"),
+    case(
+        record(S.FAILED),
+        renewed(found=(replace(MACHINE, attempt=1, host_uuid=host(1)),)),
+        "building",
+        "spawn 1@1",
+        "build: building",
+    ),
+    case(record(S.FAILED), renewed(attempt=4, found=(ON_HOST_1,)), "claiming/active"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), AGAIN)
+def test_a_build_that_comes_again(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+FORGOTTEN = {
+    "spec": InstanceSpec(instance_uuid=UUID, project_id="p"), "since": 120.0, "sequence": 1_000_011,
+    "build_sequence": 1_000_010, "then": S.DELETED,
+}  # fmt: skip
+THERE = replace(selection(3), allocations={host(3): {}}, shapes={})
+TAKES = {host(3): {"VCPU": 7}}
+NUMBERED = {"sequence": 21, "build_sequence": 20}
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "changes"),
+    [
+        (ABSENT, deletes(cause="c"), {"state": S.TOMBSTONE, "since": 120.0, "cause": "c"}),
+        (replace(ABSENT, cause="old"), deletes(found=(), cause="c"),
+         {**FORGOTTEN, "state": S.RELEASING, "deadline": 135.0, "newest": 1000, "cause": "c"}),
+        (replace(ABSENT, cause="old"), deletes(MACHINE),
+         {**FORGOTTEN, "state": S.DESTROYING, "deadline": 150.0, "newest": 1005, "attempt": 5,
+          "selections": (THERE,)}),
+        (ABSENT, deletes(replace(MACHINE, allocations=TAKES), replace(MACHINE, built=False, attempt=9)),
+         {**FORGOTTEN, "state": S.DESTROYING, "deadline": 150.0, "newest": 1009, "attempt": 5,
+          "selections": (replace(THERE, allocations=TAKES), THERE)}),
+        (replace(TOMB, cause="old"), deletes(cause="c"), {}),
+        (replace(TOMB, cause="old"), build(),
+         {"state": S.RELEASING, "then": S.DELETED, "since": 100.0, "deadline": 115.0, "spec": SPEC, "attempt": 1,
+          "selections": (selection(1),), "consumer_generation": 7, "build_timeout_s": 60.0}),
+        (record(S.ACTIVE), deletes(cause="c"),
+         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "since": 120.0, "deadline": 150.0, "cause": "c"}),
+        (record(S.ACTIVE), deletes(),
+         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "since": 120.0, "deadline": 150.0}),
+        (record(S.CLAIMING, S.BUILDING), deletes(cause="c"), {**NUMBERED, "then": S.DELETED, "cause": "c"}),
+        (record(S.CLAIMING, S.BUILDING), deletes(), {**NUMBERED, "then": S.DELETED}),
+        (record(S.OFFLOADED), deletes(cause="c"),
+         {**NUMBERED, "state": S.RELEASING, "then": S.DELETED, "since": 120.0, "deadline": 135.0, "cause": "c"}),
+        (record(S.OFFLOADED), deletes(),
+         {**NUMBERED, "state": S.RELEASING, "then": S.DELETED, "since": 120.0, "deadline": 135.0}),
+        (at_source({"answered": True}), deletes(), {**NUMBERED, "move_delete": True}),
+        (at_source({"answered": True}), deletes(cause="c"), {**NUMBERED, "move_delete": True, "cause": "c"}),
+        (record(S.FAILED), deletes(cause="c"),
+         {**NUMBERED, "state": S.DELETED, "since": 120.0, "cause": "c", "deadline": None}),
+        (record(S.FAILED), deletes(), {**NUMBERED, "state": S.DELETED, "since": 120.0, "deadline": None}),
+        (DELETING, UNDESTROYED, {**NUMBERED, "code": "destroy.busy", "reason": "r"}),
+        (DELETING, GONE, {"state": S.RELEASING, "since": 310.0, "deadline": 325.0}),
+        (moving(S.DESTROYING, S.DELETED), GONE, {"move_here_gone": True}),
+        (moving(S.DESTROYING, S.ACTIVE), GONE, {}),
+        (moving(S.DESTROYING, S.DELETED), SOURCE_GONE, {"move_source_gone": True}),
+        (record(S.BUILDING), build(is_query=True, sequence=19), NUMBERED),
+        (record(S.BUILDING), build(is_query=True, sequence=20), {"sequence": 22, "build_sequence": 21}),
+        (record(S.DELETED), build(is_query=True, sequence=19), NUMBERED),
+        (record(S.DELETED), build(is_query=True, sequence=18), {}),
+        (record(S.DELETED, build_sequence=15), build(is_query=True, sequence=15), NUMBERED),
+        (record(S.DELETED, build_sequence=15), build(is_query=True, sequence=14), {}),
+        (record(S.DELETED), build(sequence=30), {}),
+        (DELETING, deletes(), NUMBERED),
+    ],
+)  # fmt: skip
+def test_a_delete_or_a_build_that_comes_again_changes_this_of_its_record(
+    before: Instance, event: e.Event, changes: dict[str, Any]
+) -> None:
+    assert step(before, event, PATIENCE).instance == after(before, changes)
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "number", "terminal"),
+    [
+        (record(S.DELETED), build(), 19, True),
+        (record(S.DELETED, build_sequence=15), build(), 15, True),
+        (record(S.DELETED, build_sequence=15), build(is_query=True, sequence=15), 20, True),
+        (record(S.ACTIVE, build_sequence=15), build(), 15, True),
+        (record(S.FAILED), build(), 19, True),
+        (record(S.FAILED, history=("active",)), build(), 19, False),
+        (record(S.FAILED, history=("failed",)), build(), 19, True),
+        (record(S.FAILED, history=("failed", "active")), build(is_query=True, sequence=30), 31, False),
+    ],
+)
+def test_an_end_that_is_announced_again(before: Instance, event: e.Event, number: int, terminal: bool) -> None:
+    history = tuple(AttemptRecord(attempt=1, host="host-1", outcome=str(one)) for one in before.history)
+    (last,) = step(replace(before, history=history), event, PATIENCE).commands
+    assert isinstance(last, BuildEvent) and (last.sequence, last.terminal) == (number, terminal)

@@ -1,0 +1,221 @@
+"""Moves in doubt after a set-back: what each host's answer shows, and what it decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.cell import FoundMachine, Selection
+from bus.contracts.moves import MoveKind, MoveState
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import EndedMove, Instance, Power, State
+from cell_conductor.domain.move_doubts import is_searched_for
+from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import step
+from tests.unit.conductor.move_scenario import MOVE, refused
+from tests.unit.conductor.records import (
+    BY_REVERT,
+    GONE,
+    IN_DOUBT,
+    ON_1,
+    ON_2,
+    ON_3,
+    SOURCE_GONE,
+    Case,
+    after,
+    at_source,
+    case,
+    in_place,
+    moving,
+    outcome,
+    unshelving,
+)
+from tests.unit.conductor.scenario import UUID, host, spawned
+
+K, S = MoveKind, State
+PARTED = replace(ON_2, allocations={host(2): {"VCPU": 2}, host(9): {"VF": 1}})
+FOUND = FoundMachine(
+    instance_uuid=UUID, host_uuid=host(3), host="host-3", service="s1", attempt=5, project_id="p", built=False
+)
+BUILT_2 = replace(FOUND, attempt=6, built=True, host_uuid=host(2))
+
+
+def unsure(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: Any) -> Instance:
+    return unshelving(state, then, move, doubted=True, **other)
+
+
+def held(**other: Any) -> Instance:
+    return unsure(S.RELEASING, S.OFFLOADED, **other)
+
+
+def resized(**move: Any) -> Instance:
+    return moving(S.RESIZED, move=move, doubted=True, queried=False)
+
+
+def undone(then: State = S.REVERTING, **move: Any) -> Instance:
+    return moving(S.DESTROYING, then, {"lost_code": "x", **move}, doubted=True)
+
+
+def runs(attempt: int, n: int | None = None, *, built: bool = True) -> e.HostRuns:
+    return e.HostRuns(at=220.0, attempt=attempt, host_uuid=host(n or attempt), service="s1", built=built)
+
+
+def found(*machines: FoundMachine) -> e.MachineFound:
+    return e.MachineFound(at=220.0, machines=machines or (FOUND,))
+
+
+ANSWERS: list[Case] = [
+    case(held(), found(), "destroying/reverting", "end 5@3", context=IN_DOUBT),
+    case(held(), found(), "releasing/offloaded"),
+    case(unshelving(S.RELEASING, S.OFFLOADED), found(), "releasing/offloaded", context=IN_DOUBT),
+    case(moving(S.RELEASING, S.OFFLOADED, doubted=True), found(), "releasing/offloaded", context=IN_DOUBT),
+    case(held(), found(replace(FOUND, foreign=True)), "releasing/offloaded", context=IN_DOUBT),
+    case(held(), found(replace(FOUND, attempt=4)), "releasing/offloaded", context=IN_DOUBT),
+    case(held(), found(FOUND, replace(FOUND, attempt=4)), "releasing/offloaded", context=IN_DOUBT),
+    case(held(), found(replace(FOUND, project_id="q")), "releasing/offloaded", context=IN_DOUBT),
+    case(held(selections=(ON_1, PARTED)), found(), "releasing/offloaded", context=IN_DOUBT),
+    case(held(), found(replace(FOUND, attempt=9), BUILT_2), "destroying/reverting", "end 6@2", context=IN_DOUBT),
+    case(
+        held(),
+        found(FOUND, replace(FOUND, attempt=6, host_uuid=host(2))),
+        "destroying/reverting",
+        "end 6@2",
+        context=IN_DOUBT,
+    ),
+    case(resized(), runs(2), "resized", context=IN_DOUBT),
+    case(resized(), runs(1), "resized", context=IN_DOUBT),
+    case(resized(), runs(2, built=False), "resized", context=IN_DOUBT),
+    case(resized(), replace(spawned(2), service="s2"), "resized", context=IN_DOUBT),
+    case(resized(), runs(1, n=3), "resized", context=IN_DOUBT),
+    case(resized(), runs(3), "resized", context=IN_DOUBT),
+    case(resized(here_seen=True), runs(1), "resized", context=IN_DOUBT),
+    case(resized(source_seen=True), runs(2), "resized", context=IN_DOUBT),
+    case(resized(source_gone=True), runs(2), "destroying/active", "destroy 1@1", context=IN_DOUBT),
+    case(resized(here_seen=True), GONE, "destroying/reverting", "end 2@2", "migrate: undoing", context=IN_DOUBT),
+    case(resized(here_seen=True), SOURCE_GONE, "destroying/active", "destroy 1@1", context=IN_DOUBT),
+    case(resized(), SOURCE_GONE, "resized", context=IN_DOUBT),
+    case(resized(), GONE, "destroying/reverting", "end 2@2", "migrate: undoing", context=IN_DOUBT),
+    case(resized(), GONE, "resized"),
+    case(resized(here_seen=True), replace(SOURCE_GONE, attempt=0), "resized", context=IN_DOUBT),
+    case(resized(here_seen=True, auto_confirm_s=5.0), runs(1), "resized", context=IN_DOUBT),
+    case(resized(here_seen=True, **BY_REVERT), runs(1), "resized", context=IN_DOUBT),
+    case(
+        resized(here_seen=True, **BY_REVERT),
+        SOURCE_GONE,
+        "destroying/active",
+        "destroy 1@1",
+        "revert: refused move.source_lost",
+        context=IN_DOUBT,
+    ),
+    case(resized(here_seen=True), runs(1), "resized"),
+    case(moving(S.RESIZED, queried=False), runs(1), "resized", context=IN_DOUBT),
+    case(in_place(S.RESIZED, doubted=True, queried=False), runs(1), "resized", context=IN_DOUBT),
+    case(undone(), spawned(2), "resized", "end 2@2", "end 1@1", "migrate: done", context=IN_DOUBT),
+    case(undone(), runs(2, built=False), "destroying/reverting", context=IN_DOUBT),
+    case(undone(), spawned(2), "destroying/reverting"),
+    case(undone(), spawned(1), "destroying/reverting", context=IN_DOUBT),
+    case(undone(), runs(3), "destroying/reverting", context=IN_DOUBT),
+    case(
+        in_place(S.DESTROYING, S.REVERTING, doubted=True, queried=False),
+        runs(1),
+        "destroying/reverting",
+        context=IN_DOUBT,
+    ),
+    case(undone(S.ACTIVE), spawned(2), "destroying/active", context=IN_DOUBT),
+    case(undone(S.DELETED), spawned(2), "destroying/deleted", context=IN_DOUBT),
+    case(
+        undone(**BY_REVERT),
+        spawned(2),
+        "resized",
+        "end 2@2",
+        "end 1@1",
+        "revert: failed move.in_doubt",
+        "migrate: done",
+        context=IN_DOUBT,
+    ),
+    case(undone(auto_confirm_s=0.0), spawned(2), "destroying/active", "destroy 1@1", "migrate: done", context=IN_DOUBT),
+    case(unsure(S.DESTROYING, S.REVERTING), spawned(2), "active", "unshelve: done", context=IN_DOUBT),
+    case(at_source(doubted=True), refused(5), "reverting", "migrate: undoing", context=IN_DOUBT),
+    case(
+        unsure(S.CLAIMING, S.PREPARING, position=0),
+        refused(5),
+        "releasing/offloaded",
+        "unshelve: undoing",
+        context=IN_DOUBT,
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), ANSWERS)
+def test_an_answer_about_a_move_in_doubt_leads_to(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+CERTAIN = {"doubted": False, "queried": False, "deadline": None, "move_here_seen": False}
+HERE = Selection(host_uuid=host(3), host="host-3", service="s1", allocations={host(3): {"VCPU": 2}})
+DESTINATION = {
+    "state": S.DESTROYING, "then": S.REVERTING, "deadline": 250.0, "since": 220.0, "selections": (ON_1, HERE),
+    "attempt": 5, "newest": 5, "power": Power.RUNNING, "move_finishing": True, "reused_from": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "changes"),
+    [
+        (resized(), runs(2), {"move_here_seen": True}),
+        (resized(source_seen=True), SOURCE_GONE, {"move_source_gone": True}),
+        (resized(), runs(1), {"move_source_seen": True}),
+        (resized(), runs(2, built=False), {}),
+        (resized(), runs(3), {}),
+        (resized(), replace(spawned(2), service="s2"),
+         {"move_here_seen": True, "selections": (ON_1, replace(ON_2, service="s2"), ON_3)}),
+        (replace(resized(here_seen=True), queried=True), runs(1), CERTAIN),
+        (resized(source_seen=True), runs(2), {**CERTAIN, "move_source_seen": False}),
+        (resized(here_seen=True, auto_confirm_s=5.0), runs(1), {**CERTAIN, "deadline": 225.0}),
+        (resized(here_seen=True, **BY_REVERT), runs(1), {**CERTAIN, "deadline": 99.0}),
+        (moving(S.RESIZED, queried=False), runs(1), {}),
+        (in_place(S.RESIZED, doubted=True, queried=False), runs(1), {}),
+        (undone(), replace(spawned(2), at=220.0),
+         {"state": S.RESIZED, "then": None, "deadline": 250.0, "since": 220.0, "sequence": 21, "answered": True,
+          "ended": (EndedMove(MOVE, K.MIGRATE, MoveState.DONE),), "move_lost_code": "", "move_finishing": True,
+          "move_here_seen": True, "move_answered": True}),
+        (undone(), runs(2, built=False), {}),
+        (in_place(S.DESTROYING, S.REVERTING, doubted=True), runs(1), {}),
+        (held(selections=(ON_1, ON_2)), found(), DESTINATION),
+        (held(selections=(ON_1, ON_2), reused_from=3), found(), {**DESTINATION, "reused_from": 3}),
+        (held(selections=(ON_1, ON_2), newest=2, attempt=1), found(replace(FOUND, attempt=5)), DESTINATION),
+        (unsure(S.CLAIMING, S.PREPARING, position=0, reused_from=2), refused(5),
+         {"state": S.RELEASING, "then": S.OFFLOADED, "since": 201.0, "deadline": 216.0, "queried": False,
+          "newest": 1004, "sequence": 21, "move_lost_code": "max_retries_exceeded"}),
+    ],
+)  # fmt: skip
+def test_an_answer_about_a_move_in_doubt_changes_this_of_its_record(
+    before: Instance, event: e.Event, changes: dict[str, Any]
+) -> None:
+    got, wanted = step(before, event, IN_DOUBT).instance, after(before, changes)
+    assert without_history(got) == without_history(wanted)
+
+
+def without_history(instance: Instance) -> Instance:
+    assert instance.move is not None
+    return replace(instance, move=replace(instance.move, history=(), lost_reason=""))
+
+
+@pytest.mark.parametrize(
+    ("state", "then", "doubted", "searched"),
+    [
+        (S.RELEASING, S.OFFLOADED, True, True),
+        (S.RELEASING, S.OFFLOADED, False, False),
+        (S.RELEASING, S.FAILED, True, False),
+        (S.FAILED, None, True, False),
+        (S.CLAIMING, S.PREPARING, True, False),
+    ],
+)
+def test_services_are_queried_before_the_claim_of_an_unsure_move_is_released(
+    state: State, then: State | None, *, doubted: bool, searched: bool
+) -> None:
+    assert is_searched_for(unshelving(state, then, doubted=doubted)) is searched

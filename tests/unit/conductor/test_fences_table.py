@@ -1,0 +1,384 @@
+"""What a fence of a host leads to, a row for each condition: in each state, of an evacuation, in one transaction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import Message
+from bus.contracts.cell import Spawn
+from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
+from bus.contracts.placement import Release
+from cell_conductor.domain import events as e
+from cell_conductor.domain.evacuations import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
+from cell_conductor.domain.fence_steps import FenceSteps
+from cell_conductor.domain.fences import FENCED, Fence, RunningAfterFence
+from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.set_back import SetBack
+from cell_conductor.domain.steps import Step
+from cell_conductor.domain.table import step
+from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of
+from tests.unit.conductor.test_instance_table import BUILT, CONTEXT, IN_PLACE, fences, moved
+
+# Host 2 has the current attempt (4), host 1 the source (3).
+HERE, SOURCE, OTHER = 2, 1, 3
+
+
+def at(known: Instance, phase: State | Phase, **more: Any) -> Instance:
+    """The record in another state. more: of its move."""
+    state, then = phase_of(phase)
+    assert known.move is not None
+    return replace(known, state=state, then=then, since=90.0, move=replace(known.move, **more))
+
+
+def fence(n: int) -> e.HostFenced:
+    return e.HostFenced(at=300.0, host_uuid=host(n))
+
+
+# --- in each state
+
+AWAY = moved()
+CHANGED = replace(moved(None, position=1), state=State.CHANGING)
+BUILDING = replace(moved(), state=State.BUILDING, move=None)
+ACTIVE = replace(BUILDING, state=State.ACTIVE)
+FAILING = replace(ACTIVE, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL))
+STOPPED = replace(CHANGED, move=replace(CHANGED.move, kind=MoveKind.STOP)) if CHANGED.move else CHANGED
+DOUBTED = replace(CONTEXT, set_back=SetBack(at=1000.0))
+UNDONE, OVER, GONE = (
+    (State.DESTROYING, State.REVERTING),
+    (State.RELEASING, State.FAILED),
+    (State.DESTROYING, State.DELETED),
+)
+NEXT = (State.CLAIMING, State.PREPARING)
+
+
+@pytest.mark.parametrize(
+    ("before", "n", "after"),
+    [
+        (BUILDING, HERE, (State.CLAIMING, State.BUILDING)),
+        (BUILDING, OTHER, None),
+        (ACTIVE, HERE, None),
+        (FAILING, HERE, OVER),
+        (FAILING, OTHER, None),
+        (at(AWAY, State.PREPARING), HERE, NEXT),
+        (at(AWAY, State.PREPARING), SOURCE, None),
+        (at(AWAY, State.HANDING_OVER), SOURCE, (State.REVERTING, None)),
+        (at(AWAY, State.HANDING_OVER), HERE, None),
+        (at(AWAY, State.HANDING_OVER), OTHER, None),
+        (at(AWAY, State.FINISHING), HERE, NEXT),
+        (at(AWAY, State.FINISHING), SOURCE, None),
+        (at(IN_PLACE, State.RESIZING), HERE, UNDONE),
+        (at(IN_PLACE, State.RESIZING), SOURCE, None),
+        (at(IN_PLACE, State.RESIZED), HERE, None),
+        (at(AWAY, State.RESIZED), SOURCE, None),
+        (at(AWAY, UNDONE), HERE, (State.REVERTING, None)),
+        (at(AWAY, UNDONE), SOURCE, None),
+        (at(AWAY, UNDONE), OTHER, None),
+        (at(IN_PLACE, UNDONE), HERE, (State.REVERTING, None)),
+        (at(IN_PLACE, UNDONE), OTHER, None),
+        (at(AWAY, State.RESTARTING), HERE, (State.ACTIVE, None)),
+        (at(AWAY, State.RESTARTING), OTHER, None),
+        (STOPPED, HERE, (State.ACTIVE, None)),
+        (STOPPED, OTHER, None),
+        (at(AWAY, GONE, source_gone=True), HERE, (State.RELEASING, State.DELETED)),
+        (at(AWAY, GONE, here_gone=True), SOURCE, (State.RELEASING, State.DELETED)),
+        (at(AWAY, (State.DESTROYING, State.ACTIVE)), SOURCE, (State.RELEASING, State.ACTIVE)),
+        (at(AWAY, (State.DESTROYING, State.ACTIVE)), HERE, None),
+        (at(moved(None), (State.DESTROYING, State.OFFLOADED)), HERE, (State.RELEASING, State.OFFLOADED)),
+    ],
+)
+def test_a_fence_in_each_state(before: Instance, n: int, after: Phase | None) -> None:
+    stepped = step(before, fence(n), CONTEXT)
+    if after is None:
+        assert stepped.instance is before and stepped.commands == ()
+    else:
+        assert stepped.instance.phase == after
+
+
+def test_a_move_that_has_arrived_waits_for_its_source_to_be_seen() -> None:
+    stepped = step(at(AWAY, State.RESIZED), fence(HERE), CONTEXT).instance
+    assert stepped.state is State.RESIZED and stepped.move is not None and stepped.move.lost_code == FENCED
+
+
+@pytest.mark.parametrize(
+    "before", [at(moved(None, doubted=True), State.FINISHING), at(moved(None, doubted=True), UNDONE)]
+)
+def test_what_may_be_the_only_machine_is_left_to_its_host(before: Instance) -> None:
+    assert step(before, fence(HERE), DOUBTED).instance is before
+    assert step(before, fence(HERE), CONTEXT).instance is not before
+
+
+@pytest.mark.parametrize(
+    ("before", "n", "where"),
+    [
+        (at(AWAY, GONE, source_gone=True), HERE, "host-2"),
+        (at(AWAY, GONE, here_gone=True), SOURCE, "host-1"),
+        (at(AWAY, GONE), SOURCE, "host-1"),
+        (at(AWAY, GONE), OTHER, None),
+        (at(AWAY, (State.DESTROYING, State.ACTIVE)), SOURCE, None),
+        (replace(BUILDING, state=State.DESTROYING, then=State.DELETED), HERE, "host-2"),
+    ],
+)
+def test_the_history_of_a_delete_names_the_host_that_it_did_not_wait_for(
+    before: Instance, n: int, where: str | None
+) -> None:
+    history = step(before, fence(n), CONTEXT).instance.history
+    known = [(one.attempt, one.host, one.outcome, one.code, one.at) for one in history]
+    assert known == ([] if where is None else [(4, where, "fenced", FENCED, 300.0)])
+
+
+def test_the_fence_is_the_reason_of_what_it_ends() -> None:
+    rows = [(at(AWAY, State.RESTARTING, lost_code="x", lost_reason="its own"), "x", "its own; its host was fenced"),
+            (at(AWAY, State.RESTARTING, lost_code="x"), "x", "its host was fenced"),
+            (STOPPED, FENCED, "host host-2 was fenced")]  # fmt: skip
+    for before, code, reason in rows:
+        (event,) = [one for one in step(before, fence(HERE), CONTEXT).commands if isinstance(one, MoveEvent)]
+        assert event.code == code and event.reason.startswith(reason)
+
+
+def test_a_change_that_a_fence_ends_leaves_the_instance_as_it_was() -> None:
+    large = replace(SPEC, flavor="large")
+    after = step(replace(STOPPED, spec=large), fence(HERE), CONTEXT).instance
+    assert (after.spec, after.move) == (SPEC, None)
+
+
+# --- of an evacuation
+
+
+def lease(state: LeaseState = LeaseState.SILENT, since: float = 0.0) -> Lease:
+    return Lease(service="s1", epoch=1, state=state, since=since)
+
+
+FENCE = replace(fences(HERE)[host(HERE)], at=300.0, version=2)
+LIFTING = replace(FENCE, lifting=True)
+SILENT, STOPPING = {"s1": lease()}, {"s1": lease(LeaseState.STOPPED)}
+NOT_FENCED, SERVICE_UP, RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
+
+
+def reported(attempt: int = 4, version: int = 1, service: str = "s1") -> dict[str, RunningAfterFence]:
+    return {"another": RunningAfterFence(1, {}), service: RunningAfterFence(version, {UUID: attempt})}
+
+
+@pytest.mark.parametrize(
+    ("fence_", "stated", "down", "found", "force", "code"),
+    [
+        (FENCE, False, {}, {}, False, None),
+        (None, False, SILENT, {}, False, NOT_FENCED),
+        (LIFTING, False, SILENT, {}, False, NOT_FENCED),
+        (None, True, {}, {}, False, SERVICE_UP),
+        (LIFTING, True, {}, {}, False, SERVICE_UP),
+        (None, True, STOPPING, {}, False, NOT_FENCED),
+        (None, True, SILENT, {}, False, None),
+        (LIFTING, True, SILENT, {}, False, None),
+        (None, True, SILENT, reported(), False, RUNNING),
+        (None, True, SILENT, reported(), True, None),
+        (LIFTING, True, SILENT, reported(), False, RUNNING),
+        (FENCE, False, {}, reported(), False, RUNNING),
+        (FENCE, False, {}, reported(), True, None),
+        (FENCE, False, {}, reported(3), False, None),
+        (FENCE, False, {}, reported(5), False, None),
+        (FENCE, False, SILENT, reported(), False, None),
+        (FENCE, False, {"s1": lease(since=300.0)}, reported(), False, None),
+        (FENCE, False, {"s1": lease(since=301.0)}, reported(), False, RUNNING),
+        (FENCE, False, SILENT, reported(version=2), False, RUNNING),
+        (FENCE, False, SILENT, reported(service="s9"), False, RUNNING),
+    ],
+)
+def test_a_host_is_proved_to_be_off_by_its_fence_or_by_a_clients_word(  # noqa: PLR0917  (the columns of the table)
+    fence_: Fence | None,
+    stated: bool,
+    down: dict[str, Lease],
+    found: dict[str, RunningAfterFence],
+    force: bool,
+    code: str | None,
+) -> None:
+    known = {} if fence_ is None else {host(HERE): fence_}
+    context = replace(CONTEXT, fences=known, down=down, still_running={host(HERE): found})
+    why = why_not_evacuated(ACTIVE, context, fenced=stated, force=force)
+    assert (None if why is None else why.code) == code
+
+
+@pytest.mark.parametrize(
+    ("known", "off", "attempt"), [(AWAY, SOURCE, 3), (ACTIVE, HERE, 4), (IN_PLACE, HERE, 4), (moved(None), HERE, 4)]
+)
+def test_the_proof_is_about_the_host_that_has_the_machine(known: Instance, off: int, attempt: int) -> None:
+    for n in (HERE, SOURCE, OTHER):
+        why = why_not_evacuated(known, replace(CONTEXT, fences=fences(n)), fenced=False, force=False)
+        assert (why is None) is (n == off)
+    running = {host(off): {"x": RunningAfterFence(1, {UUID: attempt})}}
+    context = replace(CONTEXT, fences=fences(off), still_running=running)
+    assert why_not_evacuated(known, context, fenced=False, force=False) is not None
+
+
+LOST = at(AWAY, State.REVERTING, lost_code=NOT_FENCED)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "misses"),
+    [
+        (State.PREPARING, LOST, True),
+        (State.PREPARING, at(LOST, UNDONE, lost_code=RUNNING), True),
+        (State.PREPARING, at(LOST, UNDONE, lost_code=SERVICE_UP), True),
+        (State.PREPARING, at(LOST, UNDONE, lost_code=FENCED), False),
+        (State.HANDING_OVER, LOST, False),
+        (State.PREPARING, ACTIVE, False),
+    ],
+)
+def test_an_evacuation_is_undone_for_want_of_a_proof(before: State, after: Instance, misses: bool) -> None:
+    assert misses_proof(at(AWAY, before), after) is misses
+
+
+EVACUATED = at(AWAY, State.FINISHING, kind=MoveKind.EVACUATE)
+
+
+@pytest.mark.parametrize(
+    ("known", "n", "evacuated"),
+    [
+        (EVACUATED, SOURCE, True),
+        (EVACUATED, HERE, False),
+        (at(EVACUATED, State.RESIZED), SOURCE, True),
+        (at(EVACUATED, State.FINISHING, kind=MoveKind.MIGRATE), SOURCE, False),
+        (at(EVACUATED, State.PREPARING), SOURCE, False),
+        (replace(at(EVACUATED, State.PREPARING), doubted=True), SOURCE, True),
+        (replace(at(EVACUATED, (State.DESTROYING, State.ACTIVE)), doubted=True), SOURCE, False),
+        (BUILT, SOURCE, False),
+    ],
+)
+def test_a_fence_is_needed_while_the_destination_of_an_evacuation_may_run(
+    known: Instance, n: int, evacuated: bool
+) -> None:
+    assert is_evacuated_from(known, host(n)) is evacuated
+
+
+PREPARED = at(EVACUATED, State.PREPARING)
+SHELVED = at(moved(None), (State.DESTROYING, State.OFFLOADED), kind=MoveKind.EVACUATE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "numbers", "lifting", "hosts"),
+    [
+        (PREPARED, EVACUATED, (HERE, SOURCE), False, [SOURCE]),
+        (PREPARED, EVACUATED, (HERE, SOURCE), True, []),
+        (PREPARED, EVACUATED, (HERE,), False, []),
+        (EVACUATED, EVACUATED, (SOURCE,), False, []),
+        (PREPARED, PREPARED, (SOURCE,), False, []),
+        (at(AWAY, State.PREPARING), at(AWAY, State.FINISHING), (SOURCE,), False, []),
+        (ACTIVE, SHELVED, (HERE,), False, [HERE]),
+    ],
+)
+def test_a_step_of_an_evacuation_relies_on_the_fence_of_its_host(
+    before: Instance, after: Instance, numbers: tuple[int, ...], lifting: bool, hosts: list[int]
+) -> None:
+    known = {uuid: replace(one, lifting=lifting) for uuid, one in fences(*numbers).items()}
+    assert list(relied_on(before, after, known)) == [host(n) for n in hosts]
+
+
+# --- in one transaction
+
+
+NOTHING = e.Destroyed(at=300.0, attempt=1, host_uuid=host(9), service="x")  # of a host of another instance
+
+
+def followed(before: Instance, event: e.Event, *numbers: int, stepped: Step | None = None) -> tuple[FenceSteps, Step]:
+    context, steps = replace(CONTEXT, fences=fences(*numbers)), FenceSteps()
+    return steps, steps.follow(before, stepped or step(before, event, context), event, context)
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "numbers", "after", "hosts", "lost"),
+    [
+        (FAILING, fence(HERE), (HERE,), OVER, [HERE], [(HERE, 4)]),
+        (FAILING, fence(HERE), (), OVER, [HERE], []),
+        (ACTIVE, fence(HERE), (HERE,), (State.ACTIVE, None), [], []),
+        (FAILING, NOTHING, (HERE,), OVER, [HERE], [(HERE, 4)]),
+        (FAILING, NOTHING, (OTHER,), (State.ACTIVE, None), [], []),
+        (at(AWAY, GONE), NOTHING, (HERE, SOURCE), (State.RELEASING, State.DELETED), [HERE, SOURCE],
+         [(HERE, 4), (SOURCE, 3)]),
+        (at(AWAY, GONE), fence(HERE), (HERE,), GONE, [HERE], [(HERE, 4)]),
+    ],
+)  # fmt: skip
+def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the table)
+    before: Instance,
+    event: e.Event,
+    numbers: tuple[int, ...],
+    after: Phase,
+    hosts: list[int],
+    lost: list[tuple[int, int]],
+) -> None:
+    steps, stepped = followed(before, event, *numbers)
+    assert stepped.instance.phase == after
+    assert list(steps.hosts) == [host(n) for n in hosts]
+    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(n), attempt) for n, attempt in lost]
+
+
+def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:
+    _, stepped = followed(FAILING, NOTHING, HERE)
+    assert stepped.commands == step(FAILING, fence(HERE), CONTEXT).commands
+
+
+STARTED = (
+    replace(CHANGED, order=5, move=replace(CHANGED.move, kind=MoveKind.START, order=5)) if CHANGED.move else CHANGED
+)
+
+
+def changes(commands: tuple[Message, ...]) -> list[tuple[ChangeKind, str]]:
+    return [(one.change, one.host_uuid) for one in commands if isinstance(one, ChangeMachine)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "stops"),
+    [
+        (MoveKind.START, HERE, True),
+        (MoveKind.UNRESCUE, HERE, True),
+        (MoveKind.REBUILD, HERE, True),
+        (MoveKind.RESCUE, HERE, True),
+        (MoveKind.STOP, HERE, False),
+        (MoveKind.SHELVE, HERE, False),
+        (MoveKind.START, OTHER, False),
+    ],
+)
+def test_a_change_that_starts_a_machine_is_followed_by_a_stop_on_its_fenced_host(
+    kind: MoveKind, n: int, stops: bool
+) -> None:
+    before = at(STARTED, State.CHANGING, kind=kind)
+    _, stepped = followed(before, fence(n), HERE)
+    assert changes(stepped.commands) == ([(ChangeKind.STOP, host(HERE))] if stops else [])
+    if stops:
+        (stop,) = [one for one in stepped.commands if isinstance(one, ChangeMachine)]
+        assert stop.order == stepped.instance.order == 300_000
+
+
+def test_a_change_that_goes_on_or_ends_by_its_host_is_not_followed_by_a_stop() -> None:
+    _, going_on = followed(STARTED, fence(HERE), stepped=Step(replace(STARTED, since=1.0)))
+    done = e.ChangeEnded(at=300.0, attempt=4, order=5, host_uuid=host(HERE), service="s1", done=True, runs=True)
+    steps, ended = followed(STARTED, done)
+    assert ended.instance.state is State.ACTIVE and steps.hosts == {}
+    assert changes(going_on.commands) == changes(ended.commands) == []
+
+
+START = ChangeMachine(
+    change=ChangeKind.RESCUE, spec=SPEC, attempt=4, order=1, host_uuid=host(HERE), service="s1", allocations={},
+    rescue_password="secret",
+)  # fmt: skip
+SPAWN = Spawn(spec=SPEC, attempt=4, host_uuid=host(HERE), service="s1", allocations={})
+
+
+@pytest.mark.parametrize(
+    ("command", "numbers", "kept"),
+    [
+        (SPAWN, (HERE,), None),
+        (SPAWN, (OTHER,), SPAWN),
+        (Release(consumer=UUID), (HERE,), Release(consumer=UUID)),
+        (START, (HERE,), replace(START, change=ChangeKind.STOP, rescue_password="")),
+        (START, (OTHER,), START),
+        (replace(START, change=ChangeKind.SNAPSHOT), (HERE,), replace(START, change=ChangeKind.SNAPSHOT)),
+    ],
+)
+def test_nothing_is_started_on_a_fenced_host(command: Message, numbers: tuple[int, ...], kept: Message | None) -> None:
+    stepped = Step(ACTIVE, (command,))
+    _, after = followed(ACTIVE, NOTHING, *numbers, stepped=stepped)
+    assert after.commands == (() if kept is None else (kept,))

@@ -1,0 +1,336 @@
+"""What is read of a record, and the smallest steps: a row for each condition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+from msgspec.structs import replace
+
+from bus.contracts.base import MAX_REASON
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
+from bus.contracts.cell import Destroy, Selection
+from bus.contracts.moves import MoveKind
+from bus.contracts.placement import ClaimOutcome
+from bus.contracts.stages import Stamps
+from cell_conductor.domain import events as e
+from cell_conductor.domain import steps
+from cell_conductor.domain.fences import FENCED, ClosedHosts, Fence, Loss, fenced_hosts, losses_of
+from cell_conductor.domain.instance import (
+    MACHINE_EXISTS,
+    NOT_TRIED,
+    Instance,
+    Move,
+    State,
+    summary_of,
+    why_not_claimed,
+)
+from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.report import rescan_id
+from cell_conductor.domain.set_back import SetBack
+from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import step
+from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, host, selection
+
+CONTEXT = StepContext(cell="c1", deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
+
+
+def at_service(n: int, service: str) -> Selection:
+    return replace(selection(n), service=service)
+
+
+def moved(source: int | None = 1, *, position: int = 1, to_cell: str | None = None, **more: Any) -> Instance:
+    """From host 1 (attempt 3), by selections of hosts 1, 2 and 3 (attempt 4)."""
+    move = Move(
+        request_id="m",
+        kind=MoveKind.MIGRATE,
+        spec=SPEC,
+        source=None if source is None else at_service(source, "old"),
+        source_attempt=3,
+        to_cell=to_cell,
+        began=100.0,
+    )
+    fields: dict[str, Any] = {"selections": tuple(selection(n) for n in (1, 2, 3)), "move": move, "attempt": 4, **more}
+    return Instance(uuid=UUID, state=State.FINISHING, spec=SPEC, position=position, **fields)
+
+
+BUILT = replace(moved(position=0), state=State.ACTIVE, move=None)
+IN_PLACE = moved(2)
+
+
+@pytest.mark.parametrize(
+    ("instance", "is_", "elsewhere", "service", "attempt"),
+    [
+        (BUILT, (False, False), None, "", 0),
+        (moved(), (False, False), 1, "old", 3),
+        (moved(position=0), (False, False), None, "old", 3),
+        (moved(2, position=0), (False, False), None, "old", 3),
+        (IN_PLACE, (True, False), None, "old", 3),
+        (moved(None), (False, False), None, "", 3),
+        (moved(to_cell="c2"), (False, True), 1, "old", 3),
+        (moved(to_cell="c2", position=0), (False, False), None, "old", 3),
+    ],
+)
+def test_where_the_machines_of_a_move_are(
+    instance: Instance, is_: tuple[bool, bool], elsewhere: int | None, service: str, attempt: int
+) -> None:
+    """is_: in place, and leaving."""
+    assert (instance.is_in_place, instance.is_leaving) == is_
+    assert instance.source_host_uuid == (None if elsewhere is None else host(elsewhere))
+    assert (instance.source_service, instance.source_attempt) == (service, attempt)
+
+
+def test_the_selections_and_attempts_of_a_record() -> None:
+    instance = moved(newest=7)
+    assert [one.host for one in instance.alternates_and_here] == ["host-2", "host-3"]
+    assert [one.host for one in instance.alternates] == ["host-3"]
+    assert (instance.here.host, instance.host_uuid) == ("host-2", host(2))
+    assert (instance.last_attempt, instance.next_attempt) == (7, 8)
+    assert (replace(instance, newest=2).last_attempt, replace(instance, newest=2).next_attempt) == (4, 5)
+    assert (Instance(uuid=UUID).host_uuid, instance.phase) == (None, (State.FINISHING, None))
+    assert replace(instance, code=MACHINE_EXISTS).machine_exists and not replace(instance, code="x").machine_exists
+
+
+def test_a_record_begins_with_nothing_done_asked_or_seen() -> None:
+    assert [one.name for kind in (Instance, Move) for one in structs.fields(kind) if one.default is True] == []
+
+
+def tried(attempt: int, outcome: str = "failed", **more: Any) -> AttemptRecord:
+    return AttemptRecord(attempt=attempt, host=f"host-{attempt}", outcome=outcome, **more)
+
+
+@pytest.mark.parametrize(
+    ("history", "not_tried", "words"),
+    [
+        ((), False, "0 of 3 hosts tried, none is left. "),
+        ((tried(1),), False, "1 of 3 hosts tried, none is left. host-1: failed"),
+        ((tried(1, NOT_TRIED), tried(2)), True, "1 of 3 hosts tried, none is left. host-1: not_tried; host-2: failed"),
+        ((tried(2, NOT_TRIED), tried(3, NOT_TRIED)), False, "0 of 5 hosts tried, none is left. host-2: not_tried; "
+         "host-3: not_tried"),
+        ((tried(1, code="x", reason="why"), tried(2, code="y")), False, "2 of 3 hosts tried, none is left. "
+         "host-1: failed, x, why; host-2: failed, y"),
+    ],
+)  # fmt: skip
+def test_the_history_of_an_instance(history: tuple[AttemptRecord, ...], not_tried: bool, words: str) -> None:
+    instance = replace(BUILT, history=history)
+    assert (instance.first_not_tried, summary_of(instance)) == (not_tried, words)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "reason", "why"),
+    [
+        ((ClaimOutcome.FULL,), "its own", ("max_retries_exceeded", "tries")),
+        ((ClaimOutcome.FULL, ClaimOutcome.OVER_LIMIT), "its own", ("quota.exceeded", "its own")),
+        ((ClaimOutcome.OVER_LIMIT,), "", ("quota.exceeded", "the project may not hold so much")),
+    ],
+)
+def test_why_no_host_could_be_claimed(outcomes: tuple[ClaimOutcome, ...], reason: str, why: tuple[str, str]) -> None:
+    event = e.ClaimRefused(at=1.0, attempt=1, outcomes=outcomes, reason=reason)
+    assert why_not_claimed(event, "tries") == why
+
+
+# --- the smallest steps
+
+
+def test_a_state_that_waits_has_its_deadline_and_what_follows() -> None:
+    asked = steps.ask(BUILT, State.REVERTING, 50.0, CONTEXT)
+    assert (asked.phase, asked.deadline, asked.since) == ((State.REVERTING, None), 65.0, 50.0)
+    rows = [
+        (steps.claiming(BUILT, State.ACTIVE, 50.0, CONTEXT), (State.CLAIMING, State.ACTIVE), 65.0),
+        (steps.releasing(BUILT, State.FAILED, 50.0, CONTEXT), (State.RELEASING, State.FAILED), 65.0),
+        (steps.destroying(BUILT, State.DELETED, 50.0, CONTEXT), (State.DESTROYING, State.DELETED), 80.0),
+    ]
+    for instance, phase, deadline in rows:
+        assert (instance.phase, instance.deadline, instance.since) == (phase, deadline, 50.0)
+    after = steps.released_after(rows[-1][0], 60.0, CONTEXT)
+    assert (after.phase, after.deadline) == ((State.RELEASING, State.DELETED), 75.0)
+
+
+@pytest.mark.parametrize(("claimed", "state"), [(None, State.DELETED), (True, State.RELEASING)])
+def test_what_no_move_has_claimed_is_released_at_once(claimed: bool | None, state: State) -> None:
+    deleted = replace(moved(None), state=State.RELEASING, then=State.DELETED)
+    assert deleted.move is not None
+    if claimed is not None:
+        deleted = replace(deleted, move=replace(deleted.move, claimed=claimed))
+    assert step(deleted, e.Released(at=1.0), CONTEXT).instance.state is state
+
+
+STAMPS = Stamps(requested=1.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "terminal", "has_history", "code", "stamps", "left"),
+    [
+        (BuildState.BUILDING, False, False, "given", None, STAMPS),
+        (BuildState.BUILDING, True, False, "given", STAMPS, None),
+        (BuildState.ACTIVE, True, True, "given", STAMPS, None),
+        (BuildState.ACTIVE, False, True, "given", None, STAMPS),
+        (BuildState.FAILED, True, True, "own", STAMPS, None),
+        (BuildState.DELETED, True, True, "given", None, None),
+        (BuildState.DELETING, False, False, "given", None, STAMPS),
+    ],
+)
+def test_an_announcement_takes_the_next_number(  # noqa: PLR0917  (the columns of the table)
+    state: BuildState, terminal: bool, has_history: bool, code: str, stamps: Stamps | None, left: Stamps | None
+) -> None:
+    known = replace(BUILT, history=(tried(1),), code="own", reason="its", stamps=STAMPS, sequence=20)
+    first = steps.destroy_here(known, CONTEXT)
+    stepped = steps.announce(
+        known, state, 9.0, CONTEXT, terminal=terminal, first=(first,), why=("given", "why")
+    )  # fmt: skip
+    assert stepped.instance == replace(known, sequence=21, build_sequence=20, stamps=left)
+    assert stepped.commands == (first, BuildEvent(
+        instance_uuid=UUID, project_id="p", state=state, sequence=20, terminal=terminal, cell="c1", host="host-1",
+        host_uuid=host(1), attempt=4, code=code, reason="its" if code == "own" else "why",
+        history=known.history if has_history else (), at=9.0, stamps=stamps,
+    ))  # fmt: skip
+
+
+def test_an_announcement_names_the_host_and_zone_that_there_are() -> None:
+    zoned = replace(BUILT, selections=(replace(selection(1), zone="east"),))
+    for known, where in ((zoned, ("host-1", host(1), "east")), (replace(BUILT, selections=()), (None, None, ""))):
+        (event,) = steps.announce(known, BuildState.BUILDING, 9.0, CONTEXT).commands
+        assert isinstance(event, BuildEvent) and (event.host, event.host_uuid, event.zone) == where
+
+
+def test_an_order_to_destroy_names_the_machine_and_the_cells_mark() -> None:
+    order = Destroy(instance_uuid=UUID, attempt=4, host_uuid=host(1), service="s1", deployment=DEPLOYMENT)
+    assert steps.destroy_here(BUILT, CONTEXT) == order
+    spared = steps.destroy_at(BUILT, selection(2), 9, CONTEXT, unless_built=True)
+    assert spared == replace(order, attempt=9, host_uuid=host(2), unless_built=True)
+
+
+@pytest.mark.parametrize(
+    ("instance", "set_back", "doubted"),
+    [
+        (moved(doubted=True), 100.0, True),
+        (moved(doubted=True), 60.0, False),
+        (moved(doubted=False), 100.0, False),
+        (replace(BUILT, doubted=True), 100.0, False),
+    ],
+)
+def test_a_move_is_doubted_that_began_before_the_set_back(instance: Instance, set_back: float, doubted: bool) -> None:
+    assert steps.is_doubted(instance, replace(CONTEXT, set_back=SetBack(at=set_back))) is doubted
+
+
+# --- whose machine a host reports
+
+
+@pytest.mark.parametrize(
+    ("instance", "attempt", "n", "is_ours", "is_source", "services"),
+    [
+        (moved(), 4, 2, True, False, ("new", "old")),
+        (moved(), 3, 1, False, True, ("s1", "new")),
+        (moved(), 4, 1, False, False, ("s1", "old")),
+        (moved(), 3, 2, False, False, ("s1", "old")),
+        (moved(), 4, 3, False, False, ("s1", "old")),
+        (IN_PLACE, 3, 2, False, False, ("s1", "old")),
+        (moved(None), 3, 1, False, False, ("s1", "")),
+        (BUILT, 4, 1, True, False, ("new", "")),
+    ],
+)
+def test_a_machine_is_followed_to_the_service_that_lists_it(  # noqa: PLR0917  (the columns of the table)
+    instance: Instance, attempt: int, n: int, is_ours: bool, is_source: bool, services: tuple[str, str]
+) -> None:
+    event = e.HostRuns(at=1.0, attempt=attempt, host_uuid=host(n), service="new")
+    assert (steps.is_ours(instance, event), steps.is_source(instance, event)) == (is_ours, is_source)
+    assert steps.is_current(instance, attempt, host(n)) is is_ours
+    after = steps.followed(instance, event)
+    assert (after.here.service, after.source_service) == services
+    assert [one.service for one in after.selections if one is not after.here] == ["s1", "s1"]
+    assert steps.followed(after, event) is after
+    assert (after is instance) is (not is_ours and not is_source)
+
+
+@pytest.mark.parametrize(
+    ("event", "here", "source"),
+    [
+        (e.Destroyed(at=1.0, attempt=4, host_uuid=host(2), service="s1"), True, False),
+        (e.Destroyed(at=1.0, attempt=5, host_uuid=host(2), service="s1"), True, False),
+        (e.Destroyed(at=1.0, attempt=3, host_uuid=host(2), service="s1"), False, False),
+        (e.Destroyed(at=1.0, attempt=4, host_uuid=host(2), service="s2"), False, False),
+        (e.Destroyed(at=1.0, attempt=3, host_uuid=host(1), service="old"), False, True),
+        (e.Destroyed(at=1.0, attempt=2, host_uuid=host(1), service="old"), False, False),
+        (e.Destroyed(at=1.0, attempt=3, host_uuid=host(1), service="s1"), False, False),
+        (e.HostMissing(at=1.0, host_uuid=host(2), service="x", rescans=(rescan_id(moved()),)), True, False),
+        (e.HostMissing(at=1.0, host_uuid=host(1), service="x", rescans=(rescan_id(moved()),)), False, True),
+        (e.HostMissing(at=1.0, host_uuid=host(2), service="s1", rescans=()), False, False),
+        (e.HostMissing(at=1.0, host_uuid=host(3), service="s1", rescans=(rescan_id(moved()),)), False, False),
+    ],
+)
+def test_a_host_answers_that_no_machine_is_left(event: e.Destroyed | e.HostMissing, here: bool, source: bool) -> None:
+    assert (steps.here_gone(moved(), event), steps.source_gone(moved(), event)) == (here, source)
+    assert not steps.source_gone(moved(None), event)
+
+
+@pytest.mark.parametrize("length", [MAX_REASON - 1, MAX_REASON, MAX_REASON + 1])
+def test_a_reason_is_cut_at_its_bound(length: int) -> None:
+    reason = "x" * length
+    assert steps.cut(reason) == (reason if length <= MAX_REASON else "x" * (MAX_REASON - 1) + "…")
+
+
+# --- fences
+
+
+def fences(*numbers: int) -> dict[str, Fence]:
+    return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
+
+
+@pytest.mark.parametrize(
+    ("instance", "numbers", "hosts"),
+    [
+        (moved(), (1, 2, 3), [2, 1]),
+        (moved(), (1,), [1]),
+        (moved(), (2,), [2]),
+        (moved(), (3,), []),
+        (IN_PLACE, (2,), [2]),
+        (Instance(uuid=UUID), (1, 2, 3), []),
+    ],
+)
+def test_the_fenced_hosts_of_an_instance(instance: Instance, numbers: tuple[int, ...], hosts: list[int]) -> None:
+    assert fenced_hosts(instance, fences(*numbers)) == [host(n) for n in hosts]
+
+
+DELETED = replace(moved(), state=State.DELETED, move=None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "n", "lost"),
+    [
+        (moved(), DELETED, 2, [(4, "s1")]),
+        (moved(), DELETED, 1, [(3, "old")]),
+        (moved(), DELETED, 3, []),
+        (moved(), moved(), 2, []),
+        (IN_PLACE, DELETED, 2, [(4, "s1")]),
+        (moved(attempt=0), DELETED, 2, []),
+        (Instance(uuid=UUID), DELETED, 2, []),
+    ],
+)
+def test_the_machines_that_a_record_gives_up_on_a_fenced_host_are_losses(
+    before: Instance, after: Instance, n: int, lost: list[tuple[int, str]]
+) -> None:
+    assert losses_of(before, after, host(n), 7.0) == tuple(
+        Loss(host_uuid=host(n), instance_uuid=UUID, attempt=attempt, service=service, at=7.0)
+        for attempt, service in lost
+    )
+
+
+@pytest.mark.parametrize(("instance", "counts"), [(BUILT, True), (moved(), True), (moved(to_cell="c2"), False)])
+def test_a_service_that_is_down_is_none_of_another_cells(instance: Instance, counts: bool) -> None:
+    down = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)}
+    closed = replace(CONTEXT, down=down, fences=fences(1)).closed_to(instance)
+    assert closed == ClosedHosts(down if counts else {}, fences(1))
+
+
+def test_a_host_is_passed_over_while_it_is_fenced_or_its_service_is_down() -> None:
+    down = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)}
+    hosts = ClosedHosts(down, fences(1, 2))
+    there = [selection(1), at_service(2, "s2"), selection(3), at_service(4, "s2")]
+    codes = [None if (why := hosts.why(one)) is None else why.code for one in there]
+    assert codes == [FENCED, FENCED, down["s1"].code, None]
+    assert hosts.passed_over(there, 5, 7.0) == tuple(
+        AttemptRecord(attempt=5, host=one.host, outcome=NOT_TRIED, code=code, at=7.0)
+        for one, code in zip(there, codes, strict=True)
+        if code is not None
+    )

@@ -1,0 +1,296 @@
+"""The way back of a move, commands that are repeated, and changes in place: a row for each condition that decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.moves import MACHINE_ABSENT, MoveKind, MoveState
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import EndedMove, Instance, Power, State
+from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import step
+from tests.unit.conductor.move_scenario import MOVE, OTHER, SERVICE_DOWN, request, seen
+from tests.unit.conductor.records import (
+    BY_REVERT,
+    GONE,
+    IN_DOUBT,
+    ON_1,
+    ON_2,
+    ON_3,
+    SOURCE_GONE,
+    Case,
+    after,
+    answer,
+    case,
+    changing,
+    fenced,
+    in_place,
+    moving,
+    outcome,
+    record,
+    restarting,
+    unshelving,
+)
+from tests.unit.conductor.scenario import PATIENCE, UUID, host
+
+K, S = MoveKind, State
+BY_FENCE: dict[str, Any] = {"lost_code": "host.fenced"}
+BY_CONFIRM: dict[str, Any] = {"by": OTHER, "by_kind": K.CONFIRM, "answered": True}
+LATE = e.TimedOut(at=220.0)
+RELEASED = e.Released(at=220.0)
+UNSEEN = e.SourceAnswered(at=211.0, code="move.source_lost")
+FENCED = e.HostFenced(at=220.0, host_uuid=host(2))
+
+
+def wants(kind: MoveKind) -> e.MoveRequested:
+    return request(kind, request_id=OTHER)
+
+
+def reverted(attempt: int) -> e.Reverted:
+    return e.Reverted(at=221.0, attempt=attempt)
+
+
+def given_up(kind: MoveKind) -> Instance:
+    """Nothing is left of it but its claim."""
+    return unshelving(S.RELEASING, S.OFFLOADED, {"lost_code": "x", "kind": kind})
+
+
+SOURCES: list[Case] = [
+    case(moving(S.RESIZED, move=BY_REVERT), seen(), "reverting", "migrate: undoing"),
+    case(
+        moving(S.RESIZED, move={**BY_REVERT, "finishing": True}),
+        seen(),
+        "destroying/reverting",
+        "destroy 2@2",
+        "migrate: undoing",
+    ),
+    case(moving(S.RESIZED, move=BY_REVERT), seen(by="x"), "resized"),
+    case(moving(S.RESIZED), seen(), "resized"),
+    case(moving(S.RESIZED), seen(by=""), "resized"),
+    case(moving(S.RESIZED, move=BY_REVERT), replace(UNSEEN, by=OTHER), "resized", "revert: refused move.source_lost"),
+    case(moving(S.RESIZED, move=BY_REVERT), seen(), "resized", "revert: refused move.source_fenced", context=fenced(1)),
+    case(moving(S.RESIZED, move=BY_REVERT), seen(), "reverting", "migrate: undoing", context=fenced(2)),
+    case(moving(S.RESIZED, move=BY_FENCE), seen(by=""), "reverting", "migrate: undoing", context=fenced(2)),
+    case(moving(S.RESIZED, move=BY_FENCE), seen(by=""), "resized", context=fenced(1, 2)),
+    case(moving(S.RESIZED, move=BY_FENCE), seen(by=""), "resized"),
+    case(moving(S.RESIZED, move=BY_FENCE), UNSEEN, "resized", context=fenced(2)),
+    case(moving(S.RESIZED, move=BY_FENCE), UNSEEN, "resized"),
+    case(in_place(S.RESIZED, move=BY_REVERT), seen(), "destroying/reverting", "resize 1@1", "resize: undoing"),
+    case(moving(S.RESIZED), wants(K.REVERT), "resized"),
+    case(moving(S.RESIZED), wants(K.REVERT), "resized", "revert: refused move.source_fenced", context=fenced(1)),
+    case(moving(S.RESIZED), wants(K.REVERT), "resized", context=fenced(2)),
+    case(moving(S.RESIZED), FENCED, "resized", context=fenced(2)),
+    case(moving(S.RESIZED, move=BY_REVERT), FENCED, "resized", context=fenced(2)),
+    case(moving(S.RESIZED, move=BY_FENCE), LATE, "resized", context=fenced(2)),
+    case(moving(S.RESIZED, move=BY_FENCE), LATE, "resized"),
+    case(moving(S.RESIZED, move=BY_FENCE), wants(K.CONFIRM), "destroying/active", "destroy 1@1", context=fenced(2)),
+    case(moving(S.RESIZED, move=BY_FENCE), wants(K.REVERT), "resized", context=fenced(2)),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), SOURCES)
+def test_the_answer_about_a_source(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+UNDONE: list[Case] = [
+    case(*answer(in_place(S.DESTROYING, S.REVERTING), 1), "reverting"),
+    case(
+        in_place(S.DESTROYING, S.REVERTING),
+        replace(answer(in_place(S.DESTROYING), 1)[1], order=4),
+        "destroying/reverting",
+    ),
+    case(*answer(in_place(S.DESTROYING, S.REVERTING), 1, done=False, code="x"), "destroying/reverting"),
+    case(*answer(in_place(S.DESTROYING, S.REVERTING), 1, done=False, code=MACHINE_ABSENT), "reverting"),
+    case(*answer(moving(S.DESTROYING, S.REVERTING), 2), "destroying/reverting"),
+    case(moving(S.DESTROYING, S.REVERTING), GONE, "reverting"),
+    case(moving(S.DESTROYING, S.REVERTING), SOURCE_GONE, "destroying/reverting"),
+    case(in_place(S.DESTROYING, S.REVERTING), replace(GONE, attempt=1, host_uuid=host(1)), "destroying/reverting"),
+    case(unshelving(S.DESTROYING, S.REVERTING), GONE, "releasing/offloaded"),
+    case(moving(S.REVERTING), reverted(4), "reverting"),
+    case(moving(S.REVERTING), reverted(5), "active", "migrate: failed"),
+    case(moving(S.REVERTING, move={"handed_over": True}), reverted(5), "restarting", "start 1@1", "migrate: undoing"),
+    case(
+        moving(S.REVERTING, move={"handed_over": True, "power": Power.STOPPED}),
+        reverted(5),
+        "active",
+        "migrate: failed",
+    ),
+    case(
+        moving(S.REVERTING, move={"to_cell": "c2"}, doubted=True),
+        reverted(5),
+        "restarting",
+        "start 1@1",
+        "migrate: undoing",
+        context=IN_DOUBT,
+    ),
+    case(moving(S.REVERTING, move={"to_cell": "c2"}), reverted(5), "active", "migrate: failed", context=IN_DOUBT),
+    case(moving(S.REVERTING, doubted=True), reverted(5), "active", "migrate: failed", context=IN_DOUBT),
+    case(
+        moving(S.REVERTING, move={"to_cell": "c2", "power": Power.STOPPED}, doubted=True),
+        reverted(5),
+        "restarting",
+        "stop 1@1",
+        "migrate: undoing",
+        context=IN_DOUBT,
+    ),
+    case(*answer(restarting(), 1, runs=True), "active", "migrate: failed x"),
+    case(restarting(order=5), replace(answer(restarting(), 1)[1], order=4), "restarting"),
+    case(*answer(restarting(), 1, done=False, code="x"), "restarting"),
+    case(*answer(restarting(), 1, done=False, runs=True, code="x"), "active", "migrate: failed x"),
+    case(*answer(restarting(), 1, done=False, runs=False, code="x"), "active", "migrate: failed x"),
+    case(*answer(restarting(), 1, done=False, runs=False, code=MACHINE_ABSENT), "active", "migrate: failed x"),
+    case(*answer(restarting(to_cell="c2"), 1, done=False, runs=False, code=MACHINE_ABSENT), "releasing/offloaded"),
+    case(*answer(restarting(to_cell="c2"), 1, done=False, runs=False, code="x"), "active", "migrate: failed x"),
+    case(
+        *answer(replace(restarting(to_cell="c2"), image=""), 1, done=False, runs=False, code=MACHINE_ABSENT),
+        "active",
+        "migrate: failed x",
+    ),
+    case(
+        *answer(
+            replace(restarting(to_cell="c2"), image="", doubted=True), 1, done=False, runs=False, code=MACHINE_ABSENT
+        ),
+        "restarting",
+        context=IN_DOUBT,
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), UNDONE)
+def test_a_step_of_the_way_back(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+AGAIN: list[Case] = [
+    case(
+        moving(S.DESTROYING, S.ACTIVE, BY_CONFIRM),
+        LATE,
+        "destroying/active",
+        "destroy 1@1",
+        "confirm: changing move.source_silent",
+    ),
+    case(moving(S.DESTROYING, S.ACTIVE), LATE, "destroying/active", "destroy 1@1"),
+    case(
+        moving(S.DESTROYING, S.ACTIVE, BY_CONFIRM),
+        LATE,
+        "destroying/active",
+        "destroy 1@1",
+        "confirm: changing move.source_silent",
+        context=SERVICE_DOWN,
+    ),
+    case(
+        moving(S.DESTROYING, S.REVERTING, BY_REVERT),
+        LATE,
+        "destroying/reverting",
+        "destroy 2@2",
+        "revert: undoing move.destination_silent",
+    ),
+    case(moving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "destroy 2@2"),
+    case(in_place(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "resize 1@1"),
+    case(record(S.DESTROYING, S.DELETED), LATE, "destroying/deleted", "destroy 2@2"),
+    case(moving(S.DESTROYING, S.DELETED, {"source": None}), LATE, "destroying/deleted", "destroy 2@2"),
+    case(moving(S.DESTROYING, S.DELETED), LATE, "destroying/deleted", "destroy 2@2", "destroy 1@1"),
+    case(moving(S.DESTROYING, S.DELETED, {"source_gone": True}), LATE, "destroying/deleted", "destroy 2@2"),
+    case(moving(S.DESTROYING, S.DELETED, {"here_gone": True}), LATE, "destroying/deleted", "destroy 1@1"),
+    case(changing(K.STOP), LATE, "changing", "stop 2@2", "stop: failed change.timeout"),
+    case(changing(K.STOP, answered=True), LATE, "changing", "stop 2@2"),
+    case(restarting(), LATE, "restarting", "start 1@1", "migrate: failed x"),
+    case(moving(S.FINISHING, queried=False), LATE, "finishing", "end 2@2"),
+    case(unshelving(S.DESTROYING, S.OFFLOADED), LATE, "destroying/offloaded", "destroy 2@2"),
+    case(moving(S.DESTROYING, S.DEPARTED, {"to_cell": "c2"}), LATE, "destroying/departed", "destroy 1@1"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), AGAIN)
+def test_what_is_not_answered_in_time(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+CHANGES: list[Case] = [
+    case(*answer(changing(K.STOP), 2), "active", "stop: done"),
+    case(changing(K.STOP, order=5), replace(answer(changing(K.STOP), 2)[1], order=4), "changing"),
+    case(*answer(changing(K.STOP), 2, done=False), "changing", "stop: failed change.failed"),
+    case(*answer(changing(K.STOP), 2, done=False, runs=True), "active", "stop: failed change.failed"),
+    case(*answer(changing(K.STOP), 2, done=False, runs=True, code="x"), "active", "stop: failed x"),
+    case(*answer(changing(K.SHELVE), 2, image="new"), "active", "shelve: done"),
+    case(
+        *answer(changing(K.SHELVE, offload=True), 2, image="new"),
+        "destroying/offloaded",
+        "destroy 2@2",
+        "shelve: changing",
+    ),
+    case(given_up(K.SHELVE), replace(RELEASED, consumer=UUID), "offloaded", "shelve: done"),
+    case(given_up(K.SHELVE), RELEASED, "offloaded", "shelve: done"),
+    case(given_up(K.SHELVE), replace(RELEASED, consumer=MOVE), "releasing/offloaded"),
+    case(given_up(K.UNSHELVE), RELEASED, "offloaded", "unshelve: failed x"),
+    case(given_up(K.MIGRATE), RELEASED, "offloaded", "migrate: failed x"),
+    case(given_up(K.RESIZE), RELEASED, "offloaded", "resize: failed x"),
+    case(given_up(K.EVACUATE), RELEASED, "offloaded", "evacuate: done"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), CHANGES)
+def test_the_end_of_a_change(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+SLOW = replace(PATIENCE, answer_timeout_s=50.0, destroy_retry_s=40.0)
+REFUSED = (EndedMove(OTHER, K.REVERT, MoveState.REFUSED, "move.source_lost"),)
+RESTED = {"sequence": 21, "ended": REFUSED, "move_lost_code": "", "move_by": "", "move_by_kind": None}
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "context", "changes"),
+    [
+        (moving(S.RESIZED), wants(K.REVERT), SLOW,
+         {"deadline": 350.0, "cause": OTHER, **{f"move_{name}": value for name, value in BY_REVERT.items()}}),
+        (moving(S.RESIZED, move=BY_REVERT), replace(UNSEEN, by=OTHER), PATIENCE, {**RESTED, "deadline": None}),
+        (moving(S.RESIZED, move={**BY_REVERT, "auto_confirm_s": 5.0}), replace(UNSEEN, by=OTHER), PATIENCE,
+         {**RESTED, "deadline": 95.0}),
+        (moving(S.RESIZED, move=BY_FENCE), UNSEEN, fenced(2), {"deadline": 241.0}),
+        (moving(S.RESIZED, move=BY_FENCE), UNSEEN, PATIENCE, {"deadline": None, "move_lost_code": ""}),
+        (moving(S.RESIZED, move=BY_FENCE), LATE, fenced(2), {"deadline": 250.0}),
+        (moving(S.RESIZED, move=BY_REVERT), seen(service="s2"), PATIENCE,
+         {"state": S.REVERTING, "since": 211.0, "deadline": 226.0, "sequence": 21, "queried": False,
+          "move_source": replace(ON_1, service="s2")}),
+        (in_place(S.RESIZED, move=BY_REVERT), seen(service="s2"), PATIENCE,
+         {"state": S.DESTROYING, "then": S.REVERTING, "since": 211.0, "deadline": 241.0, "sequence": 21,
+          "queried": False, "order": 211000, "move_order": 211000, "move_source": replace(ON_1, service="s2"),
+          "selections": (ON_1, replace(ON_1, service="s2"), ON_3)}),
+        (*answer(replace(restarting(to_cell="c2"), sequence=20), 1, done=False, runs=False, code=MACHINE_ABSENT),
+         PATIENCE,
+         {"state": S.RELEASING, "then": S.OFFLOADED, "since": 202.0, "deadline": 217.0, "move_source": None}),
+        (moving(S.RESIZED), seen(by=""), PATIENCE, {}),
+        (moving(S.RESIZED), FENCED, fenced(2),
+         {"deadline": 250.0, "move_lost_code": "host.fenced", "move_lost_reason": "host host-2 was fenced"}),
+        (moving(S.RESIZED, move=BY_REVERT), FENCED, fenced(2), {}),
+        (*answer(restarting(), 1, done=False, runs=True, code="no"), PATIENCE,
+         {"state": S.ACTIVE, "since": 202.0, "deadline": None, "queried": False, "sequence": 21, "move": None,
+          "image": "", "ended_attempts": (4,), "ended": (EndedMove(MOVE, K.MIGRATE, MoveState.FAILED, "x",
+                                                                   "why; and it could not be started again: no"),)}),
+        (*answer(changing(K.START), 2, done=False, runs=False, code="x"), PATIENCE,
+         {"state": S.ACTIVE, "since": 202.0, "deadline": None, "queried": False, "sequence": 21, "move": None,
+          "selections": (ON_2,), "position": 0, "ended": (EndedMove(MOVE, K.START, MoveState.FAILED, "x"),),
+          "ended_attempts": (4,)}),
+        (*answer(replace(changing(K.STOP), power=Power.RUNNING), 2, done=False, runs=False, code="x"), PATIENCE,
+         {"state": S.ACTIVE, "since": 202.0, "deadline": None, "queried": False, "sequence": 21, "move": None,
+          "selections": (ON_2,), "position": 0, "power": Power.STOPPED,
+          "ended": (EndedMove(MOVE, K.STOP, MoveState.FAILED, "x"),), "ended_attempts": (4,)}),
+    ],
+)  # fmt: skip
+def test_a_step_of_the_way_back_changes_this_of_its_record(
+    before: Instance, event: e.Event, context: StepContext, changes: dict[str, Any]
+) -> None:
+    assert step(before, event, context).instance == after(before, changes)

@@ -1,0 +1,385 @@
+"""Verdicts on claims, gangs, releases, reverts and swaps, whole and with the rows that they write, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import (
+    Claim,
+    ClaimAll,
+    ClaimOption,
+    Migration,
+    Release,
+)
+from placement_worker.domain.claim_ledger import ClaimVerdict, Decision
+from placement_worker.domain.claims import ClaimItem, decide
+from placement_worker.domain.values import ConsumerState
+from tests.unit.placement.test_claims import (
+    CLASSES,
+    HELD,
+    MIGRATION,
+    NOWHERE,
+    OTHER,
+    VM,
+    A,
+    B,
+    Hold,
+    claim,
+    holder,
+    provider,
+    room,
+    swap,
+)
+
+CELL = "cccccccc-0000-4000-8000-000000000000"  # below A
+GROUP = "99999999-0000-4000-8000-000000000000"
+HOSTS = {
+    A: provider(VCPU=room(8, 2), DISK_GB=room(9, 1)),
+    B: replace(provider(VCPU=room(8, 2)), root=B),
+    CELL: provider(VCPU=room(8)),
+}
+THERE: Hold = {B: {"VCPU": 2}}
+ONE: Hold = {A: {"VCPU": 1}}
+
+
+def run(*items: ClaimItem, consumers: Mapping[str, ConsumerState] | None = None, **fields: Any) -> Decision:
+    """Reasons are cut to their codes."""
+    decision = decide(items, consumers or {}, HOSTS, CLASSES, **fields)
+    return replace(decision, verdicts=[replace(one, reason=one.reason.partition(":")[0]) for one in decision.verdicts])
+
+
+def verdict(said: str, **fields: Any) -> ClaimVerdict:
+    return ClaimVerdict(outcome=said, **fields)
+
+
+def changed(**fields: Any) -> ClaimVerdict:
+    return verdict("consumer_changed", **fields)
+
+
+def taken(generation: int = 1, *where: str, **fields: Any) -> ClaimVerdict:
+    made = {"option": 0, "outcomes": ("claimed",), "generations": dict.fromkeys(where or (A,), 11), "changed": True}
+    return verdict("claimed", consumer_generation=generation, **{**made, **fields})
+
+
+def row(hold: Hold, generation: int = 1, attempt: int = 1, run: str = "", **fields: str) -> ConsumerState:
+    owner = {"project_id": "p", "user_id": "u", "consumer_type": "INSTANCE", **fields}
+    return ConsumerState(generation, attempt, holding=hold, run=run, **owner)
+
+
+def kept(hold: Hold, generation: int = 1, attempt: int = 1, **fields: str) -> ConsumerState:
+    return row(hold, generation, attempt, **{"consumer_type": "MIGRATION", **fields})
+
+
+Consumers = dict[str, ConsumerState]
+Rows = dict[str, ConsumerState | None]
+OTHERS = "claim.foreign_cell"
+
+
+# --- whose claim it is
+
+
+@pytest.mark.parametrize(
+    ("known", "fields", "expected", "after"),
+    [
+        (None, {"by": "r"}, taken(), row(ONE, run="r")),
+        (None, {}, taken(), row(ONE)),
+        (row(HELD, run="r"), {"attempt": 2, "consumer_generation": 1}, taken(2), row(ONE, 2, 2, "r")),
+        (row(HELD, run="r"), {"attempt": 2, "consumer_generation": 1, "by": "s"}, taken(2), row(ONE, 2, 2, "s")),
+        (row(ONE, run="r"), {}, taken(changed=False, outcomes=(), generations={A: 10}), None),
+        (row(ONE, run="r"), {"by": "r"}, taken(changed=False, outcomes=(), generations={A: 10}), None),
+        (
+            row(ONE, run="r"),
+            {"by": "s", "takes_over": "r"},
+            taken(changed=False, outcomes=(), generations={A: 10}),
+            row(ONE, run="s"),
+        ),
+        (row(ONE, run="r"), {"by": "s"}, changed(consumer_generation=1, holding=ONE, attempt=1), None),
+        (
+            row(ONE, run="r"),
+            {"by": "s", "takes_over": "t"},
+            changed(consumer_generation=1, holding=ONE, attempt=1),
+            None,
+        ),
+        (row(ONE, run="r", project_id="q"), {"by": "r"}, changed(consumer_generation=1), None),
+        (row({}, run="r"), {"by": "s"}, taken(2), row(ONE, 2, run="s")),
+        (row({}, run="r"), {"by": "r"}, changed(), None),
+        (row({}, run="r"), {}, changed(), None),
+        (row({}, attempt=2, run="r"), {"by": "s"}, changed(), None),
+        (row({}), {"by": "s"}, changed(), None),
+        (
+            row(HELD, run="r"),
+            {"by": "s", "consumer_generation": 1},
+            changed(consumer_generation=1, holding=HELD, attempt=1),
+            None,
+        ),
+    ],
+)
+def test_whose_allocation_it_is(
+    known: ConsumerState | None, fields: dict[str, Any], expected: ClaimVerdict, after: ConsumerState | None
+) -> None:
+    decision = run(claim(ONE, user_id="u", **fields), consumers={VM: known} if known else {})
+    assert decision.verdicts == [expected]
+    assert decision.consumers == ({VM: after} if after else {})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shapes", "expected"),
+    [
+        ([], {}, verdict("invalid", reason="claim.options")),
+        ([{A: {"VCPU": 6}}], {}, taken()),
+        ([{A: {"VCPU": 7}}], {}, verdict("full", outcomes=("full",), lacking=((A, "VCPU"),))),
+        ([{A: {"VCPU": 1, "DISK_GB": 9}}], {}, verdict("full", outcomes=("full",), lacking=((A, "DISK_GB"),))),
+        ([{A: {"VGPU": 1}}], {}, verdict("full", outcomes=("full",))),
+        ([{A: {"VGPU": 1}}], {A: 1}, verdict("full", outcomes=("full",))),
+        ([{A: {"VGPU": 1}}], {A: 2}, verdict("raced", outcomes=("raced",))),
+        ([{A: {"NONE": 1}}], {A: 2}, verdict("raced", outcomes=("raced",))),
+        ([{A: {"NONE": 1}}], {A: 1}, verdict("invalid", outcomes=("invalid",))),
+        ([{A: {"NONE": 1, "VCPU": 1}}], {}, verdict("invalid", outcomes=("invalid",))),
+        ([{A: {"NONE": 1, "VCPU": 9}}], {}, verdict("full", outcomes=("full",), lacking=((A, "VCPU"),))),
+        ([{A: {}, B: {"VCPU": 1}}], {}, verdict("invalid", outcomes=("invalid",))),
+        ([{A: {"VCPU": 1}, B: {"VCPU": 1}}], {B: 2}, verdict("raced", outcomes=("raced",))),
+        ([{A: {"VCPU": 1}, B: {"VCPU": 9}}], {A: 2}, verdict("full", outcomes=("full",), lacking=((B, "VCPU"),))),
+        ([{A: {"VCPU": 9}, NOWHERE: {"VCPU": 1}}], {}, verdict("gone", outcomes=("gone",))),
+        ([{CELL: {"VCPU": 1}}], {}, verdict("gone", outcomes=("gone",), reason=OTHERS)),
+        (
+            [{NOWHERE: {"VCPU": 1}}, {CELL: {"VCPU": 9}}, {B: {"VCPU": 9}}],
+            {},
+            verdict("full", outcomes=("gone", "gone", "full"), lacking=((B, "VCPU"),), reason=OTHERS),
+        ),
+    ],
+)
+def test_what_a_claim_finds(wanted: list[Hold], shapes: dict[str, int], expected: ClaimVerdict) -> None:
+    asked = replace(
+        claim(*wanted or [{}], shapes=shapes), options=claim(*wanted, shapes=shapes).options if wanted else ()
+    )
+    decision = run(asked, foreign={CELL})
+    assert decision.verdicts == [expected]
+    assert bool(decision.consumers) is (expected.outcome == "claimed")
+
+
+def test_what_is_lacking_is_counted_beside_what_the_consumer_holds() -> None:
+    asked = claim({A: {"VCPU": 8, "DISK_GB": 99}}, attempt=2, consumer_generation=1)
+    (full,) = run(asked, consumers={VM: holder(HELD)}).verdicts
+    assert (full.lacking, full.consumer_generation) == (((A, "DISK_GB"),), 1)
+
+
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_consumer_of_another_cell_is_left_alone(mine: bool) -> None:
+    foreign = frozenset() if mine else {A}
+    items = claim(THERE, attempt=2, consumer_generation=1), Release(consumer=VM), swap((VM, 1, THERE))
+    said = [run(item, consumers={VM: holder(HELD)}, foreign=foreign) for item in items]
+    assert all(bool(decision.consumers) is mine for decision in said)
+    if not mine:
+        assert [decision.verdicts for decision in said] == [
+            [changed(reason=OTHERS)], [changed(reason=OTHERS)], [changed(consumer=VM, reason=OTHERS)]
+        ]  # fmt: skip
+
+
+# --- groups and limits
+
+
+def member(consumer: str, host: str = A, policy: str = "anti-affinity", **fields: Any) -> Claim:
+    option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
+    group = ServerGroup(uuid=GROUP, policy=GroupPolicy(policy))
+    return Claim(consumer=consumer, options=(option,), project_id="p", server_group=group, **fields)
+
+
+MOVE = Migration(uuid=MIGRATION, source={A: {"VCPU": 1}})
+TO_B = member(VM, B, attempt=2, consumer_generation=1, migration=MOVE)
+LOADED: dict[str, Any] = {"groups": {("p", GROUP): {VM: (A,)}}, "consumers": {VM: holder(ONE)}}
+BESIDE = ClaimOption(allocations={A: {"VCPU": 1}, B: {"VCPU": 1}}, host=A)
+GANG = ClaimAll(claims=(member(OTHER), member(NOWHERE, B)))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "items", "expected"),
+    [
+        (LOADED, [], {A: "ruled_out", B: "claimed"}),
+        ({}, [member(VM)], {A: "ruled_out", B: "claimed"}),
+        ({}, [claim(ONE)], {A: "claimed", B: "claimed"}),
+        ({}, [replace(member(VM), options=(BESIDE,))], {A: "ruled_out", B: "claimed"}),
+        (LOADED, [Release(consumer=VM)], {A: "claimed", B: "claimed"}),
+        (LOADED, [swap((VM, 1, THERE))], {A: "claimed", B: "ruled_out"}),
+        (LOADED, [member(VM, B, attempt=2, consumer_generation=1)], {A: "claimed", B: "ruled_out"}),
+        (LOADED, [TO_B], {A: "ruled_out", B: "ruled_out"}),
+        ({}, [member(VM), TO_B], {A: "ruled_out", B: "ruled_out"}),
+        ({}, [member(VM), swap((VM, 1, {B: {"VCPU": 1}}))], {A: "claimed", B: "ruled_out"}),
+        (LOADED, [TO_B, Release(consumer=MIGRATION)], {A: "claimed", B: "ruled_out"}),
+        (LOADED, [TO_B, Release(consumer=VM)], {A: "ruled_out", B: "claimed"}),
+        ({}, [ClaimAll(claims=(member(NOWHERE, B),))], {A: "claimed", B: "ruled_out"}),
+        ({}, [ClaimAll(claims=(member(NOWHERE, B), member(VM, B)))], {A: "claimed", B: "claimed"}),
+        ({}, [member(VM), ClaimAll(claims=(member(NOWHERE, B), member(OTHER, B)))], {A: "ruled_out", B: "claimed"}),
+        (LOADED, [member(OTHER), Release(consumer=VM)], {A: "claimed", B: "claimed"}),
+    ],
+    ids=[
+        "loaded",
+        "claimed before",
+        "claimed without a group",
+        "claimed with something beside its host",
+        "released",
+        "swapped",
+        "moved",
+        "moved with a migration",
+        "claimed and moved with a migration",
+        "claimed and swapped",
+        "its migration released",
+        "released beside its migration",
+        "claimed in a gang",
+        "not claimed in a gang",
+        "claimed beside a gang",
+        "released after it was counted",
+    ],
+)
+def test_where_the_next_member_may_be(loaded: dict[str, Any], items: list[ClaimItem], expected: dict[str, str]) -> None:
+    for host, outcome in expected.items():
+        *_, last = run(*items, member(OTHER, host), **loaded).verdicts
+        assert (last.outcome, last.members) == (outcome, {host: 1} if outcome == "ruled_out" else {})
+
+
+def test_the_members_that_a_group_of_claims_has_made() -> None:
+    assert run(member(VM), TO_B).joined == {("p", GROUP): {VM: B, MIGRATION: A}}
+    assert run(TO_B, **LOADED).joined == {("p", GROUP): {VM: B, MIGRATION: A}}
+    moved = run(replace(TO_B, server_group=None), consumers={VM: holder(ONE)})
+    assert (moved.verdicts[0].outcome, moved.joined) == ("claimed", {})
+    newly = run(TO_B, consumers={VM: holder(ONE)})
+    assert newly.joined == {("p", GROUP): {VM: B}}, "it was no member where it was"
+
+
+def test_a_member_is_never_in_its_own_way() -> None:
+    here = member(VM, attempt=2, consumer_generation=1)
+    assert run(here, **LOADED).verdicts[0].outcome == "claimed"
+    back = replace(here, attempt=3, consumer_generation=2, migration=MOVE, release_first=True)
+    assert [one.outcome for one in run(TO_B, back, **LOADED).verdicts] == ["claimed", "claimed"]
+
+
+def test_a_move_is_shown_no_migration_of_its_own() -> None:
+    loaded = {"groups": {("p", GROUP): {VM: (B,), MIGRATION: (A,), OTHER: (A,)}}}
+    known = {VM: holder(THERE), MIGRATION: kept(ONE), OTHER: holder(ONE)}
+    asked = member(VM, B, "affinity", attempt=2, consumer_generation=1, release_first=True, migration=MOVE)
+    (refused,) = run(replace(asked, release_first=False, migration=None), consumers=known, **loaded).verdicts
+    assert (refused.outcome, refused.members) == ("ruled_out", {A: 2})
+    known[VM] = row({})
+    (refused,) = run(asked, consumers=known, **loaded).verdicts
+    assert (refused.outcome, refused.members) == ("ruled_out", {A: 1})
+
+
+def test_a_rule_comes_after_room_and_shows_members_whatever_comes_first() -> None:
+    two = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY)
+    options = [
+        ClaimOption(allocations={host: {"VCPU": amount}}, host=host) for host, amount in ((A, 1), (B, 9), (A, 9))
+    ]
+    asked = Claim(consumer=OTHER, options=tuple(options), project_id="p", server_group=two)
+    (full,) = run(asked, **LOADED).verdicts
+    assert (full.outcome, full.outcomes, full.members) == ("full", ("ruled_out", "full", "full"), {A: 1})
+    (second,) = run(replace(asked, options=(options[0], replace(options[1], allocations=THERE))), **LOADED).verdicts
+    assert (second.outcome, second.option) == ("claimed", 1)
+    (hostless,) = run(replace(asked, options=(replace(options[0], host=None),)), **LOADED).verdicts
+    assert hostless.outcome == "invalid"
+
+
+def test_a_gang_shows_the_members_that_are_there_without_it() -> None:
+    gang = ClaimAll(claims=(member(OTHER), member(NOWHERE), member(MIGRATION, B)))
+    (refused,) = run(gang, groups={("p", GROUP): {VM: (B,)}}, consumers={VM: holder(THERE)}).verdicts
+    first, second, third = refused.of_gang
+    assert (first.outcome, second.outcome, third.outcome) == ("incomplete", "ruled_out", "ruled_out")
+    assert (first.members, second.members, third.members) == ({}, {}, {B: 1})
+
+
+def test_the_gang_of_an_earlier_item_is_there() -> None:
+    (_, refused) = run(GANG, member(VM)).verdicts
+    assert refused.members == {A: 1}
+
+
+QUOTA: dict[str, Any] = {"projects": {"p": {"VCPU": 3, "INSTANCES": 1}}, "consumers": {OTHER: holder({A: {"VCPU": 3}})}}
+LIMITED = {"limits": {"VCPU": 4}}
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([claim(ONE, **LIMITED)], "claimed"),
+        ([claim(HELD, **LIMITED)], "over_limit"),
+        ([claim({A: {"VCPU": 9}}, **LIMITED)], "full"),
+        ([claim(HELD, ONE, **LIMITED)], "claimed"),
+        ([claim(HELD, limits={"DISK_GB": 0})], "claimed"),
+        ([claim({A: {"VCPU": 3}}, consumer=OTHER, attempt=2, consumer_generation=1, limits={"VCPU": 2})], "claimed"),
+        ([Release(consumer=OTHER), claim({A: {"VCPU": 5}}, **LIMITED)], "over_limit"),
+        ([claim(ONE, limits={"INSTANCES": 1})], "over_limit"),
+        ([claim({A: {"DISK_GB": 1}}), claim({A: {"DISK_GB": 1}}, consumer=B, limits={"DISK_GB": 2})], "claimed"),
+        ([claim(ONE, limits={"INSTANCES": 2})], "claimed"),
+        ([claim({A: {"DISK_GB": 1}}, limits={"DISK_GB": 1})], "claimed"),
+        ([claim(ONE), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_limit"),
+        ([replace(claim(ONE), project_id="q"), claim(ONE, consumer=MIGRATION, **LIMITED)], "claimed"),
+        ([replace(claim(HELD, **LIMITED), project_id="q")], "claimed"),
+        ([replace(claim(HELD, limits={"VCPU": 1}), project_id="q")], "over_limit"),
+        ([Release(consumer=OTHER), claim(HELD, **LIMITED)], "claimed"),
+        ([claim(HELD, consumer=OTHER, attempt=2, consumer_generation=1), claim(HELD, **LIMITED)], "claimed"),
+        ([claim(ONE, consumer=OTHER, attempt=2, consumer_generation=1, limits={"VCPU": 0})], "claimed"),
+        (
+            [
+                claim(
+                    HELD, consumer=OTHER, attempt=2, consumer_generation=1,
+                    migration=Migration(uuid=MIGRATION, source={A: {"VCPU": 3}}),
+                ),
+                claim(HELD, **LIMITED),
+            ],
+            "claimed",
+        ),
+        ([ClaimAll(claims=(claim(ONE),)), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_limit"),
+        (
+            [ClaimAll(claims=(claim(ONE), claim({A: {"VCPU": 99}}, consumer=NOWHERE))), claim(ONE, **LIMITED)],
+            "claimed",
+        ),
+    ],
+)  # fmt: skip
+def test_a_project_stays_within_its_limits(items: list[ClaimItem], expected: str) -> None:
+    *_, last = run(*items, **QUOTA).verdicts
+    assert last.outcome == expected
+    assert last.reason == {"over_limit": next(iter(getattr(items[-1], "limits", {})), "")}.get(expected, "")
+
+
+def test_a_move_of_what_a_migration_counts_in_its_instances_place_stays_within_the_limit() -> None:
+    counted = kept({A: {"VCPU": 3}}, consumer_type="MIGRATION_COUNTED")
+    loaded = {"projects": {"p": {"VCPU": 3}}, "consumers": {VM: row({}), MIGRATION: counted}}
+    move = Migration(uuid=MIGRATION, source={A: {"VCPU": 3}})
+    for amount, outcome in ((3, "claimed"), (4, "claimed"), (5, "over_limit")):
+        asked = claim({B: {"VCPU": amount}}, attempt=2, release_first=True, migration=move, limits={"VCPU": 4})
+        assert run(asked, **loaded).verdicts[0].outcome == outcome
+
+
+# --- gangs
+
+
+@pytest.mark.parametrize(
+    ("claims", "outcome", "each"),
+    [
+        ([claim(ONE), claim(THERE, consumer=OTHER)], "claimed", ["claimed", "claimed"]),
+        ([claim(ONE), claim(ONE)], "invalid", ["invalid", "invalid"]),
+        ([claim(ONE), claim(ONE, consumer=OTHER, release_first=True)], "invalid", ["invalid", "invalid"]),
+        ([claim(ONE), claim(ONE, consumer=OTHER, migration=MOVE)], "invalid", ["invalid", "invalid"]),
+        ([claim(ONE), claim({A: {"VCPU": 6}}, consumer=OTHER)], "incomplete", ["incomplete", "full"]),
+        ([claim({A: {"VCPU": 9}}), claim(ONE, consumer=OTHER)], "incomplete", ["full", "incomplete"]),
+        ([claim(HELD, consumer=MIGRATION), claim(ONE)], "claimed", ["claimed", "claimed"]),
+        ([claim(HELD, consumer=MIGRATION), claim({A: {"VCPU": 9}})], "incomplete", ["claimed", "full"]),
+        ([claim(HELD, consumer=MIGRATION)], "claimed", ["claimed"]),
+    ],
+)
+def test_a_gang_is_taken_whole_or_not_at_all(claims: list[Claim], outcome: str, each: list[str]) -> None:
+    decision = run(ClaimAll(claims=tuple(claims)), consumers={MIGRATION: holder(HELD)})
+    (said,) = decision.verdicts
+    assert (said.outcome, [one.outcome for one in said.of_gang]) == (outcome, each)
+    new = [one.consumer for one in claims if outcome == "claimed" and one.consumer != MIGRATION]
+    assert sorted(decision.consumers) == sorted(new)
+    assert said.changed is bool(new)
+    assert bool(decision.generations) is bool(decision.used) is bool(new)
+
+
+def test_a_gang_adds_to_what_was_decided_before_it() -> None:
+    decision = run(claim(ONE), ClaimAll(claims=(claim(ONE, consumer=OTHER),)), claim(ONE, consumer=MIGRATION))
+    assert (decision.used, decision.generations) == ({A: {"VCPU": 5}}, {A: 13})
+    assert set(decision.consumers) == {VM, OTHER, MIGRATION}

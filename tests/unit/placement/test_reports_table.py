@@ -1,0 +1,505 @@
+"""Inventory reports: whose root it is, which report is stale, which changes nothing, and what each one leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
+from placement_worker.domain.report_group import (
+    RELEASED,
+    TAKEN_OUT,
+    ReportGroup,
+    ReportSource,
+    digest_of,
+    is_retired,
+    names_of_reports,
+    trees_of_reports,
+)
+from placement_worker.domain.reports import Applied, ReportRefusal, changes_of, flaw, plan
+from placement_worker.domain.trees import WantedTrees
+from placement_worker.domain.values import Provider, StoredInventory
+from tests.unit.placement.test_reports import CHILD, GRANDCHILD, ROOT, SECOND, TRAITS, book_of, node, place, update
+from tests.unit.placement_rest.test_decisions import inventory, provider
+
+
+def told(version: int = 2, total: int = 4, source: str = "s", **fields: Any) -> InventoryUpdate:
+    return replace(update(node(ROOT, total=total), version=version), source=source, **fields)
+
+
+def last(version: int = 1, total: int = 4, *, settled: bool = True, providers: Any = (ROOT,)) -> ReportSource:
+    return ReportSource(version, digest_of(told(total=total).providers), settled, providers)
+
+
+def group(*updates: InventoryUpdate, sources: Any = None, cell: str | None = None, bus: str = "api") -> ReportGroup:
+    return ReportGroup(updates, sources or {}, cells={ROOT: cell} if cell else {}, bus=bus)
+
+
+# --- what a group names
+
+
+def test_what_valid_reports_name_is_created_before_their_transaction() -> None:
+    good = update(node(ROOT, traits=("CUSTOM_X", "HW_CPU_X86_AVX2")), node(CHILD, ROOT, total=0))
+    bad = update(replace(node(SECOND, parent=ROOT), inventories={"CUSTOM_BAD": Inventory(total=1)}))
+    assert names_of_reports([bad, good], TRAITS) == ({"VCPU"}, {"CUSTOM_X"})
+    assert trees_of_reports([good, update(root=GRANDCHILD)]) == WantedTrees(
+        names={"n-a", "n-b"}, whole={ROOT, CHILD, GRANDCHILD}, creating=[ROOT, CHILD]
+    )
+
+
+@pytest.mark.parametrize(
+    ("bus", "cell", "code"),
+    [("api", "c2", None), ("c1", "c1", None), ("c1", None, None), ("c1", "c2", "inventory.foreign_cell")],
+)
+def test_a_report_of_another_cells_root_is_refused(bus: str, cell: str | None, code: str | None) -> None:
+    both = group(told(), cell=cell, bus=bus)
+    both.refuse_invalid(())
+    assert [getattr(one, "code", None) for one in both.results.values()] == ([code] if code else [])
+
+
+# --- whose root it is
+
+MINE, YOURS, THEIRS = (f"compute-{letter}" for letter in "myt")
+GIVEN_UP = replace(last(), digest=RELEASED)
+OUT = replace(last(), digest=TAKEN_OUT)
+TAKES = told(source=MINE, takes_over=YOURS)
+
+
+@pytest.mark.parametrize(
+    ("updates", "sources", "owners"),
+    [
+        ([told(source=MINE)], {}, [None]),
+        ([told(source=MINE)], {MINE: last()}, [None]),
+        ([told(source=MINE)], {YOURS: last()}, [YOURS]),
+        ([told(source=MINE), told(source=YOURS)], {MINE: last()}, [None, MINE]),
+        ([told(source=MINE)], {"ironic": last()}, [None]),
+        ([told(source="ironic")], {YOURS: last()}, [None]),
+        ([told(source=MINE)], {YOURS: last(providers=(CHILD,))}, [None]),
+        ([told(source=MINE), told(source=YOURS)], {}, [None, MINE]),
+        ([told(source=MINE), told(source=MINE, version=3)], {}, [None, None]),
+        ([told(source="ironic"), told(source=MINE)], {YOURS: last()}, [None, YOURS]),
+        ([TAKES], {YOURS: GIVEN_UP}, [None]),
+        ([TAKES], {YOURS: OUT}, [None]),
+        ([TAKES], {YOURS: last()}, [YOURS]),
+        ([TAKES], {THEIRS: GIVEN_UP}, [THEIRS]),
+        ([told(source=MINE)], {YOURS: GIVEN_UP}, [YOURS]),
+        ([TAKES, told(source=YOURS)], {YOURS: GIVEN_UP}, [YOURS, None]),
+        ([TAKES, told(source=THEIRS), told(source=YOURS, total=0, cell="bad")], {YOURS: GIVEN_UP}, [None, MINE, None]),
+    ],
+    ids=[
+        "nobody's",
+        "its own",
+        "another's",
+        "beside its own",
+        "no service's",
+        "not a service's report",
+        "no longer another's",
+        "the first one's",
+        "twice its own",
+        "beside a report of no service",
+        "given up",
+        "taken out",
+        "not given up",
+        "of another than is named",
+        "not named",
+        "reported again beside it",
+        "taken over before another's",
+    ],
+)
+def test_a_root_has_one_owner(updates: list[InventoryUpdate], sources: Any, owners: list[str | None]) -> None:
+    both = group(*updates, sources={(ROOT, source): row for source, row in sources.items()})
+    both.results.update(
+        {n: ReportRefusal("flawed", "") for n, one in enumerate(updates) if one.cell == "bad"}
+    )  # a flawed report of the owner does not make the root its own again
+    both.refuse_owned()
+    refused = [both.results.get(number) for number in range(len(updates))]
+    assert [getattr(one, "owner", None) for one in refused] == owners
+
+
+def test_who_takes_a_root_over_answers_for_what_its_owner_reported() -> None:
+    yours = replace(GIVEN_UP, version=7, providers=(ROOT, CHILD))
+    sources = {(ROOT, MINE): last(providers=(GRANDCHILD, ROOT)), (ROOT, YOURS): yours}
+    sources[ROOT, MINE] = replace(sources[ROOT, MINE], providers=(GRANDCHILD,))
+    both = group(TAKES, told(source="s"), sources={**sources, (ROOT, "s"): last()})
+    both.refuse_owned()
+    assert [tuple(both.earlier(number)) for number in (0, 1)] == [(GRANDCHILD, ROOT, CHILD), (ROOT,)]
+    both.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
+    assert both.written() == {
+        (ROOT, MINE): replace(last(2), settled=True),
+        (ROOT, YOURS): ReportSource(7, b"", False, ()),
+    }
+
+
+# --- which report is stale, and which changes nothing
+
+STALE = InventoryResult(outcome="stale")
+SAME = InventoryResult(outcome="unchanged")
+
+
+@pytest.mark.parametrize(
+    ("updates", "known", "results"),
+    [
+        ([told(0)], None, [None]),
+        ([told(2)], last(), [None]),
+        ([told(1)], last(), [SAME]),
+        ([told(1, total=9)], last(), [replace(STALE, version=1)]),
+        ([told(0)], last(), [replace(STALE, version=1)]),
+        ([told(2), told(3)], last(), [STALE, None]),
+        ([told(3), told(2)], last(), [None, replace(STALE, version=3)]),
+        ([told(3), told(3)], last(), [None, SAME]),
+        ([told(3), told(3, total=9)], last(), [None, replace(STALE, version=3)]),
+        ([told(3), told(2, source="other")], last(), [None, None]),
+        ([told(1), told(2)], last(), [SAME, None]),
+        ([told(1), told(0)], last(), [SAME, replace(STALE, version=1)]),
+    ],
+)
+def test_of_each_source_the_newest_report_counts(
+    updates: list[InventoryUpdate], known: ReportSource | None, results: list[InventoryResult | None]
+) -> None:
+    both = group(*updates, sources={(ROOT, "s"): known} if known else {})
+    both.sort_out_stale()
+    assert both.results == {number: one for number, one in enumerate(results) if one}
+
+
+def test_a_refused_report_makes_no_other_stale() -> None:
+    both = group(told(3), told(2))
+    both.results[0] = ReportRefusal("some.code", "")
+    both.sort_out_stale()
+    assert both.results == {0: ReportRefusal("some.code", "")}
+
+
+@pytest.mark.parametrize(
+    ("bus", "cell", "named", "known", "is_fresh"),
+    [
+        ("api", None, None, last(), False),
+        ("api", None, "c1", last(), True),
+        ("api", "api", "c1", last(), True),
+        ("api", "c1", "c1", last(), False),
+        ("c1", None, None, last(), True),
+        ("c1", "c1", None, last(), False),
+        ("api", None, None, last(settled=False), True),
+        ("api", None, None, last(total=9), True),
+    ],
+)  # fmt: skip
+def test_a_report_of_the_same_content_changes_its_version_alone(
+    bus: str, cell: str | None, named: str | None, known: ReportSource, is_fresh: bool
+) -> None:
+    both = group(told(9, source="decided"), told(cell=named), sources={(ROOT, "s"): known}, cell=cell, bus=bus)
+    both.results[0] = STALE
+    assert both.fresh() == [1] * is_fresh
+    assert both.results == {0: STALE} | ({} if is_fresh else {1: SAME})
+    assert both.written() == ({} if is_fresh else {(ROOT, "s"): replace(known, version=2)})
+
+
+@pytest.mark.parametrize(
+    ("result", "answer", "row"),
+    [
+        (Applied((ROOT,), (), True), InventoryResult(outcome="applied", sequence=7), last(2)),
+        (Applied((ROOT,), (), False), SAME, last(2)),
+        (
+            Applied((ROOT,), (CHILD, f"{ROOT}/VCPU"), True),
+            InventoryResult(outcome="applied", sequence=7, stranded=(CHILD, f"{ROOT}/VCPU")),
+            last(2, settled=False, providers=(ROOT, CHILD)),
+        ),
+        (
+            Applied((ROOT,), (f"{ROOT}/VCPU",), False),
+            replace(SAME, stranded=(f"{ROOT}/VCPU",)),
+            last(2, settled=False),
+        ),
+        (ReportRefusal("some.code", ""), ReportRefusal("some.code", ""), None),
+    ],
+    ids=["applied", "unchanged", "stranded", "stranded before", "refused"],
+)
+def test_the_answer_to_a_planned_report(result: Any, answer: Any, row: ReportSource | None) -> None:
+    both = group(told())
+    both.settle([0], [result])
+    assert both.answers(7) == [answer]
+    assert both.written() == ({(ROOT, "s"): row} if row else {})
+    with pytest.raises(ValueError, match="zip"):
+        both.settle([0], [])
+    both = group(told(), told(source="other"))
+    both.settle([0, 1], [ReportRefusal("some.code", ""), result])
+    assert both.answers(7) == [ReportRefusal("some.code", ""), answer]
+
+
+GONE = {"VCPU": inventory(4, stranded=True)}
+
+
+@pytest.mark.parametrize(
+    ("tree", "retired"),
+    [
+        ([provider("a", inventories=GONE)], True),
+        ([provider("a"), provider("b", inventories=GONE, used={"VCPU": 0})], True),
+        ([provider("a", inventories=GONE), provider("b", inventories=GONE, used={"VCPU": 1})], False),
+        ([provider("a", inventories=GONE), provider("b", inventories={"VCPU": inventory(4)})], False),
+        ([provider("a")], False),
+    ],
+)
+def test_a_tree_is_retired_when_all_that_it_has_is_stranded_and_free(tree: list[Provider], retired: bool) -> None:
+    assert is_retired(tree) is retired
+
+
+# --- one report
+
+FULL = {"VCPU": Inventory(total=1, reserved=1)}
+
+
+@pytest.mark.parametrize(
+    ("good", "code"),
+    [
+        (update(root=ROOT), None),
+        (update(node(ROOT, traits=("CUSTOM_ANY", "HW_CPU_X86_AVX2")), node(CHILD, ROOT), node(SECOND, CHILD)), None),
+        (update(replace(node(ROOT), inventories=FULL)), None),
+        (update(node(ROOT, name="x"), replace(place(CHILD, ROOT), name="x")), None),
+        (update(replace(place(ROOT), name="x"), node(CHILD, ROOT, name="x")), None),
+        (update(node(ROOT), node(CHILD, ROOT, takes_from=ROOT)), None),
+        (update(node(ROOT), node(CHILD, ROOT, traits=("NO",))), "trait.unknown"),
+        (update(node(ROOT), node(CHILD, ROOT, takes_from=CHILD)), "inventory.takes_from"),
+        (update(node(ROOT), node(CHILD, ROOT), node(CHILD, ROOT, name="y")), "inventory.duplicate"),
+    ],
+)
+def test_a_report_by_itself(good: InventoryUpdate, code: str | None) -> None:
+    assert getattr(flaw(good, TRAITS), "code", None) == code
+
+
+REPORTED = told().providers
+
+
+def of_cell(cell: str | None, **used: int) -> dict[str, Provider]:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT)))
+    return {**book, ROOT: replace(book[ROOT], cell=cell), CHILD: replace(book[CHILD], used=used)}
+
+
+@pytest.mark.parametrize(
+    ("book", "bus", "named", "cell"),
+    [
+        ({}, "api", None, "api"),
+        ({}, "api", "c1", "c1"),
+        ({}, "c1", None, "c1"),
+        ({}, "c1", "c2", "c1"),
+        (of_cell(None), "api", None, None),
+        (of_cell(None), "api", "c1", "c1"),
+        (of_cell(None, VCPU=1), "api", "c1", None),
+        (of_cell(None, VCPU=0), "api", "c1", "c1"),
+        (of_cell(None), "c1", None, "c1"),
+        (of_cell("api"), "api", "c1", "c1"),
+        (of_cell("api", VCPU=1), "api", "c1", "api"),
+        (of_cell("api"), "c1", None, "foreign"),
+        (of_cell("c1"), "c1", None, "c1"),
+        (of_cell("c1"), "c2", None, "foreign"),
+        (of_cell("c1"), "api", None, "c1"),
+        (of_cell("c1"), "api", "c1", "c1"),
+        (of_cell("c1"), "api", "c2", "foreign"),
+    ],
+)
+def test_the_cell_of_a_root_after_a_report(book: dict[str, Provider], bus: str, named: str | None, cell: Any) -> None:
+    planned = plan([told(cell=named)], [()], book, bus=bus, shape=2)
+    (result,) = planned.results
+    if cell == "foreign":
+        assert isinstance(result, ReportRefusal) and result.code == "inventory.foreign_cell"
+    else:
+        assert isinstance(result, Applied) and planned.after[ROOT].cell == cell
+
+
+def test_a_source_that_has_reported_a_root_before_may_name_another_cell() -> None:
+    planned = plan([told(cell="c2", total=9)], [(ROOT,)], of_cell("c1"), shape=2)
+    assert planned.after[ROOT].cell == "c1" and isinstance(planned.results[0], Applied)
+
+
+def test_a_report_that_names_a_provider_of_another_cell_is_refused() -> None:
+    wanted = update(node(SECOND), node(CHILD, SECOND))
+    (result,) = plan([wanted], [()], of_cell("c1"), bus="c2", shape=2).results
+    assert isinstance(result, ReportRefusal) and result.code == "inventory.foreign_cell"
+
+
+def stored(total: int, **fields: Any) -> StoredInventory:
+    return inventory(total, max_unit=2**31 - 1, **fields)
+
+
+@pytest.mark.parametrize(
+    ("before", "report", "fields"),
+    [
+        ({}, node(ROOT), None),
+        ({"name": "other"}, node(ROOT), {}),
+        ({"used": {"VCPU": 2, "DISK_GB": 0}}, node(ROOT), None),
+        (
+            {"inventories": {"DISK_GB": stored(9), "MEMORY_MB": stored(8)}, "used": {"DISK_GB": 2, "MEMORY_MB": 0}},
+            node(ROOT),
+            {"inventories": {"VCPU": stored(4), "DISK_GB": stored(9, reserved=9, capacity=0, stranded=True)}},
+        ),
+        ({"aggregates": (SECOND,)}, node(ROOT), None),
+        ({"aggregates": (SECOND,)}, node(ROOT, aggregates=()), {"aggregates": ()}),
+        ({}, node(ROOT, aggregates=(SECOND, CHILD, SECOND)), {"aggregates": (CHILD, SECOND)}),
+        ({"traits": ("CUSTOM_L",), "lasting": ("CUSTOM_L",)}, node(ROOT), None),
+        ({"traits": ("CUSTOM_T",)}, node(ROOT), {"traits": ()}),
+        (
+            {"traits": ("CUSTOM_L",), "lasting": ("CUSTOM_L",)},
+            node(ROOT, traits=("CUSTOM_Z", "CUSTOM_A")),
+            {"traits": ("CUSTOM_A", "CUSTOM_L", "CUSTOM_Z")},
+        ),
+    ],
+)
+def test_the_provider_after_a_report(before: dict[str, Any], report: ProviderReport, fields: Any) -> None:
+    made = {"cell": "api", "inventories": {"VCPU": stored(4)}, "generation": 3, "shape": 1}
+    old = replace(provider(ROOT), **{"name": "n-a", **made, **before})
+    planned = plan([update(report)], [()], {ROOT: old}, shape=2)
+    (result,) = planned.results
+    assert isinstance(result, Applied) and result.changed is (fields is not None)
+    expected = old if fields is None else replace(old, **{"name": "n-a", "generation": 4, "shape": 2, **fields})
+    assert planned.after == {ROOT: expected}
+
+
+def test_a_new_provider_of_a_report() -> None:
+    planned = plan([update(node(ROOT, traits=("CUSTOM_T",)))], [()], {}, shape=2)
+    new = provider(ROOT, generation=1, shape=2, inventories={"VCPU": stored(4)}, traits=("CUSTOM_T",), cell="api")
+    assert planned.after == {ROOT: replace(new, name="n-a")}
+    assert book_of(update(node(ROOT), node(CHILD, ROOT)))[CHILD].cell is None, "its root's counts"
+
+
+# --- groups of reports
+
+
+def applied(*results: Any) -> list[bool]:
+    return [isinstance(one, Applied) for one in results]
+
+
+def test_the_changes_of_a_group_in_order() -> None:
+    before = {uuid: provider(uuid, generation=5) for uuid in "abcd"}
+    after = {"a": before["a"], "b": provider("b", generation=6), "c": provider("c", generation=0), "e": provider("e")}
+    changes = changes_of(before, after)
+    assert [(one.provider, one.generation) for one in changes] == [("c", 6), ("b", 6), ("c", 0), ("e", 5), ("d", 6)]
+    assert [one.removed for one in changes] == [one.state is None for one in changes] == [True, *[False] * 3, True]
+
+
+def test_each_report_of_a_group_has_what_its_source_reported_before() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        plan([told()], [], {}, shape=1)
+
+
+def test_a_report_refused_for_another_reason_than_a_name_is_not_tried_again() -> None:
+    """Its place is reported by the second one: it comes again by itself."""
+    results = plan([update(place(ROOT), node(CHILD, ROOT)), update(node(ROOT))], [(), ()], {}, shape=1).results
+    assert applied(*results) == [False, True]
+
+
+NAMED = {ROOT: "one", SECOND: "two", GRANDCHILD: "three"}
+
+
+def renamed(**names: str) -> list[InventoryUpdate]:
+    uuids = {"root": ROOT, "second": SECOND, "third": GRANDCHILD, "new": CHILD}
+    return [update(node(uuids[key], name=name)) for key, name in names.items()]
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        (renamed(root="four", second="one"), [True, True]),
+        (renamed(root="two", second="one"), [True, True]),
+        (renamed(root="two", second="three"), [False, False]),
+        (renamed(root="two", second="one", third="two"), [False, False, False]),
+        (renamed(new="one", root="two", second="three", third="four"), [True, True, True, True]),
+        (renamed(new="one", root="two", second="three"), [False, False, False]),
+        (renamed(new="one"), [False]),
+        (renamed(root="five", new="five"), [True, False]),
+        ([*renamed(root="five", new="one"), *renamed(second="one")], [True, True, False]),
+        ([*renamed(root="one'", second="two'"), *renamed(root="two", second="one")], [True, True, True, True]),
+    ],
+)
+def test_whose_name_it_is(updates: list[InventoryUpdate], expected: list[bool]) -> None:
+    book = book_of(*(update(node(uuid, name=name)) for uuid, name in NAMED.items()))
+    planned = plan(updates, [()] * len(updates), book, shape=2)
+    assert applied(*planned.results) == expected
+    names = {report.uuid: report.name for one in updates for report in one.providers}
+    if all(expected):
+        assert {uuid: planned.after[uuid].name for uuid in names} == names
+    elif not any(expected):
+        assert planned.after == book
+
+
+def test_reports_of_which_one_takes_a_place_of_the_other_exchange_no_names() -> None:
+    tree = update(node(SECOND, name="two"), node(CHILD, SECOND))
+    book = book_of(update(node(ROOT, name="one")), tree)
+    takes, loses = (
+        update(node(ROOT, name="two"), node(CHILD, ROOT)),
+        update(node(SECOND, name="one"), place(CHILD, SECOND)),
+    )
+    planned = plan([takes, loses], [(), ()], book, shape=2)
+    assert applied(*planned.results) == [False, False] and planned.after == book
+
+
+def test_what_is_called_a_place_is_in_the_way_of_no_exchange() -> None:
+    trees = {"one": (ROOT, CHILD), "two": (SECOND, GRANDCHILD)}
+    book = book_of(*(update(node(root, name=name), node(below, root)) for name, (root, below) in trees.items()))
+    names = zip(trees.values(), ("two", "one"), strict=True)
+    updates = [update(node(root, name=name), place(below, root)) for (root, below), name in names]
+    assert applied(*plan(updates, [(), ()], book, shape=2).results) == [True, True]
+
+
+def test_a_consumer_moves_from_two_providers_at_once() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(SECOND, ROOT)))
+    book |= {uuid: replace(book[uuid], used={"VCPU": 1}) for uuid in (CHILD, SECOND)}
+    held = {LEAF: {CHILD: {"VCPU": 1}, SECOND: {"VCPU": 1}}}
+    nested = update(node(ROOT, takes_from=CHILD), node(GRANDCHILD, ROOT, takes_from=SECOND))
+    planned = plan([nested], [(ROOT, CHILD, SECOND)], book, held, shape=2)
+    assert planned.moved == {LEAF: {ROOT: {"VCPU": 1}, GRANDCHILD: {"VCPU": 1}}}
+    assert set(planned.after) == {ROOT, GRANDCHILD}
+
+
+def test_a_provider_that_a_report_removes_leaves_its_name() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT, name="x")))
+    planned = plan([update(node(ROOT), node(GRANDCHILD, ROOT, name="x"))], [(ROOT, CHILD)], book, shape=2)
+    assert applied(*planned.results) == [True] and set(planned.after) == {ROOT, GRANDCHILD}
+    later = [update(node(ROOT)), update(node(SECOND, name="x")), update(node(CHILD, name="y"))]
+    planned = plan(later, [(ROOT, CHILD), (), ()], book, shape=2)
+    assert applied(*planned.results) == [True, True, True]
+    assert planned.after[CHILD].generation == book[CHILD].generation + 1, "it goes on where it was"
+
+
+LEAF = "00000000-0000-4000-8000-000000000000"  # before all others by its uuid
+
+
+def test_what_is_below_a_provider_follows_it_however_deep() -> None:
+    tree = update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD), node(LEAF, GRANDCHILD, name="leaf"))
+    book = book_of(tree, update(node(SECOND)))
+    planned = plan([update(node(SECOND), node(CHILD, SECOND))], [()], book, shape=2)
+    assert {uuid: one.root for uuid, one in planned.after.items()} == {
+        ROOT: ROOT, CHILD: SECOND, GRANDCHILD: SECOND, LEAF: SECOND, SECOND: SECOND
+    }  # fmt: skip
+    assert planned.after[LEAF].shape == 2 and planned.after[ROOT] is book[ROOT]
+
+
+@pytest.mark.parametrize(
+    ("used", "stranded", "left"),
+    [
+        ({}, (), {ROOT}),
+        ({GRANDCHILD: 1}, (GRANDCHILD, CHILD), {ROOT, CHILD, GRANDCHILD}),
+        ({CHILD: 1}, (CHILD,), {ROOT, CHILD}),
+        ({GRANDCHILD: 0}, (), {ROOT}),
+    ],
+)
+def test_what_is_no_longer_reported_goes_unless_it_is_used_or_needed(
+    used: dict[str, int], stranded: tuple[str, ...], left: set[str]
+) -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    book |= {uuid: replace(book[uuid], used={"VCPU": amount}) for uuid, amount in used.items()}
+    planned = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], book, shape=2)
+    (result,) = planned.results
+    assert isinstance(result, Applied) and (result.stranded, set(planned.after)) == (stranded, left)
+    again = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], planned.after, shape=3).results[0]
+    assert isinstance(again, Applied) and (again.stranded, again.changed) == (stranded, False)
+
+
+def test_a_parent_of_what_another_source_reports_stays() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    (result,) = plan([update(node(ROOT))], [(ROOT, CHILD)], book, shape=2).results
+    assert isinstance(result, Applied) and result.stranded == (CHILD,)
+
+
+def test_only_the_last_of_a_tree_takes_all_of_it() -> None:
+    """A source that reports nothing any more takes what others reported below its root, too."""
+    book = book_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND)))
+    assert set(plan([update(root=ROOT)], [()], book, shape=2).after) == {SECOND}
+    assert set(plan([update(root=GRANDCHILD)], [()], book, shape=2).after) == {ROOT, CHILD, SECOND}
+    assert set(plan([update(node(ROOT))], [(ROOT, SECOND)], book, shape=2).after) == {ROOT, CHILD, SECOND}
