@@ -196,17 +196,15 @@ class _Draft:
         return trial
 
     def exchanging(self, refused: Mapping[int, InventoryUpdate]) -> tuple[Sequence[int], Set[str]]:
-        """Of updates that were refused for a name, by number: those that can be applied together, because each name is
-        free or of a provider that another of them gives another name; and their providers.
+        """Of updates that were refused for a name, by number: those that may be applied together, because no two of
+        them give the same name; and their providers.
         """
         own = {n: [report for report in u.providers if not report.theirs] for n, u in refused.items()}
         while True:
             giving = {report.uuid for reports in own.values() for report in reports}
             times = Counter(report.name for reports in own.values() for report in reports)
             fitting = {
-                number: reports
-                for number, reports in own.items()
-                if all(times[one.name] == 1 and self.names.get(one.name, one.uuid) in giving for one in reports)
+                number: reports for number, reports in own.items() if all(times[one.name] == 1 for one in reports)
             }
             if len(fitting) == len(own):
                 return list(own), giving
@@ -293,8 +291,8 @@ class _Draft:
         sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
         used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
         moved: dict[str, Holding] = {}
-        inventories = {report.uuid: _inventories(report) for report in update.providers} if sources else {}
         for source in sources:
+            inventories = {report.uuid: _inventories(report) for report in update.providers}
             now = {consumer: moved.get(consumer) or self._held(consumer) for consumer in self._holders[source]}
             then = migrate_allocations(update.providers, source, inventories, used, now)
             before = [now[consumer] for consumer in then]

@@ -152,6 +152,7 @@ SAME = InventoryResult(outcome="unchanged")
         ([told(3), told(3, total=9)], last(), [None, replace(STALE, version=3)]),
         ([told(3), told(2, source="other")], last(), [None, None]),
         ([told(1), told(2)], last(), [SAME, None]),
+        ([told(1), told(0)], last(), [SAME, replace(STALE, version=1)]),
     ],
 )
 def test_of_each_source_the_newest_report_counts(
@@ -159,7 +160,7 @@ def test_of_each_source_the_newest_report_counts(
 ) -> None:
     both = group(*updates, sources={(ROOT, "s"): known} if known else {})
     both.sort_out_stale()
-    assert [both.results.get(number) for number in range(len(updates))] == results
+    assert both.results == {number: one for number, one in enumerate(results) if one}
 
 
 def test_a_refused_report_makes_no_other_stale() -> None:
@@ -185,10 +186,10 @@ def test_a_refused_report_makes_no_other_stale() -> None:
 def test_a_report_of_the_same_content_changes_its_version_alone(
     bus: str, cell: str | None, named: str | None, known: ReportSource, is_fresh: bool
 ) -> None:
-    both = group(told(cell=named), told(9, source="decided"), sources={(ROOT, "s"): known}, cell=cell, bus=bus)
-    both.results[1] = STALE
-    assert both.fresh() == [0] * is_fresh
-    assert both.results == {1: STALE} if is_fresh else {0: SAME, 1: STALE}
+    both = group(told(9, source="decided"), told(cell=named), sources={(ROOT, "s"): known}, cell=cell, bus=bus)
+    both.results[0] = STALE
+    assert both.fresh() == [1] * is_fresh
+    assert both.results == {0: STALE} | ({} if is_fresh else {1: SAME})
     assert both.written() == ({} if is_fresh else {(ROOT, "s"): replace(known, version=2)})
 
 
@@ -354,6 +355,7 @@ def test_a_new_provider_of_a_report() -> None:
     planned = plan([update(node(ROOT, traits=("CUSTOM_T",)))], [()], {}, shape=2)
     new = provider(ROOT, generation=1, shape=2, inventories={"VCPU": stored(4)}, traits=("CUSTOM_T",), cell="api")
     assert planned.after == {ROOT: replace(new, name="n-a")}
+    assert book_of(update(node(ROOT), node(CHILD, ROOT)))[CHILD].cell is None, "its root's counts"
 
 
 # --- groups of reports
@@ -425,6 +427,24 @@ def test_reports_of_which_one_takes_a_place_of_the_other_exchange_no_names() -> 
     )
     planned = plan([takes, loses], [(), ()], book, shape=2)
     assert applied(*planned.results) == [False, False] and planned.after == book
+
+
+def test_what_is_called_a_place_is_in_the_way_of_no_exchange() -> None:
+    trees = {"one": (ROOT, CHILD), "two": (SECOND, GRANDCHILD)}
+    book = book_of(*(update(node(root, name=name), node(below, root)) for name, (root, below) in trees.items()))
+    names = zip(trees.values(), ("two", "one"), strict=True)
+    updates = [update(node(root, name=name), place(below, root)) for (root, below), name in names]
+    assert applied(*plan(updates, [(), ()], book, shape=2).results) == [True, True]
+
+
+def test_a_consumer_moves_from_two_providers_at_once() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(SECOND, ROOT)))
+    book |= {uuid: replace(book[uuid], used={"VCPU": 1}) for uuid in (CHILD, SECOND)}
+    held = {LEAF: {CHILD: {"VCPU": 1}, SECOND: {"VCPU": 1}}}
+    nested = update(node(ROOT, takes_from=CHILD), node(GRANDCHILD, ROOT, takes_from=SECOND))
+    planned = plan([nested], [(ROOT, CHILD, SECOND)], book, held, shape=2)
+    assert planned.moved == {LEAF: {ROOT: {"VCPU": 1}, GRANDCHILD: {"VCPU": 1}}}
+    assert set(planned.after) == {ROOT, GRANDCHILD}
 
 
 def test_a_provider_that_a_report_removes_leaves_its_name() -> None:
