@@ -417,6 +417,7 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
             project_id=message.project_id,
             begun=message.begun,
             unrecorded=message.unrecorded,
+            stay=message.stay,
         )
         return InstanceEvent(uuid, deleted, meta.id, meta.cause)
     if isinstance(message, CellMove):

@@ -137,7 +137,7 @@ class PlacementRequests:
             instance_uuid=question.instance.uuid,
             question=message,
             repeated=question.repeated,
-            sequence=question.instance.sequence - 1,
+            stay=question.instance.stay,
         )
 
     def event_of(self, instance: Instance, book: CellBook) -> Event | None:

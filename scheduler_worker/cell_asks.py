@@ -11,7 +11,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.moves import CellAsks, CellBook, CellCheck
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.claims import BusClaims
-from scheduler_worker.domain.transfers import answered, gives_back, handed_on, may_ask, refused, without_departure
+from scheduler_worker.domain.transfers import answered, handed_on, may_ask, refused, rests
 from scheduler_worker.store.port import SchedulerStore
 
 
@@ -48,11 +48,7 @@ class CellAsksHandler:
         async with self._store.operation() as unit:
             known = await unit.known({one.asked_by.request_id: one.instance_uuid for one in books}, lock=True)
             asked = [one for one in books if may_ask(one, known[one.asked_by.request_id], self._cell)]
-            rests = {one.instance_uuid: known[one.asked_by.request_id].now for one in asked if gives_back(one)}
-            for one in asked:
-                if one.instance_uuid in rests and gives_back(one):
-                    rests[one.instance_uuid] = without_departure(one, rests[one.instance_uuid])
-            await unit.put_instances(list(rests.values()))
+            await unit.put_instances(rests(asked, known))
         answers = await self._claims.ask([one.question for one in asked])
         found = [refused(one, known[one.asked_by.request_id]) for one in books if one not in asked]
         found += [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]

@@ -461,7 +461,7 @@ class MoveEngine:
             move = replace(move, host=first.host, host_uuid=first.host_uuid)
         if chosen.cell in (None, known.build.cell):
             return move, command
-        leaving = replace(command, to_cell=chosen.cell)
+        leaving = replace(command, to_cell=chosen.cell, stay=known.now.stay)
         return replace(move, command=leaving), leaving
 
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:

@@ -79,15 +79,16 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts.
 
-    It is published again while no event of the delete comes; one under way is announced once more. begun: the cell has
-    announced the build or has its claim, or no event came for long: a conductor without a record has lost it.
-    unrecorded: a conductor's own message after that; the cell's compute services are queried before it is carried out.
+    It is published again while no event of it comes; one under way is announced again. begun: the cell has announced
+    the build or has its claim, or is silent for long: without a record it has lost it. unrecorded: its own message
+    after that; the compute services are queried first. stay: of the instance there, as the schedulers count it.
     """
 
     instance_uuid: Uuid
     project_id: Word
     begun: bool = False
     unrecorded: bool = False
+    stay: Count = 0
 
 
 class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -537,8 +538,7 @@ class MachinesUnexplained(Message, frozen=True, kw_only=True, tag="conductor.une
 class BreakerTripped(Message, frozen=True, kw_only=True, tag="conductor.breaker.v1"):
     """More than `limit` machines of one compute service were lost, newly quarantined or over: destruction stops there.
 
-    It takes effect again after `berth breaker reset`. Several conductors that judge the same report may each publish
-    it.
+    It takes effect again after `berth breaker reset`. Several conductors that judge one report may each publish it.
     """
 
     cell: Word

@@ -152,8 +152,8 @@ class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     it had. selections: hosts in the other cell, of which the first is claimed for it, under the attempt `newest` and
     with that consumer_generation; its host has answered that it can build it from the image. order, sequence: no change
     of its machine, and no announcement, up to these is numbered again; `sequence` is that of the one that has this
-    departure. kind: of the request. is_stopped: the instance was stopped before. at: when it has left, in seconds since
-    the epoch.
+    departure. stay: that ends by it; the next one is in the other cell. kind: of the request. is_stopped: the instance
+    was stopped before. at: when it has left, in seconds since the epoch.
     """
 
     cell: Word
@@ -165,6 +165,7 @@ class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     consumer_generation: int | None = None
     order: Annotated[int, Bound(ge=0, le=2**62)] = 0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    stay: Count = 0
     kind: MoveKind = MoveKind.UNSHELVE
     is_stopped: bool = False
     at: float = 0.0
@@ -260,8 +261,9 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take. to_cell: the
     selections are hosts of this cell, which the instance is to leave for. arrival: with what it has left its former
     cell for this one, where it is on record from now on. sequence: its announcements are numbered above this: no more
-    than the cell has on record, unless that was set back. The other fields: as in MoveRequest. room: of a revert: the
-    amounts of each class that the project may hold beside its present ones, by its quota (a class without: no limit).
+    than the cell has on record, unless that was set back. stay: the ordinal of the instance's stay in this cell. The
+    other fields: as in MoveRequest. room: of a revert: the amounts of each class that the project may hold beside its
+    present ones, by its quota (a class without: no limit).
     """
 
     request_id: Uuid
@@ -284,6 +286,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     to_cell: Word | None = None
     arrival: Departure | None = None
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    stay: Count = 0
 
 
 class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"):
@@ -407,8 +410,8 @@ class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):
     """Ask placement about an instance that is to leave for another cell, whose hosts its own cell may not claim; or,
     with the answer, what placement has answered. The schedulers ask, if they have that move on record.
 
-    repeated: it may have been asked before. sequence: the highest number that its cell has announced of it: where the
-    claim for the other cell is given back, no departure up to there counts any more.
+    repeated: it may have been asked before. stay: of the instance in its cell. Where the claim for the other cell is
+    given back the next one begins there, and no departure from this one counts any more.
     """
 
     asked_by: AskedBy
@@ -416,7 +419,7 @@ class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):
     question: Claim | Release | Revert
     answer: ClaimResult | ReleaseResult | RevertResult | None = None
     repeated: bool = False
-    sequence: int = 0
+    stay: Count = 0
 
 
 class CellAsks(Message, frozen=True, kw_only=True, tag="cell.asks.v1"):

@@ -120,8 +120,6 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     desire = desire_of(instance)
     if desire.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
-    if desire.elsewhere:
-        return refer(instance, event, context)
     if instance.move is not None and desire.condition is not Condition.FAILED:
         return delete_moving(instance, event, context)
     if desire.here in WANTED:
@@ -152,6 +150,16 @@ def delete_moving(instance: Instance, event: DeleteRequested, context: StepConte
     left = leave(named, event.at, context)
     move_event = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
     return after(earlier, move_event)
+
+
+def delete_departed(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+    """It has left: the departure is announced again. If it is here by the schedulers' count it has come back since, and
+    the record of that is lost.
+    """
+    if event.stay <= instance.stay:
+        return refer(instance, event, context)
+    lost = Instance(uuid=instance.uuid, sequence=instance.sequence, newest=instance.last_attempt, stay=instance.stay)
+    return delete_unknown(lost, event, context)
 
 
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:

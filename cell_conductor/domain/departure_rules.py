@@ -2,8 +2,8 @@
 hands it on, what its next cell does, and what the former one answers from then on.
 
 The former one states once what it has left, does nothing about the instance from then on, and the next one has it on
-record. `sequence` shows which of two is newer: it rises over all cells that an instance has been in. Nothing runs at
-that moment: the instance has its image, and a host of the next cell is claimed for it.
+record. The schedulers count these stays, and the ordinal of each shows which of two is later. Nothing runs at that
+moment: the instance has its image, and a host of the next cell is claimed for it.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def _depart(instance: Instance, at: float, context: StepContext) -> Step:
         consumer_generation=instance.consumer_generation,
         order=instance.order,
         sequence=instance.sequence,
+        stay=instance.stay,
         kind=move.kind,
         is_stopped=move.power is Power.STOPPED,
         at=at,
@@ -78,6 +79,7 @@ def _depart(instance: Instance, at: float, context: StepContext) -> Step:
         departure=departure,
         departed_by=move.request_id,
         sequence=instance.sequence + 1,
+        stay=instance.stay + 1,
         move=None,
         deadline=None,
         since=at,
@@ -115,15 +117,17 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     """It comes from another cell, and is on record here from now on, whatever becomes of the request: it is built from
     its image on the host that is claimed for it, or offloaded here.
 
-    If the database was set back or made anew since, the forgotten record may have a machine of it: none is built, and
-    it is offloaded only when none is found (`move_doubts`).
+    A record of an earlier stay is replaced, whatever it says: when the instance left, nothing of it was left here. If
+    the database was set back or made anew since the arrival, the forgotten record may have a machine of it: none is
+    built, and it is offloaded only when none is found (`move_doubts`).
     """
     arrival, request_id = event.request.arrival, event.request.request_id
     assert arrival is not None
-    if instance.spec is not None and arrival.sequence < instance.sequence:
-        return answer_late(instance, event, context)
+    desire = desire_of(instance)
+    if arrival.stay < instance.stay:  # it is late: it begins nothing, and refuses nothing either
+        return (refer if desire.elsewhere else answer_query)(instance, event, context)
     here = _with_arrival(instance, event)
-    if instance.state is State.TOMBSTONE:
+    if desire.condition is Condition.DELETED:
         # The delete was here first. The release fences what is late, and its end is announced.
         return refuse_request(steps.releasing(here, State.DELETED, event.at, context), event, context, DELETED)
     begun = adopt(here, event, source=None, selections=(arrival.last, *arrival.selections))
@@ -142,17 +146,8 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     return finish(begun, event.at, context)
 
 
-def answer_late(instance: Instance, event: InstanceArrives, context: StepContext) -> Step:
-    """A late arrival begins nothing, and refuses nothing either."""
-    if desire_of(instance).elsewhere:
-        return refer(instance, event, context)
-    return answer_query(instance, event, context)
-
-
 def answer_unbegun(instance: Instance, event: MoveQueried, context: StepContext) -> Step:
     """The answer to a query, and to a request that its queue has given up."""
-    if desire_of(instance).elsewhere:
-        return refer(instance, event, context)
     answers = answer_query if event.is_query else refuse_given_up
     return answers(instance, event, context)
 
@@ -191,11 +186,8 @@ def refer(instance: Instance, event: MoveRequested | DeleteRequested, context: S
 
 
 def refuse_other(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """A request that cannot be begun now: another one is under way, the instance is not active, or is elsewhere."""
-    desire = desire_of(instance)
-    if desire.elsewhere:
-        return refer(instance, event, context)
-    is_over = desire.condition in {Condition.DELETED, Condition.FAILED}
+    """A request that cannot be begun now: another one is under way, or the instance is not active."""
+    is_over = desire_of(instance).condition in {Condition.DELETED, Condition.FAILED}
     refuses = refuse if is_over or instance.move is None else refuse_busy
     return refuses(instance, event, context)
 
@@ -214,11 +206,12 @@ def _with_arrival(instance: Instance, event: InstanceArrives) -> Instance:
         attempt=arrival.newest,
         consumer_generation=arrival.consumer_generation,
         sequence=arrival.sequence + 1,
+        stay=arrival.stay + 1,
         requested_at=event.at,
         since=event.at,
         answered=True,
         cause=event.cause,
-        newest=arrival.newest,
+        newest=max(arrival.newest, instance.next_attempt),
         power=Power.STOPPED if arrival.is_stopped else Power.SHELVED,
         image=arrival.image,
         order=max(arrival.order, instance.order),

@@ -46,7 +46,7 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
     """The instance is to be deleted.
 
     found: machines that the cell's services have of it, if the database was set back or replaced and has no record of
-    it (None: they were not queried). begun, unrecorded: as in CellDelete.
+    it (None: they were not queried). begun, unrecorded, stay: as in CellDelete.
     """
 
     cause: str = ""
@@ -54,6 +54,7 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
     found: tuple[FoundMachine, ...] | None = None
     begun: bool = False
     unrecorded: bool = False
+    stay: int = 0
 
 
 class Spawned(Event, frozen=True, kw_only=True):

@@ -162,7 +162,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     that have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
     steps that a deadline leads to. found_built: the machine that is being adopted is complete. departure: the record
     with which it left for another cell; departed_by: the request by which it left. ended_attempts: the attempts whose
-    machines its moves have ended, the newest last.
+    machines its moves have ended, the newest last. stay: the ordinal of its stay in a cell, which the schedulers'
+    map of instances to cells counts; of one that has left, that of the next.
     """
 
     uuid: str
@@ -200,6 +201,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     found_built: bool = False
     departure: Departure | None = None
     departed_by: str = ""
+    stay: int = 0
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
 
     @property

@@ -105,9 +105,9 @@ def adopt(
 ) -> Instance:
     """The request is under way, and the previous state of the instance is kept.
 
-    Announcements are numbered above all that the schedulers have had: they take no departure below, and one by a record
-    that was set back would leave the instance in no cell. What is claimed in another cell has an attempt above all that
-    a record which is set back to before this may release.
+    Announcements are numbered above all that the schedulers have had, and it leaves by the stay that they have on
+    record: its own may be set back. What is claimed in another cell has an attempt above all that a record which is set
+    back to before this may release.
     """
     request = event.request
     assert instance.spec is not None
@@ -140,6 +140,7 @@ def adopt(
         cause=event.cause,
         queried=False,
         sequence=max(instance.sequence, request.sequence + 1),
+        stay=max(instance.stay, request.stay),
         newest=instance.newest if request.to_cell is None else instance.next_attempt,
     )
 

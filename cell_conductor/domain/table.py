@@ -106,10 +106,12 @@ ASK_AGAIN = Rule(rules.repeat_question)
 COMMAND_AGAIN = Rule(way_back.command_again)
 UNDONE = (State.DESTROYING, State.REVERTING, State.RELEASING)
 NEXT = (State.CLAIMING, *UNDONE)
+DELETED_UNKNOWN = (State.TOMBSTONE, State.DESTROYING, State.RELEASING)
 FAILS_OVER = (State.CLAIMING, State.RELEASING)
 ARRIVED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
-ARRIVE_IN_CELL = Rule(departure_rules.arrive, (State.FINISHING, State.CLAIMING, State.DESTROYING, State.RELEASING))
 REFUSE = Rule(departure_rules.refuse_other)
+REFER = Rule(departure_rules.refer)
+DELETE_DEPARTED = Rule(delete_rules.delete_departed, DELETED_UNKNOWN)
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
 FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
@@ -135,7 +137,7 @@ USUAL: Mapping[type[Event], Cell] = {
     ServiceLost: IGNORE,
     MoveRequested: REFUSE,
     MoveQueried: Rule(departure_rules.answer_unbegun),
-    InstanceArrives: Rule(departure_rules.answer_late),
+    InstanceArrives: Rule(departure_rules.arrive, (State.FINISHING, State.CLAIMING, State.DESTROYING, State.RELEASING)),
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
     HostFenced: IGNORE,
@@ -149,19 +151,17 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ABSENT: {
         **UNASKED,
         BuildRequested: Rule(adopt_rules.start_or_adopt, (State.BUILDING, *FAILS_OVER, State.FAILED)),
-        DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DESTROYING, State.RELEASING)),
+        DeleteRequested: Rule(delete_rules.delete_unknown, DELETED_UNKNOWN),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
         HostRuns: IGNORE,
         MoveRequested: Rule(move_events.refuse),
-        InstanceArrives: ARRIVE_IN_CELL,
     },
     State.TOMBSTONE: {
         **UNASKED,
         BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DESTROYING, State.RELEASING)),
         MoveRequested: Rule(move_events.refuse),
-        InstanceArrives: ARRIVE_IN_CELL,
     },
     State.BUILDING: {
         **USUAL,
@@ -331,9 +331,8 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         **USUAL,
         DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
         MoveRequested: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.RELEASING)),
-        InstanceArrives: ARRIVE_IN_CELL,
     },
-    State.DEPARTED: {**USUAL, MoveRequested: Rule(departure_rules.refer), InstanceArrives: ARRIVE_IN_CELL},
+    State.DEPARTED: {**USUAL, DeleteRequested: DELETE_DEPARTED, MoveRequested: REFER, MoveQueried: REFER},
 }
 
 

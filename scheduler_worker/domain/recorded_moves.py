@@ -46,7 +46,8 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
 
     flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
     rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
-    yet. sequence: of the newest event of its cell that changed this.
+    yet. sequence: of the newest event of its cell that changed this. stay: the ordinal of its stay in the cell that has
+    it: how often it has left one, or what it was to leave for was given back.
     """
 
     instance_uuid: str
@@ -56,6 +57,7 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
     image_properties: Mapping[str, Mapping[str, str]] = {}
     under_way: str | None = None
     sequence: int = 0
+    stay: int = 0
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ The changes that a batch of a cell's events about requests makes to the records 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,7 +24,6 @@ from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, apply_announcement
-from scheduler_worker.domain.requests import is_newer
 
 
 class Transfer(Struct, frozen=True):
@@ -36,9 +35,9 @@ class Transfer(Struct, frozen=True):
     commands: tuple[Message, ...]
 
 
-def is_departure(event: MoveEvent, build: RecordedBuild, instance: InstanceRecord, cell: str) -> bool:
-    """Whether an announcement of its cell hands the instance on: the cell on record, by news of it."""
-    return event.departure is not None and build.cell == cell and is_newer(event, instance)
+def is_owner(cell: str, stay: int, build: RecordedBuild | None, instance: InstanceRecord | None) -> bool:
+    """Whether a cell has the instance, in this stay: that on record, or a later one that schedulers have forgotten."""
+    return build is not None and instance is not None and build.cell == cell and stay >= instance.stay
 
 
 def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) -> Transfer:
@@ -50,7 +49,7 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
     assert event.departure is not None
     departure: Departure = event.departure
     spec = replace(departure.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
-    arrival, cell = replace(departure, spec=spec), departure.cell
+    arrival, cell = replace(departure, spec=spec, sequence=event.sequence), departure.cell
     commands: list[Message] = []
     if move is not None and not move.terminal and move.command is not None and move.command.to_cell == cell:
         # The host that is claimed there: a drain of it waits, also while that cell has not answered.
@@ -68,7 +67,9 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
         )
         commands.append(query)
     if build.state is BuildState.DELETING:
-        commands.append(CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id))
+        commands.append(
+            CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, stay=departure.stay + 1)
+        )
     return Transfer(replace(build, cell=cell, host=None, host_uuid=None), move, cell, tuple(commands))
 
 
@@ -77,7 +78,9 @@ def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
     chosen for that, or nothing more is claimed.
     """
     build, move, question, request_id = known.build, known.move, book.question, book.asked_by.request_id
-    if build is None or build.cell != cell or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
+    if build is None or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
+        return False
+    if not is_owner(cell, stay_after(book), build, known.now):
         return False
     if isinstance(question, Release):
         return question.consumer == book.instance_uuid or (question.consumer == request_id and question.of_migration)
@@ -93,16 +96,19 @@ def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
     return is_its_own and all(option.allocations in chosen for option in question.options)
 
 
-def gives_back(book: CellBook) -> bool:
-    """Whether by this the instance holds nothing of the other cell any more."""
-    return book.question.consumer == book.instance_uuid and isinstance(book.question, Release | Revert)
-
-
-def without_departure(book: CellBook, instance: InstanceRecord) -> InstanceRecord:
-    """The record once what is claimed for it in the other cell is given back: it does not leave by what its cell has
-    announced before. The cell was set back since, and the announcement may come here after this.
+def stay_after(book: CellBook) -> int:
+    """The stay that the instance is in once placement is asked this. Where by it nothing of the other cell is held any
+    more a new one begins: it does not leave by what its cell has announced before. The cell was set back since, and the
+    announcement may come here after this.
     """
-    return replace(instance, sequence=max(instance.sequence, book.sequence))
+    return book.stay + (book.question.consumer == book.instance_uuid and isinstance(book.question, Release | Revert))
+
+
+def rests(asked: Sequence[CellBook], known: Mapping[str, MoveContext]) -> list[InstanceRecord]:
+    """The records of instances, by request, once placement is asked this about them."""
+    later = sorted(asked, key=stay_after)
+    found = {one.instance_uuid: replace(known[one.asked_by.request_id].now, stay=stay_after(one)) for one in later}
+    return list(found.values())
 
 
 def answered(book: CellBook, answer: ClaimResult | ReleaseResult | RevertResult | Fault) -> CellBook | None:
@@ -160,12 +166,10 @@ class AnnouncedMoves:
 
     def apply(self, event: MoveEvent) -> None:
         """Apply one event. A late or unknown event is ignored, and so is another cell's."""
-        uuid = event.instance_uuid
-        build = self.builds.get(uuid)
-        leaves = build is not None and is_departure(event, build, self.instances[uuid], self._cell)
+        uuid, departure = event.instance_uuid, event.departure
         why = self._apply(event)
-        if leaves:
-            self._transfer(event)
+        if departure and is_owner(self._cell, departure.stay, self.builds.get(uuid), self.instances.get(uuid)):
+            self._transfer(event, departure.stay + 1)
         elif why:
             self.ignored.append((event, why))
 
@@ -187,16 +191,16 @@ class AnnouncedMoves:
         self.messages.append(OutboxMessage(API, applied.event, event.request_id))
         return ""
 
-    def _transfer(self, event: MoveEvent) -> None:
+    def _transfer(self, event: MoveEvent, stay: int) -> None:
         uuid = event.instance_uuid
-        move = self.moves.get(event.request_id)
+        move, instance = self.moves.get(event.request_id), self.instances[event.instance_uuid]
+        event = replace(event, sequence=max(event.sequence, instance.sequence))
         gone = transfer(event, self.builds[uuid], move if move is not None and move.instance_uuid == uuid else None)
         self.builds[uuid], self.departed[uuid] = gone.build, gone.cell
         if gone.move is not None:
             self.moves[event.request_id] = gone.move
             self.changed[event.request_id] = None
-        instance = self.instances[uuid]
-        self.instances[uuid] = replace(instance, sequence=max(event.sequence, instance.sequence))
+        self.instances[uuid] = replace(instance, sequence=event.sequence, stay=stay)
         left = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what="departed", detail=gone.cell)
         self.timelines.setdefault(uuid, []).append(left)
         self.messages += [OutboxMessage(gone.cell, command, event.request_id) for command in gone.commands]

@@ -150,31 +150,36 @@ def messages_to_cell(
     build, requested = known.build, known.build_request
     if request.is_move:
         assert known.move is not None
-        return _about_move(known.move, build)
+        return _about_move(known.move, known)
     assert build is not None
     if request.kind == DELETE:
-        return (_delete(build, begun=True),)
+        return (_delete(build, known.now.stay, begun=True),)
     assert requested is not None
     return (build_query(requested, build, at, config),)
 
 
-def _about_move(move: RecordedMove, build: RecordedBuild | None) -> tuple[Message, ...]:
+def _about_move(move: RecordedMove, known: MoveContext) -> tuple[Message, ...]:
     """Of an instance that is to be deleted, or is, its delete ends the move: a cell that was set back to the middle of
     the move would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
     """
-    command = move.command
+    command, build = move.command, known.build
     query = CellMoveQuery(
         request_id=move.request_id, instance_uuid=move.instance_uuid, project_id=move.project_id, kind=move.kind
     )
-    if build is None or build.state not in (BuildState.DELETING, BuildState.DELETED):
+    if build is None:
+        return (command or query,)
+    now = known.now
+    if command is not None:  # the instance may have had more announcements since, and be in another stay
+        command = replace(command, sequence=now.sequence, stay=now.stay)
+    if build.state not in (BuildState.DELETING, BuildState.DELETED):
         return (command or query,)
     if command is not None and command.arrival is not None:
-        return command, _delete(build, begun=False)
-    return _delete(build, begun=True), query
+        return command, _delete(build, now.stay, begun=False)
+    return _delete(build, now.stay, begun=True), query
 
 
-def _delete(build: RecordedBuild, *, begun: bool) -> CellDelete:
-    return CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun)
+def _delete(build: RecordedBuild, stay: int, *, begun: bool) -> CellDelete:
+    return CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun, stay=stay)
 
 
 def silence(watched: Watched, now_s: float, *, known: bool) -> tuple[str, str]:

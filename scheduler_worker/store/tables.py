@@ -107,6 +107,7 @@ instances = Table(
     needed("image_properties", Text),
     Column("under_way", UUID),
     needed("sequence", BigInteger),
+    needed("stay", Integer),
 )
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the

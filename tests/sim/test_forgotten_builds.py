@@ -133,6 +133,48 @@ def unshelvings_forgotten(seed: int) -> Plan:
     )
 
 
+def returns_forgotten(seed: int) -> Plan:
+    """Builds of this seed in two cells. Instances are moved to the other cell, back, and once more; meanwhile the first
+    cell's database is set back to between the first two moves. Half of them are deleted in the end.
+    """
+    plan = plan_of(seed).without_faults()
+    cells = tuple(replace(cell, metal=()) for cell in plan.cells[:2])
+    drawn = [order for order in plan.orders if order.action is Action.BUILD][:12]
+    alone = {"group": None, "apart_from": (), "together_with": (), "count": 1, "min_count": None}
+    builds = [replace(one, at=5.0 + number * 0.1, **alone) for number, one in enumerate(drawn)]
+    moves = [
+        Order(
+            at=at + number * 0.05,
+            action=Action.MOVE,
+            verb=MoveKind.MIGRATE,
+            instance=one.uuid,
+            uuid=f"f000000{seed}-000{kind}-4000-8000-0000000000{number:02}",
+        )
+        for kind, at in ((1, 15.0), (2, 20.0), (3, 23.5))
+        for number, one in enumerate(builds)
+    ]
+    uuid = "e0000000-0000-4000-8000-000000000001"
+    copied = Order(at=18.6, action=Action.BACKUP, service=f"cell_{cells[0].name}", uuid=uuid)
+    set_back = replace(copied, at=25.0, action=Action.RESTORE, seconds=0.5)
+    deletes = [replace(one, at=60.0, action=Action.DELETE) for one in builds[::2]]
+    return replace(
+        plan,
+        cells=cells,
+        metal=None,
+        computes=Faults(delay_min_s=0.1, delay_max_s=0.8, change_max_s=0.4),
+        orders=tuple(sorted((*builds, copied, *moves, set_back, *deletes), key=lambda order: order.at)),
+        widenings=(Widening.TRANSFERS_RESTORED,),
+        load_s=80.0,
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_has_come_back_to_a_cell_that_has_forgotten_it_is_deleted(seed: int) -> None:
+    """By its record it had left, and a delete was answered with that departure for ever."""
+    held = run(returns_forgotten(seed))
+    assert held.breach == "", held.detail
+
+
 def test_it_holds_with_restored_transfers() -> None:
     held = run(transfers_restored(NUMBERED_BELOW))
     assert held.breach == "", held.detail

@@ -199,6 +199,32 @@ def test_what_a_restored_build_has_lost_does_not_run(runs: int | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("on", "searched", "ended"),
+    [
+        pytest.param(LEFT, False, True, id="where the record had it before it was set back"),
+        pytest.param(HERE, True, True, id="where the record has it"),
+        pytest.param("", False, False, id="nowhere"),
+    ],
+)
+def test_what_was_moved_before_a_restore_is_searched_for_before_it_is_lost(
+    on: str, *, searched: bool, ended: bool
+) -> None:
+    """Seed 7, steered: the record is older than the move, and its old host has reported it lost."""
+    watch, active = MachineWatch(), {}
+    for attempt, host in ((1, HERE), (2, LEFT)):
+        watch.put(host, Guest(INSTANCE, attempt, {host: {"VCPU": 1}}, deployment="d"))
+        chosen = Selection(host_uuid=host, host="h", service="s", allocations={})
+        active[attempt] = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=attempt, selections=(chosen,))
+        watch.instances("c1", {INSTANCE: active[attempt]})
+    watch.runs = lambda host, _instance: {HERE: 1, LEFT: 2}[host] if host == on else None
+    lost = replace(active[1], state=State.RELEASING, then=State.FAILED, doubted=True, code="instance.lost")
+    with pytest.raises(Breach, match="lost_was_lost") if searched else nullcontext():
+        watch.instances("c1", {INSTANCE: lost})
+    with pytest.raises(Breach, match="lost_was_lost") if ended and not searched else nullcontext():
+        watch.instances("c1", {INSTANCE: replace(lost, state=State.FAILED, then=None)})
+
+
+@pytest.mark.parametrize(
     ("other", "breaks"),
     [
         pytest.param("twin", False, id="another process of the name"),  # seed 1795412951

@@ -656,7 +656,6 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
         asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
         instance_uuid=built.instance_uuid,
         question=Release(consumer=built.instance_uuid, attempt=1000),
-        sequence=1_000_016,
     )
     await world.buses["c1"].publish(CellAsks(message=book))
     ((cell, answered),) = await until(lambda: world.books)
@@ -683,7 +682,6 @@ async def test_what_a_cell_asks_of_placement_holds_up_nothing_that_it_announces(
         asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
         instance_uuid=built.instance_uuid,
         question=Release(consumer=built.instance_uuid, attempt=1000),
-        sequence=1,
     )
     await world.buses["c1"].publish(CellAsks(message=book))
     await world.move_announced("c1", move, MoveState.CLAIMING, 16)

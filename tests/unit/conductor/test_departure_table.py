@@ -16,6 +16,7 @@ from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import MAX_ENDED, EndedMove, Instance, Move, Phase, Power, State
 from cell_conductor.domain.set_back import SET_BACK_GAP, SetBack
 from cell_conductor.domain.steps import Step, StepContext
+from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, request, unbegun
 from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, phase_of, selection
 
@@ -180,18 +181,34 @@ def test_an_arrival_is_on_record_from_then_on(
     assert here.move.lost_code == ("move.in_doubt" if is_doubted else "move.lost" if has_ended else why)
 
 
-@pytest.mark.parametrize(
-    ("spec", "sequence", "arrives"), [(SPEC, 49, True), (SPEC, 50, True), (SPEC, 51, False), (None, 51, True)]
-)
-def test_an_arrival_that_is_older_than_the_record_begins_nothing(spec: Any, sequence: int, arrives: bool) -> None:
-    known = replace(NEW, spec=spec, sequence=sequence, state=State.OFFLOADED, selections=(selection(1),))
-    after = arrive(known, ARRIVES, PATIENCE).instance
-    assert after.state is (State.FINISHING if arrives else State.OFFLOADED)
+@pytest.mark.parametrize("spec", [SPEC, None])
+@pytest.mark.parametrize(("stay", "arrives"), [(0, True), (3, True), (4, False), (9, False)])
+def test_an_arrival_begins_in_a_record_of_an_earlier_stay_alone(spec: Any, stay: int, arrives: bool) -> None:
+    known = replace(NEW, spec=spec, stay=stay, sequence=10**6, state=State.OFFLOADED, selections=(selection(1),))
+    after = arrive(known, arrival(replace(LEFT, stay=3)), PATIENCE).instance
+    assert (after.state, after.stay) == ((State.FINISHING, 4) if arrives else (State.OFFLOADED, stay))
+
+
+@pytest.mark.parametrize(("last", "newest"), [(6, 7), (7, 8), (40, 41)])
+def test_no_attempt_that_the_former_record_has_asked_for_is_numbered_again(last: int, newest: int) -> None:
+    here = arrive(replace(GONE, attempt=last), ARRIVES, PATIENCE).instance
+    assert (here.attempt, here.last_attempt) == (7, newest)
+
+
+def test_it_leaves_by_the_stay_that_the_schedulers_have_on_record() -> None:
+    for mine, theirs in ((1, 4), (4, 1), (4, 4)):
+        known = replace(OFFLOADED, stay=mine, power=Power.SHELVED)
+        leaves = request(MoveKind.UNSHELVE, 2, request_id=OTHER, to_cell="c2", stay=theirs)
+        begun = step(known, leaves, PATIENCE).instance
+        left = give_away(replace(begun, position=1), 600.0, PATIENCE).instance
+        assert left.departure is not None
+        assert (begun.stay, left.departure.stay, left.stay) == (4, 4, 5), "the record knows of the stay that begins"
 
 
 def test_a_late_arrival_where_it_has_left_again_is_answered_with_its_departure() -> None:
-    stepped = arrive(GONE, ARRIVES, PATIENCE)
-    assert (stepped.instance, told(stepped)) == (GONE, [GONE_TOLD])
+    left = replace(GONE, stay=1)
+    stepped = arrive(left, ARRIVES, PATIENCE)
+    assert (stepped.instance, told(stepped)) == (left, [GONE_TOLD])
 
 
 def test_an_arrival_keeps_what_the_former_record_has() -> None:
@@ -272,14 +289,13 @@ OFFLOADED = replace(GONE, state=State.OFFLOADED, departure=None, departed_by="")
     ("event", "code"), [(unbegun(STOP), "move.lost"), (unbegun(STOP, REFUSAL), "x")], ids=["query", "given up"]
 )
 def test_what_is_not_begun_is_answered_where_the_instance_is(event: e.MoveQueried, code: str) -> None:
-    assert [answer[0] for answer in told(answer_unbegun(GONE, event, PATIENCE))] == [MOVE, OTHER]
+    assert [answer[0] for answer in told(step(GONE, event, PATIENCE))] == [MOVE, OTHER]
     assert [answer[2] for answer in told(answer_unbegun(OFFLOADED, event, PATIENCE))] == [code]
 
 
 @pytest.mark.parametrize(
     ("phase", "moves", "codes"),
     [
-        (State.DEPARTED, False, ["", "instance.departed"]),
         (State.OFFLOADED, False, ["instance.not_active"]),
         (State.RESIZED, True, ["instance.busy"]),
         ((State.DESTROYING, State.DELETED), True, ["instance.not_active"]),

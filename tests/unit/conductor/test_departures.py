@@ -7,14 +7,16 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import CellDelete
 from bus.contracts.moves import CellAsks, CellCheck, Condition, Departure, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.desires import DELETE_REQUESTED, DESIRES, desire_of, in_text
+from cell_conductor.domain.instance import Instance, Move, Phase, State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, refused, request, unbegun
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, spawned
 
 ELSEWHERE = "e0000000-0000-4000-8000-000000000009"
 BACK = "e0000000-0000-4000-8000-000000000010"
@@ -219,11 +221,50 @@ def test_a_cell_that_does_not_have_it_gives_nothing_up() -> None:
     assert (running.instance.state, running.terminals[0][2]) == (State.ACTIVE, "instance.not_shelved")
 
 
-def test_a_former_cell_that_was_set_back_takes_it_again_only_by_an_arrival() -> None:
-    set_back = offloaded()
-    _, first = departed()
-    there = in_next_cell(arrives(first))
+def back_again() -> Departure:
+    """It has been here, and comes back from the cell that it had left for."""
+    there = in_next_cell(arrives(departed()[1]))
     fails(there)
-    second = leave(there, "c1", BACK)
-    set_back.apply(arrives(second, request_id=BACK))
-    assert (set_back.instance.state, set_back.instance.last_attempt) == (State.FINISHING, second.newest)
+    return leave(there, "c1", BACK)
+
+
+SET_BACK = replace(active(), sequence=1_000_000)  # numbered on above all that its forgotten history had
+
+
+@pytest.mark.parametrize("phase", DESIRES, ids=in_text)
+def test_a_later_stay_begins_whatever_the_record_of_an_earlier_one_says(phase: Phase) -> None:
+    """The arrival was answered as lost by a record from before the first departure, and the image had no place."""
+    state, then = phase
+    move = Move(request_id=OTHER, kind=MoveKind.MIGRATE, spec=SPEC, to_cell="c2")
+    here = Scenario(replace(SET_BACK, state=state, then=then, move=move))
+    second = back_again()
+    here.apply(arrives(second, request_id=BACK))
+    if desire_of(here.instance).condition is Condition.DELETED:
+        assert here.instance.phase == (State.RELEASING, State.DELETED)
+        assert phase in DELETE_REQUESTED
+    else:
+        assert (here.instance.state, here.instance.attempt) == (State.FINISHING, second.newest)
+        assert (here.spawns[-1].host_uuid, here.instance.image) == (host(2), "snapshot-1")
+    begun = here.instance
+    here.apply(arrives(second, request_id=BACK), arrives(departed()[1]))
+    assert replace(here.instance, ended=begun.ended, sequence=begun.sequence) == begun, "it is begun once, and no other"
+
+
+@pytest.mark.parametrize(("stay", "is_forgotten"), [(0, False), (1, False), (2, True)])
+def test_a_delete_of_a_later_stay_than_the_record_has_left_by_is_carried_out(stay: int, is_forgotten: bool) -> None:
+    """Its answer was the departure, which is late by the map, and the delete had no end."""
+    here, departure = departed()
+    stepped = here.apply(replace(deleted(), begun=True, stay=stay))
+    if not is_forgotten:
+        assert (here.instance.state, last_event(stepped).departure) == (State.DEPARTED, departure)
+        return
+    (again,) = stepped.commands
+    assert isinstance(again, CellDelete) and again.unrecorded
+    tombstone = here.instance
+    assert tombstone.state is State.TOMBSTONE
+    here.apply(replace(deleted(), stay=stay, unrecorded=True, found=()))
+    release = question_of(here.instance)
+    assert isinstance(release, Release) and (release.attempt or 0) > departure.newest
+    here.instance = tombstone
+    here.apply(arrives(back_again(), request_id=BACK))
+    assert here.instance.phase == (State.RELEASING, State.DELETED), "the claim of one that comes after it is released"

@@ -358,6 +358,16 @@ def test_what_is_used_before_a_hold_ends_no_hold() -> None:
     assert list(hosts.book.assumed_keys()) == ["b"]
 
 
+def test_what_is_used_after_a_hold_ends_it_though_another_one_has_come() -> None:
+    hosts = Hosts([{"VCPU": 8}])
+    holds = Holds(hosts.book)
+    holds.add("a", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
+    hosts.book.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
+    holds.add("b", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
+    holds.settle()
+    assert list(hosts.book.assumed_keys()) == ["b"]
+
+
 def test_the_hosts_that_aggregates_name() -> None:
     hosts = named_world()
     every = [

@@ -78,6 +78,7 @@ DEPARTURE = Departure(
     selections=(HOST,),
     newest=5,
     sequence=20,
+    stay=2,
 )
 LEFT = MoveEvent(
     request_id=REQUEST,
@@ -90,7 +91,9 @@ LEFT = MoveEvent(
 )
 
 
-def on_record(*, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequence: int = 19) -> MoveContext:
+def on_record(
+    *, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequence: int = 19, stay: int = 2
+) -> MoveContext:
     return MoveContext(
         move=RecordedMove(
             request_id=REQUEST,
@@ -106,7 +109,7 @@ def on_record(*, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequen
         build=RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=11, terminal=True, cell=cell),
         build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small"),
         instance=InstanceRecord(
-            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence
+            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence, stay=stay
         ),
     )
 
@@ -147,16 +150,28 @@ def test_a_drain_of_the_host_that_is_tried_first_in_the_next_cell_waits_before_a
 
 
 def test_an_announcement_that_comes_again_or_late_moves_nothing() -> None:
-    for known in (on_record(cell="c2"), on_record(sequence=20), on_record(sequence=35)):
-        batch = applied(known)
-        assert (batch.departed, sent(batch, "c2")) == ({}, [])
+    for known in (on_record(cell="c2"), on_record(cell="c2", stay=3), on_record(stay=3), on_record(stay=4)):
+        for number in (20, 1_000_000):
+            batch = applied(known, replace(LEFT, sequence=number))
+            assert (batch.departed, sent(batch, "c2")) == ({}, []), "its cell was set back: it has come back since"
+
+
+@pytest.mark.parametrize(("stay", "sequence"), [(2, 19), (2, 35), (1, 19), (0, 10**6)])
+def test_a_departure_counts_by_its_stay_whatever_its_number(stay: int, sequence: int) -> None:
+    """Seed 11 of `transfers-restored`: one of a record with old numbers was ignored, and the instance in no cell."""
+    batch = applied(on_record(stay=stay, sequence=sequence))
+    (command,) = sent(batch, "c2")
+    assert isinstance(command, CellMove) and command.arrival is not None
+    assert (batch.builds[UUID].cell, batch.instances[UUID].stay, command.arrival.stay) == ("c2", 3, 2)
+    number = max(sequence, 20)
+    assert (command.arrival.sequence, batch.instances[UUID].sequence) == (number, number), "its next cell goes on there"
 
 
 def test_one_that_is_being_deleted_is_deleted_in_the_cell_that_has_it() -> None:
     batch = applied(on_record(state=BuildState.DELETING))
     command, delete = sent(batch, "c2")
     assert isinstance(command, CellMove)
-    assert delete == CellDelete(instance_uuid=UUID, project_id="p")
+    assert delete == CellDelete(instance_uuid=UUID, project_id="p", stay=3)
 
 
 def test_schedulers_that_have_forgotten_the_request_query_the_next_cell_which_begins_nothing() -> None:
@@ -271,7 +286,7 @@ class Giving:
 
 
 async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and_no_departure_counts_any_more() -> None:
-    """Of two that give its claim back the later one rules out what its cell had announced up to it."""
+    """Of two that give its claim back the later one rules out every departure from its stay."""
     known, relay = on_record(), Sent()
     assert known.build is not None and known.move is not None and known.build_request is not None
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
@@ -282,13 +297,13 @@ async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and
         await operation.insert_moves([known.move], 1.0)
         await operation.put_instances([known.now])
     books = [
-        CellBook(asked_by=ASKED, instance_uuid=UUID, question=Release(consumer=UUID, attempt=attempt), sequence=number)
-        for attempt, number in ((5, 30), (4, 25))
+        CellBook(asked_by=ASKED, instance_uuid=UUID, question=Release(consumer=UUID, attempt=attempt), stay=stay)
+        for attempt, stay in ((5, 3), (4, 2))
     ]
-    batch = [Received(CellAsks(message=book), Meta(id=f"m{book.sequence}"), "c1", "scheduler.asks") for book in books]
+    batch = [Received(CellAsks(message=book), Meta(id=f"m{book.stay}"), "c1", "scheduler.asks") for book in books]
     handler = CellAsksHandler(store, "c1", claims=cast("Any", Giving()))
     assert await handler(batch) == [Done(), Done()]
     sent_back = [one.message for _, rows in relay.rows for one in rows]
     assert sent_back == [replace(book, answer=ReleaseResult(outcome="released")) for book in books]
     async with store.operation() as operation:
-        assert (await operation.known({REQUEST: UUID}))[REQUEST].now.sequence == 30
+        assert (await operation.known({REQUEST: UUID}))[REQUEST].now.stay == 4

@@ -24,10 +24,11 @@ from scheduler_worker.domain.recorded_moves import MoveContext
 from scheduler_worker.domain.transfers import (
     AnnouncedMoves,
     answered,
-    gives_back,
     handed_on,
     may_ask,
     refused,
+    rests,
+    stay_after,
     transfer,
 )
 from tests.unit.scheduler.test_transfers import (
@@ -143,9 +144,12 @@ CHOSEN = ClaimOption(allocations=HOST.allocations)
 def test_placement_is_asked_for_a_cell_by_what_is_on_record(
     question: Claim | Revert | Release, known: MoveContext, cell: str, asked: bool
 ) -> None:
-    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
+    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question, stay=2)
     assert may_ask(book, known, cell) is asked
     assert not may_ask(replace(book, asked_by=replace(ASKED, cell="c3")), known, cell)
+    assert not may_ask(book, replace(known, instance=on_record(stay=4).instance), cell), "it has come back since"
+    forgotten = replace(known, instance=on_record(stay=1).instance)
+    assert may_ask(book, forgotten, cell) is asked, "the schedulers have forgotten that it came"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,13 @@ def test_placement_is_asked_for_a_cell_by_what_is_on_record(
     ],
 )
 def test_what_gives_the_other_cells_hosts_back(question: Claim | Revert | Release, gives: bool) -> None:
-    assert gives_back(CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)) is gives
+    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question, stay=2)
+    assert stay_after(book) == 2 + gives
+    # It may be asked about again; by then a departure of the stay before does not count.
+    (rest,) = rests([book, replace(book, question=CLAIM)], {REQUEST: KNOWN})
+    after = replace(KNOWN, instance=rest)
+    assert may_ask(book, after, "c1") is may_ask(book, KNOWN, "c1")
+    assert bool(applied(after).departed) is not gives
 
 
 def test_a_question_that_is_refused_has_an_answer_of_its_kind() -> None:

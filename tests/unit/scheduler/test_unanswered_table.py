@@ -210,6 +210,15 @@ def test_the_cell_of_a_move_by_what_it_has_to_do(
     assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == sent
 
 
+def test_what_is_sent_again_has_the_stay_and_the_number_that_are_on_record_now() -> None:
+    """By those of its first time a cell that was set back would leave by a stay that is over."""
+    instance = InstanceRecord(instance_uuid=UUID, sequence=40, stay=2)
+    known = replace(KNOWN, move=replace(RECORDED, command=COMMAND), build=RECORD, instance=instance)
+    assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == (replace(COMMAND, sequence=40, stay=2),)
+    ended = replace(known, build=replace(RECORD, state=BuildState.DELETING))
+    assert messages_to_cell(AWAITED, ended, SchedulerConfig(), 5.0) == (replace(GONE, stay=2), QUERY)
+
+
 def test_the_cell_of_a_build_is_queried_and_that_of_a_delete_is_sent_it_again() -> None:
     building, deleting = (
         messages_to_cell(AwaitedRequest(UUID, UUID, kind, "c1", 10, ""), KNOWN, SchedulerConfig(), 5.0)
