@@ -147,9 +147,9 @@ class ClaimLedger:
             return self.changed_consumers[uuid]
         return self._consumers.get(uuid)
 
-    def others(self, claim: Claim) -> dict[str, int]:
+    def others(self, claim: Claim, besides: Collection[str] = ()) -> dict[str, int]:
         """Return how many members of the claim's server group each host has that matters to the claim, without its own
-        consumer.
+        consumer and these. besides: the gang that is tried, because its claims are not committed.
 
         A migration is a member as long as it holds allocations on the source, so that the instance may return there.
         The claim's own migration is not counted either.
@@ -165,18 +165,8 @@ class ClaimLedger:
             if consumer in group.hosts or consumer in joined:
                 group.put(consumer, self._hosts_now(consumer, joined.get(consumer)))
         group.seen = len(self._changes)
-        named = hosts_that_matter(claim)
-        return group.without([claim.consumer, *([] if claim.migration is None else [claim.migration.uuid])], named)
-
-    def outside(self, claim: Claim, others: dict[str, int]) -> dict[str, int]:
-        """Return the other members without those of the gang that is tried, because the gang's claims are not
-        committed.
-        """
-        if not self.gang:
-            return others
-        key = group_key(claim)
-        assert key is not None
-        return self._counts[key].without({claim.consumer, *self.gang}, hosts_that_matter(claim))
+        own = {claim.consumer} if claim.migration is None else {claim.consumer, claim.migration.uuid}
+        return group.without(own.union(besides), hosts_that_matter(claim))
 
     def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
         """The hosts of a consumer that this group has changed: the claimed host, or the hosts to which a swap has moved
@@ -233,22 +223,19 @@ class ClaimLedger:
 
         A claim that does not increase the consumer's amount of a class is allowed.
         """
-        now, before, wanted = (
-            self.projects.get(claim.project_id, {}),
-            held_by_class(held),
-            held_by_class(option.allocations),
-        )
+        now, before = self.projects.get(claim.project_id, {}), held_by_class(held)
+        wanted = held_by_class(option.allocations)
         for name, limit in sorted(claim.limits.items()):
-            more = wanted.get(name, 0) - before.get(name, 0)
-            if more > 0 and now.get(name, 0) + more > limit:
-                return f"{name}: {now.get(name, 0)} of {limit} held, {more} more requested"
+            total, more = now.get(name, 0), wanted.get(name, 0) - before.get(name, 0)
+            if more > 0 and total + more > limit:
+                return f"{name}: {total} of {limit} held, {more} more requested"
         return ""
 
     def fit(self, uuid: str, name: str, amount: int, more: int) -> Fit:
         """Whether one allocation may have this amount when the usage of a class of a provider grows by `more`."""
         inventory = self.providers[uuid].inventories.get(name)
-        used = self.used.get(uuid, _UNTOUCHED).get(name)
-        return fit(amount, inventory, (inventory.used if inventory else 0) if used is None else used, more)
+        used = self.used.get(uuid, _UNTOUCHED).get(name, inventory and inventory.used)
+        return fit(amount, inventory, used or 0, more)
 
     def move(self, before: Holding, after: Holding) -> None:
         """Change the usage from one holding of a consumer to another, and increment the generation of each provider

@@ -125,11 +125,11 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         source = ledger.source_held(claim.migration, held, kept) if claim.release_first else held
     outcomes: list[ClaimOutcome] = []
     past = ""
-    before = total_of((held, kept)) if kept else held
+    before = total_of((held, kept))
     others = ledger.others(claim)
     for option in claim.options:
         wanted = option.allocations
-        outcome = _fits(ledger, wanted, before, _larger(wanted, source) if source else wanted, option.shapes)
+        outcome = _fits(ledger, wanted, before, wanted, option.shapes)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
         if outcome is _CLAIMED and (past := ledger.past_limit(claim, option, held or source)):
@@ -139,22 +139,20 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
             return _take(ledger, claim, known, tuple(outcomes), source)
     if claim.release_first and known is not None and known.holding:
         return _release_only(ledger, claim, known, tuple(outcomes), source)
-    return _turned_down(ledger, claim, tuple(outcomes), others=others, past=past)
+    return _turned_down(ledger, claim, tuple(outcomes), past)
 
 
 def _overall(outcomes: Outcomes) -> ClaimOutcome:
     return next(hope for hope in _HOPE if hope in outcomes)
 
 
-def _turned_down(
-    ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, *, others: dict[str, int], past: str
-) -> ClaimVerdict:
-    """Return the verdict on a claim none of whose options was taken; nothing changes. others: the other members of its
-    server group. past: the limit that was exceeded.
+def _turned_down(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past: str) -> ClaimVerdict:
+    """Return the verdict on a claim none of whose options was taken; nothing changes. past: the limit that was
+    exceeded.
     """
     known, overall = ledger.consumer(claim.consumer), _overall(outcomes)
     held = holding_of(known)
-    members = visible_members(ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
+    members = visible_members(ledger.others(claim, ledger.gang)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and known.holding else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return ClaimVerdict(
@@ -340,14 +338,6 @@ def _fence(known: ConsumerState, attempt: int, by: str | None = None) -> Consume
     return ConsumerState(
         known.generation, attempt, known.project_id, known.user_id, known.consumer_type, run="" if by is None else by
     )
-
-
-def _larger(wanted: Holding, source: Holding) -> dict[str, dict[str, int]]:
-    """Return `wanted` with the amounts of a move's source where these are larger."""
-    return {
-        uuid: {name: max(amount, amount_of(source, uuid, name)) for name, amount in resources.items()}
-        for uuid, resources in wanted.items()
-    }
 
 
 def _fits(

@@ -27,7 +27,7 @@ def suggestion(name: str, known: Collection[str] = STANDARD_CLASSES) -> str:
     """Return `; did you mean X?` for a name that is refused: X is the closest known name, or else the name with
     CUSTOM_.
     """
-    near = difflib.get_close_matches(name[:MAX_NAME].upper(), sorted(known), n=1)
+    near = difflib.get_close_matches(name[:MAX_NAME].upper(), sorted(known))
     own = CUSTOM + _FOREIGN.sub("_", name.removeprefix(CUSTOM)).strip("_").upper()
     suggested = near[0] if near else own if len(own) <= MAX_NAME and own != CUSTOM else ""
     return f"; did you mean {suggested}?" if suggested else ""

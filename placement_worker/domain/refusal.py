@@ -74,8 +74,6 @@ def caused(changes: Sequence[Change], touched: Iterable[tuple[str, Iterable[str]
             everything[cause] = None
             for provider in providers:
                 by_provider.setdefault(provider, {})[cause] = None
-    if not everything:
-        return list(changes)
     return [replace(change, causes=_of(by_provider.get(change.provider, everything))) for change in changes]
 
 

@@ -31,13 +31,14 @@ class ReportSource(Struct, frozen=True):
     providers: Sequence[str]
 
 
+DIGEST_BYTES = 16
 NO_SOURCE = ReportSource(-1, b"", False, ())
 Sources = Mapping[Key, ReportSource]
 
 
 def digest_of(providers: Sequence[ProviderReport]) -> bytes:
     """A digest of a report's content, without its version."""
-    return hashlib.blake2b(encode(providers), digest_size=16).digest()
+    return hashlib.blake2b(encode(providers), digest_size=DIGEST_BYTES).digest()
 
 
 # The digest of the last report of a source that has removed its root.

@@ -196,17 +196,15 @@ class _Draft:
         return trial
 
     def exchanging(self, refused: Mapping[int, InventoryUpdate]) -> tuple[Sequence[int], Set[str]]:
-        """Of updates that were refused for a name, by number: those that can be applied together, because each name is
-        free or of a provider that another of them gives another name; and their providers.
+        """Of updates that were refused for a name, by number: those that may be applied together, because no two of
+        them give the same name; and their providers.
         """
         own = {n: [report for report in u.providers if not report.theirs] for n, u in refused.items()}
         while True:
             giving = {report.uuid for reports in own.values() for report in reports}
             times = Counter(report.name for reports in own.values() for report in reports)
             fitting = {
-                number: reports
-                for number, reports in own.items()
-                if all(times[one.name] == 1 and self.names.get(one.name, one.uuid) in giving for one in reports)
+                number: reports for number, reports in own.items() if all(times[one.name] == 1 for one in reports)
             }
             if len(fitting) == len(own):
                 return list(own), giving
@@ -243,7 +241,7 @@ class _Draft:
             touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)
         for uuid in stranded:
             touched[uuid] = _strand(replace(self.providers[uuid], used=used[uuid]))
-        self._follow_moves(touched, gone)
+        self._follow_moves(touched)
         classes = [
             f"{u}/{n}"
             for u in reported
@@ -293,8 +291,8 @@ class _Draft:
         sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
         used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
         moved: dict[str, Holding] = {}
-        inventories = {report.uuid: _inventories(report) for report in update.providers} if sources else {}
         for source in sources:
+            inventories = {report.uuid: _inventories(report) for report in update.providers}
             now = {consumer: moved.get(consumer) or self._held(consumer) for consumer in self._holders[source]}
             then = migrate_allocations(update.providers, source, inventories, used, now)
             before = [now[consumer] for consumer in then]
@@ -312,12 +310,12 @@ class _Draft:
         return sorted(leaving, key=lambda uuid: (-self._depth(uuid), uuid))
 
     def _depth(self, uuid: str) -> int:
-        depth = 0
+        above = []
         parent = self.providers[uuid].parent
         while parent is not None:
-            depth += 1
+            above.append(parent)
             parent = self.providers[parent].parent
-        return depth
+        return len(above)
 
     def _partition_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
         """Return (the providers to delete, the providers to strand because a consumer uses them or a child
@@ -339,19 +337,13 @@ class _Draft:
                 gone.add(uuid)
         return gone, stranded
 
-    def _follow_moves(self, touched: dict[str, Provider], gone: set[str]) -> None:
+    def _follow_moves(self, touched: dict[str, Provider]) -> None:
         """Set the root of the descendants that were not reported: they stay under their parent, which may have moved to
         another tree.
         """
-        moved = {
-            self.providers[uuid].root
-            for uuid, provider in touched.items()
-            if uuid in self.providers and self.providers[uuid].root != provider.root
-        }
-        for root in sorted(moved):
+        trees = {self.providers[uuid].root for uuid in touched if uuid in self.providers}
+        for root in sorted(trees):
             for uuid in sorted(self.trees[root]):
-                if uuid in gone:
-                    continue
                 provider = touched.get(uuid, self.providers[uuid])
                 top = provider
                 while top.parent is not None:
@@ -374,7 +366,7 @@ class _Draft:
             changed = True
             if before is not None:
                 self.trees[before.root].discard(uuid)
-                if before.name != provider.name and self.names.get(before.name) == uuid:
+                if self.names.get(before.name) == uuid:
                     del self.names[before.name]
             # A provider that one update removes and another one reports continues its generation, so that older states
             # can be recognised.
@@ -390,33 +382,33 @@ def _inventories(report: ProviderReport) -> dict[str, StoredInventory]:
     return {name: stored_inventory(inventory) for name, inventory in report.inventories.items()}
 
 
+_NEW = Provider("", "", None, "", 0, 0, {}, {}, (), ())
+
+
 def _reported(
     before: Provider | None, used: dict[str, int], report: ProviderReport, *, root: str, cell: str | None
 ) -> Provider:
+    old = before or _NEW
     inventories = _inventories(report)
-    if before is not None:
-        for name, inventory in before.inventories.items():
-            if name not in inventories and used.get(name):
-                inventories[name] = _closed(inventory)
-    aggregates = report.aggregates
-    if aggregates is None:
-        aggregates = before.aggregates if before is not None else ()
-    # These traits were set through the REST API. The service does not know them, so a report without them does not
-    # remove them.
-    lasting = before.lasting if before is not None else ()
+    for name, inventory in old.inventories.items():
+        if name not in inventories and used.get(name):
+            inventories[name] = _closed(inventory)
+    aggregates = old.aggregates if report.aggregates is None else report.aggregates
     return Provider(
         uuid=report.uuid,
         name=report.name,
         parent=report.parent_uuid,
         root=root,
-        generation=before.generation if before is not None else 0,
-        shape=before.shape if before is not None else 0,
+        generation=old.generation,
+        shape=old.shape,
         inventories=inventories,
         used=used,
-        traits=tuple(sorted({*report.traits, *lasting})),
+        # A report without the traits that were set through the REST API does not remove them: its service does not
+        # know them.
+        traits=tuple(sorted({*report.traits, *old.lasting})),
         aggregates=tuple(sorted(set(aggregates))),
         cell=cell,
-        lasting=lasting,
+        lasting=old.lasting,
     )
 
 

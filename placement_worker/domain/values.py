@@ -161,10 +161,7 @@ def capacity(total: int, reserved: int, allocation_ratio: float) -> int:
     """Return the capacity by Placement's rule, (total - reserved) * allocation_ratio, rounded down and between 0 and
     MAX_CAPACITY.
     """
-    product = (total - reserved) * allocation_ratio
-    if not product > 0:
-        return 0
-    return math.floor(product) if product < MAX_CAPACITY else MAX_CAPACITY
+    return math.floor(max(0, min((total - reserved) * allocation_ratio, MAX_CAPACITY)))
 
 
 def stored_inventory(inventory: Inventory) -> StoredInventory:

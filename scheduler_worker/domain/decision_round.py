@@ -184,11 +184,10 @@ class DecisionRound:
     ) -> list[PlacementState]:
         """The members with their choices on the host that may take the most; nothing if none may take so many."""
         first, *others = members
-        if not first.same_host:
-            ranking = self._roomiest(members, passed_over, least)
-            if ranking is None:
-                return []
-            self.rankings[first.spec.key] = ranking
+        ranking = self._roomiest(members, passed_over, least)
+        if ranking is None:
+            return []
+        self.rankings[first.spec.key] = ranking
         head = self.choose(replace(first, rejected={**first.rejected, **passed_over}))
         rejected = {host: why for host, why in head.rejected.items() if host not in passed_over}
         chosen = [replace(head, rejected=rejected), *map(self.choose, others)]

@@ -192,6 +192,7 @@ def member(consumer: str, host: str = A, policy: str = "anti-affinity", **fields
 MOVE = Migration(uuid=MIGRATION, source={A: {"VCPU": 1}})
 TO_B = member(VM, B, attempt=2, consumer_generation=1, migration=MOVE)
 LOADED: dict[str, Any] = {"groups": {("p", GROUP): {VM: (A,)}}, "consumers": {VM: holder(ONE)}}
+BESIDE = ClaimOption(allocations={A: {"VCPU": 1}, B: {"VCPU": 1}}, host=A)
 GANG = ClaimAll(claims=(member(OTHER), member(NOWHERE, B)))
 
 
@@ -201,6 +202,7 @@ GANG = ClaimAll(claims=(member(OTHER), member(NOWHERE, B)))
         (LOADED, [], {A: "ruled_out", B: "claimed"}),
         ({}, [member(VM)], {A: "ruled_out", B: "claimed"}),
         ({}, [claim(ONE)], {A: "claimed", B: "claimed"}),
+        ({}, [replace(member(VM), options=(BESIDE,))], {A: "ruled_out", B: "claimed"}),
         (LOADED, [Release(consumer=VM)], {A: "claimed", B: "claimed"}),
         (LOADED, [swap((VM, 1, THERE))], {A: "claimed", B: "ruled_out"}),
         (LOADED, [member(VM, B, attempt=2, consumer_generation=1)], {A: "claimed", B: "ruled_out"}),
@@ -218,6 +220,7 @@ GANG = ClaimAll(claims=(member(OTHER), member(NOWHERE, B)))
         "loaded",
         "claimed before",
         "claimed without a group",
+        "claimed with something beside its host",
         "released",
         "swapped",
         "moved",
@@ -241,7 +244,10 @@ def test_where_the_next_member_may_be(loaded: dict[str, Any], items: list[ClaimI
 def test_the_members_that_a_group_of_claims_has_made() -> None:
     assert run(member(VM), TO_B).joined == {("p", GROUP): {VM: B, MIGRATION: A}}
     assert run(TO_B, **LOADED).joined == {("p", GROUP): {VM: B, MIGRATION: A}}
-    assert run(claim(ONE)).joined == {}
+    moved = run(replace(TO_B, server_group=None), consumers={VM: holder(ONE)})
+    assert (moved.verdicts[0].outcome, moved.joined) == ("claimed", {})
+    newly = run(TO_B, consumers={VM: holder(ONE)})
+    assert newly.joined == {("p", GROUP): {VM: B}}, "it was no member where it was"
 
 
 def test_a_member_is_never_in_its_own_way() -> None:
@@ -249,6 +255,17 @@ def test_a_member_is_never_in_its_own_way() -> None:
     assert run(here, **LOADED).verdicts[0].outcome == "claimed"
     back = replace(here, attempt=3, consumer_generation=2, migration=MOVE, release_first=True)
     assert [one.outcome for one in run(TO_B, back, **LOADED).verdicts] == ["claimed", "claimed"]
+
+
+def test_a_move_is_shown_no_migration_of_its_own() -> None:
+    loaded = {"groups": {("p", GROUP): {VM: (B,), MIGRATION: (A,), OTHER: (A,)}}}
+    known = {VM: holder(THERE), MIGRATION: kept(ONE), OTHER: holder(ONE)}
+    asked = member(VM, B, "affinity", attempt=2, consumer_generation=1, release_first=True, migration=MOVE)
+    (refused,) = run(replace(asked, release_first=False, migration=None), consumers=known, **loaded).verdicts
+    assert (refused.outcome, refused.members) == ("ruled_out", {A: 2})
+    known[VM] = row({})
+    (refused,) = run(asked, consumers=known, **loaded).verdicts
+    assert (refused.outcome, refused.members) == ("ruled_out", {A: 1})
 
 
 def test_a_rule_comes_after_room_and_shows_members_whatever_comes_first() -> None:
@@ -289,8 +306,11 @@ LIMITED = {"limits": {"VCPU": 4}}
         ([claim(HELD, **LIMITED)], "over_limit"),
         ([claim({A: {"VCPU": 9}}, **LIMITED)], "full"),
         ([claim(HELD, ONE, **LIMITED)], "claimed"),
-        ([claim(HELD, limits={"DISK_GB": 1})], "claimed"),
+        ([claim(HELD, limits={"DISK_GB": 0})], "claimed"),
+        ([claim({A: {"VCPU": 3}}, consumer=OTHER, attempt=2, consumer_generation=1, limits={"VCPU": 2})], "claimed"),
+        ([Release(consumer=OTHER), claim({A: {"VCPU": 5}}, **LIMITED)], "over_limit"),
         ([claim(ONE, limits={"INSTANCES": 1})], "over_limit"),
+        ([claim({A: {"DISK_GB": 1}}), claim({A: {"DISK_GB": 1}}, consumer=B, limits={"DISK_GB": 2})], "claimed"),
         ([claim(ONE, limits={"INSTANCES": 2})], "claimed"),
         ([claim({A: {"DISK_GB": 1}}, limits={"DISK_GB": 1})], "claimed"),
         ([claim(ONE), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_limit"),

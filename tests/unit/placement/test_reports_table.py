@@ -18,7 +18,7 @@ from placement_worker.domain.report_group import (
     names_of_reports,
     trees_of_reports,
 )
-from placement_worker.domain.reports import Applied, ReportRefusal, flaw, plan
+from placement_worker.domain.reports import Applied, ReportRefusal, changes_of, flaw, plan
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import Provider, StoredInventory
 from tests.unit.placement.test_reports import CHILD, GRANDCHILD, ROOT, SECOND, TRAITS, book_of, node, place, update
@@ -56,7 +56,7 @@ def test_what_valid_reports_name_is_created_before_their_transaction() -> None:
 def test_a_report_of_another_cells_root_is_refused(bus: str, cell: str | None, code: str | None) -> None:
     both = group(told(), cell=cell, bus=bus)
     both.refuse_invalid(())
-    assert getattr(both.results.get(0), "code", None) == code
+    assert [getattr(one, "code", None) for one in both.results.values()] == ([code] if code else [])
 
 
 # --- whose root it is
@@ -73,6 +73,7 @@ TAKES = told(source=MINE, takes_over=YOURS)
         ([told(source=MINE)], {}, [None]),
         ([told(source=MINE)], {MINE: last()}, [None]),
         ([told(source=MINE)], {YOURS: last()}, [YOURS]),
+        ([told(source=MINE), told(source=YOURS)], {MINE: last()}, [None, MINE]),
         ([told(source=MINE)], {"ironic": last()}, [None]),
         ([told(source="ironic")], {YOURS: last()}, [None]),
         ([told(source=MINE)], {YOURS: last(providers=(CHILD,))}, [None]),
@@ -91,6 +92,7 @@ TAKES = told(source=MINE, takes_over=YOURS)
         "nobody's",
         "its own",
         "another's",
+        "beside its own",
         "no service's",
         "not a service's report",
         "no longer another's",
@@ -123,7 +125,7 @@ def test_who_takes_a_root_over_answers_for_what_its_owner_reported() -> None:
     both = group(TAKES, told(source="s"), sources={**sources, (ROOT, "s"): last()})
     both.refuse_owned()
     assert [tuple(both.earlier(number)) for number in (0, 1)] == [(GRANDCHILD, ROOT, CHILD), (ROOT,)]
-    both.settle([0], [Applied(changed=True, stranded=(), reported=(ROOT,))])
+    both.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
     assert both.written() == {
         (ROOT, MINE): replace(last(2), settled=True),
         (ROOT, YOURS): ReportSource(7, b"", False, ()),
@@ -150,6 +152,7 @@ SAME = InventoryResult(outcome="unchanged")
         ([told(3), told(3, total=9)], last(), [None, replace(STALE, version=3)]),
         ([told(3), told(2, source="other")], last(), [None, None]),
         ([told(1), told(2)], last(), [SAME, None]),
+        ([told(1), told(0)], last(), [SAME, replace(STALE, version=1)]),
     ],
 )
 def test_of_each_source_the_newest_report_counts(
@@ -157,7 +160,14 @@ def test_of_each_source_the_newest_report_counts(
 ) -> None:
     both = group(*updates, sources={(ROOT, "s"): known} if known else {})
     both.sort_out_stale()
-    assert [both.results.get(number) for number in range(len(updates))] == results
+    assert both.results == {number: one for number, one in enumerate(results) if one}
+
+
+def test_a_refused_report_makes_no_other_stale() -> None:
+    both = group(told(3), told(2))
+    both.results[0] = ReportRefusal("some.code", "")
+    both.sort_out_stale()
+    assert both.results == {0: ReportRefusal("some.code", "")}
 
 
 @pytest.mark.parametrize(
@@ -176,10 +186,10 @@ def test_of_each_source_the_newest_report_counts(
 def test_a_report_of_the_same_content_changes_its_version_alone(
     bus: str, cell: str | None, named: str | None, known: ReportSource, is_fresh: bool
 ) -> None:
-    both = group(told(cell=named), told(9, source="decided"), sources={(ROOT, "s"): known}, cell=cell, bus=bus)
-    both.results[1] = STALE
-    assert both.fresh() == [0] * is_fresh
-    assert both.results == {1: STALE} if is_fresh else {0: SAME, 1: STALE}
+    both = group(told(9, source="decided"), told(cell=named), sources={(ROOT, "s"): known}, cell=cell, bus=bus)
+    both.results[0] = STALE
+    assert both.fresh() == [1] * is_fresh
+    assert both.results == {0: STALE} | ({} if is_fresh else {1: SAME})
     assert both.written() == ({} if is_fresh else {(ROOT, "s"): replace(known, version=2)})
 
 
@@ -209,6 +219,9 @@ def test_the_answer_to_a_planned_report(result: Any, answer: Any, row: ReportSou
     assert both.written() == ({(ROOT, "s"): row} if row else {})
     with pytest.raises(ValueError, match="zip"):
         both.settle([0], [])
+    both = group(told(), told(source="other"))
+    both.settle([0, 1], [ReportRefusal("some.code", ""), result])
+    assert both.answers(7) == [ReportRefusal("some.code", ""), answer]
 
 
 GONE = {"VCPU": inventory(4, stranded=True)}
@@ -342,3 +355,151 @@ def test_a_new_provider_of_a_report() -> None:
     planned = plan([update(node(ROOT, traits=("CUSTOM_T",)))], [()], {}, shape=2)
     new = provider(ROOT, generation=1, shape=2, inventories={"VCPU": stored(4)}, traits=("CUSTOM_T",), cell="api")
     assert planned.after == {ROOT: replace(new, name="n-a")}
+    assert book_of(update(node(ROOT), node(CHILD, ROOT)))[CHILD].cell is None, "its root's counts"
+
+
+# --- groups of reports
+
+
+def applied(*results: Any) -> list[bool]:
+    return [isinstance(one, Applied) for one in results]
+
+
+def test_the_changes_of_a_group_in_order() -> None:
+    before = {uuid: provider(uuid, generation=5) for uuid in "abcd"}
+    after = {"a": before["a"], "b": provider("b", generation=6), "c": provider("c", generation=0), "e": provider("e")}
+    changes = changes_of(before, after)
+    assert [(one.provider, one.generation) for one in changes] == [("c", 6), ("b", 6), ("c", 0), ("e", 5), ("d", 6)]
+    assert [one.removed for one in changes] == [one.state is None for one in changes] == [True, *[False] * 3, True]
+
+
+def test_each_report_of_a_group_has_what_its_source_reported_before() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        plan([told()], [], {}, shape=1)
+
+
+def test_a_report_refused_for_another_reason_than_a_name_is_not_tried_again() -> None:
+    """Its place is reported by the second one: it comes again by itself."""
+    results = plan([update(place(ROOT), node(CHILD, ROOT)), update(node(ROOT))], [(), ()], {}, shape=1).results
+    assert applied(*results) == [False, True]
+
+
+NAMED = {ROOT: "one", SECOND: "two", GRANDCHILD: "three"}
+
+
+def renamed(**names: str) -> list[InventoryUpdate]:
+    uuids = {"root": ROOT, "second": SECOND, "third": GRANDCHILD, "new": CHILD}
+    return [update(node(uuids[key], name=name)) for key, name in names.items()]
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        (renamed(root="four", second="one"), [True, True]),
+        (renamed(root="two", second="one"), [True, True]),
+        (renamed(root="two", second="three"), [False, False]),
+        (renamed(root="two", second="one", third="two"), [False, False, False]),
+        (renamed(new="one", root="two", second="three", third="four"), [True, True, True, True]),
+        (renamed(new="one", root="two", second="three"), [False, False, False]),
+        (renamed(new="one"), [False]),
+        (renamed(root="five", new="five"), [True, False]),
+        ([*renamed(root="five", new="one"), *renamed(second="one")], [True, True, False]),
+        ([*renamed(root="one'", second="two'"), *renamed(root="two", second="one")], [True, True, True, True]),
+    ],
+)
+def test_whose_name_it_is(updates: list[InventoryUpdate], expected: list[bool]) -> None:
+    book = book_of(*(update(node(uuid, name=name)) for uuid, name in NAMED.items()))
+    planned = plan(updates, [()] * len(updates), book, shape=2)
+    assert applied(*planned.results) == expected
+    names = {report.uuid: report.name for one in updates for report in one.providers}
+    if all(expected):
+        assert {uuid: planned.after[uuid].name for uuid in names} == names
+    elif not any(expected):
+        assert planned.after == book
+
+
+def test_reports_of_which_one_takes_a_place_of_the_other_exchange_no_names() -> None:
+    tree = update(node(SECOND, name="two"), node(CHILD, SECOND))
+    book = book_of(update(node(ROOT, name="one")), tree)
+    takes, loses = (
+        update(node(ROOT, name="two"), node(CHILD, ROOT)),
+        update(node(SECOND, name="one"), place(CHILD, SECOND)),
+    )
+    planned = plan([takes, loses], [(), ()], book, shape=2)
+    assert applied(*planned.results) == [False, False] and planned.after == book
+
+
+def test_what_is_called_a_place_is_in_the_way_of_no_exchange() -> None:
+    trees = {"one": (ROOT, CHILD), "two": (SECOND, GRANDCHILD)}
+    book = book_of(*(update(node(root, name=name), node(below, root)) for name, (root, below) in trees.items()))
+    names = zip(trees.values(), ("two", "one"), strict=True)
+    updates = [update(node(root, name=name), place(below, root)) for (root, below), name in names]
+    assert applied(*plan(updates, [(), ()], book, shape=2).results) == [True, True]
+
+
+def test_a_consumer_moves_from_two_providers_at_once() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(SECOND, ROOT)))
+    book |= {uuid: replace(book[uuid], used={"VCPU": 1}) for uuid in (CHILD, SECOND)}
+    held = {LEAF: {CHILD: {"VCPU": 1}, SECOND: {"VCPU": 1}}}
+    nested = update(node(ROOT, takes_from=CHILD), node(GRANDCHILD, ROOT, takes_from=SECOND))
+    planned = plan([nested], [(ROOT, CHILD, SECOND)], book, held, shape=2)
+    assert planned.moved == {LEAF: {ROOT: {"VCPU": 1}, GRANDCHILD: {"VCPU": 1}}}
+    assert set(planned.after) == {ROOT, GRANDCHILD}
+
+
+def test_a_provider_that_a_report_removes_leaves_its_name() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT, name="x")))
+    planned = plan([update(node(ROOT), node(GRANDCHILD, ROOT, name="x"))], [(ROOT, CHILD)], book, shape=2)
+    assert applied(*planned.results) == [True] and set(planned.after) == {ROOT, GRANDCHILD}
+    later = [update(node(ROOT)), update(node(SECOND, name="x")), update(node(CHILD, name="y"))]
+    planned = plan(later, [(ROOT, CHILD), (), ()], book, shape=2)
+    assert applied(*planned.results) == [True, True, True]
+    assert planned.after[CHILD].generation == book[CHILD].generation + 1, "it goes on where it was"
+
+
+LEAF = "00000000-0000-4000-8000-000000000000"  # before all others by its uuid
+
+
+def test_what_is_below_a_provider_follows_it_however_deep() -> None:
+    tree = update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD), node(LEAF, GRANDCHILD, name="leaf"))
+    book = book_of(tree, update(node(SECOND)))
+    planned = plan([update(node(SECOND), node(CHILD, SECOND))], [()], book, shape=2)
+    assert {uuid: one.root for uuid, one in planned.after.items()} == {
+        ROOT: ROOT, CHILD: SECOND, GRANDCHILD: SECOND, LEAF: SECOND, SECOND: SECOND
+    }  # fmt: skip
+    assert planned.after[LEAF].shape == 2 and planned.after[ROOT] is book[ROOT]
+
+
+@pytest.mark.parametrize(
+    ("used", "stranded", "left"),
+    [
+        ({}, (), {ROOT}),
+        ({GRANDCHILD: 1}, (GRANDCHILD, CHILD), {ROOT, CHILD, GRANDCHILD}),
+        ({CHILD: 1}, (CHILD,), {ROOT, CHILD}),
+        ({GRANDCHILD: 0}, (), {ROOT}),
+    ],
+)
+def test_what_is_no_longer_reported_goes_unless_it_is_used_or_needed(
+    used: dict[str, int], stranded: tuple[str, ...], left: set[str]
+) -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    book |= {uuid: replace(book[uuid], used={"VCPU": amount}) for uuid, amount in used.items()}
+    planned = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], book, shape=2)
+    (result,) = planned.results
+    assert isinstance(result, Applied) and (result.stranded, set(planned.after)) == (stranded, left)
+    again = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], planned.after, shape=3).results[0]
+    assert isinstance(again, Applied) and (again.stranded, again.changed) == (stranded, False)
+
+
+def test_a_parent_of_what_another_source_reports_stays() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    (result,) = plan([update(node(ROOT))], [(ROOT, CHILD)], book, shape=2).results
+    assert isinstance(result, Applied) and result.stranded == (CHILD,)
+
+
+def test_only_the_last_of_a_tree_takes_all_of_it() -> None:
+    """A source that reports nothing any more takes what others reported below its root, too."""
+    book = book_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND)))
+    assert set(plan([update(root=ROOT)], [()], book, shape=2).after) == {SECOND}
+    assert set(plan([update(root=GRANDCHILD)], [()], book, shape=2).after) == {ROOT, CHILD, SECOND}
+    assert set(plan([update(node(ROOT))], [(ROOT, SECOND)], book, shape=2).after) == {ROOT, CHILD, SECOND}

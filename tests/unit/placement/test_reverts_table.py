@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.placement import ConsumerAllocations, Migration, Release, Revert, Swap
 from placement_worker.domain.claim_ledger import ClaimVerdict
 from placement_worker.domain.values import ConsumerState
-from tests.unit.placement.test_claims import HELD, MIGRATION, OTHER, VM, A, B, Hold, claim
+from tests.unit.placement.test_claims import HELD, MIGRATION, NOWHERE, OTHER, VM, A, B, Hold, claim
 from tests.unit.placement.test_claims_table import (
     CELL,
     ONE,
@@ -131,11 +131,26 @@ def test_the_claim_of_an_alternate_releases_what_failed(
     assert (decision.verdicts, decision.consumers) == ([expected], after)
 
 
+def test_a_migration_that_only_counts_no_more_moves_no_generation() -> None:
+    known = {VM: row({}), MIGRATION: kept(HELD, consumer_type=COUNTED)}
+    asked = claim(THERE, attempt=3, release_first=True, migration=MOVE)
+    assert run(asked, consumers=known).generations == {B: 11}
+
+
+def test_a_source_that_names_a_provider_that_is_no_more_is_what_is_kept() -> None:
+    known = {VM: row({}), MIGRATION: kept(HELD)}
+    source = Migration(uuid=MIGRATION, source={NOWHERE: {"VCPU": 2}})
+    decision = run(claim(THERE, attempt=3, release_first=True, user_id="u", migration=source), consumers=known)
+    assert decision.consumers == {VM: row(THERE, 2, 3)}
+
+
 def test_a_build_without_an_alternate_leaves_its_fence() -> None:
     asked = claim(NO_ROOM, attempt=3, consumer_generation=2, release_first=True)
     decision = run(asked, consumers={VM: replace(FAILED, run="r")})
     assert decision.verdicts == [replace(LEFT, generations={B: 11})]
     assert decision.consumers == {VM: row({}, 2, 2)}
+    (again,) = run(asked).verdicts
+    assert again == replace(LEFT, changed=False, lacking=((B, "VCPU"),)), "nothing of it is left"
 
 
 # --- a release
@@ -295,6 +310,12 @@ DONE = {A: 11, B: 11}
             verdict("claimed", changed=True, generations={A: 11}),
             {VM: None},
         ),
+        (
+            [entry(VM, THERE, 3)],
+            {VM: HOLDS},
+            verdict("claimed", changed=True, generations=DONE),
+            {VM: row(THERE, 4, 2, "r", consumer_type="KIND")},
+        ),
         ([entry(VM, HELD, 9)], {VM: HOLDS}, verdict("claimed", generations={A: 10}), {}),
         ([entry(VM, HELD, 3), entry(OTHER, {}, None)], {VM: HOLDS}, verdict("claimed", generations={A: 10}), {}),
         (
@@ -312,6 +333,7 @@ DONE = {A: 11, B: 11}
         "a move",
         "a fence, and a new one",
         "emptied",
+        "to another provider",
         "done",
         "done, one of them nothing",
         "smaller",

@@ -61,6 +61,13 @@ def test_what_a_write_names(write: TreeWrite, wanted: WantedTrees, entries: int,
     assert (classes_of_trees([write]), traits_of_trees([write]), adopted_providers([write])) == named
 
 
+@pytest.mark.parametrize(("name", "words"), [("NONE", "No such resource class"), ("DISK_GB", "No inventory of class")])
+def test_why_an_inventory_cannot_be_deleted(name: str, words: str) -> None:
+    """Clients of Placement tell them by the text."""
+    refused = trees(BEFORE).apply(DeleteInventory("a", name))
+    assert isinstance(refused, WriteRefusal) and refused.why is Why.NO_INVENTORY and words in refused.words
+
+
 def test_only_what_was_deleted_is_a_deleted_tree() -> None:
     writes = [DeleteTree("a"), DeleteTree("b"), DeleteProvider("c")]
     outcomes = [provider("a"), WriteRefusal(Why.PROVIDER_IN_USE), provider("c")]
@@ -150,6 +157,7 @@ OTHER = provider("d")
         (CreateProvider("e", "name-e"), {"a": "a", "b": "a", "c": "a", "d": "d", "e": "e"}),
         (CreateProvider("e", "name-e", "z"), Why.BAD_PARENT),
         (CreateProvider("e", "name-e", "e"), Why.BAD_PARENT),
+        (CreateProvider("d", "name-e", "d"), Why.BAD_PARENT),
         (CreateProvider("e", "name-d", "z"), Why.BAD_PARENT),
         (CreateProvider("e", "name-d"), Why.DUPLICATE),
         (CreateProvider("d", "name-e"), Why.DUPLICATE),
@@ -170,6 +178,12 @@ def test_the_trees_after_a_write(write: TreeWrite, roots: Any) -> None:
         is_placed = old is None or (one.parent, one.root) != (old.parent, old.root)
         assert (one.shape, one.generation) == (9 if is_placed else 5, 5 if old else 0)
     assert outcome == (before if isinstance(write, DeleteProvider | DeleteTree) else book.providers)[write.uuid]
+
+
+def test_what_is_below_a_provider_that_moves_within_its_tree_stays_as_it_is() -> None:
+    book = trees(ROOT, CHILD, BELOW, provider("e", parent="a", root="a"))
+    book.apply(UpdateProvider("b", "name-b", "e", True))
+    assert book.providers["b"] == replace(CHILD, parent="e", shape=9) and book.providers["c"] is BELOW
 
 
 @pytest.mark.parametrize(
