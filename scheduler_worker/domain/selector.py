@@ -367,11 +367,11 @@ class Selector:
         if not view.known.all():
             return NoValidHost((funnel_step("announced", 1, {UNANNOUNCED: 1}),), unannounced=1)
         traits = traits_of_image(spec.image_properties)
-        if traits:  # as in Nova: some provider of the host has each that is required
-            members = np.flatnonzero(self.book.root == row).tolist()
-            here = {trait for member in members for trait in self.book.traits_of(member)}
-            if any((word == "required") != (trait in here) for trait, word in traits.items()):
-                return NoValidHost((funnel_step("image_traits", 1, {IMAGE_TRAITS: 1}),))
+        # As in Nova: some provider of the host has each that is required.
+        members = np.flatnonzero(self.book.root == row).tolist()
+        here = {trait for member in members for trait in self.book.traits_of(member)}
+        if any((word == "required") != (trait in here) for trait, word in traits.items()):
+            return NoValidHost((funnel_step("image_traits", 1, {IMAGE_TRAITS: 1}),))
         filters = [one for one in self.filters if runs_on_rebuild(one) and applies_to(one, spec)]
         view, steps = filtered(view, spec, filters)
         return None if len(view) else NoValidHost(steps)

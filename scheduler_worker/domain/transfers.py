@@ -80,7 +80,8 @@ def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
     build, move, question, request_id = known.build, known.move, book.question, book.asked_by.request_id
     if build is None or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
         return False
-    if not is_owner(cell, stay_after(book), build, known.now):
+    # What follows a claim that was given back is of the stay before: its migration is released after it.
+    if not is_owner(cell, book.stay + isinstance(question, Release | Revert), build, known.now):
         return False
     if isinstance(question, Release):
         return question.consumer == book.instance_uuid or (question.consumer == request_id and question.of_migration)
@@ -106,8 +107,10 @@ def stay_after(book: CellBook) -> int:
 
 def rests(asked: Sequence[CellBook], known: Mapping[str, MoveContext]) -> list[InstanceRecord]:
     """The records of instances, by request, once placement is asked this about them."""
-    later = sorted(asked, key=stay_after)
-    found = {one.instance_uuid: replace(known[one.asked_by.request_id].now, stay=stay_after(one)) for one in later}
+    found: dict[str, InstanceRecord] = {}
+    for one in asked:
+        now = found.get(one.instance_uuid, known[one.asked_by.request_id].now)
+        found[one.instance_uuid] = replace(now, stay=max(now.stay, stay_after(one)))
     return list(found.values())
 
 

@@ -1,4 +1,4 @@
-"""Which machines are adopted, and how: a row for each condition that alone makes the difference."""
+"""Machines that are adopted: a row for each condition that decides whether one is, and what the record becomes."""
 
 from __future__ import annotations
 
@@ -7,370 +7,252 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Allocations, Refusal
+from bus.contracts.base import Refusal
 from bus.contracts.cell import FoundMachine, Selection
 from cell_conductor.domain import events as e
-from cell_conductor.domain.adopt_rules import (
-    MAX_SELECTIONS,
-    adopt_decided,
-    adopt_machine,
-    end_adopted,
-    forgotten_machines,
-    is_held,
-    is_searched,
-    note_built,
-    start_or_adopt,
-    taken_of,
-    why_not_adoptable,
-    why_not_its_machine,
-)
-from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
+from cell_conductor.domain.adopt_rules import is_searched, why_not_adoptable, why_not_its_machine
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
-from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SET_BACK_GAP
-from tests.unit.conductor.scenario import (
-    PATIENCE,
-    SPEC,
-    UUID,
-    claimed,
-    destroys,
-    host,
-    phase_of,
-    queried,
-    refused,
-    reported,
-    selection,
-    spawned,
-    spawns,
+from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import step
+from tests.unit.conductor.records import ON_1, ON_2, ON_3, Case, after, case, moving, outcome, record
+from tests.unit.conductor.scenario import PATIENCE, UUID, claimed, host, on, refused, selection, spawned
+
+S = State
+ABSENT = Instance(uuid=UUID)
+ON_HOST_3 = FoundMachine(
+    instance_uuid=UUID, host_uuid=host(3), host="host-3", service="s1", attempt=5, project_id="p", built=True
 )
-from tests.unit.conductor.test_adopted import machine
-
-ADOPTING, FAILING = (State.CLAIMING, State.ACTIVE), (State.RELEASING, State.FAILED)
-# On host 2 under attempt 2; host 3 was not tried.
-KNOWN = Instance(
-    uuid=UUID,
-    state=State.ACTIVE,
-    spec=SPEC,
-    selections=(selection(1), selection(2), selection(3)),
-    position=1,
-    attempt=2,
-    consumer_generation=7,
-    sequence=20,
-    order=5,
-    build_timeout_s=60.0,
-    code="x",
-    reason="y",
-)
+FIRST = replace(ON_HOST_3, host_uuid=host(1), host="host-1", attempt=1)
+PARTED = replace(ON_1, allocations={host(1): {"VCPU": 1}, host(9): {"VF": 1}})
 
 
-def at(phase: State | Phase, **facts: Any) -> Instance:
-    state, then = phase_of(phase)
-    return replace(KNOWN, state=state, then=then, **facts)
+def build(**other: Any) -> e.BuildRequested:
+    return replace(on("s1"), **other)
 
 
-@pytest.mark.parametrize(
-    ("phase", "searched"),
-    [
-        ((State.CLAIMING, State.BUILDING), True),
-        ((State.CLAIMING, State.PREPARING), False),
-        ((State.CLAIMING, State.DELETED), False),
-        (State.BUILDING, False),
-        (FAILING, True),
-        ((State.RELEASING, State.DELETED), False),
-        (State.FAILED, False),
-    ],
-)
-def test_a_doubted_build_is_searched_for_before_it_fails_over_or_ends(phase: State | Phase, searched: bool) -> None:
-    assert is_searched(at(phase, doubted=True)) is searched
-    assert not is_searched(at(phase))
-    assert is_searched(at(phase, doubted=True, code=MACHINE_EXISTS)) is (searched and phase != FAILING)
+def found(*machines: FoundMachine, by: str = "") -> e.MachineFound:
+    return e.MachineFound(at=220.0, machines=machines or (ON_HOST_3,), decided_by=by)
 
 
-@pytest.mark.parametrize(
-    ("n", "attempt", "forgotten"),
-    [
-        (1, 1, False),
-        (1, 2, False),
-        (1, 3, True),
-        (2, 1, False),
-        (2, 2, False),
-        (2, 3, True),
-        (3, 1, True),
-        (9, 2, True),
-    ],
-)
-def test_a_machine_that_the_record_does_not_have(n: int, attempt: int, forgotten: bool) -> None:
-    one = machine(n, attempt)
-    assert forgotten_machines(KNOWN, [one]) == ((one,) if forgotten else ())
+def failing(**other: Any) -> Instance:
+    return record(S.CLAIMING, S.BUILDING, **{"doubted": True, **other})
 
 
-def machines_found(*machines: FoundMachine, **fields: Any) -> e.MachineFound:
-    return e.MachineFound(at=500.0, machines=machines, **fields)
+def adopting(**other: Any) -> Instance:
+    return record(S.CLAIMING, S.ACTIVE, **other)
 
 
-@pytest.mark.parametrize(
-    ("doubted", "machines", "adopts"),
-    [(True, (machine(3, 3),), True), (False, (machine(3, 3),), False), (True, (machine(1, 1),), False)],
-)
-def test_a_forgotten_machine_is_adopted_in_doubt(
-    doubted: bool, machines: tuple[FoundMachine, ...], adopts: bool
+def runs(attempt: int, *, built: bool = True) -> e.HostRuns:
+    return e.HostRuns(at=220.0, attempt=attempt, host_uuid=host(attempt), service="s1", built=built)
+
+
+STARTS: list[Case] = [
+    case(ABSENT, build(is_query=True), "absent"),
+    case(ABSENT, build(is_query=True, found=()), "building", "spawn 1@1", "build: building"),
+    case(ABSENT, build(found=()), "building", "spawn 1@1", "build: building"),
+    case(ABSENT, build(found=(ON_HOST_3,)), "claiming/active"),
+    case(ABSENT, build(found=(FIRST,)), "building", "spawn 1@1", "build: building"),
+    case(ABSENT, build(found=(replace(FIRST, attempt=2),)), "claiming/active"),
+    case(ABSENT, build(found=(replace(FIRST, host_uuid=host(2)),)), "claiming/active"),
+    case(ABSENT, build(found=(ON_HOST_3, FIRST)), "building", "spawn 1@1", "build: building"),
+    case(ABSENT, build(given_up=Refusal(code="x", reason="y"), found=(FIRST,)), "claiming/active"),
+    case(ABSENT, build(found=(replace(ON_HOST_3, project_id="q"),)), "releasing/failed"),
+    case(ABSENT, build(found=(replace(ON_HOST_3, project_id=None),)), "releasing/failed"),
+    case(ABSENT, build(found=(replace(ON_HOST_3, attempt=0),)), "releasing/failed"),
+    case(ABSENT, build(found=(ON_HOST_3,), selections=(PARTED,)), "releasing/failed"),
+    case(
+        ABSENT,
+        build(found=(replace(ON_HOST_3, allocations={host(3): {"VCPU": 1}}),), selections=(PARTED,)),
+        "claiming/active",
+    ),
+    case(ABSENT, build(found=(ON_HOST_3,), selections=(PARTED, ON_3)), "claiming/active"),
+    case(ABSENT, build(found=(ON_HOST_3,), selections=()), "releasing/failed"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), STARTS)
+def test_a_build_that_may_have_a_machine(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
 ) -> None:
-    known = at((State.CLAIMING, State.BUILDING), doubted=doubted)
-    after = adopt_machine(known, machines_found(*machines), PATIENCE).instance
-    if not adopts:
-        assert after is known
-        return
-    assert (after.phase, after.host_uuid, after.attempt, after.code, after.reason) == (ADOPTING, host(3), 3, "", "")
-    for before, marked in ((0, 1), (3, 3)):
-        again = adopt_machine(replace(known, reused_from=before), machines_found(*machines), PATIENCE).instance
-        assert again.reused_from == marked
+    assert outcome(before, event, context) == (phase, commands)
 
 
-# --- A build that is new here.
+FOUND: list[Case] = [
+    case(failing(), found(), "claiming/active"),
+    case(failing(doubted=False), found(), "claiming/building"),
+    case(failing(), found(replace(ON_HOST_3, attempt=2)), "claiming/active"),
+    case(failing(), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2))), "claiming/building"),
+    case(failing(), found(replace(ON_HOST_3, attempt=4, host_uuid=host(1))), "claiming/active"),
+    case(failing(), found(replace(ON_HOST_3, attempt=5, host_uuid=host(1))), "claiming/active"),
+    case(failing(), found(replace(ON_HOST_3, project_id="q")), "releasing/failed"),
+]
 
 
-FIRST, ELSEWHERE = machine(1, 1), machine(3, 1)
-SPAWNED, ADOPTED, UNCHANGED = "spawned", "adopted", "unchanged"
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), FOUND)
+def test_a_machine_that_is_found_for_a_doubted_build(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+DECIDED: list[Case] = [
+    case(record(S.ACTIVE), found(by="op"), "claiming/active"),
+    case(record(S.ACTIVE), found(), "active"),
+    case(record(S.ACTIVE, spec=None), found(by="op"), "active"),
+    case(record(S.FAILED), found(by="op"), "claiming/active"),
+    case(record(S.FAILED, selections=(), position=0), found(by="op"), "failed"),
+    case(record(S.FAILED, code="build.machine_exists"), found(by="op"), "failed"),
+    case(moving(S.ACTIVE), found(by="op"), "active"),
+    case(record(S.ACTIVE), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2)), by="op"), "active"),
+    case(record(S.ACTIVE), found(replace(ON_HOST_3, attempt=3, host_uuid=host(2)), by="op"), "claiming/active"),
+    case(record(S.ACTIVE), found(replace(ON_HOST_3, attempt=2), by="op"), "claiming/active"),
+    case(record(S.FAILED), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2)), by="op"), "claiming/active"),
+    case(record(S.ACTIVE, selections=(ON_2, PARTED), position=1), found(by="op"), "active"),
+    case(record(S.ACTIVE), found(replace(ON_HOST_3, project_id=None), by="op"), "claiming/active"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), DECIDED)
+def test_a_machine_that_an_operator_gives(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+CLAIMED: list[Case] = [
+    case(adopting(found_built=True), claimed(5), "active", "build: active"),
+    case(adopting(), claimed(5), "building", "build: building"),
+    case(adopting(found_built=True), claimed(4), "claiming/active"),
+    case(adopting(found_built=True), refused(5), "active", "build: active"),
+    case(adopting(), refused(5), "building", "build: building"),
+    case(adopting(), refused(4), "claiming/active"),
+    case(adopting(), spawned(2), "claiming/active"),
+    case(adopting(), spawned(1), "claiming/active", "destroy 1@1"),
+    case(adopting(), runs(2), "claiming/active"),
+    case(adopting(), runs(2, built=False), "claiming/active"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), CLAIMED)
+def test_the_answers_about_a_machine_that_is_adopted(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+HERE = Selection(host_uuid=host(3), host="host-3", service="s1", allocations={host(3): {"VCPU": 3}})
+TAKEN = {"state": S.CLAIMING, "then": S.ACTIVE, "since": 220.0, "deadline": 235.0, "position": 0, "attempt": 5,
+         "newest": 5, "found_built": True, "code": ""}  # fmt: skip
+DECIDED_SO = {**TAKEN, "newest": 1005, "order": 1000, "reused_from": 1, "sequence": 1_000_020,
+              "selections": (HERE, ON_2)}  # fmt: skip
+ANSWERED = {"newest": 5, "since": 111.0, "queried": False, "sequence": 21, "build_sequence": 20, "then": None}
+COMES_UP = {**ANSWERED, "state": S.ACTIVE, "deadline": None, "position": 0, "selections": (ON_2,), "answered": True}
+BUILDS = {**ANSWERED, "state": S.BUILDING, "deadline": 171.0, "doubted": True}
 
 
 @pytest.mark.parametrize(
-    ("newest", "fields", "expected"),
+    ("before", "event", "changes"),
     [
-        (0, {}, SPAWNED),
-        (0, {"found": ()}, SPAWNED),
-        (0, {"is_query": True}, UNCHANGED),
-        (0, {"is_query": True, "found": ()}, SPAWNED),
-        (0, {"is_query": True, "found": (ELSEWHERE,)}, ADOPTED),
-        (0, {"found": (ELSEWHERE,)}, ADOPTED),
-        (0, {"found": (FIRST,)}, SPAWNED),
-        (0, {"found": (ELSEWHERE, FIRST)}, SPAWNED),
-        (0, {"found": (machine(1, 2),)}, ADOPTED),
-        (0, {"found": (machine(2, 1),)}, ADOPTED),
-        (1, {"found": (FIRST,)}, ADOPTED),
-        (1, {"found": (machine(1, 2),), "attempt": 2}, SPAWNED),
-        (0, {"found": (FIRST,), "given_up": Refusal(code="x", reason="y")}, ADOPTED),
+        (failing(), found(), {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1}),
+        (failing(reused_from=2), found(), {**TAKEN, "selections": (HERE, ON_2)}),
+        (failing(), found(replace(ON_HOST_3, project_id="q")),
+         {"state": S.RELEASING, "then": S.FAILED, "since": 220.0, "deadline": 235.0, "code": "build.machine_exists",
+          "reused_from": 1}),
+        (failing(), found(replace(ON_HOST_3, built=False)),
+         {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1, "found_built": False}),
+        (failing(), found(replace(ON_HOST_3, attempt=9, built=False), ON_HOST_3),
+         {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1}),
+        (failing(), found(replace(ON_HOST_3, allocations={host(3): {"VCPU": 9}})),
+         {**TAKEN, "reused_from": 1, "selections": (replace(HERE, allocations={host(3): {"VCPU": 9}}), ON_2)}),
+        (record(S.ACTIVE), found(by="op"), DECIDED_SO),
+        (record(S.ACTIVE, reused_from=3), found(by="op"), {**DECIDED_SO, "reused_from": 3}),
+        (record(S.FAILED), found(by="op"), {**DECIDED_SO, "consumer_generation": None}),
+        (adopting(found_built=True), claimed(5), {**COMES_UP, "consumer_generation": 9}),
+        (adopting(found_built=True), refused(5), {**COMES_UP, "consumer_generation": None}),
+        (adopting(found_built=True),
+         replace(refused(5), consumer_generation=11, holding={host(2): {"VCPU": 2}}),
+         {**COMES_UP, "consumer_generation": 11}),
+        (adopting(found_built=True),
+         replace(refused(5), consumer_generation=11, holding={host(2): {"VCPU": 1}}),
+         {**COMES_UP, "consumer_generation": None}),
+        (adopting(), claimed(5), {**BUILDS, "consumer_generation": 9}),
+        (adopting(), spawned(2), {"found_built": True}),
+        (adopting(), runs(2), {"found_built": True}),
+        (adopting(), runs(2, built=False), {}),
+        (adopting(found_built=True), runs(2, built=False), {}),
+        (adopting(), replace(runs(2, built=False), service="s2"),
+         {"selections": (ON_1, replace(ON_2, service="s2"), ON_3)}),
+    ],
+)  # fmt: skip
+def test_a_step_of_an_adoption_changes_this_of_its_record(
+    before: Instance, event: e.Event, changes: dict[str, Any]
+) -> None:
+    got = step(before, event, PATIENCE).instance
+    assert replace(got, history=(), reason="") == replace(after(before, changes), history=(), reason="")
+
+
+def test_one_record_has_at_most_ten_hosts() -> None:
+    hosts = tuple(selection(n) for n in range(1, 10))
+    wanted = build(selections=hosts, found=(replace(ON_HOST_3, host_uuid=host(20), host="host-20"),))
+    assert len(step(ABSENT, wanted, PATIENCE).instance.selections) == 10
+    wanted = replace(wanted, selections=(*hosts, selection(10)))
+    assert len(step(ABSENT, wanted, PATIENCE).instance.selections) == 10
+
+
+@pytest.mark.parametrize(
+    ("known", "searched"),
+    [
+        (failing(), True),
+        (failing(doubted=False), False),
+        (moving(S.CLAIMING, S.PREPARING, doubted=True), False),
+        (record(S.CLAIMING, S.DELETED, doubted=True), False),
+        (record(S.BUILDING, doubted=True), False),
+        (record(S.RELEASING, S.FAILED, doubted=True), True),
+        (record(S.RELEASING, S.FAILED, doubted=True, code="build.machine_exists"), False),
+        (record(S.RELEASING, S.DELETED, doubted=True), False),
+        (record(S.FAILED, doubted=True), False),
     ],
 )
-def test_a_build_whose_machine_was_found_is_not_begun(newest: int, fields: dict[str, Any], expected: str) -> None:
-    known = Instance(uuid=UUID, newest=newest)
-    after = start_or_adopt(known, replace(queried(), **fields), PATIENCE)
-    if expected == UNCHANGED:
-        assert after.instance is known
-    elif expected == SPAWNED:
-        assert (after.instance.state, len(spawns(after))) == (State.BUILDING, 1)
-    else:
-        assert after.instance.phase == ADOPTING and not after.commands
-        assert after.instance.reused_from == 1 and after.instance.sequence > SET_BACK_GAP
-
-
-# --- An operator's decision.
+def test_services_are_queried_before_another_host_is_claimed_for_a_doubted_build(
+    known: Instance, searched: bool
+) -> None:
+    assert is_searched(known) is searched
 
 
 @pytest.mark.parametrize(
-    ("known", "adoptable"),
+    ("known", "machines", "its_own"),
+    [
+        (record(S.ACTIVE), (ON_HOST_3,), True),
+        (record(S.ACTIVE), (replace(ON_HOST_3, project_id=None),), True),
+        (record(S.ACTIVE), (replace(ON_HOST_3, project_id="q"),), False),
+        (record(S.ACTIVE), (replace(ON_HOST_3, foreign=True),), False),
+        (record(S.ACTIVE), (replace(ON_HOST_3, attempt=1),), True),
+        (record(S.ACTIVE), (replace(ON_HOST_3, attempt=0),), False),
+        (record(S.ACTIVE), (ON_HOST_3, FIRST), False),
+        (record(S.ACTIVE), (), False),
+        (record(S.ACTIVE, spec=None), (ON_HOST_3,), False),
+        (record(S.ACTIVE, selections=(PARTED,), position=0), (ON_HOST_3,), False),
+    ],
+)
+def test_a_machine_in_quarantine_is_its_instances(
+    known: Instance, machines: tuple[FoundMachine, ...], its_own: bool
+) -> None:
+    kept = Unexplained(UUID, machines[0].attempt if machines else 5, host(3), UnexplainedKind.QUARANTINED, NEWER)
+    assert (why_not_its_machine(known, kept, machines) == "") is its_own
+
+
+@pytest.mark.parametrize(
+    ("known", "may_be"),
     [
         (None, False),
-        (KNOWN, True),
-        (at(State.FAILED), True),
-        (at(State.BUILDING), False),
-        (at(State.DELETED), False),
-        (at(State.FAILED, code=MACHINE_EXISTS), False),
-        (at(State.ACTIVE, spec=None), False),
-        (at(State.ACTIVE, selections=()), False),
-        (at(State.ACTIVE, move=Move(request_id="r", kind="stop", spec=SPEC)), False),  # type: ignore[arg-type]
+        (record(S.ACTIVE), True),
+        (record(S.ACTIVE, spec=None), False),
+        (record(S.ACTIVE, selections=(), position=0), False),
+        (record(S.ACTIVE, code="build.machine_exists"), False),
+        (record(S.BUILDING), False),
+        (moving(S.ACTIVE), False),
     ],
 )
-def test_a_record_that_may_be_given_a_machine(known: Instance | None, adoptable: bool) -> None:
-    assert (why_not_adoptable(known) == "") is adoptable
-
-
-OURS, THEIRS = machine(3, 3), machine(4, 3)
-
-
-@pytest.mark.parametrize(
-    ("known", "found", "its_own"),
-    [
-        (KNOWN, (OURS,), True),
-        (KNOWN, (replace(OURS, project_id=None),), True),
-        (KNOWN, (replace(OURS, project_id="q"),), False),
-        (KNOWN, (), False),
-        (KNOWN, (machine(3, 2),), False),
-        (KNOWN, (machine(4, 3),), False),
-        (KNOWN, (replace(OURS, foreign=True),), False),
-        (KNOWN, (OURS, THEIRS), False),
-        (KNOWN, (THEIRS, OURS), False),
-        (KNOWN, (OURS, replace(THEIRS, foreign=True)), False),
-        (replace(KNOWN, spec=None), (OURS,), False),
-        (replace(KNOWN, selections=()), (OURS,), False),
-    ],
-)
-def test_a_machine_that_is_its_instances(known: Instance, found: tuple[FoundMachine, ...], its_own: bool) -> None:
-    kept = Unexplained(UUID, 3, host(3), UnexplainedKind.QUARANTINED, NEWER)
-    why = why_not_its_machine(known, kept, found)
-    assert (why == "") is its_own
-    assert ("host-4" in why) is (len(found) > 1) and "host-3" not in why
-
-
-@pytest.mark.parametrize(("attempt", "its_own"), [(0, False), (1, True)])
-def test_a_machine_of_an_unknown_attempt_is_nobodys(attempt: int, its_own: bool) -> None:
-    kept = Unexplained(UUID, attempt, host(3), UnexplainedKind.QUARANTINED, NEWER)
-    assert (why_not_its_machine(KNOWN, kept, [machine(3, attempt)]) == "") is its_own
-
-
-@pytest.mark.parametrize(
-    ("known", "decided_by", "found", "adopts"),
-    [
-        (KNOWN, "ann", OURS, True),
-        (KNOWN, "", OURS, False),
-        (KNOWN, "ann", machine(2, 2), False),
-        (KNOWN, "ann", machine(2, 3), True),
-        (KNOWN, "ann", machine(3, 2), True),
-        (at(State.FAILED), "ann", machine(2, 2), True),
-        (at(State.BUILDING), "ann", OURS, False),
-        (replace(KNOWN, spec=None), "ann", OURS, False),
-        (
-            replace(KNOWN, selections=(replace(selection(1), allocations={host(7): {}}),), position=0),
-            "ann",
-            OURS,
-            False,
-        ),
-    ],
-)
-def test_a_machine_is_adopted_by_an_operators_word(
-    known: Instance, decided_by: str, found: FoundMachine, adopts: bool
-) -> None:
-    event = machines_found(replace(found, project_id=None), decided_by=decided_by)
-    after = adopt_decided(known, event, PATIENCE).instance
-    if not adopts:
-        assert after is known
-        return
-    assert (after.phase, after.host_uuid, after.attempt) == (ADOPTING, found.host_uuid, found.attempt)
-    assert (after.order, after.sequence) == (5 + FORGOTTEN_ATTEMPTS, 20 + SET_BACK_GAP)
-    assert after.newest == max(2, found.attempt) + FORGOTTEN_ATTEMPTS
-    assert after.consumer_generation == (7 if known.state is State.ACTIVE else None)
-    assert (after.code, after.reason, after.reused_from) == ("", "", 1)
-    assert adopt_decided(replace(known, reused_from=2), event, PATIENCE).instance.reused_from == 2
-
-
-# --- The machine that is adopted, and placement's answer.
-
-
-def adopted(*found: FoundMachine, known: Instance = KNOWN) -> Instance:
-    waiting = replace(known, state=State.CLAIMING, then=State.BUILDING, doubted=True)
-    return adopt_machine(waiting, machines_found(*found), PATIENCE).instance
-
-
-MANY = tuple(selection(n) for n in range(1, MAX_SELECTIONS + 3))
-
-
-@pytest.mark.parametrize(
-    ("found", "n", "attempt"),
-    [
-        ((machine(3, 3), machine(4, 4)), 4, 4),
-        ((machine(3, 3), machine(4, 4, built=False)), 3, 3),
-        ((machine(3, 3), machine(4, 3)), 4, 3),
-    ],
-)
-def test_the_complete_one_is_adopted_and_else_the_newest(found: tuple[FoundMachine, ...], n: int, attempt: int) -> None:
-    for order in (found, found[::-1]):
-        after = adopted(*order)
-        assert (after.host_uuid, after.attempt, after.newest, after.position) == (host(n), attempt, attempt, 0)
-        assert (after.here.service, after.found_built) == ("s2", True)
-    assert not adopted(machine(3, 3, built=False)).found_built
-
-
-def test_an_adopted_machines_record_keeps_its_numbers_and_the_hosts_that_are_left() -> None:
-    one = adopted(machine(3, 3), known=replace(KNOWN, newest=9))
-    assert one.newest == 9 and [each.host_uuid for each in one.selections] == [host(3), host(2)]
-    many = adopted(machine(3, 3), known=replace(KNOWN, selections=MANY, position=0))
-    assert [each.host_uuid for each in many.selections] == [host(n) for n in (3, 1, 2, *range(4, MAX_SELECTIONS + 1))]
-
-
-@pytest.mark.parametrize(
-    ("found", "known"),
-    [
-        (machine(3, 3, project_id="q"), KNOWN),
-        (machine(3, 3, project_id=None), KNOWN),
-        (machine(9, 0), KNOWN),
-        (machine(9, 3), replace(KNOWN, selections=(replace(selection(1), allocations={host(7): {}}),), position=0)),
-    ],
-)
-def test_a_machine_that_is_not_proved_the_instances_ends_its_build(found: FoundMachine, known: Instance) -> None:
-    over = adopted(found, known=known)
-    assert (over.phase, over.code, over.doubted) == (FAILING, MACHINE_EXISTS, True)
-    assert adopted(machine(9, 1)).phase == ADOPTING
-
-
-@pytest.mark.parametrize(
-    ("selections", "position", "reported_as", "taken"),
-    [
-        ((selection(1), selection(2)), 0, {host(8): {"VGPU": 1}}, {host(8): {"VGPU": 1}}),
-        ((selection(1), selection(3)), 0, None, {host(3): {"VCPU": 3}}),
-        ((selection(1), selection(2)), 1, None, {host(3): {"VCPU": 2}}),
-        ((selection(1), selection(2)), 1, {}, {host(3): {"VCPU": 2}}),
-        ((), 0, None, None),
-        ((replace(selection(1), allocations={host(7): {}}),), 0, None, None),
-        ((replace(selection(1), allocations={host(1): {}, host(7): {}}),), 0, None, None),
-    ],
-)
-def test_what_a_machine_takes(
-    selections: tuple[Selection, ...], position: int, reported_as: Allocations | None, taken: Allocations | None
-) -> None:
-    known = replace(KNOWN, selections=selections, position=position)
-    assert taken_of(known, machine(3, 1, allocations=reported_as)) == taken
-
-
-HOLDS = replace(refused(attempt=3), consumer_generation=4, holding=selection(3).allocations)
-
-
-@pytest.mark.parametrize(
-    ("event", "held"),
-    [(HOLDS, True), (replace(HOLDS, consumer_generation=None), False), (replace(HOLDS, holding={}), False)],
-)
-def test_a_consumer_that_holds_just_this(event: e.ClaimRefused, held: bool) -> None:
-    assert is_held(selection(3), event) is held
-
-
-ONE = replace(machine(3, 2), allocations=selection(3).allocations)  # attempt 3 is the next
-
-
-@pytest.mark.parametrize(
-    ("event", "generation"),
-    [
-        (claimed(attempt=3, generation=9), 9),
-        (HOLDS, 4),
-        (replace(HOLDS, holding={}), None),
-        (refused(attempt=3), None),
-    ],
-)
-def test_an_adopted_machine_stays_whatever_placement_answers(
-    event: e.Claimed | e.ClaimRefused, generation: int | None
-) -> None:
-    up, building = adopted(ONE), replace(adopted(replace(ONE, built=False)), doubted=False, queried=True)
-    for known in (up, building):
-        assert end_adopted(known, replace(event, attempt=4), PATIENCE).instance is known
-        assert end_adopted(known, event, PATIENCE).instance.newest == 3
-        assert end_adopted(known, event, PATIENCE).instance.consumer_generation == generation
-    assert end_adopted(up, event, PATIENCE).instance.phase == (State.ACTIVE, None)
-    waits = end_adopted(building, event, PATIENCE).instance
-    assert (waits.phase, waits.deadline, waits.since) == ((State.BUILDING, None), event.at + 60.0, event.at)
-    assert (waits.doubted, waits.queried) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("event", "was", "built"),
-    [
-        (spawned(2, 3), False, True),
-        (replace(reported("s2", 2, 3), built=True), False, True),
-        (replace(reported("s2", 2, 3), built=False), False, False),
-        (replace(reported("s2", 2, 3), built=False), True, True),
-    ],
-)
-def test_an_adopted_machine_is_complete_once_its_host_has_said_so(
-    event: e.Spawned | e.HostRuns, was: bool, built: bool
-) -> None:
-    known = replace(adopted(ONE), found_built=was)
-    after = note_built(known, event, PATIENCE).instance
-    assert (after.found_built, after.here.service) == (built, event.service)
-    for strange in (replace(event, attempt=1), replace(event, host_uuid=host(9))):
-        other = note_built(known, strange, PATIENCE)
-        assert other.instance == known and not destroys(other)
+def test_a_record_may_be_given_a_machine(known: Instance | None, may_be: bool) -> None:
+    assert (why_not_adoptable(known) == "") is may_be

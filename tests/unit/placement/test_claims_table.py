@@ -276,6 +276,8 @@ def test_a_rule_comes_after_room_and_shows_members_whatever_comes_first() -> Non
     asked = Claim(consumer=OTHER, options=tuple(options), project_id="p", server_group=two)
     (full,) = run(asked, **LOADED).verdicts
     assert (full.outcome, full.outcomes, full.members) == ("full", ("ruled_out", "full", "full"), {A: 1})
+    (roomless,) = run(replace(asked, options=(options[2],)), **LOADED).verdicts
+    assert (roomless.outcome, roomless.members) == ("full", {}), "the rule was not asked"
     (second,) = run(replace(asked, options=(options[0], replace(options[1], allocations=THERE))), **LOADED).verdicts
     assert (second.outcome, second.option) == ("claimed", 1)
     (hostless,) = run(replace(asked, options=(replace(options[0], host=None),)), **LOADED).verdicts

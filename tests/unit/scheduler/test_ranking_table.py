@@ -12,7 +12,7 @@ import pytest
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import plugins, ranking
-from scheduler_worker.domain.plugins import Weighing, clamp, multipliers, score
+from scheduler_worker.domain.plugins import Weighing, clamp, multipliers, score, verdict_of
 from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns, Choice, HostHeap, Spread
 from scheduler_worker.domain.view import HostsView, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
@@ -139,6 +139,13 @@ def test_alternates_of_hosts_without_a_service_are_of_their_cell(off: str) -> No
     assert names(hosts, hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=1, alternates=3)) == "02"
 
 
+def test_cells_are_kept_apart_however_many_services_there_are() -> None:
+    hosts = by_memory([9, 8, 7, 6], cells=["c1", "c2", "c1", "c2"])
+    hosts.table.services += [hosts.table.services[1]] * 69_998
+    hosts.table.service[[1, 3]] = 61_071  # in 16 bits its place would be that of the other cell's service
+    assert names(hosts, hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=1, alternates=3)) == "02"
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_no_more_alternates_are_named_than_were_requested(count: int) -> None:
     hosts = by_memory([9, 8, 7, 6], "abcd")
@@ -205,6 +212,10 @@ def test_equal_hosts_beyond_a_chunk_are_cut_elsewhere_by_each_scheduler() -> Non
         heap = HostHeap(np.arange(64), np.zeros(64), 16, random.Random(seed))
         drawn |= {entry[2] for _ in range(16) if (entry := heap.draw())}
     assert len(drawn) > 32
+
+
+def test_a_verdict_counts_those_that_did_not_pass() -> None:
+    assert verdict_of(np.array([True, False, True]), "x").rejected == {"x": 1}
 
 
 # --- weights

@@ -347,6 +347,17 @@ def test_a_claim_of_a_class_that_a_host_did_not_have_ends_a_hold() -> None:
         assert holds.next_until is left
 
 
+def test_usage_of_before_a_hold_is_no_part_of_its_rise() -> None:
+    hosts = Hosts([{"VCPU": 8}])
+    holds = Holds(hosts.book)
+    for used, left in ((1, 9.0), (2, 9.0), (4, None)):
+        hosts.book.load([replace(hosts.states[0], used={"VCPU": used}, generation=used + 1)], used)
+        if used == 1:
+            holds.add("a", {hosts.uuids[0]: {"VCPU": 2}}, 9.0)
+        holds.settle()
+        assert holds.next_until == left
+
+
 def test_what_is_used_before_a_hold_ends_no_hold() -> None:
     hosts = Hosts([{"VCPU": 8}])
     holds = Holds(hosts.book)

@@ -170,6 +170,10 @@ def test_what_gives_the_other_cells_hosts_back(question: Claim | Revert | Releas
     after = replace(KNOWN, instance=rest)
     assert may_ask(book, after, "c1") is may_ask(book, KNOWN, "c1")
     assert bool(applied(after).departed) is not gives
+    # Its migration is released after that, and the stay that began by it goes on.
+    released = replace(book, question=OF_MIGRATION)
+    assert may_ask(released, after, "c1")
+    assert rests([released], {REQUEST: after}) == [rest]
 
 
 def test_a_question_that_is_refused_has_an_answer_of_its_kind() -> None:
