@@ -35,10 +35,13 @@ MAX_SELECTIONS = 10  # of one record, as of one request
 
 
 def is_searched(instance: Instance) -> bool:
-    """Whether the cell's services are to be queried before another host is claimed for it, or it ends as failed."""
+    """Whether the cell's services are to be queried before another host is claimed for it, or it ends as failed. One
+    that was resized in place, not confirmed yet, ends with its move.
+    """
     desire = desire_of(instance)
     fails_over = desire.asks is Ask.CLAIM and desire.work is Work.BUILD
-    fails = desire.asks is Ask.RELEASE and desire.condition is Condition.FAILED and not instance.machine_exists
+    is_released = desire.asks is Ask.RELEASE and instance.move is None
+    fails = is_released and desire.condition is Condition.FAILED and not instance.machine_exists
     return instance.doubted and (fails_over or fails)
 
 
@@ -69,7 +72,7 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
 def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:
     """A record that was set back fails over or ends, and its instance has a machine that is not on record."""
     found = forgotten_machines(instance, event.machines)
-    if not instance.doubted or not found:
+    if not is_searched(instance) or not found:
         return Step(instance)
     adopting = replace(instance, reused_from=instance.reused_from or 1, code="", reason="")
     return _adopt(adopting, found, event.at, context)

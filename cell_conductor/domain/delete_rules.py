@@ -60,7 +60,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
             for one in own
         ),
         attempt=own[0].attempt if own else 0,
-        newest=last + FORGOTTEN_ATTEMPTS,
+        newest=max(last, instance.last_attempt) + FORGOTTEN_ATTEMPTS,
         cause=event.cause or instance.cause,
     )
     if not own:

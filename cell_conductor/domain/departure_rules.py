@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.contracts.moves import ENDS_OF_MOVES, Condition, Departure, MoveEvent, MoveState
 
 from . import steps
-from .desires import desire_of
+from .desires import Wish, desire_of
 from .events import DeleteRequested, InstanceArrives, MoveQueried, MoveRequested, Released
 from .instance import MAX_ENDED, EndedMove, Instance, Power, State
 from .move_events import (
@@ -128,10 +128,14 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
         return (refer if desire.elsewhere else answer_query)(instance, event, context)
     here = _with_arrival(instance, event)
     if desire.condition is Condition.DELETED:
-        # The delete was here first. The release fences what is late, and its end is announced.
-        return refuse_request(steps.releasing(here, State.DELETED, event.at, context), event, context, DELETED)
+        # The delete was here first. The release fences what is late, and its end is announced; one that waits for its
+        # hosts goes on to do so.
+        deleted = replace(instance, stay=here.stay, newest=here.newest)
+        if desire.here is not Wish.DESTROY:
+            deleted = steps.releasing(here, State.DELETED, event.at, context)
+        return refuse_request(deleted, event, context, DELETED)
     begun = adopt(here, event, source=None, selections=(arrival.last, *arrival.selections))
-    move = replace(move_of(begun), began=arrival.at, answered=has_ended(here, request_id))
+    move = replace(move_of(begun), book_attempt=arrival.newest, began=arrival.at, answered=has_ended(here, request_id))
     begun = replace(begun, position=1, attempt=arrival.newest, move=move)
     if context.set_back.may_lack(arrival.at):
         number = begun.sequence + SET_BACK_GAP

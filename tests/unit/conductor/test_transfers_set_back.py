@@ -20,13 +20,16 @@ from bus.contracts.moves import (
 )
 from bus.contracts.placement import Release, Revert
 from cell_conductor.domain import events as e
+from cell_conductor.domain import rules
+from cell_conductor.domain.adopt_rules import is_searched
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.move_doubts import IN_DOUBT, is_searched_for
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, SetBack, numbered_on
+from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
 from cell_conductor.search import LOGGED_MOVES
-from tests.unit.conductor.move_scenario import Scenario, active, claimed, unbegun
+from tests.unit.conductor.move_scenario import Scenario, active, begun, claimed, unbegun
 from tests.unit.conductor.scenario import PATIENCE, UUID, host
 from tests.unit.conductor.test_leaving import (
     THERE,
@@ -293,3 +296,58 @@ def test_one_whose_machine_is_there_is_as_it_was(power: Power) -> None:
     assert change.change is (ChangeKind.START if power is Power.RUNNING else ChangeKind.STOP)
     made.end(1, 1, runs=power is Power.RUNNING)
     assert (made.instance.state, made.instance.power, made.instance.image) == (State.ACTIVE, power, "")
+
+
+def lost(given: Scenario, context: StepContext) -> Scenario:
+    """A report of its host lacks it, after the database was set back."""
+    given.context = context
+    given.instance = rules.give_up_lost(given.instance, 1_350.0, context, code="instance.lost", reason="x").instance
+    return given
+
+
+def test_one_that_was_resized_in_place_is_not_adopted_with_its_move() -> None:
+    """It was, and every later delete waited for the end of a move that nothing ended."""
+    resized = begun(MoveKind.RESIZE, 1)
+    resized.apply(claimed(resized.instance.next_attempt))
+    resized.end(1, 1)
+    assert resized.instance.phase == (State.RESIZED, None) and resized.instance.is_in_place
+    resized.instance = replace(resized.instance, doubted=True)
+    lost(resized, AFTER_HERE)
+    assert not is_searched(resized.instance)
+    resized.apply(e.MachineFound(at=1_600.0, machines=(machine(5, 3, built=True),)))
+    assert resized.instance.phase == (State.RELEASING, State.FAILED)
+
+
+def test_a_delete_that_waits_for_a_host_goes_on_to_wait_when_its_arrival_comes_again() -> None:
+    """Its claim was released while the machine was there."""
+    _, departure = departed()
+    deleted = Scenario(Instance(uuid=UUID), AFTER)
+    found_here = (machine(departure.newest, 2, built=True),)
+    deleted.apply(e.DeleteRequested(at=1_500.0, project_id="p", begun=True, found=found_here))
+    deleted.apply(arrives(departure))
+    after = deleted.instance
+    assert (after.phase, after.stay) == ((State.DESTROYING, State.DELETED), departure.stay + 1)
+    deleted.apply(gone(after, 2))
+    question = question_of(deleted.instance)
+    assert isinstance(question, Release) and question.attempt > departure.newest + FORGOTTEN_ATTEMPTS
+
+
+def test_a_machine_of_this_stay_is_found_though_the_record_has_numbered_on() -> None:
+    """It was taken for older than the arrival, and the move was held for good."""
+    _, departure = departed()
+    back = lost(Scenario(active(), AFTER), AFTER)
+    back.apply(e.MachineFound(at=1_600.0, machines=(machine(departure.newest + 1, 3, built=True),)))
+    back.apply(arrives(departure))
+    back.apply(e.Destroyed(at=1_700.0, attempt=back.instance.last_attempt, host_uuid=host(2), service="s1"))
+    assert back.instance.phase == (State.RELEASING, State.OFFLOADED)
+    back.apply(found(machine(departure.newest + 1, 3, built=True)))
+    assert back.instance.here.host_uuid == host(3)
+
+
+def test_a_delete_numbers_above_all_that_its_departed_record_gave_out() -> None:
+    given, _ = departed()
+    given.context = AFTER_HERE
+    given.instance = replace(given.instance, newest=3_000)
+    given.apply(e.DeleteRequested(at=1_500.0, project_id="p", begun=True, found=(), stay=given.instance.stay + 1))
+    question = question_of(given.instance)
+    assert isinstance(question, Release) and question.attempt > 3_000
