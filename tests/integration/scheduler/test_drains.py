@@ -277,7 +277,7 @@ async def test_a_repeated_start_is_one_drain_and_a_killed_scheduler_leaves_the_r
 async def test_what_cannot_move_stops_a_drain_before_its_start_and_with_force_is_what_is_left(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+    monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.01)
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 1)
     (built,) = await active(world, 1, "c1-0")
@@ -481,7 +481,7 @@ async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_lef
 async def test_a_host_that_dies_in_the_middle_leaves_its_rest_with_the_reason(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+    monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.01)
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 2)
     await active(world, 2, "c1-0")

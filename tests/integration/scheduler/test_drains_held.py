@@ -42,7 +42,7 @@ __all__ = ["quick"]  # the fixture
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that has failed is tried again at once; what is not released yet is waited for."""
-    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+    monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.01)
     monkeypatch.setattr("scheduler_worker.domain.drains.MAX_LOOKS", 10**6)
 
 
