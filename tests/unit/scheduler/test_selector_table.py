@@ -379,6 +379,14 @@ def test_what_is_used_after_a_hold_ends_it_though_another_one_has_come() -> None
     assert list(hosts.book.assumed_keys()) == ["b"]
 
 
+def test_a_hold_on_a_host_that_the_book_does_not_have_stays() -> None:
+    hosts = Hosts([{"VCPU": 8}])
+    holds = Holds(hosts.book)
+    holds.add("a", {ABSENT: {"VCPU": 1}}, 9.0)
+    holds.settle()
+    assert holds.next_until == 9.0
+
+
 def test_the_hosts_that_aggregates_name() -> None:
     hosts = named_world()
     every = [
@@ -405,6 +413,11 @@ class OnRebuild(Odd):
         return verdict_of(np.zeros(len(view), dtype=np.bool_), "no")
 
 
+class OnOtherRebuilds(OnRebuild):
+    def applies_to(self, spec: RequestSpec) -> bool:
+        return False
+
+
 @pytest.mark.parametrize(
     ("traits", "image", "filters", "reasons"),
     [
@@ -414,6 +427,7 @@ class OnRebuild(Odd):
         (("CUSTOM_A",), {"trait:CUSTOM_A": "forbidden"}, (), {"image.traits": 1}),
         ((), {"trait:CUSTOM_A": "forbidden"}, (), None),
         ((), {}, (OnRebuild({}),), {"no": 1}),
+        ((), {}, (OnOtherRebuilds({}),), None),
         ((), {}, (Odd({}),), None),
     ],
 )
