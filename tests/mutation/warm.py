@@ -12,6 +12,7 @@ import ast
 import json
 import os
 import resource
+import select
 import subprocess
 import sys
 import tempfile
@@ -215,13 +216,18 @@ def forked(tasks: Iterable[int], run: Callable[[int], int], jobs: int) -> Iterat
     waiting, running = iter(tasks), {}
     while True:
         for task in waiting:
-            running[_fork(task, run)] = task
+            pid = _fork(task, run)
+            running[os.pidfd_open(pid)] = pid, task
             if len(running) == jobs:
                 break
         if not running:
             return
-        pid, status = os.wait()
-        yield running.pop(pid), os.waitstatus_to_exitcode(status)
+        # Of these alone: a process of pytest may have children that others wait for.
+        first = select.select(list(running), [], [])[0][0]
+        pid, task = running.pop(first)
+        _, status = os.waitpid(pid, 0)
+        os.close(first)
+        yield task, os.waitstatus_to_exitcode(status)
 
 
 def _fork(task: int, run: Callable[[int], int]) -> int:

@@ -509,7 +509,7 @@ async def test_what_was_decided_in_one_cell_is_told_though_another_does_not_answ
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was a fault of all. And an adoption was in the log of changes before, also one that was not decided."""
-    monkeypatch.setattr(quarantine, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(quarantine, "TIMEOUT_S", 2.0)
     cells = {name: PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2")}
     schedulers = Database(postgres_url, "scheduler")
     await schedulers.open("scheduler_worker.store.migrations")
