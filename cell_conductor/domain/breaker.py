@@ -228,7 +228,7 @@ class Listings:
         if not first:
             return
         listed.pages.add(report.sequence)
-        if len(listed.pages) == report.pages:
+        if report.complete and len(listed.pages) == report.pages:
             listed.whole = True
             self._drop(report.service, listed, [uuid for uuid, at in listed.hosts.items() if at != first])
 

@@ -90,9 +90,9 @@ def marked_reused(instance: Instance, set_back: SetBack) -> Instance:
 
 
 def doubted_from(instance: Instance, set_back: SetBack) -> Instance:
-    """The record of an instance that is as it was before a set-back: it may have been moved and numbered on since."""
+    """The record of an instance that is as it was before a set-back: it may have been moved since, also to another
+    cell. So its attempts are numbered as they were: a release far above them would fence what another cell claims.
+    """
     if instance.doubted or not set_back.may_lack(instance.since):
         return instance
-    last = instance.last_attempt
-    reused_from = instance.reused_from or last + 1
-    return replace(numbered_on(instance), doubted=True, newest=last + FORGOTTEN_ATTEMPTS, reused_from=reused_from)
+    return replace(numbered_on(instance), doubted=True, reused_from=instance.reused_from or instance.next_attempt)

@@ -354,7 +354,7 @@ class HostTable:
             return
         state.pages_received += 1
         # A lost page must not remove its hosts: only a complete report shows which hosts have left.
-        if state.pages_received == message.pages:
+        if message.complete and state.pages_received == message.pages:
             # A host that the service no longer lists is managed by another service (a node re-homed) or gone.
             unlisted = self.listed[: len(self)] != state.listing
             for column in (self.service[: len(self)], self.last_service[: len(self)]):

@@ -118,6 +118,7 @@ CHANGE = listing("s1", 2, sequence=6, complete=False)
         ((), (), False),
         ((CHANGE,), (2,), False),
         ((FIRST,), (1,), False),
+        ((replace(FIRST, pages=1),), (1,), False),
         ((FIRST, LAST), (1, 3), True),
         ((LAST,), (3,), False),
         ((FIRST, CHANGE, LAST), (1, 2, 3), True),

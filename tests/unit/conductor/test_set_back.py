@@ -15,7 +15,6 @@ from cell_conductor.domain.desires import in_sql, in_text, states_where
 from cell_conductor.domain.instance import Instance, Phase
 from cell_conductor.domain.set_back import (
     CLOCKS_APART_S,
-    FORGOTTEN_ATTEMPTS,
     SET_BACK_GAP,
     SetBack,
     doubted_from,
@@ -149,7 +148,7 @@ def test_an_instance_that_is_as_before_the_set_back_may_have_been_numbered_on(
         assert after is known
         return
     assert (after.doubted, after.reused_from) == (True, marked)
-    assert (after.newest, after.sequence) == (3 + FORGOTTEN_ATTEMPTS, 10 + SET_BACK_GAP)
+    assert (after.newest, after.sequence) == (3, 10 + SET_BACK_GAP)
 
 
 # --- Events

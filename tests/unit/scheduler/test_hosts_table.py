@@ -132,6 +132,7 @@ def test_which_service_has_a_host(events: tuple[Event, ...], holder: str | None)
         ((told("ab"), told("a", sequence=2, complete=True)), "a"),
         ((told("ab"), told("c", service="t"), told("a", sequence=2, complete=True)), "ac"),
         ((told("ab"), told("a", sequence=2, first_sequence=2, pages=2)), "ab"),
+        ((told("ab"), told("a", sequence=2, first_sequence=2)), "ab"),
         ((told("ab"), told("a", sequence=3, first_sequence=2, pages=2, complete=True)), "ab"),
         ((told("a", first_sequence=1, pages=2), told("b", sequence=2, first_sequence=1, pages=2, complete=True)), "ab"),
         ((told("ab"), told("c", service="t"), gone("s")), "c"),
