@@ -132,6 +132,12 @@ def test_a_choice_is_drawn_from_so_many_of_the_best(subset: int, seen: str) -> N
     assert all(sorted(one) == (["0", "2"] if one[0] in "02" else ["1", "3"]) for one in choices)
 
 
+def test_an_alternate_is_the_best_drawn_host_of_another_service() -> None:
+    hosts = by_memory([9, 8, 7], "sst")
+    found = hosts.selector.rank(hosts.spec(), hosts.rng)
+    assert {names(hosts, found.pick((), subset=3, alternates=1)) for _ in range(60)} == {"02", "12", "20"}
+
+
 @pytest.mark.parametrize("off", ["c2", "c1"])
 def test_alternates_of_hosts_without_a_service_are_of_their_cell(off: str) -> None:
     hosts = by_memory([9, 8, 7, 6], cells=["c1", "c2", "c1", "c2"], filters=[])
