@@ -18,7 +18,7 @@ import structlog
 from msgspec import Struct, structs
 
 from bus import metrics
-from bus.contracts.catalogue import EVENTS
+from bus.contracts.queues import EVENTS
 from bus.gather import Gather
 from bus.in_turn import InTurn
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable

@@ -23,7 +23,7 @@ from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
-from bus.contracts.catalogue import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
+from bus.contracts.queues import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
 from bus.key_trust import CODE, ORIGINAL_KEY, UNTRUSTED, letters_code, published_key
 from bus.log_interval import LogInterval
 from bus.port import BusError, BusForbidden, Delivery, PublishRefused, Transport
