@@ -1,7 +1,7 @@
 """Handles in batches what arrives one by one: while one batch is under way, further items gather for the next.
 
 The items wait in a line of their owner's, who says how many there are and takes a batch of them; a `Gather` decides
-when. The rule is the same wherever batches are made: in consumers, publishers, the outbox and placement's writes.
+when. The rule is the same wherever batches are made: in consumers, publishers, flushes and placement's writes.
 """
 
 from __future__ import annotations

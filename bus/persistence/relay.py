@@ -8,8 +8,8 @@ for the row. While a bus is unavailable its rows stay in the table, and a sweep 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -18,7 +18,6 @@ from prometheus_client import Counter, Gauge
 from bus.clock import Clock, event_or_time, shared_delay_s
 from bus.contracts.base import Message
 from bus.faults import Transient
-from bus.gather import Gather
 from bus.log_interval import LogInterval
 from bus.persistence.group_flush import GATHER_S
 from bus.persistence.lingering import Lingering, LingeringItems
@@ -43,7 +42,6 @@ MAX_BEHIND = 2_000  # messages under way on a bus above which its workers make n
 DELETE_PAUSE_S = GATHER_S
 DELETE_BATCH = 2_000  # rows deleted by one statement
 SWEEP_EVERY_S = 2.0
-AFTER_SWEEP_S = 0.005  # a sweep at the same moment runs first, and also deletes the confirmed rows
 # A row of this age belongs to a process that died, or has a message that the broker refused, and is published again.
 SWEEP_AGE_S = 5.0
 SWEEP_BATCH = 200
@@ -57,51 +55,6 @@ _left = Counter("berth_outbox_deferred_rows", "Outbox rows left to the sweep", [
 _held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker's confirm")
 _published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
 _overtaken = Counter("berth_outbox_overtaken_messages", "Outbox messages that a newer one replaced", ["bus"])
-
-
-class ConfirmedRows:
-    """The ids of rows to delete, in order, and of rows that a statement is deleting."""
-
-    def __init__(self) -> None:
-        self._to_delete: list[int] = []
-        self._under_way: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._to_delete) + len(self._under_way)
-
-    def __contains__(self, row_id: int) -> bool:
-        return row_id in self._to_delete or row_id in self._under_way
-
-    @property
-    def to_delete(self) -> int:
-        """The number of rows that no statement is deleting yet."""
-        return len(self._to_delete)
-
-    @property
-    def fill_a_batch(self) -> bool:
-        """Whether there are enough rows for a full statement."""
-        return len(self._to_delete) >= DELETE_BATCH
-
-    def add(self, row_id: int) -> None:
-        """Record that the messages of this row are confirmed."""
-        self._to_delete.append(row_id)
-
-    def take(self) -> list[int]:
-        """Take the oldest rows for a statement that deletes them, inside `ended`."""
-        ids, self._to_delete = self._to_delete[:DELETE_BATCH], self._to_delete[DELETE_BATCH:]
-        self._under_way.update(ids)
-        return ids
-
-    @contextmanager
-    def ended(self, ids: Sequence[int]) -> Iterator[None]:
-        """These rows are gone after the block. If it fails, they are the next to be taken."""
-        try:
-            yield
-        except BaseException:
-            self._to_delete = [*ids, *self._to_delete]
-            raise
-        finally:
-            self._under_way.difference_update(ids)
 
 
 class _Ticket(Waiter):
@@ -184,22 +137,12 @@ class Relay:
         self._unknown: set[str] = set()
         self._tickets: dict[int, _Ticket] = {}
         self._left: dict[int, str] = {}  # {row: bus} of rows that go when their bus is back
-        self._confirmed = ConfirmedRows()
-        self._deleting: Gather[int] = Gather(
-            self._confirmed.take,
-            self._delete,
-            waiting=lambda: self._confirmed.to_delete if self._running else 0,
-            most=1,
-            pause_s=lambda: shared_delay_s(clock.monotonic(), DELETE_PAUSE_S) + AFTER_SWEEP_S,
-            enough=lambda: self._at_once or self._confirmed.fill_a_batch,
-            sleep=clock.sleep,
-            on_error=self._fail,
-        )
+        self._confirmed: list[int] = []  # rows to delete, and those that a statement is deleting, in order
         self._backoff = Backoff(RELAY, clock)
-        self._failed: asyncio.Future[None] | None = None  # while it runs
         self._at_once = False  # a drain waits until all rows have ended
-        self._changed = asyncio.Event()  # pulsed when a ticket ends
-        self._sweep_now = asyncio.Event()
+        self._changed = asyncio.Event()  # pulsed when a ticket ends, or rows are deleted
+        self._due = asyncio.Event()  # something for the table may not wait for its time
+        self._sweep_at = -math.inf
         self._some_linger = asyncio.Event()
         self._running = False
         self._lanes: dict[str, _Lane] = {}
@@ -216,8 +159,8 @@ class Relay:
         assert bus.name not in self._lanes, bus.name
         self._lanes[bus.name] = _Lane(bus, self._clock, self._lingering)
         self._unknown.discard(bus.name)
-        bus.transport.on_reconnect(self._sweep_now.set)
-        self._sweep_now.set()
+        bus.transport.on_reconnect(self._sweep_soon)
+        self._sweep_soon()
 
     def remove_bus(self, name: str) -> None:
         """Stop publishing on this bus. Rows that wait for it stay in the table."""
@@ -288,8 +231,10 @@ class Relay:
         if error is None:
             lane.note_available()
             _published.labels(lane.bus.name).inc(ticket.count)
-            self._confirmed.add(ticket.row_id)
-            self._deleting.wake()
+            self._confirmed.append(ticket.row_id)
+            count = len(self._confirmed)
+            if count in (1, DELETE_BATCH) or self._at_once:
+                self._due.set()
         elif isinstance(error, BusUnavailable):
             lane.note_unavailable(str(error))
             self._leave(ticket.row_id, lane.bus.name, "bus_unavailable")
@@ -328,29 +273,24 @@ class Relay:
     async def run(self) -> None:
         """Delete, sweep and end what lingers until cancelled."""
         self._running = True
-        self._failed = asyncio.get_running_loop().create_future()
-        self._deleting.wake()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_raised(self._failed))
-                group.create_task(self._sweep())
+                group.create_task(self._tend_table())
                 group.create_task(self._purge_handled())
                 group.create_task(self._end_lingering())
         finally:
             self._running = False
             self._changed.set()
-            await self._deleting.close()
 
     async def drain(self, grace_s: float) -> None:
         """Wait until all sent rows are confirmed and deleted, but those of a bus that is unavailable: they are safe in
         the table. After the grace time (seconds) the rest is left to the sweep.
         """
         self._at_once = True
-        self._deleting.wake()
         for lane in self._lanes.values():
             lane.lingering.at_once = True
             self._post(lane, lane.lingering.end_all())
-        self._sweep_now.set()
+        self._sweep_soon()
         try:
             async with asyncio.timeout(grace_s):
                 while self._running and (self.held or not self._closed.issuperset(self._left.values())):
@@ -373,41 +313,50 @@ class Relay:
             if not any(lane.lingering for lane in self._lanes.values()):
                 self._some_linger.clear()
 
-    def _fail(self, error: Exception) -> None:
-        """End `run` with an error that none of its tasks has raised."""
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
+    def _sweep_soon(self) -> None:
+        self._sweep_at = -math.inf
+        self._due.set()
 
-    async def _delete(self, ids: Sequence[int]) -> None:
+    async def _tend_table(self) -> None:
+        """Sweep at intervals and when a bus is back, and delete confirmed rows, with one statement at a time. A sweep
+        takes confirmed rows along; without one they gather.
+        """
+        delete_at, now = math.inf, self._clock.monotonic()
+        while True:
+            self._due.clear()
+            if now >= self._sweep_at:
+                self._sweep_at = now + shared_delay_s(now, self._sweep_every_s)
+                await self._sweep()
+            elif len(self._confirmed) >= DELETE_BATCH or (self._confirmed and (self._at_once or now >= delete_at)):
+                await self._delete()
+            else:
+                if self._confirmed and delete_at == math.inf:
+                    delete_at = now + shared_delay_s(now, DELETE_PAUSE_S)
+                ends = min(delete_at, self._sweep_at)
+                is_early = await event_or_time(self._due, self._clock, ends - now)
+                now = self._clock.monotonic() if is_early else ends  # a sum of floats may end a little before
+                continue
+            delete_at, now = math.inf, self._clock.monotonic()
+
+    async def _delete(self) -> None:
+        confirmed = self._confirmed[:DELETE_BATCH]
         try:
-            with self._ended(ids):
-                await self._rows.delete(ids)
+            await self._rows.delete(confirmed)
         except Transient as fault:
-            log.warning("outbox.database_unavailable", code=fault.code, rows=self._confirmed.to_delete)
+            log.warning("outbox.database_unavailable", code=fault.code, rows=len(self._confirmed))
             await self._backoff.wait()
         else:
             self._backoff.reset()
+            self._forget_confirmed(confirmed)
 
-    @contextmanager
-    def _ended(self, ids: Sequence[int]) -> Iterator[None]:
-        """While a statement deletes confirmed rows. A drain checks again afterwards, and rows that are left are due."""
-        try:
-            with self._confirmed.ended(ids):
-                yield
-        finally:
-            self._changed.set()
-            self._deleting.wake()
+    def _forget_confirmed(self, deleted: Sequence[int]) -> None:
+        del self._confirmed[: len(deleted)]
+        self._changed.set()
 
     async def _sweep(self) -> None:
-        """Publish the rows that were left behind: at intervals, and when a bus is back."""
-        while True:
-            self._sweep_now.clear()
-            left = dict(self._left)  # what is left meanwhile, again or at first, waits for the next sweep
-            is_all = False
-            while not is_all:
-                is_all = await self._sweep_batch(left)
-            delay_s = shared_delay_s(self._clock.monotonic(), self._sweep_every_s)
-            await event_or_time(self._sweep_now, self._clock, delay_s)
+        left = dict(self._left)  # what is left meanwhile, again or at first, waits for the next sweep
+        while not await self._sweep_batch(left):
+            pass
 
     async def _sweep_batch(self, left: dict[int, str]) -> bool:
         """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that
@@ -415,13 +364,13 @@ class Relay:
         """
         closed = self._closed | {name for name, lane in self._lanes.items() if self._has_its_share(lane)}
         back = [row for row, bus in left.items() if bus not in closed]
+        confirmed = self._confirmed[:DELETE_BATCH]
         try:
-            confirmed = self._confirmed.take()
-            with self._ended(confirmed):
-                found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back)
+            found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back)
         except Transient as fault:
             log.warning("outbox.database_unavailable", code=fault.code)
             return True
+        self._forget_confirmed(confirmed)
         is_all = len(found) < SWEEP_BATCH
         for row in back if is_all else [row for row, _ in found]:  # what is not found is gone
             left.pop(row, None)
@@ -450,7 +399,3 @@ class Relay:
                 await self._rows.purge_handled(HANDLED_KEEP_S, HANDLED_BATCH)
             except Transient as fault:
                 log.warning("outbox.database_unavailable", code=fault.code)
-
-
-async def _raised(failed: asyncio.Future[None]) -> None:
-    await failed

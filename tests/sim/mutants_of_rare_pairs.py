@@ -49,7 +49,7 @@ def refused_while_another_bus_is_away() -> Iterator[None]:
             ticket.error = None
             for row in away:
                 del self._left[row]
-                self._confirmed.add(row)
+                self._confirmed.append(row)
         ended(self, ticket)
 
     with patch.object(Relay, "send", send), patch.object(Relay, "_end", end):

@@ -7,7 +7,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
-import pytest
 from msgspec import structs
 
 from bus.bus import API, Bus
@@ -20,12 +19,12 @@ from bus.faults import DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.lingering import Lingering, StreamPosition
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
+from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, Relay
 from bus.port import Outgoing
-from bus.retrying import RELAY
 from cell_conductor.app import is_progress, position_of
 from scheduler_worker.app import position_of_event
 from tests.kit.posting import PostedBus
+from tests.kit.virtual_time import on_virtual_time
 
 # --- An event that is not waited for leaves with the next one, or a moment later: in order, and as one broker
 # message.
@@ -255,27 +254,8 @@ async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
 
 
 PATIENCE_S = 20.0
+DAY_S = 86_400.0
 OUTGOING = [OutboxMessage(CELL, CellDelete(instance_uuid=UUID, project_id="p"))]
-
-
-class DeleteGate(SystemClock):
-    """The pause before deleting ends when the test ends it, or never, and so does a sweep's; no other sleep ends."""
-
-    def __init__(self) -> None:
-        self.waiting = asyncio.Event()
-        self.over = asyncio.Event()
-        self.sweeping = asyncio.Semaphore(0)
-
-    async def sleep(self, seconds: float) -> None:
-        if seconds == RELAY.first_s:
-            await asyncio.sleep(0)
-        elif seconds < 2 * DELETE_PAUSE_S <= SWEEP_EVERY_S / 2:  # at a shared time: between a half and one and a half
-            self.waiting.set()
-            await self.over.wait()
-        elif seconds < 2 * SWEEP_EVERY_S:
-            await self.sweeping.acquire()
-        else:
-            await asyncio.Event().wait()
 
 
 class Rows:
@@ -284,17 +264,17 @@ class Rows:
     def __init__(self) -> None:
         self.statements: list[list[int]] = []
         self.swept: list[list[int]] = []  # by the sweeps
+        self.gone: list[list[int]] = []  # by both
         self.failures = 0
         self.deleted = asyncio.Event()
-        self.sweeping = asyncio.Event()  # a sweep has taken confirmed rows along,
-        self.swept_on = asyncio.Event()  # and gets its answer when this is set
-        self.swept_on.set()
+        self.answered = asyncio.Event()  # a statement that deletes ends when this is set
+        self.answered.set()
 
     async def delete(self, row_ids: Sequence[int]) -> None:
-        if self.failures:
-            self.failures -= 1
-            raise DatabaseUnavailable("unavailable")
-        self.statements.append(list(row_ids))
+        ids = list(row_ids)
+        await self._answer()
+        self.statements.append(ids)
+        self.gone.append(ids)
         self.deleted.set()
 
     async def claim_stale(
@@ -305,147 +285,182 @@ class Rows:
         confirmed: Sequence[int] = (),
         back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
-        if confirmed:
-            self.sweeping.set()
-            await self.swept_on.wait()
-            if self.failures:
-                self.failures -= 1
-                raise DatabaseUnavailable("unavailable")
-        self.swept.append(list(confirmed))
+        ids = list(confirmed)
+        if ids:
+            await self._answer()
+            self.gone.append(ids)
+        self.swept.append(ids)
         return []
+
+    async def _answer(self) -> None:
+        await self.answered.wait()
+        if self.failures:
+            self.failures -= 1
+            raise DatabaseUnavailable("unavailable")
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
 
 
 @asynccontextmanager
-async def relaying_deletes(clock: DeleteGate, rows: Rows) -> AsyncIterator[Relay]:
+async def relaying_deletes(rows: Rows) -> AsyncIterator[Relay]:
     buses: dict[str, Bus] = {CELL: PostedBus(CELL)}  # type: ignore[dict-item]
-    relay = Relay(rows, buses, clock=clock)
+    relay = Relay(rows, buses, clock=SystemClock(), sweep_interval_s=DAY_S)
     running = asyncio.create_task(relay.run())
-    await asyncio.sleep(0)  # it runs,
-    await asyncio.sleep(0)  # and its first sweep is over
+    await asyncio.sleep(0.01)  # the first sweep is over
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            yield relay
+        yield relay
     finally:
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
 
 
+def sweep(relay: Relay, bus: str) -> None:
+    """A further bus may take what waits in the table."""
+    relay.add_bus(PostedBus(bus))  # type: ignore[arg-type]
+
+
+async def send(relay: Relay, *rows: int) -> None:
+    """Rows whose messages are confirmed a moment later."""
+    for row in rows:
+        relay.send([row], OUTGOING)
+    await asyncio.sleep(0.01)
+
+
+@on_virtual_time
 async def test_what_is_confirmed_in_the_pause_goes_in_one_statement() -> None:
-    clock, rows = DeleteGate(), Rows()
-    async with relaying_deletes(clock, rows) as relay:
-        relay.send([1], OUTGOING)
-        await clock.waiting.wait()
-        relay.send([2], OUTGOING)
-        relay.send([3], OUTGOING)
-        while relay._confirmed.to_delete < 3:  # noqa: ASYNC110  (it needs only turns of the loop)
-            await asyncio.sleep(0)
-        assert rows.statements == []
-        clock.over.set()
+    rows = Rows()
+    async with relaying_deletes(rows) as relay:
+        for row in (1, 2, 3):
+            await send(relay, row)
+        assert (rows.statements, relay.held) == ([], 3)
+        await rows.deleted.wait()
+        await asyncio.sleep(0)
+        assert (rows.statements, relay.held) == ([[1, 2, 3]], 0)
+
+
+@on_virtual_time
+async def test_what_is_confirmed_while_a_statement_runs_gathers_again() -> None:
+    rows = Rows()
+    rows.answered.clear()
+    async with relaying_deletes(rows) as relay:
+        await send(relay, 1)
+        await asyncio.sleep(2 * DELETE_PAUSE_S)
+        await send(relay, 2)
+        rows.answered.set()
+        await send(relay, 3)
+        assert (rows.statements, relay.held) == ([[1]], 2)
+        await asyncio.sleep(2 * DELETE_PAUSE_S)
+        assert (rows.statements, relay.held) == ([[1], [2, 3]], 0)
+
+
+@on_virtual_time
+async def test_what_a_failed_statement_had_comes_first_again() -> None:
+    rows = Rows()
+    rows.failures = 1
+    async with relaying_deletes(rows) as relay:
+        await send(relay, 1, 2)
+        while rows.failures:  # noqa: ASYNC110  (time is virtual)
+            await asyncio.sleep(0.01)
+        await send(relay, 3)
+        assert relay.held == 3
         await rows.deleted.wait()
         assert rows.statements == [[1, 2, 3]]
 
 
+@on_virtual_time
 async def test_draining_does_not_wait_for_the_pause() -> None:
-    clock, rows = DeleteGate(), Rows()
-    async with relaying_deletes(clock, rows) as relay:
-        relay.send([1], OUTGOING)
-        await clock.waiting.wait()
+    rows = Rows()
+    async with relaying_deletes(rows) as relay:
+        await send(relay, 1)
+        began = asyncio.get_running_loop().time()
         await relay.drain(PATIENCE_S)
-        assert relay.held == 0
-        assert rows.statements == [[1]]
+        assert asyncio.get_running_loop().time() == began
+        assert (relay.held, rows.gone) == (0, [[1]])
 
 
+@on_virtual_time
 async def test_draining_deletes_what_is_confirmed_only_then_and_tries_again() -> None:
-    clock, rows = DeleteGate(), Rows()
+    rows = Rows()
     rows.failures = 1
-    async with relaying_deletes(clock, rows) as relay:
+    async with relaying_deletes(rows) as relay:
         draining = asyncio.create_task(relay.drain(PATIENCE_S))
         relay.send([1], OUTGOING)
         await draining
         relay.send([2], OUTGOING)
         await relay.drain(PATIENCE_S)
-        assert [*filter(None, rows.swept), *rows.statements] == [[1], [2]]  # a drain sweeps, too
+        assert rows.gone == [[1], [2]]
 
 
+@on_virtual_time
 async def test_after_a_drain_rows_gather_again() -> None:
-    clock, rows = DeleteGate(), Rows()
-    async with relaying_deletes(clock, rows) as relay:
+    rows = Rows()
+    async with relaying_deletes(rows) as relay:
         relay.send([1], OUTGOING)
         await relay.drain(PATIENCE_S)
-        clock.waiting.clear()
-        relay.send([2], OUTGOING)
-        await clock.waiting.wait()
-        assert rows.statements == [[1]]
+        await send(relay, 2)
+        assert (relay.held, rows.gone) == (1, [[1]])
 
 
+@on_virtual_time
 async def test_a_full_batch_waits_for_no_more() -> None:
-    clock, rows = DeleteGate(), Rows()
-    async with relaying_deletes(clock, rows) as relay:
+    rows = Rows()
+    async with relaying_deletes(rows) as relay:
+        began = asyncio.get_running_loop().time()
         for row in range(DELETE_BATCH + 1):
             relay.send([row + 1], OUTGOING)
         await rows.deleted.wait()
-        assert [len(ids) for ids in rows.statements] == [DELETE_BATCH]
+        assert asyncio.get_running_loop().time() == began
+        assert [len(ids) for ids in rows.gone] == [DELETE_BATCH]
         await relay.drain(PATIENCE_S)
-        assert sum(map(len, rows.statements)) == DELETE_BATCH + 1
+        assert [len(ids) for ids in rows.gone] == [DELETE_BATCH, 1]
 
 
+@on_virtual_time
 async def test_a_sweep_takes_along_what_is_confirmed() -> None:
-    clock, rows = DeleteGate(), Rows()
-    async with relaying_deletes(clock, rows) as relay:
-        relay.send([1], OUTGOING)
-        await clock.waiting.wait()
+    rows = Rows()
+    async with relaying_deletes(rows) as relay:
+        await send(relay, 1)
         rows.failures = 1  # the first sweep fails: the row waits for the next
-        clock.sweeping.release()
-        while rows.failures:  # noqa: ASYNC110  (it needs only turns of the loop)
-            await asyncio.sleep(0)
-        assert (relay.held, rows.swept) == (1, [[]])
-        clock.sweeping.release()
-        while relay.held:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        assert rows.swept == [[], [1]]
-        clock.over.set()
-        clock.waiting.clear()
-        relay.send([2], OUTGOING)
+        sweep(relay, "c2")
+        await asyncio.sleep(0.01)
+        assert (relay.held, rows.swept, rows.failures) == (1, [[]], 0)
+        sweep(relay, "c3")
+        await asyncio.sleep(0.01)
+        assert (relay.held, rows.swept) == (0, [[], [1]])
+        await send(relay, 2)
         await rows.deleted.wait()
         assert rows.statements == [[2]], "and not what has gone already"
 
 
-@pytest.mark.timeout(60)
+@on_virtual_time
 async def test_draining_while_a_sweep_takes_the_rows_along_leaves_the_loop_to_others() -> None:
     """The simulation's seed 80014: the sweep's answer could not arrive, as nothing else ran any more."""
-    clock, rows = DeleteGate(), Rows()
-    async with relaying_deletes(clock, rows) as relay:
-        relay.send([1], OUTGOING)
-        await clock.waiting.wait()
-        rows.swept_on.clear()
-        clock.sweeping.release()
-        await rows.sweeping.wait()
+    rows = Rows()
+    async with relaying_deletes(rows) as relay:
+        await send(relay, 1)
+        rows.answered.clear()
+        sweep(relay, "c2")
+        await asyncio.sleep(0.01)
         draining = asyncio.create_task(relay.drain(PATIENCE_S))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         assert not draining.done()
-        rows.swept_on.set()
+        rows.answered.set()
         await draining
         assert (relay.held, rows.statements) == (0, [])
 
 
+@on_virtual_time
 async def test_rows_of_a_sweep_that_failed_do_not_wait_for_the_next_sweep() -> None:
     """Found by reading: the pause before deleting had ended meanwhile, and nobody was woken for them."""
-    clock, rows = DeleteGate(), Rows()
-    async with relaying_deletes(clock, rows) as relay:
-        relay.send([1], OUTGOING)
-        await clock.waiting.wait()
-        rows.swept_on.clear()
-        clock.sweeping.release()
-        await rows.sweeping.wait()
-        clock.over.set()
-        for _ in range(10):
-            await asyncio.sleep(0)
+    rows = Rows()
+    async with relaying_deletes(rows) as relay:
+        await send(relay, 1)
+        rows.answered.clear()
+        sweep(relay, "c2")
+        await asyncio.sleep(2 * DELETE_PAUSE_S)
         assert rows.statements == [], "the sweep has them"
         rows.failures = 1
-        rows.swept_on.set()
+        rows.answered.set()
         await rows.deleted.wait()
         assert rows.statements == [[1]]
