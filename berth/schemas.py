@@ -110,8 +110,7 @@ async def read_revision(connection: asyncpg.Connection, schema: str) -> SchemaRe
         for table in REVISION_TABLES
         if table in relations
     }
-    oldest = read.get(OLDEST, "")
-    revisions = Revisions(read.get(APPLIED, oldest), oldest)
+    revisions = Revisions(read.get(APPLIED, ""), read.get(OLDEST, ""))
     return assess(schema, revisions, is_empty=not set(relations) - set(REVISION_TABLES))
 
 

@@ -18,7 +18,6 @@ from bus.metrics import CELLS_NOT_ENTERED
 from bus.port import BusError, BusUnavailable
 from bus.retrying import CELL_UNAVAILABLE, Retrying
 from bus.service.environment import CellAddressInvalid
-from bus.service.service import Reached
 
 log = structlog.get_logger(__name__)
 
@@ -101,20 +100,6 @@ class _CellSlot:
         self.changed = asyncio.Event()
 
 
-class _ReachedCell:
-    def __init__(self, slot: _CellSlot, buses: Mapping[str, Bus]) -> None:
-        self._slot = slot
-        self._buses = buses
-
-    @property
-    def unavailable_reason(self) -> str:
-        """The reason why nothing can be published to the cell; "" when it can, or when the cell is not in use."""
-        if not self._slot.wanted:
-            return ""
-        bus = self._buses.get(self._slot.name)
-        return self._slot.problem or "not connected" if bus is None else bus.unavailable_reason
-
-
 class CellLinks:
     """The links of one worker. make: a function that makes the link of a bus, with its consumers. reach: opens buses
     while the worker runs; None: the cells are those of the settings. opened, closed: called with a bus when the worker
@@ -168,9 +153,12 @@ class CellLinks:
             return LinkState.UP, ""
         return LinkState.CONNECTING, slot.problem
 
-    def reached(self, name: str) -> Reached:
-        """Return the state of a cell of the settings for /readyz."""
-        return _ReachedCell(self._slots[name], self.buses)
+    def unavailable_reason(self, name: str) -> str:
+        """Why nothing can be published to a cell of the settings; "": it can, or the cell is not in use."""
+        slot, bus = self._slots[name], self.buses.get(name)
+        if not slot.wanted:
+            return ""
+        return slot.problem or "not connected" if bus is None else bus.unavailable_reason
 
     def want(self, cells: Mapping[str, CellBus | None]) -> None:
         """Set the cells that are to be in use, with the addresses of their buses; None: the address in the settings."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection
+import ssl
+from collections.abc import Collection, Mapping
 from urllib.parse import unquote
 
 from msgspec import Struct
@@ -91,6 +92,23 @@ def parse_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_PORT)) and 0 < int(text) <= MAX_PORT):
         raise BadUrl(f"a port is a number from 1 to {MAX_PORT}")
     return int(text)
+
+
+def load_tls_files(
+    context: ssl.SSLContext, given: Mapping[str, str], *, authorities: Collection[str], certificate: str, key: str
+) -> None:
+    """Load the files of these parameters, as far as they are given. Raises BadUrl: one cannot be used."""
+    name = ""
+    try:
+        for name in authorities:
+            if name in given:
+                context.load_verify_locations(cafile=given[name])
+        name = certificate
+        if name in given:  # without a password OpenSSL would ask for that of an encrypted key at the terminal
+            context.load_cert_chain(given[name], given.get(key), password=lambda: "")
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise BadUrl(f"its {name} (or the key to it) cannot be used: {why}") from error
 
 
 def _host(text: str) -> Endpoint:

@@ -17,8 +17,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ReportHosts
 from bus.faults import BrokenInvariant, Transient
-from bus.persistence.lingering import Lingering, StreamPosition
-from bus.persistence.relay import Relay
+from bus.persistence.relay import Lingering, Relay, StreamPosition
 from bus.port import BusError
 from bus.retrying import REPORT_REQUEST, Retrying
 from bus.service.environment import Environment
@@ -111,7 +110,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("fences", fences.run)
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)
-    service.add_bus_check("bus", bus)
+    service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("database", lambda: store.ready)
     service.add_refresh(partial(_show_safety, store, cell))
     service.add_drain(relay.drain)

@@ -9,7 +9,7 @@ import structlog
 from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.openstack.rest import auth_of, tls_of
-from bus.persistence.identity import watch_identity
+from bus.persistence.database import watch_identity
 from bus.port import Transport
 from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url
 from bus.service.environment import Environment
@@ -76,7 +76,7 @@ def build(
         bus.consumer("ironic.outdated.{process}", loop.outdated, concurrency=1, source=source_of(config.name))
     )
     service.add_drain(loop.drain)
-    service.add_bus_check("bus", bus)
+    service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("ironic", lambda: loop.healthy)
     return service
 

@@ -15,8 +15,7 @@ from bus.cell_links import CellLink, CellLinks, wait_for
 from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.objects import CellBus
-from bus.persistence.database import Database
-from bus.persistence.identity import watch_identity
+from bus.persistence.database import Database, watch_identity
 from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.health import Health
@@ -128,7 +127,7 @@ def _add_book(service: Service, store: ResourceBook, api: Bus) -> None:
     service.add_resource(store.open, store.close)
     service.add_resource(api.open, api.close)
     service.add_check("database", lambda: store.rows.ready)
-    service.add_bus_check("bus api", api)
+    service.add_bus_check("bus api", lambda: api.unavailable_reason)
 
 
 def _add_consumers(service: Service, api: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> None:

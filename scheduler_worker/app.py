@@ -17,10 +17,8 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.moves import MoveEvent
 from bus.contracts.objects import CellBus
-from bus.persistence.database import Database
-from bus.persistence.identity import watch_identity
-from bus.persistence.lingering import Lingering, StreamPosition
-from bus.persistence.relay import Relay
+from bus.persistence.database import Database, watch_identity
+from bus.persistence.relay import Lingering, Relay, StreamPosition
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
 from bus.service.service import Service
@@ -407,7 +405,7 @@ def _add_link(parts: SchedulerParts, bus: Bus, links: CellLinks) -> CellLink:
     link = links.configure(bus)
     service.add_resource(open_nothing, partial(links.close_cell, name))
     service.add_task(f"cell {name}", partial(links.hold, name))
-    service.add_bus_check(f"bus {name}", links.reached(name))
+    service.add_bus_check(f"bus {name}", partial(links.unavailable_reason, name))
     return link
 
 
@@ -460,7 +458,7 @@ def _add_requests(
             on_malformed=refused_unreadable,
         )
     )
-    service.add_bus_check("bus api", bus)
+    service.add_bus_check("bus api", lambda: bus.unavailable_reason)
 
 
 def _metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:

@@ -45,7 +45,7 @@ from bus.rabbitmq import BrokerUntrusted
 from bus.service.environment import CellAddressInvalid, NotConfigured
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
-from bus.service.watchdog import watchdog_of_this_process, watched_loop
+from bus.service.watchdog import watchdog_of, watched_loop
 
 
 class Exit(IntEnum):
@@ -192,7 +192,7 @@ def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
 
 
 async def _watched(body: Callable[[], Coroutine[Any, Any, int | None]]) -> int | None:
-    async with watched_loop(watchdog_of_this_process()):
+    async with watched_loop(watchdog_of(os.environ, pid=os.getpid())):
         return await body()
 
 

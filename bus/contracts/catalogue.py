@@ -19,7 +19,7 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bus.contracts import (
     book,
@@ -375,16 +375,11 @@ OPERATORS: Mapping[type[Message], Mapping[str, frozenset[Any] | None]] = {
 }
 
 
-def _defaults(kind: type[Message]) -> dict[str, Any]:
-    fields, defaults = kind.__struct_fields__, kind.__struct_defaults__
-    return dict(zip(fields[len(fields) - len(defaults) :], defaults, strict=True))
-
-
-def _rule(kind: type[Message]) -> tuple[tuple[str, frozenset[Any] | None, Any], ...]:
-    return tuple((field, values, _defaults(kind).get(field)) for field, values in OPERATORS[kind].items())
-
-
-_RULES = {kind: _rule(kind) for kind in OPERATORS}
+# {message: (field, the values that are an operator's, its default)}
+_RULES = {
+    kind: [(one.name, rights[one.name], one.default) for one in structs.fields(kind) if one.name in rights]
+    for kind, rights in OPERATORS.items()
+}
 
 
 def operators_rights(message: Message) -> tuple[str, ...]:

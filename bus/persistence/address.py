@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlencode
 
 import asyncpg
@@ -11,8 +13,7 @@ from asyncpg.exceptions import TargetServerAttributeNotMatched
 from msgspec import Struct
 
 from bus.faults import DatabaseForbidden
-from bus.persistence.known_types import TypedConnection
-from bus.server_url import BadUrl, Endpoint, ServerUrl, parse_hosts, parse_port, parse_server_url
+from bus.server_url import BadUrl, Endpoint, ServerUrl, load_tls_files, parse_hosts, parse_port, parse_server_url
 
 SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
 SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
@@ -20,6 +21,39 @@ TLS = ("sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl")
 # The accepted values of libpq's target_session_attrs. Every worker writes, so other values make no sense.
 TARGETS = ("read-write", "primary")
 PARAMETERS = ("host", "port", "user", "password", "dbname", *TLS, "target_session_attrs")
+
+
+# Types below are PostgreSQL's own, with one number in every database of every version (access/transam.h,
+# FirstGenbkiObjectId).
+FIRST_ASSIGNED = 10_000
+
+# By the number of a type: what the catalogue has of it and of the types that it is made of.
+_known: dict[int, Sequence[Any]] = {}
+# asyncpg prepares its own statement again when an anonymous one took its place; none did.
+_NO_STATEMENT = SimpleNamespace(name="known")
+
+
+class TypedConnection(asyncpg.Connection):  # type: ignore[misc]  # asyncpg has no types
+    """A connection that looks up a type of PostgreSQL's own in the catalogue once in a process, not once a connection.
+
+    asyncpg knows the scalars, and looks every array up (`bigint[]`, `uuid[]`) when a connection first meets it: ten
+    milliseconds of the server's time each. A connection of a worker meets six.
+    """
+
+    async def _introspect_types(
+        self,
+        typeoids: Iterable[int],
+        timeout: float | None,  # noqa: ASYNC109  (asyncpg's)
+    ) -> tuple[Sequence[Any], Any]:
+        numbers = sorted(typeoids)
+        if any(number >= FIRST_ASSIGNED for number in numbers):
+            found: tuple[Sequence[Any], Any] = await super()._introspect_types(numbers, timeout)
+            return found
+        statement: Any = _NO_STATEMENT
+        for number in numbers:
+            if number not in _known:
+                _known[number], statement = await super()._introspect_types([number], timeout)
+        return [row for number in numbers for row in _known[number]], statement
 
 
 class ServerUntrusted(ConnectionError):
@@ -94,7 +128,9 @@ def parse_database_url(text: str) -> DatabaseAddress:
     try:
         url = parse_server_url(text, schemes=SCHEMES, parameters=PARAMETERS)
         address = _address(url)
-        _check_files(address.tls)
+        # asyncpg reports a missing file like an unavailable server.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        load_tls_files(context, address.tls, authorities=("sslrootcert", "sslcrl"), certificate="sslcert", key="sslkey")
     except BadUrl as error:
         form = "postgresql://user:password@host:port/database"
         raise DatabaseForbidden(
@@ -136,22 +172,6 @@ def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
         raise BadUrl("port needs a host; it is one for all hosts, or one for each")
     each = ports * len(hosts) if len(ports) == 1 else ports
     return tuple(Endpoint(host.name, host.port or port) for host, port in zip(hosts, each, strict=True))
-
-
-def _check_files(tls: Mapping[str, str]) -> None:
-    """Read the files once, because asyncpg reports a missing file like an unavailable server."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    name = ""
-    try:
-        for name in ("sslrootcert", "sslcrl"):
-            if name in tls:
-                context.load_verify_locations(cafile=tls[name])
-        name = "sslcert"
-        if name in tls:
-            context.load_cert_chain(tls[name], tls.get("sslkey"), password=lambda: "")
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
-        why = getattr(error, "strerror", None) or str(error)
-        raise BadUrl(f"its {name} (or the key to it) cannot be used: {why}") from None
 
 
 def _lasting(error: Exception) -> bool:

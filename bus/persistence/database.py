@@ -10,8 +10,14 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from datetime import datetime
 from functools import partial
 from uuid import UUID, uuid5
@@ -19,15 +25,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import asyncpg
 import structlog
-from sqlalchemy.ext.asyncio import AsyncConnection
 
-from bus.clock import SystemClock
-from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
+from bus.clock import Clock, SystemClock
+from bus.faults import DatabaseForbidden, DatabaseReplaced, DatabaseUnavailable, DatabaseUnprepared, Transient
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
 from bus.persistence.database_faults import FAILED_IN_USE, READ_ONLY, first_line, is_unusable, raise_fault, sqlstate
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
 from bus.persistence.revision import UnsupportedSchema, is_migrated, lock_key, migrating
-from bus.persistence.uses import Uses
 from bus.retrying import DATABASE, Retrying
 from bus.tracing.context import CURRENT
 
@@ -38,6 +42,7 @@ STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
 COMMAND_TIMEOUT_S = 30.0  # ... and the client after this, when the server does not answer at all
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
 POOL_TIMEOUT_S = 30.0  # the wait for a free connection; after it the process counts as overloaded
+HUNG_S = 5.0  # a server that has ended nothing well for so long, while something waits for it, does no work
 PROBE_CLOSE_S = 1.0  # the time that a closing process grants a probe under way
 
 # A commit waits for the log up to its own record, and so for all before it; it needs something to commit.
@@ -67,6 +72,37 @@ PLACES = UUID("5d0e9f57-6f6a-4b7e-8c1c-3a1d2f5b8c12")  # so that these uuids equ
 TRY_LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended($1, 0))"
 IS_THERE = "SELECT to_regnamespace($1) IS NOT NULL"
 SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
+
+
+# The identity of a worker's database: a uuid made once with its schema, in a table of one row. A backup takes it along,
+# so a restored database is the same one; an empty or another database is not.
+READ_IDENTITY = "SELECT deployment::text FROM identity"
+WATCH_S = 5.0  # the interval within which a worker notices that its schema was created anew
+
+
+class Uses:
+    """How many are under way, and since when none has ended well (seconds of the event loop's clock)."""
+
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._since = 0.0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Count a use from its wait for a connection to its end. One that times out shows nothing of the server."""
+        if not self._under_way:
+            self._since = asyncio.get_running_loop().time()
+        self._under_way += 1
+        try:
+            yield
+            self._since = asyncio.get_running_loop().time()
+        finally:
+            self._under_way -= 1
+
+    @property
+    def hang(self) -> bool:
+        """Whether something waits, and nothing has ended well for HUNG_S: the server hangs, or all wait for a lock."""
+        return self._under_way > 0 and asyncio.get_running_loop().time() - self._since > HUNG_S
 
 
 class Database:
@@ -326,7 +362,6 @@ class Database:
         """Learn whether the server still answers."""
         if not self._closed and self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe(), name=f"{self.schema} database probe")
-            self._probing.add_done_callback(self._probed)
 
     async def _probe(self) -> None:
         """Probe the server until it takes writes. It counts as unavailable from the first failure on."""
@@ -343,13 +378,13 @@ class Database:
             if not takes_writes:
                 raise DatabaseUnavailable("the server takes no writes")
 
-        await self._retrying.call(ask, on_failure=self._unreachable)
-        self._reachable = True
-
-    def _probed(self, task: asyncio.Task[None]) -> None:
-        self._probing = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        try:
+            await self._retrying.call(ask, on_failure=self._unreachable)
+            self._reachable = True
+        except Exception as error:  # nobody awaits the task
             log.error("database.probe_failed", schema=self.schema, reason=str(error))
+        finally:
+            self._probing = None
 
     def _unreachable(self, error: BaseException, failures: int) -> None:
         if self._reachable:
@@ -358,10 +393,8 @@ class Database:
 
     async def _prepare(self, package: str | None) -> None:
         try:
-            if not self._idle and await self._found(package):
-                return
-            async with migrating(partial(self._connect, patient=True), self.schema) as (connection, driver):
-                await self._make(connection, driver, package)
+            if self._idle or not await self._found(package):
+                await self._make(package)
         except CONNECTION_LOST as error:
             raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))
         except UnsupportedSchema as error:
@@ -370,29 +403,27 @@ class Database:
     async def _found(self, package: str | None) -> bool:
         """Whether nothing needs to be created, which is the usual case. The connection is kept for later use."""
         async with self.raw() as connection:
-            free = await connection.fetchval(TRY_LOCK, lock_key(self.schema))
-            if not free or not await self._is_made(connection, package):
+            if not (
+                await connection.fetchval(TRY_LOCK, lock_key(self.schema))
+                and await connection.fetchval(IS_THERE, f'"{self.schema}"')
+                and (package is None or await is_migrated(connection, package, self.schema))
+            ):
                 return False
             self._place = await _place_of(connection)
         return True
 
-    async def _is_made(self, connection: asyncpg.Connection, package: str | None) -> bool:
-        """Whether the schema is there and, of a package with migrations, can be used. Raises UnsupportedSchema."""
-        if not await connection.fetchval(IS_THERE, f'"{self.schema}"'):
-            return False
-        return package is None or await is_migrated(connection, package, self.schema)
+    async def _make(self, package: str | None) -> None:
+        async with migrating(partial(self._connect, patient=True), self.schema) as (connection, driver):
+            # Not `IF NOT EXISTS`: that needs the right to create schemas, though this one exists.
+            if not await driver.fetchval(IS_THERE, f'"{self.schema}"'):
+                await driver.execute(f'CREATE SCHEMA "{self.schema}"')
+            if package is not None and not await is_migrated(driver, package, self.schema):
+                async with _MIGRATING.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+                    from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
 
-    async def _make(self, connection: AsyncConnection, driver: asyncpg.Connection, package: str | None) -> None:
-        # Not `IF NOT EXISTS`: that needs the right to create schemas, though this one exists.
-        if not await driver.fetchval(IS_THERE, f'"{self.schema}"'):
-            await driver.execute(f'CREATE SCHEMA "{self.schema}"')
-        if package is not None and not await is_migrated(driver, package, self.schema):
-            async with _alembic():
-                from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
-
-                await connection.run_sync(migrations.upgrade, package, self.schema)
-            await is_migrated(driver, package, self.schema)  # raises when its tables are of another state
-        self._place = await _place_of(driver)
+                    await connection.run_sync(migrations.upgrade, package, self.schema)
+                await is_migrated(driver, package, self.schema)  # raises when its tables are of another state
+            self._place = await _place_of(driver)
 
     def _log_waiting(self, error: BaseException, failures: int) -> None:
         log.warning(
@@ -403,13 +434,9 @@ class Database:
         )
 
 
-# Alembic keeps its state in globals of the process, and a migration waits for the database in the middle of it.
+# The lock of the one migration that may run in this process: Alembic keeps its state in globals, and a migration waits
+# for the database in the middle of it.
 _MIGRATING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-
-
-def _alembic() -> asyncio.Lock:
-    """The lock of the one migration that may run in this process."""
-    return _MIGRATING.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
 
 async def _place_of(connection: asyncpg.Connection) -> str:
@@ -418,6 +445,39 @@ async def _place_of(connection: asyncpg.Connection) -> str:
         cluster = await connection.fetchval("SELECT system_identifier::text FROM pg_control_system()")
     number = await connection.fetchval("SELECT oid::text FROM pg_database WHERE datname = current_database()")
     return str(uuid5(PLACES, f"{cluster}/{number}"))
+
+
+async def read_identity(database: Database) -> str:
+    """The identity of an open database."""
+    async with database.raw() as connection:
+        return str(await connection.fetchval(READ_IDENTITY))
+
+
+async def watch_identity(database: Database, known: Callable[[], str], clock: Clock) -> None:
+    """A side task: ends the worker when its schema is made anew while it runs. Until cancelled.
+
+    Raises DatabaseReplaced, and DatabaseUnprepared where the schema is gone or has no identity. An unavailable database
+    is compared later.
+    """
+    while True:
+        await clock.sleep(WATCH_S)
+        try:
+            async with database.single() as connection:
+                found = await connection.fetchval(READ_IDENTITY)
+        except Transient:
+            continue
+        check_identity(found, known())
+
+
+def check_identity(found: str | None, known: str) -> None:
+    """Raise unless the identity that was read is the one that this process knows."""
+    if found is None:
+        raise DatabaseUnprepared("its table identity is empty: restore the database")
+    if found != known:
+        raise DatabaseReplaced(
+            f"its identity is {found} now and was {known}: the schema was made anew, or another database took its "
+            "place; restore it, or start the workers again and see `berth bus owner`"
+        )
 
 
 def _ms(seconds: float) -> str:

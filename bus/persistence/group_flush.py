@@ -43,16 +43,12 @@ class FlushedDatabase(Protocol):
 
 
 class FlushingCommit(Struct, kw_only=True):
-    """A commit that may flush earlier commits. wanted: something waits for a flush. Call `done` when the commit is on
-    disk. A commit that wrote nothing flushes nothing, and must not call it.
+    """A commit that may flush earlier commits. wanted: something waits for a flush. is_done: set when the commit has
+    written something and is on disk; one that wrote nothing flushes nothing.
     """
 
     wanted: bool
     is_done: bool = False
-
-    def done(self) -> None:
-        """Record that the commit has written something and is on disk."""
-        self.is_done = True
 
 
 class GroupFlush:

@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 from bus.clock import Clock
 from bus.faults import DatabaseUnavailable, Transient
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
-from bus.persistence.outbox import OutboxMessage, by_bus, encode_row, traced
+from bus.persistence.outbox import OutboxMessage, Sweep, by_bus, encode_row, traced
 
 LOCK_TIMEOUT_S = 25.0  # as bus.persistence.database: the server gives a waiting statement up after this
 # A commit that did not wait for the disk is on disk after this at the latest: three turns of PostgreSQL's WAL
@@ -323,45 +323,33 @@ class MemoryRows:
                 transaction.durable = commit.wanted  # forgotten in a crash, a sweep repeats them
                 transaction.will(lambda: _drop(outbox, gone))
             if commit.wanted:
-                commit.done()
+                commit.is_done = True
 
-    async def claim_stale(
-        self,
-        age_s: float,
-        limit: int,
-        closed: Sequence[str],
-        confirmed: Sequence[int] = (),
-        back: Sequence[int] = (),
-    ) -> list[tuple[int, bytes]]:
+    async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
         """Rows older than this, by id, at most `limit` for each bus, and these; taking one makes it young again."""
-        with self._session.flush_by_commit() as commit:
-            found = await self._claim_stale(age_s, limit, closed, frozenset(confirmed), frozenset(back))
-            if confirmed:
-                commit.done()
-        return found
-
-    async def _claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: frozenset[int], back: frozenset[int]
-    ) -> list[tuple[int, bytes]]:
         database = self._session.database
-        async with self._session.transaction() as transaction:
-            if confirmed:
-                transaction.will(lambda: _drop(database.outbox, sorted(confirmed)))
-            now = database.clock.time()
-            taken: Counter[str] = Counter()
-            old: list[int] = []
-            for one, row in sorted(database.outbox.items(), key=lambda item: (item[1].taken_at, item[0])):
-                if row.taken_at >= now - age_s and one not in back:
-                    continue
-                if one not in confirmed and taken[row.bus] < limit and row.bus not in closed:
-                    taken[row.bus] += 1
-                    old.append(one)
-            old = sorted(one for one in old if transaction.is_free(("outbox", one)))
-            await transaction.lock([("outbox", one) for one in old])
-            for one in old:
-                transaction.will(partial(_renew, database.outbox, one, now))
-            # As with SKIP LOCKED: a row that another transaction has deleted by then is not returned.
-            return [(one, found.body) for one in old if (found := database.outbox.get(one)) is not None]
+        with self._session.flush_by_commit() as commit:
+            async with self._session.transaction() as transaction:
+                if sweep.confirmed:
+                    transaction.will(lambda: _drop(database.outbox, sorted(sweep.confirmed)))
+                now = database.clock.time()
+                taken: Counter[str] = Counter()
+                old: list[int] = []
+                for one, row in sorted(database.outbox.items(), key=lambda item: (item[1].taken_at, item[0])):
+                    if row.taken_at >= now - sweep.age_s and one not in sweep.back:
+                        continue
+                    if one not in sweep.confirmed and taken[row.bus] < sweep.limit and row.bus not in sweep.closed:
+                        taken[row.bus] += 1
+                        old.append(one)
+                old = sorted(one for one in old if transaction.is_free(("outbox", one)))
+                await transaction.lock([("outbox", one) for one in old])
+                for one in old:
+                    transaction.will(partial(_renew, database.outbox, one, now))
+                # As with SKIP LOCKED: a row that another transaction has deleted by then is not returned.
+                stale = [(one, found.body) for one in old if (found := database.outbox.get(one)) is not None]
+            if sweep.confirmed:
+                commit.is_done = True
+        return stale
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:
         """Drop old records of handled messages."""

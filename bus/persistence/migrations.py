@@ -19,7 +19,6 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
 from bus.persistence.revision import (
-    APPLIED,
     OLDEST,
     REVISION_TABLES,
     Revisions,
@@ -52,10 +51,8 @@ def upgrade(connection: Connection, package: str, schema: str, revision: str = "
     made = config(package, connection, schema)
     found = _by_driver(connection, lambda driver: read_revisions(driver, schema))
     _check(connection, known_revisions(package), found, schema)
-    if found.applied:  # a version that kept it in the other table may have made this schema
-        _write(connection, schema, APPLIED, found.applied)
     command.upgrade(made, revision)
-    _write(connection, schema, OLDEST, oldest_for(package, revision))
+    _write_oldest(connection, schema, oldest_for(package, revision))
 
 
 def oldest_for(package: str, revision: str = "head") -> str:
@@ -77,10 +74,10 @@ def _by_driver(connection: Connection, call: Callable[[asyncpg.Connection], Awai
     return result
 
 
-def _write(connection: Connection, schema: str, table: str, revision: str) -> None:
-    """Keep a revision in one of REVISION_TABLES, which is as Alembic makes it."""
-    place = f'"{schema}".{table}'
-    primary_key = f"CONSTRAINT {table}_pkc PRIMARY KEY (version_num)"
+def _write_oldest(connection: Connection, schema: str, revision: str) -> None:
+    """Keep it in a table that is as Alembic makes its own."""
+    place = f'"{schema}".{OLDEST}'
+    primary_key = f"CONSTRAINT {OLDEST}_pkc PRIMARY KEY (version_num)"
     connection.execute(text(f"CREATE TABLE IF NOT EXISTS {place} (version_num varchar(32) NOT NULL, {primary_key})"))
     connection.execute(text(f"DELETE FROM {place}"))
     connection.execute(text(f"INSERT INTO {place} VALUES (:revision)"), {"revision": revision})

@@ -9,17 +9,24 @@ are old enough. Consumers are idempotent, so a message that is sent twice does n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, Union
+from typing import TYPE_CHECKING, Protocol, Union
 
 import asyncpg
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from bus.contracts.base import Message
 from bus.contracts.catalogue import MESSAGES
 from bus.persistence.guarded_statement import GuardedStatement
 from bus.tracing.context import CURRENT
+
+if TYPE_CHECKING:
+    from bus.persistence.database import Database
+
+    AnyMessage = Message
+else:  # a message's type is its tag, so any process of the role can read and publish it
+    AnyMessage = Union[tuple(row.message for row in MESSAGES)]  # noqa: UP007  (made of a list)
 
 
 class OutboxMessage(Struct, frozen=True, omit_defaults=True):
@@ -29,23 +36,15 @@ class OutboxMessage(Struct, frozen=True, omit_defaults=True):
     """
 
     bus: str
-    message: Message
-    cause: str = ""
-    traceparent: str = ""
-
-
-class _Stored(Struct, frozen=True):
-    """An OutboxMessage as it is read back: the message's type is its tag, so any process of the role can publish it."""
-
-    bus: str
-    message: Union[tuple(row.message for row in MESSAGES)]  # type: ignore[valid-type]  # noqa: UP007
+    message: AnyMessage
     cause: str = ""
     traceparent: str = ""
 
 
 encode_row = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(list[_Stored]).decode
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what `decode_row` raises
+decode_row = msgspec.json.Decoder(list[OutboxMessage]).decode
+# What `decode_row` raises for a row that another version has written.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # Not the sequence alone: a database that crashed gives numbers again that it had given to transactions that did not
 # wait for the disk. A relay still holds the old row under its number, and would forget the new one with it. Time does
@@ -57,11 +56,6 @@ SELECT {NEW_ID}, bus, body FROM unnest({{}}::text[], {{}}::bytea[]) AS messages 
 WHERE {{met}} RETURNING id, bus
 """
 IDS = '(SELECT array_agg(id ORDER BY bus COLLATE "C") FROM outgoing)'  # as `by_bus` has them
-
-
-def decode_row(body: bytes) -> list[OutboxMessage]:
-    """The messages of a row. Raises UNREADABLE for a row that another version has written."""
-    return [OutboxMessage(item.bus, item.message, item.cause, item.traceparent) for item in _decode(body)]
 
 
 def by_bus(outgoing: Sequence[OutboxMessage]) -> dict[str, list[OutboxMessage]]:
@@ -119,29 +113,89 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
     return {row["message_id"] for row in rows}
 
 
+class Sweep(Struct, frozen=True):
+    """Which rows a relay takes: those that nobody has taken for `age_s` seconds, at most `limit` for each bus.
+
+    closed: buses that take nothing now; rows for these are left untouched. confirmed: rows to delete in the same
+    statement. back: rows to take however young they are.
+    """
+
+    age_s: float
+    limit: int
+    closed: Sequence[str] = ()
+    confirmed: Sequence[int] = ()
+    back: Sequence[int] = ()
+
+
 class Rows(Protocol):
     """The operations that a relay needs of an outbox.
 
-    Adapters: `outbox_rows`, `memory_database`. All raise Transient.
+    Adapters: `PostgresRows`, and `MemoryRows` of `memory_database`. All raise Transient.
     """
 
     async def delete(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
 
-    async def claim_stale(
-        self,
-        age_s: float,
-        limit: int,
-        closed: Sequence[str],
-        confirmed: Sequence[int] = (),
-        back: Sequence[int] = (),
-    ) -> list[tuple[int, bytes]]:
-        """Rows older than this, by id, at most `limit` for each bus.
-
-        Taking one makes it young again, so that two relays do not take it at once. closed: buses that take nothing now;
-        rows for these are left untouched. confirmed: rows to delete in the same statement. back: rows to take however
-        young they are.
-        """
+    async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
+        """Rows with their bodies, by id. Taking one makes it young again, so that two relays do not take it at once."""
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:
         """Delete records of handled messages older than this, up to a bound."""
+
+
+# Each is a transaction of its own. Losing a deletion in a crash of the database means that a sweep repeats the row: not
+# worth a disk flush, unless something else waits for one ($2).
+DELETE_CONFIRMED = """
+WITH gone AS (DELETE FROM outbox WHERE id = ANY($1::bigint[]) RETURNING 1)
+SELECT count(*), CASE WHEN NOT $2 THEN set_config('synchronous_commit', 'off', true) END FROM gone
+"""
+# Of the rows for a bus the longest untaken go first, so that those which fail again and again go round; and each bus
+# has the limit to itself, so that one with many rows does not hold up the others.
+TAKE_OLD = """
+WITH gone AS (DELETE FROM outbox WHERE id = ANY($4::bigint[]) RETURNING 1),
+taken AS (
+    UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox WHERE id IN (
+        SELECT id FROM (
+            SELECT id, row_number() OVER (PARTITION BY bus ORDER BY taken_at, id) AS place FROM outbox
+            WHERE (taken_at < now() - make_interval(secs => $1) OR id = ANY($5::bigint[]))
+                AND NOT bus = ANY($3::text[]) AND NOT id = ANY($4::bigint[])
+        ) AS ranked WHERE place <= $2
+    ) AND (taken_at < now() - make_interval(secs => $1) OR id = ANY($5::bigint[]))
+    ORDER BY id FOR UPDATE SKIP LOCKED) RETURNING id, body
+)
+SELECT deleted.rows, taken.id, taken.body
+FROM (SELECT count(*) AS rows FROM gone) AS deleted LEFT JOIN taken ON true
+"""
+DELETE_HANDLED = """
+DELETE FROM handled WHERE ctid = ANY(ARRAY(
+    SELECT ctid FROM handled WHERE at < now() - make_interval(secs => $1) LIMIT $2))
+"""
+
+
+class PostgresRows:
+    """The outbox of one schema."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def delete(self, row_ids: Sequence[int]) -> None:
+        """Delete rows whose messages are confirmed; where a flush is waited for, the commit is that flush."""
+        async with self._database.single() as connection:
+            with self._database.flush_by_commit(connection) as commit:
+                deleted = await connection.fetchval(DELETE_CONFIRMED, row_ids, commit.wanted)
+                if commit.wanted and deleted:
+                    commit.is_done = True
+
+    async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
+        """Rows older than this, by id, at most `limit` for each bus, and these; taking one makes it young again."""
+        async with self._database.single() as connection:
+            with self._database.flush_by_commit(connection) as commit:
+                rows = await connection.fetch(TAKE_OLD, *astuple(sweep))
+                if rows[0]["rows"]:
+                    commit.is_done = True
+        return sorted((row["id"], row["body"]) for row in rows if row["id"] is not None)
+
+    async def purge_handled(self, keep_s: float, limit: int) -> None:
+        """Drop old records of handled messages."""
+        async with self._database.raw() as connection:
+            await connection.execute(DELETE_HANDLED, keep_s, limit)

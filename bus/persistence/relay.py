@@ -3,16 +3,21 @@ sweeps.
 
 A row has the messages of one transaction for one bus. They go straight to that bus's publisher, with one confirmation
 for the row. While a bus is unavailable its rows stay in the table, and a sweep publishes them when it is back.
+
+Messages that nobody waits for linger for a moment, and leave with the next one on their subject. A message that leaves
+alone costs a broker message; what lingers shares one, or is dropped because a newer one says the same and more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import structlog
+from msgspec import Struct
 from prometheus_client import Counter, Gauge
 
 from bus.clock import Clock, event_or_time, shared_delay_s
@@ -20,8 +25,7 @@ from bus.contracts.base import Message
 from bus.faults import Transient
 from bus.log_interval import LogInterval
 from bus.persistence.group_flush import GATHER_S
-from bus.persistence.lingering import Lingering, LingeringItems
-from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, by_bus, decode_row, traced
+from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, Sweep, by_bus, decode_row, traced
 from bus.port import BusUnavailable
 from bus.publishing import Waiter
 from bus.retrying import RELAY, Backoff
@@ -55,6 +59,96 @@ _left = Counter("berth_outbox_deferred_rows", "Outbox rows left to the sweep", [
 _held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker's confirm")
 _published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
 _overtaken = Counter("berth_outbox_overtaken_messages", "Outbox messages that a newer one replaced", ["bus"])
+
+
+StreamPosition = tuple[Hashable, int]  # the subject of a message, and its number among the reports on that
+
+Item = TypeVar("Item")
+
+
+class Lingering(Struct, frozen=True):
+    """Which messages wait for the next one on their subject, and how long.
+
+    lingers: messages that are not waited for; each waits for half of `linger_s` or longer, up to all of it, whatever
+    else leaves. place: the subject of a message, and its number among the reports on that; None: on nothing, so the
+    message waits for no other. When a message with a higher number on the same subject comes meanwhile, the lingering
+    one is dropped: its row adds nothing to the newer one's. keeps: instead it leaves together with that one, before it,
+    because the receiver records each.
+    """
+
+    linger_s: float = 0.0
+    lingers: Callable[[Message], bool] = lambda _: False
+    place: Callable[[Message], StreamPosition | None] = lambda _: None
+    keeps: bool = False
+
+
+class _Reports(Struct, Generic[Item]):
+    """The lingering items on one subject, and the newest one's number. since: how many halves had passed then."""
+
+    number: int
+    items: list[Item]
+    since: int
+
+
+class LingeringItems(Generic[Item]):
+    """The lingering items of one bus, each with its message. at_once: the process is ending, and nothing lingers."""
+
+    def __init__(self, policy: Lingering, dropped: Callable[[Item], None]) -> None:
+        self._policy = policy
+        self._dropped = dropped
+        # By their subjects, the oldest first; those without one each under a number of its own.
+        self._reports: dict[Hashable, _Reports[Item]] = {}
+        self._numbers = itertools.count()
+        self._halves = 0  # the number of half linger times that have passed
+        self.at_once = policy.linger_s <= 0
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def put(self, message: Message, item: Item) -> list[Item]:
+        """Return the items that are to leave now, in order; none when this one lingers."""
+        lingers = not self.at_once and self._policy.lingers(message)
+        if not lingers and not self._reports:
+            return [item]
+        place = self._policy.place(message)
+        subject, number = place or (next(self._numbers), 0)
+        found = self._reports.get(subject)
+        if found is None:
+            if lingers:
+                self._reports[subject] = _Reports(number, [item], self._halves)
+            return [] if lingers else [item]
+        if self._policy.keeps:
+            found.items.append(item)  # since the first
+            return [] if lingers else self._reports.pop(subject).items
+        if found.number < number:
+            self._drop(self._reports.pop(subject).items)
+            if lingers:
+                self._reports[subject] = _Reports(number, [item], self._halves)
+        elif lingers:
+            self._drop([item])
+        return [] if lingers else [item]
+
+    def end_half(self) -> list[Item]:
+        """Half of the linger time has passed. Returns the items that have lingered for a whole half and a part of
+        another.
+
+        If all of them left whenever the time is over, most would have just come, and the ends of those builds would
+        follow in a message of their own.
+        """
+        self._halves += 1
+        return self._leave(lambda one: self._halves >= one.since + 2)
+
+    def end_all(self) -> list[Item]:
+        """Return all items: they are to leave now."""
+        return self._leave(lambda _: True)
+
+    def _leave(self, is_due: Callable[[_Reports[Item]], bool]) -> list[Item]:
+        due = [subject for subject, one in self._reports.items() if is_due(one)]
+        return [item for subject in due for item in self._reports.pop(subject).items]
+
+    def _drop(self, items: list[Item]) -> None:
+        for item in items:
+            self._dropped(item)
 
 
 class _Ticket(Waiter):
@@ -355,8 +449,9 @@ class Relay:
 
     async def _sweep(self) -> None:
         left = dict(self._left)  # what is left meanwhile, again or at first, waits for the next sweep
-        while not await self._sweep_batch(left):
-            pass
+        is_all = False
+        while not is_all:
+            is_all = await self._sweep_batch(left)
 
     async def _sweep_batch(self, left: dict[int, str]) -> bool:
         """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that
@@ -365,8 +460,9 @@ class Relay:
         closed = self._closed | {name for name, lane in self._lanes.items() if self._has_its_share(lane)}
         back = [row for row, bus in left.items() if bus not in closed]
         confirmed = self._confirmed[:DELETE_BATCH]
+        sweep = Sweep(self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back)
         try:
-            found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back)
+            found = await self._rows.claim_stale(sweep)
         except Transient as fault:
             log.warning("outbox.database_unavailable", code=fault.code)
             return True

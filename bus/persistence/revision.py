@@ -23,9 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
 APPLIED = "schema_revision"  # the table with the newest revision that was applied; Alembic keeps it
-# The table with the oldest revision whose code may run on the schema. Alembic kept its revision there while each schema
-# had one migration, and versions of that time start only where it holds the revision that they know: they follow the
-# rule, too. A schema that one of them has made has this table alone.
+# The table with the oldest revision whose code may run on the schema.
 OLDEST = "alembic_version"
 REVISION_TABLES = (APPLIED, OLDEST)
 
@@ -37,7 +35,7 @@ SELECT c.relname, a.attname, a.attnotnull AND NOT a.atthasdef AND a.attidentity 
 FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
 WHERE c.relnamespace = to_regnamespace($1) AND c.relkind IN ('r', 'p') AND a.attnum > 0 AND NOT a.attisdropped
 """
-PRESENT = "SELECT to_regclass($1) IS NOT NULL, to_regclass($2) IS NOT NULL"
+PRESENT = "SELECT to_regclass($1) IS NOT NULL"
 
 LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))")
 
@@ -114,11 +112,9 @@ def known_revisions(package: str) -> list[str]:
 async def read_revisions(connection: asyncpg.Connection, schema: str) -> Revisions:
     """The revisions of a schema; Revisions() when it has none."""
     applied, oldest = (f'"{schema}".{table}' for table in REVISION_TABLES)
-    has_applied, has_oldest = await connection.fetchrow(PRESENT, applied, oldest)
-    if not has_oldest:
+    if not await connection.fetchval(PRESENT, applied):
         return Revisions()
-    found = await _read(connection, oldest)
-    return Revisions(await _read(connection, applied) if has_applied else found, found)
+    return Revisions(await _read(connection, applied), await _read(connection, oldest))
 
 
 async def _read(connection: asyncpg.Connection, table: str) -> str:

@@ -9,12 +9,13 @@ from msgspec import Struct
 from yarl import URL
 
 from bus.port import BusForbidden
-from bus.server_url import BadUrl, Endpoint, parse_server_url
+from bus.server_url import BadUrl, Endpoint, load_tls_files, parse_server_url
 
 SCHEMES = ("amqp", "amqps")
 PORTS = {"amqp": 5672, "amqps": 5671}
 # RabbitMQ's own names (its "URI query parameters"); cafile is aio-pika's word for cacertfile.
-PARAMETERS = ("cacertfile", "cafile", "certfile", "keyfile", "verify")
+AUTHORITIES = ("cacertfile", "cafile")
+PARAMETERS = (*AUTHORITIES, "certfile", "keyfile", "verify")
 VERIFY = ("verify_peer", "verify_none")
 
 
@@ -45,14 +46,13 @@ class BrokerAddress(Struct, frozen=True, kw_only=True):
         if self.scheme != "amqps":
             return None
         given = self.parameters
-        name = "cafile" if "cafile" in given else "cacertfile"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if given.keys().isdisjoint(AUTHORITIES):
+            context.load_default_certs()
         try:
-            context = ssl.create_default_context(cafile=given.get(name))
-            name = "certfile"
-            if name in given:
-                context.load_cert_chain(given[name], given.get("keyfile"), password=_no_password)
-        except (OSError, ValueError) as error:  # an SSLError is an OSError
-            raise BadBusUrl(f"its {name} (or the key to it) cannot be used: {_why(error)}") from error
+            load_tls_files(context, given, authorities=AUTHORITIES, certificate="certfile", key="keyfile")
+        except BadUrl as error:
+            raise BadBusUrl(str(error)) from error
         if given.get("verify") == "verify_none":
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
@@ -85,12 +85,3 @@ def parse_bus_url(text: str) -> BrokerAddress:
     )
     address.tls()
     return address
-
-
-def _no_password() -> str:
-    """A key under a password would have OpenSSL ask for it at the terminal."""
-    raise ValueError("the key is encrypted")
-
-
-def _why(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

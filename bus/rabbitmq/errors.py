@@ -78,22 +78,16 @@ def port_error(error: BaseException, about: str = "") -> BusError:
     if isinstance(error, exceptions.ConnectionClosed) and error.args and error.args[0] == NOT_ALLOWED:
         return BusForbidden(text)
     if isinstance(error, ChannelClosed):
-        return _channel(error, text, about)
+        # The text is the broker's own and names the thing meant, the only way to distinguish them; for other users of
+        # that channel the bus was unavailable.
+        if about and f"'{about}'" not in text:
+            return BusUnavailable(text)
+        return next((ours for theirs, ours in _CLOSED.items() if isinstance(error, theirs)), BusError)(text)
     if isinstance(error, AMQPConnectionError | ChannelInvalidStateError | OSError | TimeoutError | RuntimeError):
         return BusUnavailable(text)
     if isinstance(error, BROKEN_OFF):
         return BusUnavailable(f"the other side hung up: {text}")
     return BusError(text)
-
-
-def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
-    """Why the broker closed a channel. For other users of that channel the bus was unavailable.
-
-    The text is the broker's own and names the thing meant, the only way to distinguish them.
-    """
-    if about and f"'{about}'" not in text:
-        return BusUnavailable(text)
-    return next((ours for theirs, ours in _CLOSED.items() if isinstance(error, theirs)), BusError)(text)
 
 
 def _text(error: BaseException) -> str:

@@ -272,12 +272,8 @@ def _written_value(value: Any) -> bytes:
 
 
 def _short_text(value: bytes) -> tuple[int, str]:
-    end = value[0] + 1
-    return end, _text(value[1:end])
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", errors="surrogateescape")
+    text, end = _text_at(value, 0)
+    return end, text
 
 
 def _properties(properties: Any, flags: int, data: bytes) -> None:
@@ -295,8 +291,7 @@ def _read(properties: Any, flags: int, data: bytes) -> None:
             continue
         value: object
         if kind == _SHORT_TEXT:
-            end = at + 1 + data[at]
-            value, at = _text(data[at + 1 : end]), end
+            value, at = _text_at(data, at)
         elif kind == _TABLE:
             start = at + _LONG.size
             at = start + _LONG.unpack_from(data, at)[0]

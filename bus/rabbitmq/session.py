@@ -180,9 +180,10 @@ class Session:
     async def _is_there(self, queue: str) -> bool:
         """Whether a shared queue exists, as far as these credentials may know: see `_declare_exchange`."""
         try:
-            return await self.count(queue) is not None
-        except BusForbidden:
-            return True
+            await self.depth(queue)
+        except (QueueMissing, BusForbidden) as error:
+            return isinstance(error, BusForbidden)
+        return True
 
     async def _declare_if_allowed(self, planned: QueuePlan) -> bool:
         """Bind a shared queue that exists, and log how it differs. False: these credentials may not."""
@@ -262,16 +263,6 @@ class Session:
                     timeout=RPC_TIMEOUT_S,
                 )
 
-    async def count(self, queue: str) -> int | None:
-        """Messages ready in a queue that may not be there (None)."""
-        channel = await self.named("shared")
-        try:
-            with translated(queue):
-                answer = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
-        except QueueMissing:
-            return None
-        return answer.message_count or 0
-
     async def declare(self, planned: QueuePlan) -> None:
         """A queue and its bindings, under its real names."""
         try:
@@ -334,7 +325,7 @@ class Session:
     async def depth(self, queue: str) -> int:
         """Messages ready."""
         channel = await self.named("control")
-        with translated():
+        with translated(queue):
             answer = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
         return answer.message_count or 0
 
@@ -348,19 +339,6 @@ class Session:
 
 def _usable(publisher: PublishChannel) -> bool:
     return not (publisher.channel.is_closed or publisher.suspect)
-
-
-async def is_there(session: Session, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> bool:
-    """Bind again after a reconnection, if that exchange has come back; its first binder tries again if not."""
-    try:
-        await session.bind_foreign(planned, exchange, keys)
-    except QueueMissing:
-        return False
-    except BusError:
-        if session.lost.is_set():
-            raise
-        return False
-    return True
 
 
 def _arguments(planned: QueuePlan) -> dict[str, Any]:

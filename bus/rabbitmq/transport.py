@@ -19,7 +19,7 @@ from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.channels import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import hand_over_at_once, install
-from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
+from bus.rabbitmq.session import RPC_TIMEOUT_S, Session
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import MARK, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
 from bus.wire import most_bytes
@@ -46,7 +46,6 @@ class RabbitSubscription:
         self._tag = ""
         self._cancelled = False
         self._paused = False
-        self._regulating = False
         self._changing = asyncio.Lock()  # begins and ends of the consumption come one after the other
 
     async def attach(self, session: Session) -> None:
@@ -54,7 +53,6 @@ class RabbitSubscription:
         async with self._changing:
             if not self._cancelled:
                 await self._attach(session)
-        self._regulate()
 
     async def _attach(self, session: Session) -> None:
         channel = await session.channel(confirms=False)
@@ -92,58 +90,37 @@ class RabbitSubscription:
     def pause(self) -> None:
         """No new deliveries until `resume`."""
         self._paused = True
-        self._regulate()
+        self._transport.run_beside(self._follow())
 
     def resume(self) -> None:
         """Deliver again."""
         self._paused = False
-        self._regulate()
-
-    def _differs(self) -> bool:
-        """Whether it consumes though it is paused, or does not though it is not. A lost channel `attach` replaces."""
-        consumes = bool(self._tag)
-        return self._channel is not None and consumes is self._paused and not self._cancelled
-
-    def _regulate(self) -> None:
-        if self._differs() and not self._regulating:
-            self._regulating = True
-            self._transport.run_beside(self._follow())
+        self._transport.run_beside(self._follow())
 
     async def _follow(self) -> None:
-        """Consume or not, as was last wanted."""
-        try:
-            while self._differs():
-                async with self._changing:
-                    if self._differs():
-                        await self._change()
-        except BusError as error:
-            log.info("bus.not_regulated", queue=self.queue, code=error.code)
-        finally:
-            self._regulating = False
+        """Consume or not, as was last wanted. A lost channel `attach` replaces."""
+        async with self._changing:
+            channel = self._channel
+            try:
+                while channel is not None and not channel.is_closed and bool(self._tag) is self._rests:
+                    if not self._rests:
+                        self._tag = await self._consume(channel)
+                        continue
+                    with translated():
+                        await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+                    self._tag = ""
+            except BusError as error:
+                log.info("bus.not_regulated", queue=self.queue, code=error.code)
 
-    async def _change(self) -> None:
-        channel = self._channel
-        assert channel is not None
-        if not self._paused:
-            self._tag = await self._consume(channel)
-            return
-        with translated():
-            await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
-        self._tag = ""
+    @property
+    def _rests(self) -> bool:
+        return self._paused or self._cancelled
 
     async def cancel(self) -> None:
         """No new deliveries; those handed over may still be acknowledged, so the channel stays."""
         self._cancelled = True  # what begins to consume afterwards does not
-        self._transport.unsubscribe(self)
-        async with self._changing:
-            channel = self._channel
-            try:
-                if channel is not None and not channel.is_closed and self._tag:
-                    with translated():
-                        await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
-            except BusError:
-                log.debug("bus.cancel_failed", queue=self.queue)
-            self._on_delivery = _requeue
+        await self._follow()
+        self._on_delivery = _requeue
 
     async def flush(self) -> None:
         """Hand the settled deliveries to the connection before it closes."""
@@ -154,7 +131,7 @@ class RabbitSubscription:
         """The broker ended this consumption (the queue was deleted, the channel closed) but the connection stands."""
         if self._channel is channel and not self._cancelled and not session.lost.is_set():
             self._channel = None
-            self._transport.restore(self, session)
+            self._transport.run_beside(self._transport.restore(self, session))
 
 
 def _requeue(delivery: Delivery) -> None:
@@ -180,9 +157,7 @@ class RabbitTransport:
         self._shared = False
         self._marks: dict[str, str] = {}  # {exchange: owner}
         self._declared: dict[str, QueuePlan] = {}
-        self._foreign: dict[tuple[str, str], tuple[QueuePlan, tuple[str, ...]]] = {}
-        self._subscriptions: list[RabbitSubscription] = []
-        self._cancelled: list[RabbitSubscription] = []  # their last acknowledgements may be on the way
+        self._subscriptions: list[RabbitSubscription] = []  # of those cancelled the last acks may be on the way
         self._getters: dict[AbstractChannel, Acks] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._on_locked: list[Callable[[], None]] = []
@@ -221,7 +196,7 @@ class RabbitTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
         session, self._session = self._session, None
         if session is not None:
-            for subscription in (*self._subscriptions, *self._cancelled):
+            for subscription in self._subscriptions:
                 await subscription.flush()
             for acks in self._getters.values():
                 await acks.flush()
@@ -230,7 +205,6 @@ class RabbitTransport:
         if session is not None:
             await session.close()
         self._subscriptions.clear()
-        self._cancelled.clear()
         self._getters.clear()
 
     async def declare_shared(self) -> None:
@@ -264,10 +238,13 @@ class RabbitTransport:
         await self._declare(reply_plan(name))
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """A durable queue bound to an exchange of another system. Raises QueueMissing."""
+        """A durable queue bound to an exchange of another system. Raises QueueMissing.
+
+        After a reconnection the queue is there, and the caller binds it again: that exchange may be gone, or another.
+        """
         planned = self._names.plan(foreign_plan(queue))
         await self._current().bind_foreign(planned, exchange, keys)
-        self._foreign[planned.name, exchange] = (planned, tuple(keys))
+        self._declared[planned.name] = planned
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the broker's confirm."""
@@ -314,15 +291,6 @@ class RabbitTransport:
     def on_locked(self, callback: Callable[[], None]) -> None:
         """Called each time the connection does not come back, as another has a private queue of this one's."""
         self._on_locked.append(callback)
-
-    def unsubscribe(self, subscription: RabbitSubscription) -> None:
-        """A subscription was cancelled."""
-        self._subscriptions = [one for one in self._subscriptions if one is not subscription]
-        self._cancelled.append(subscription)
-
-    def restore(self, subscription: RabbitSubscription, session: Session) -> None:
-        """Take up a consumption again that the broker ended."""
-        self.run_beside(self._restore(subscription, session))
 
     def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something for a subscription, until it ends or the transport closes."""
@@ -439,9 +407,6 @@ class RabbitTransport:
             await session.declare_shared()
         for planned in self._declared.values():
             await session.declare(planned)
-        for (_, exchange), (planned, keys) in self._foreign.items():
-            if not await is_there(session, planned, exchange, keys):
-                await session.declare(planned)
         # A message delivered while further queues are taken up is answered at once, so this is the current session now.
         self._session = session
         try:
@@ -451,9 +416,10 @@ class RabbitTransport:
             self._session = None
             raise
 
-    async def _restore(self, subscription: RabbitSubscription, session: Session) -> None:
+    async def restore(self, subscription: RabbitSubscription, session: Session) -> None:
+        """Take up a consumption again that the broker ended."""
         backoff = Backoff(RECONNECT, self._clock, self._jitter)
-        while self._session is session and not session.lost.is_set() and subscription in self._subscriptions:
+        while self._session is session and not session.lost.is_set():
             try:
                 planned = self._declared.get(subscription.queue)
                 if planned is not None:

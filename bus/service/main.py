@@ -21,7 +21,7 @@ from bus.service.health import Health
 from bus.service.service import Service
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
-from bus.service.watchdog import show_stacks_on_abort, watchdog_of_this_process, watched_loop
+from bus.service.watchdog import show_stacks_on_abort, watchdog_of, watched_loop
 
 EXIT_CLEAN = 0
 EXIT_FAULT = 1
@@ -95,7 +95,7 @@ async def live(
         await health.open()  # before the worker opens, so that /readyz shows what it waits for
     freezing = asyncio.create_task(_freeze_when_ready(service))
     try:
-        async with watched_loop(watchdog_of_this_process()):
+        async with watched_loop(watchdog_of(os.environ, pid=os.getpid())):
             await service.run(stop)
     finally:
         freezing.cancel()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -30,14 +30,6 @@ class SideTaskEnded(Fault):
     """A task that must run as long as the service ended without an error."""
 
     code = "service.task_ended"
-
-
-class Reached(Protocol):
-    """The operations that the lifecycle needs of a bus."""
-
-    @property
-    def unavailable_reason(self) -> str:
-        """Why nothing can be published on it now; "": it can."""
 
 
 class Service:
@@ -100,11 +92,11 @@ class Service:
         """Add a line of /readyz, which is true while that part can do its work."""
         self._checks[name] = lambda: "" if fn() else name
 
-    def add_bus_check(self, name: str, bus: Reached) -> None:
+    def add_bus_check(self, name: str, unavailable_reason: Callable[[], str]) -> None:
         """Add a line of /readyz for a bus: whether it is connected and its broker accepts messages, otherwise the
         reason.
         """
-        self._checks[name] = lambda: f"{name}: {bus.unavailable_reason}" if bus.unavailable_reason else ""
+        self._checks[name] = lambda: f"{name}: {reason}" if (reason := unavailable_reason()) else ""
 
     def add_refresh(self, refreshing: Callable[[], Awaitable[Any]]) -> None:
         """Add a function that sets gauges whose value must be queried. It is called before metrics are scraped and must

@@ -13,7 +13,7 @@ import re
 import textwrap
 import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -50,7 +50,11 @@ class SettingsError(Exception):
 def load(kind: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: str = PREFIX) -> T:
     """The settings of a file, overridden by variables. Raises SettingsError."""
     tree = read_toml(toml) if toml is not None else {}
-    _check_names(kind, tree, (), str(toml))
+    for part, value, path in _parts(kind, tree):
+        fields = _fields(part)
+        if fields is not None and isinstance(value, dict):
+            for name in [name for name in value if name not in fields]:
+                raise _unknown(".".join((*path, name)), name, fields, str(toml))
     for name in sorted(env):
         if name.startswith(prefix) and name != prefix + CONFIG_VARIABLE:
             _override(kind, tree, name, env[name], prefix)
@@ -100,7 +104,13 @@ def describe_fields(kind: type[Struct]) -> Mapping[str, str]:
 
 def describe(kind: type[Struct], tree: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
     """{path of a setting: description} for every setting of a tree of plain values."""
-    return dict(_described(kind, tree, ()))
+    return {
+        (*path, name): describe_fields(_plain(part))[name]
+        for part, value, path in _parts(kind, tree)
+        if _fields(part) is not None and isinstance(value, Mapping)
+        for name in value
+        if name in describe_fields(_plain(part))
+    }
 
 
 def hide_password(text: str) -> str:
@@ -116,36 +126,16 @@ def hide_password(text: str) -> str:
     return f"{scheme}://{_PASSWORD.sub(HIDDEN, shown + slash + path)}"
 
 
-def _described(kind: Any, tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _parts(kind: Any, tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any, tuple[str, ...]]]:
+    """(type, value, path) of a value and of all values in it, from the outside in; Any: the type of an unknown name."""
+    yield kind, tree, path
     fields, inner = _fields(kind), _inner(kind)
-    if not isinstance(tree, Mapping):
-        return
-    for name, value in tree.items():
-        if fields is None:
-            yield from _described(inner, value, (*path, name))
-            continue
-        if name in (texts := describe_fields(_plain(kind))):
-            yield (*path, name), texts[name]
-        yield from _described(fields[name], value, (*path, name))
-
-
-def _check_names(kind: Any, tree: Any, path: Sequence[str], where: str) -> None:
-    fields = _fields(kind)
-    if fields is not None and isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         for name, value in tree.items():
-            if name not in fields:
-                raise _unknown(".".join((*path, name)), name, fields, where)
-            _check_names(fields[name], value, (*path, name), where)
-        return
-    inner = _inner(kind)
-    if inner is None:
-        return
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            _check_names(inner, value, (*path, name), where)
+            yield from _parts(inner if fields is None else fields.get(name, Any), value, (*path, name))
     elif isinstance(tree, list):
         for position, value in enumerate(tree):
-            _check_names(inner, value, (*path, str(position)), where)
+            yield from _parts(inner, value, (*path, str(position)))
 
 
 def _override(kind: Any, tree: dict[str, Any], variable: str, text: str, prefix: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import os
 import socket
 from collections.abc import AsyncIterator, Mapping
 
@@ -61,11 +60,6 @@ async def watched_loop(watchdog: Watchdog | None) -> AsyncIterator[None]:
 def show_stacks_on_abort() -> None:
     """Print the stack of every thread when this process is ended by SIGABRT or crashes."""
     faulthandler.enable(STANDARD_ERROR)
-
-
-def watchdog_of_this_process() -> Watchdog | None:
-    """The supervisor of this process, if it wants watchdog pings."""
-    return watchdog_of(os.environ, pid=os.getpid())
 
 
 async def _send_pings(watchdog: Watchdog) -> None:

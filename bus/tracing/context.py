@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
-from typing import Protocol
 
 from msgspec import Struct, field
 
@@ -79,31 +78,17 @@ class Span(Struct, eq=False):
             self.on_end(self)
 
 
-class StartSpan(Protocol):
-    """Begins a span below a parent (`bus.tracing.tracer.Tracer.start`)."""
-
-    def __call__(
-        self,
-        name: str,
-        *,
-        parent: TraceContext | None,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Mapping[str, str | int] = {},
-    ) -> Span:
-        """A span below the parent; without one, the first of its trace."""
-        ...
-
-
 class Scope(Struct, frozen=True, eq=False):
     """The messages that are being handled now. by_cause: the contexts of its sampled messages, by their causes and
     subjects.
 
+    start: begins a span below a parent (`bus.tracing.tracer.Tracer.start`).
     parent: the span that work for all of them belongs to, until it has ended; tasks that were begun meanwhile keep the
     scope, and find their own context by cause. whole: all of it is one request's work, so that other causes belong to
     `parent`, until it has ended. otherwise: the header of messages of other causes; empty: they have none.
     """
 
-    start: StartSpan
+    start: Callable[..., Span]
     by_cause: Mapping[str, TraceContext]
     parent: Span | None
     otherwise: str = ""

@@ -9,8 +9,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from bus.persistence.database import check_identity
 from bus.persistence.guarded_statement import Conflict, PreconditionFailed
-from bus.persistence.identity import check_identity
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, VersionCache

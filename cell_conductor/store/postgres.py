@@ -14,11 +14,9 @@ import asyncpg
 from msgspec.structs import replace
 
 from bus.persistence import outbox
-from bus.persistence.database import Database
+from bus.persistence.database import Database, check_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
-from bus.persistence.identity import check_identity
-from bus.persistence.outbox import OutboxMessage
-from bus.persistence.outbox_rows import PostgresRows
+from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor.domain.desires import (
     AT_REST,

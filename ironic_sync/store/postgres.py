@@ -16,8 +16,7 @@ import msgspec
 
 from bus.contracts.base import encode
 from bus.contracts.placement import ProviderReport
-from bus.persistence.database import Database
-from bus.persistence.identity import read_identity
+from bus.persistence.database import Database, read_identity
 from ironic_sync.domain.position import Position
 from ironic_sync.store.port import NotLeader
 

@@ -20,8 +20,7 @@ from bus.clock import SystemClock
 from bus.contracts.feed import Change, FeedHead, FeedRow
 from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
 from bus.faults import BrokenInvariant
-from bus.persistence.database import Database
-from bus.persistence.identity import read_identity
+from bus.persistence.database import Database, read_identity
 from bus.persistence.tables import fetch
 from bus.turns import turn_for
 from placement_worker.domain.claim_group import WantedMembers

@@ -316,7 +316,7 @@ class MemoryBuildRows:
         with self._session.flush_by_commit() as commit:
             written = await self._write(writes)
             if writes.durable:
-                commit.done()
+                commit.is_done = True
         return written
 
     async def _write(self, writes: BuildWrites) -> Committed:

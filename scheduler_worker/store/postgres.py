@@ -14,11 +14,9 @@ from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
-from bus.persistence.database import Database
+from bus.persistence.database import Database, read_identity
 from bus.persistence.guarded_statement import GuardedStatement
-from bus.persistence.identity import read_identity
-from bus.persistence.outbox import OutboxMessage
-from bus.persistence.outbox_rows import PostgresRows
+from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.relay import Relay
 from bus.persistence.tables import fetch
 from bus.persistence.unit_of_work import Committed, VersionCache, published
@@ -181,7 +179,7 @@ class PostgresBuildRows:
         with self._database.flush_by_commit(self._connection) as commit:
             written = await statement.execute(self._connection, durable=writes.durable)
             if writes.durable:
-                commit.done()
+                commit.is_done = True
         return Committed(written["version"], written["outbox_rows"])
 
 

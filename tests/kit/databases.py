@@ -16,8 +16,8 @@ from typing import Any
 import asyncpg
 
 from bus.persistence import tables
+from bus.persistence.address import TypedConnection
 from bus.persistence.database import Database
-from bus.persistence.known_types import TypedConnection
 from bus.persistence.revision import REVISION_TABLES, tables_of
 from tests.kit.servers import administer, named, plain
 

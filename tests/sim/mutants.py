@@ -17,7 +17,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOutcome, InventoryResult, Release
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
-from bus.persistence.outbox import by_bus
+from bus.persistence.outbox import Sweep, by_bus
 from bus.persistence.relay import Relay
 from cell_conductor.domain import rules, steps, table
 from cell_conductor.domain.instance import State
@@ -62,15 +62,8 @@ def outbox_skipped() -> AbstractContextManager[Any]:
 def outbox_never_swept() -> AbstractContextManager[Any]:
     """A dead process's messages in its outbox stay there."""
 
-    async def claim_stale(  # noqa: PLR0917  (the port's)
-        self: MemoryRows,
-        age_s: float,
-        limit: int,
-        closed: Sequence[str],
-        confirmed: Sequence[int] = (),
-        back: Sequence[int] = (),
-    ) -> list[tuple[int, bytes]]:
-        await self.delete(confirmed)
+    async def claim_stale(self: MemoryRows, sweep: Sweep) -> list[tuple[int, bytes]]:
+        await self.delete(sweep.confirmed)
         return []
 
     return patch.object(MemoryRows, "claim_stale", claim_stale)

@@ -16,7 +16,7 @@ from bus.contracts.moves import MoveKind
 from bus.faults import DatabaseReplaced, DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
-from bus.persistence.outbox import OutboxMessage
+from bus.persistence.outbox import OutboxMessage, Sweep
 from cell_conductor.domain.desires import Work, in_text, states_where
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.domain.set_back import SET_BACK_GAP
@@ -173,7 +173,7 @@ async def test_an_exception_leaves_nothing_behind(store: InstanceStore) -> None:
             await transaction.send_later(MESSAGES)
             raise RuntimeError
     assert await recorded(store) == {}
-    assert await store.outbox.claim_stale(0.0, 10, []) == []
+    assert await store.outbox.claim_stale(Sweep(0.0, 10)) == []
     async with store.transaction() as transaction:
         assert await transaction.first_time(["m1"]) == {"m1"}
 
@@ -254,12 +254,12 @@ async def test_outbox_rows_are_there_until_they_are_forgotten(store: InstanceSto
     async with store.transaction() as transaction:
         assert await transaction.send_later([]) == []
         (row,) = await transaction.send_later(MESSAGES)
-    assert await store.outbox.claim_stale(60.0, 10, []) == []
-    ((found, body),) = await store.outbox.claim_stale(-1.0, 10, [])
+    assert await store.outbox.claim_stale(Sweep(60.0, 10)) == []
+    ((found, body),) = await store.outbox.claim_stale(Sweep(-1.0, 10))
     assert found == row
     assert b"cell.delete.v1" in body
     await store.outbox.delete([row])
-    assert await store.outbox.claim_stale(-1.0, 10, []) == []
+    assert await store.outbox.claim_stale(Sweep(-1.0, 10)) == []
 
 
 async def test_old_records_of_handled_messages_go(store: InstanceStore) -> None:
@@ -383,7 +383,7 @@ async def test_an_optimistic_transaction_writes_what_is_as_expected(store: Insta
     assert await step(store, "m2", [A], new=set(), state=State.ACTIVE) == {"m2"}
     assert await step(store, "m3", [A, B, C], new={C}, state=State.FAILED) == {"m3"}
     assert {uuid: one.state for uuid, one in (await recorded(store)).items()} == dict.fromkeys((A, B, C), State.FAILED)
-    assert len(await store.outbox.claim_stale(-1.0, 10, [])) == 3
+    assert len(await store.outbox.claim_stale(Sweep(-1.0, 10))) == 3
 
 
 async def test_an_optimistic_transaction_that_finds_nothing_writes_nothing(store: InstanceStore) -> None:
@@ -399,7 +399,7 @@ async def test_a_message_expected_to_be_new_is_handled_once(make: Make, store: I
     await step(store, "m1", [A], new={A}, state=State.BUILDING)
     assert await step(other, "m1", [A], new={A}, state=State.FAILED) == set()
     assert (await recorded(store))[A].state is State.BUILDING
-    assert len(await store.outbox.claim_stale(-1.0, 10, [])) == 1
+    assert len(await store.outbox.claim_stale(Sweep(-1.0, 10))) == 1
 
 
 async def test_an_instance_that_another_process_moved_is_read_anew(make: Make, store: InstanceStore) -> None:
@@ -444,7 +444,7 @@ async def test_a_conflict_writes_nothing(make: Make) -> None:
     assert {uuid: each.state for uuid, each in found.items()} == {A: State.ACTIVE, C: State.BUILDING}
     async with one.transaction() as transaction:
         assert await transaction.first_time(["m1"]) == {"m1"}
-    assert len(await one.outbox.claim_stale(-1.0, 10, [])) == 1
+    assert len(await one.outbox.claim_stale(Sweep(-1.0, 10))) == 1
 
 
 async def test_a_circle_of_waiting_transactions_gets_an_error(make: Make, store: InstanceStore) -> None:

@@ -14,7 +14,7 @@ from bus.contracts.moves import CellMove, Condition, MoveKind, MoveQuery, MoveSt
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
-from bus.persistence.outbox import OutboxMessage
+from bus.persistence.outbox import OutboxMessage, Sweep
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
@@ -119,7 +119,7 @@ async def test_the_messages_of_a_unit_are_published_when_it_has_committed(store:
         unit.emit(OutboxMessage("api", event))
     (((row,), emitted),) = sent.rows
     assert [one.message for one in emitted] == [event]
-    assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == [row]
+    assert [found for found, _ in await store.outbox.claim_stale(Sweep(-1.0, 10))] == [row]
 
 
 async def test_a_record_has_its_timeline(store: SchedulerStore) -> None:
@@ -314,7 +314,7 @@ async def test_an_optimistic_unit_writes_what_is_as_expected(store: SchedulerSto
     assert await announce(store, A, B) == {A: 12, B: 2}
     rows = [row for ids, _ in sent.rows for row in ids]
     assert len(sent.rows) == len(set(rows)) == 4
-    assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == sorted(rows)
+    assert [found for found, _ in await store.outbox.claim_stale(Sweep(-1.0, 10))] == sorted(rows)
     assert {r.instance_uuid: r.cell for r in await store.builds(BuildQuery())} == {A: "c1", B: "c1"}
 
 

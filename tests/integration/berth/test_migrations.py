@@ -152,20 +152,6 @@ async def test_at_its_own_revision_a_version_accepts_no_other_column(empty_datab
     assert await start(empty_database, package) == "database.other_schema"
 
 
-async def test_a_schema_from_before_there_were_two_tables_of_revisions_is_migrated(
-    empty_database: str, released: Release
-) -> None:
-    former, newer = released(FIRST), released(FIRST, SIZES)
-    await (await opened(empty_database, former)).close()
-    connection = await asyncpg.connect(empty_database)
-    await connection.execute(f"DROP TABLE s.{APPLIED}")
-    assert await start(empty_database, former) == "", "a version without a migration leaves it as it is"
-    assert await connection.fetchval(f"SELECT to_regclass('s.{APPLIED}')") is None
-    assert await start(empty_database, newer) == ""
-    assert await revisions(empty_database) == ("0002_sizes", "0001_initial")
-    await connection.close()
-
-
 async def test_workers_of_two_versions_that_start_at_once_migrate_once(empty_database: str, released: Release) -> None:
     former, newer = released(FIRST), released(FIRST, SIZES)
     assert set(await asyncio.gather(*(start(empty_database, one) for one in [former, newer] * 3))) == {""}

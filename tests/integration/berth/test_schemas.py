@@ -20,8 +20,8 @@ from berth.settings import Settings
 from berth.trial import up
 from berth.trial.embedded.postgres import Postgres
 from bus.faults import DatabaseForbidden as DirDatabaseForbidden
+from bus.persistence import address
 from bus.persistence import database as module
-from bus.persistence import known_types
 from bus.persistence.address import parse_database_url
 from bus.persistence.database import Database, DatabaseForbidden
 from bus.persistence.migrations import config
@@ -125,8 +125,7 @@ async def test_a_revision_that_no_version_has_is_refused_and_left_as_it_was(
 ) -> None:
     database = await opened(empty_database, "old", f"{worker}.store.migrations")
     async with database.raw() as connection:
-        await connection.execute(f"DROP TABLE {APPLIED}")  # they kept it in the other one
-        await connection.execute("UPDATE alembic_version SET version_num = $1", revision)
+        await connection.execute(f"UPDATE {APPLIED} SET version_num = $1", revision)
         await connection.execute("CREATE TABLE of_yesterday (n integer)")
     before = await description(database)
     again = Database(empty_database, "old")
@@ -242,7 +241,7 @@ async def test_a_type_of_the_database_itself_is_looked_up_by_each_connection(emp
         async with connected(empty_database, []) as connection:
             await connection.execute(f"DROP TYPE IF EXISTS kind; CREATE TYPE kind AS ENUM {values}")
             assert await connection.fetchval("SELECT enum_range(NULL::kind)") == list(values)
-    assert [number for number in known_types._known if number >= known_types.FIRST_ASSIGNED] == []
+    assert [number for number in address._known if number >= address.FIRST_ASSIGNED] == []
 
 
 # --- postgreSQL takes the statements that the documents show

@@ -14,7 +14,6 @@ import pytest
 from berth.trial.embedded.postgres import Postgres
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import database as module
-from bus.persistence import uses
 from bus.persistence.address import DatabaseAddress
 from bus.persistence.database import Database
 from bus.persistence.revision import lock_key
@@ -254,7 +253,7 @@ async def test_a_server_on_which_nothing_ends_is_not_ready(
     empty_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table that another session has locked, a server that hangs."""
-    monkeypatch.setattr(uses, "HUNG_S", 0.05)
+    monkeypatch.setattr(module, "HUNG_S", 0.05)
     database = Database(empty_database, "locked")
     await database.open()
     locking = await asyncpg.connect(empty_database)

@@ -20,8 +20,7 @@ from bus.contracts.cell import CellDelete
 from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
-from bus.persistence.outbox import OutboxMessage
-from bus.persistence.outbox_rows import DELETE_CONFIRMED, PostgresRows
+from bus.persistence.outbox import DELETE_CONFIRMED, OutboxMessage, PostgresRows, Sweep
 from bus.persistence.relay import SWEEP_BATCH, Relay
 from bus.persistence.revision import migrating
 from bus.persistence.tables import create_tables, outbox_tables
@@ -302,13 +301,13 @@ async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Da
         )
         (last,) = await outbox.add(connection, [OutboxMessage("api", event())])
     store = PostgresRows(database)
-    found = [row for row, _ in await store.claim_stale(-1.0, 10, [])]
+    found = [row for row, _ in await store.claim_stale(Sweep(-1.0, 10))]
     assert len(found) == 11
     assert last in found
     await store.delete([last])
-    again = [row for row, _ in await store.claim_stale(-1.0, 10, [])]
+    again = [row for row, _ in await store.claim_stale(Sweep(-1.0, 10))]
     assert not set(again) & set(found)  # the longest untaken first
-    assert await store.claim_stale(-1.0, 10, ["cell1", "cell2"]) == []
+    assert await store.claim_stale(Sweep(-1.0, 10, ["cell1", "cell2"])) == []
 
 
 @pytest.mark.parametrize("rest", ["cell1", "removed"])
@@ -332,7 +331,7 @@ async def test_a_transaction_for_two_buses_leaves_where_it_can_and_is_not_repeat
         await commit(database, [OutboxMessage("api", event("last"))])
         await api.until(2)
     assert [message.project_id for message, _ in api.confirmed] == ["both", "last"]  # type: ignore[attr-defined]
-    ((_, body),) = [one for one in await PostgresRows(database).claim_stale(-1.0, 10, []) if b"kept" in one[1]]
+    ((_, body),) = [one for one in await PostgresRows(database).claim_stale(Sweep(-1.0, 10)) if b"kept" in one[1]]
     assert [one["bus"] for one in msgspec.json.decode(body)] == [rest]
 
 

@@ -16,7 +16,7 @@ from bus.contracts.workers import WorkersPage, WorkersQuery
 from bus.faults import DatabaseReplaced, DatabaseUnprepared, first_fault
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.owner import BusOwnedByAnother
-from bus.persistence import identity
+from bus.persistence import database as database_module
 from bus.persistence.database import Database
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
@@ -309,7 +309,7 @@ async def test_a_worker_does_not_go_on_in_a_schema_that_was_made_anew(
     role: str, empty_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It wrote there, with what it knew of the old one, until it was started again."""
-    monkeypatch.setattr(identity, "WATCH_S", 0.05)
+    monkeypatch.setattr(database_module, "WATCH_S", 0.05)
     brokers = {name: MemoryBroker(SystemClock()) for name in (API, *CELLS)}
 
     def connect(bus: str) -> MemoryTransport:

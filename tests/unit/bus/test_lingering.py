@@ -17,9 +17,8 @@ from bus.contracts.cell import CellDelete
 from bus.contracts.queues import BUILD_EVENTS
 from bus.faults import DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.persistence.lingering import Lingering, StreamPosition
-from bus.persistence.outbox import OutboxMessage
-from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, Relay
+from bus.persistence.outbox import OutboxMessage, Sweep
+from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, Lingering, Relay, StreamPosition
 from bus.port import Outgoing
 from cell_conductor.app import is_progress, position_of
 from scheduler_worker.app import position_of_event
@@ -76,14 +75,7 @@ class Halves(Gate):
 class NoRows:
     async def delete(self, row_ids: Sequence[int]) -> None: ...
 
-    async def claim_stale(
-        self,
-        age_s: float,
-        limit: int,
-        closed: Sequence[str],
-        confirmed: Sequence[int] = (),
-        back: Sequence[int] = (),
-    ) -> list[tuple[int, bytes]]:
+    async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
         return []
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
@@ -277,15 +269,8 @@ class Rows:
         self.gone.append(ids)
         self.deleted.set()
 
-    async def claim_stale(
-        self,
-        age_s: float,
-        limit: int,
-        closed: Sequence[str],
-        confirmed: Sequence[int] = (),
-        back: Sequence[int] = (),
-    ) -> list[tuple[int, bytes]]:
-        ids = list(confirmed)
+    async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
+        ids = list(sweep.confirmed)
         if ids:
             await self._answer()
             self.gone.append(ids)

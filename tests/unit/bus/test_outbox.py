@@ -21,7 +21,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.persistence.outbox import OutboxMessage, encode_row
+from bus.persistence.outbox import OutboxMessage, Sweep, encode_row
 from bus.persistence.relay import (
     MAX_BEHIND,
     MAX_ROWS,
@@ -53,15 +53,8 @@ class Forgotten:
         for row in row_ids:
             self.rows.put_nowait(row)
 
-    async def claim_stale(
-        self,
-        age_s: float,
-        limit: int,
-        closed: Sequence[str],
-        confirmed: Sequence[int] = (),
-        back: Sequence[int] = (),
-    ) -> list[tuple[int, bytes]]:
-        await self.delete(confirmed)
+    async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
+        await self.delete(sweep.confirmed)
         return []
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:
@@ -153,16 +146,9 @@ class LeftRows:
     async def delete(self, row_ids: Sequence[int]) -> None:
         self.rows -= set(row_ids)
 
-    async def claim_stale(
-        self,
-        age_s: float,
-        limit: int,
-        closed: Sequence[str],
-        confirmed: Sequence[int] = (),
-        back: Sequence[int] = (),
-    ) -> list[tuple[int, bytes]]:
-        self.rows -= set(confirmed)
-        return [(row, encode_row(OUTGOING)) for row in sorted(self.rows & set(back))][:limit]
+    async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
+        self.rows -= set(sweep.confirmed)
+        return [(row, encode_row(OUTGOING)) for row in sorted(self.rows & set(sweep.back))][: sweep.limit]
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
 
@@ -304,21 +290,14 @@ class Table:
         for row in row_ids:
             self.rows.pop(row, None)
 
-    async def claim_stale(
-        self,
-        age_s: float,
-        limit: int,
-        closed: Sequence[str],
-        confirmed: Sequence[int] = (),
-        back: Sequence[int] = (),
-    ) -> list[tuple[int, bytes]]:
+    async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
         await asyncio.sleep(0)
-        await self.delete(confirmed)
+        await self.delete(sweep.confirmed)
         taken: Counter[str] = Counter()
         found = []
-        for row in sorted(set(back) & self.rows.keys()):
+        for row in sorted(set(sweep.back) & self.rows.keys()):
             bus = self.rows[row][0].bus
-            if bus not in closed and taken[bus] < limit:
+            if bus not in sweep.closed and taken[bus] < sweep.limit:
                 taken[bus] += 1
                 found.append((row, encode_row(self.rows[row])))
         return found

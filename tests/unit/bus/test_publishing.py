@@ -120,7 +120,7 @@ async def test_a_commit_that_waits_for_the_disk_is_the_flush_of_those_before_it(
     with group.by_commit() as commit:
         assert commit.wanted
         meanwhile = group.after(0)
-        commit.done()
+        commit.is_done = True
     assert before.done() and before.exception() is None and not meanwhile.done()
     await ended(meanwhile)
     assert disk.flushes == 1
@@ -147,7 +147,7 @@ async def test_a_commit_does_not_flush_what_a_lost_connection_committed() -> Non
     waiting = group.after(disk.losses)
     disk.losses += 1
     with group.by_commit() as commit:
-        commit.done()
+        commit.is_done = True
     assert isinstance(waiting.exception(), DatabaseUnavailable)
 
 

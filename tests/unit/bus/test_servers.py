@@ -290,10 +290,10 @@ async def test_a_cell_of_the_settings_whose_broker_refuses_is_entered_when_it_no
         await clock.sleep(1.0)
         assert not running.done(), "it ended the worker"
         assert links.state_of("c1") == (LinkState.CONNECTING, "vhost not found")
-        assert links.reached("c1").unavailable_reason == "vhost not found"
+        assert links.unavailable_reason("c1") == "vhost not found"
         await clock.sleep(REOPEN_S)
         assert links.state_of("c1") == (LinkState.UP, "")
-        assert links.reached("c1").unavailable_reason == ""
+        assert links.unavailable_reason("c1") == ""
     finally:
         running.cancel()
         await asyncio.wait((running,))
@@ -419,7 +419,7 @@ async def test_a_commit_flushes_all_before_it() -> None:
     flushes = GroupFlush(Server())
     flushed = flushes.after(0)
     with flushes.by_commit() as commit:
-        commit.done()
+        commit.is_done = True
     assert await flushed is None
     await flushes.close()
 
@@ -429,7 +429,7 @@ async def test_a_flush_vouches_for_no_commit_before_a_loss() -> None:
     flushed = flushes.after(0)
     server.losses = 1
     with flushes.by_commit() as commit:
-        commit.done()
+        commit.is_done = True
     assert isinstance(flushed.exception(), DatabaseUnavailable)
     await flushes.close()
 
