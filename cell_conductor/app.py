@@ -226,12 +226,7 @@ class ReportRequester:
         self._clock = clock
         self._config = config
         self._due = asyncio.Event()
-        self._why = "conductor started"
-        bus.transport.on_reconnect(self._reconnected)
-
-    def _reconnected(self) -> None:
-        self._why = "conductor reconnected"
-        self._due.set()
+        bus.transport.on_reconnect(self._due.set)
 
     async def run(self) -> None:
         """Until cancelled. The reports come to the queue that `HostHandlers` reads."""
@@ -243,7 +238,6 @@ class ReportRequester:
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(self._config.report_interval_s)
-            self._why = "reconciliation"
             self._due.set()
 
     async def _ask(self) -> None:
@@ -259,4 +253,4 @@ class ReportRequester:
 
     async def _publish(self) -> None:
         self._due.clear()  # every request that was due is covered by this one
-        await self._bus.publish(ReportHosts(why=self._why))
+        await self._bus.publish(ReportHosts())

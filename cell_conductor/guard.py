@@ -317,10 +317,10 @@ class HostOwners:
             proof = InventoryReleased(source=f"{COMPUTE_SOURCE}{owner}", roots=tuple(released))
             await self._bus.publish(proof, cause=report.service)
             log.warning("hosts.released", owner=owner, service=report.service, hosts=len(released), first=released[0])
-            given = HostsReleased(service=report.service, cell=report.cell, owner=owner, hosts=tuple(released))
+            given = HostsReleased(service=report.service, owner=owner, hosts=tuple(released))
             await self._bus.publish(given, cause=report.service)
         if kept:
-            contest = HostsContested(service=owner, cell=report.cell, other=report.service, hosts=tuple(kept))
+            contest = HostsContested(service=owner, other=report.service, hosts=tuple(kept))
             await self._bus.publish(contest, cause=report.service)
 
 
@@ -344,7 +344,6 @@ class QuarantineReservations:
         for page in pages(wrong):
             order = ReserveMachines(
                 service=report.service,
-                cell=report.cell,
                 epoch=report.epoch,
                 sequence=report.sequence,
                 hosts=tuple(reserved_on(host, wrong[host], records) for host in page),

@@ -371,7 +371,6 @@ class HostHandlers:
         metrics.RESCANS.labels(report.service).inc(len(bounded))
         order = RescanHosts(
             service=report.service,
-            cell=report.cell,
             hosts=tuple(dict.fromkeys(host for host, _ in bounded)),
             rescans=tuple(dict.fromkeys(rescan for _, rescan in bounded)),
         )

@@ -253,7 +253,6 @@ class LeaseKeeper:
                     pages=len(pages),
                     down=page,
                     up=len(self._table) - len(down),
-                    at=self._clock.time(),
                 )
             )
         self._published, self._digest_at = down, now_s + DIGEST_S * len(pages)
@@ -273,7 +272,6 @@ class LeaseKeeper:
         for ring, members in rings.items():
             await self._bus.publish(
                 RingMembers(
-                    cell=self._cell,
                     ring=ring,
                     term=keeping.term,
                     number=keeping.ring_number,
@@ -287,7 +285,7 @@ class LeaseKeeper:
         outdated = self._table.outdated()
         if self._keeping is not None:
             for service, epoch in outdated.items():
-                await self._bus.publish(ServiceOutdated(service=service, cell=self._cell, epoch=epoch))
+                await self._bus.publish(ServiceOutdated(service=service, epoch=epoch))
 
 
 def _lease_of(down: ServiceDown) -> Lease:
@@ -350,4 +348,4 @@ class LeaseForgetter:
             removed=removed,
             cause=command.service,
         )
-        return Done(reply=ServiceForgottenInCell(service=command.service, removed=removed, at=at))
+        return Done(reply=ServiceForgottenInCell(removed=removed, at=at))

@@ -129,9 +129,7 @@ class PlacementRequests:
         move, message = question.instance.move, question.message
         if move is None or move.to_cell is None or not isinstance(message, Claim | Release | Revert):
             return None
-        asked_by = AskedBy(
-            cell=self._bus.name, request_id=move.request_id, project_id=move.spec.project_id, kind=move.kind
-        )
+        asked_by = AskedBy(cell=self._bus.name, request_id=move.request_id)
         return CellBook(
             asked_by=asked_by,
             instance_uuid=question.instance.uuid,

@@ -202,9 +202,6 @@ class Changes:
                 reason=reason[:MAX_REASON],
                 refused=refusal is not None,
                 elsewhere=refusal is not None and refusal.elsewhere,
-                at=self._clock.time(),
-                epoch=self._records.epoch,
-                scan=self._records.scans,
                 asked_by=command.asked_by,
             )
         )

@@ -46,7 +46,7 @@ class Finder:
         found = [self._recorded(key, entry, seen.get(key), ours) for key, entry in recorded.items()]
         found += [self._unrecorded(one, ours) for key, one in unrecorded.items() if key not in recorded]
         hosts, more = self._looked_at(question.hosts_after) if thorough else ((), False)
-        return MachinesFound(service=self._service, machines=tuple(found), hosts=hosts, more=more)
+        return MachinesFound(machines=tuple(found), hosts=hosts, more=more)
 
     async def _on_hosts(self, question: FindMachines) -> MachinesFound:
         """The complete machines that these hosts list, and that no order has ended: a record alone proves none."""
@@ -59,7 +59,7 @@ class Finder:
             if one.instance_uuid in wanted and one.deployment == ours and one.built and self._is_kept(one, ours)
         ]
         hosts = tuple(host for host in question.on_hosts if host in listed)
-        return MachinesFound(service=self._service, machines=tuple(found), hosts=hosts)
+        return MachinesFound(machines=tuple(found), hosts=hosts)
 
     def _is_kept(self, machine: Machine, ours: str) -> bool:
         entry = self._records.get((machine.host_uuid, machine.instance_uuid))

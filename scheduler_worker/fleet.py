@@ -88,7 +88,7 @@ class HostsListener:
             newest = self._table.epoch_of(self._bus.name, service)
             if epoch < newest:
                 with suppress(BusError):  # the next announcement repeats it
-                    await self._bus.publish(ServiceOutdated(service=service, cell=self._bus.name, epoch=newest))
+                    await self._bus.publish(ServiceOutdated(service=service, epoch=newest))
 
     def on_reconnected(self) -> None:
         """The private queue was deleted with the connection, and so were the announcements in it."""
@@ -114,7 +114,7 @@ class HostsListener:
     async def request_reports(self) -> bool:
         """Request every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
         try:
-            await self._bus.publish(ReportHosts(why="a scheduler listens"))
+            await self._bus.publish(ReportHosts())
         except BusError:
             return False
         self._table.count_request(self._bus.name, self._clock.monotonic())

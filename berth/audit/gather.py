@@ -368,7 +368,7 @@ async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str
     await bus.open()
     try:
         await consumer.start()
-        await bus.publish(ReportHosts(why="check"))
+        await bus.publish(ReportHosts())
         await reports.whole()
         await consumer.drain(1.0)
         return reports

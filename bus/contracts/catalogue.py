@@ -337,7 +337,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     of_compute(cell.Heartbeat, "compute.heartbeat.{service}", "service, epoch and sequence"),
     of_compute(cell.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
     of_conductor(cell.ServicesDigest, "services.digest", "cell, term, number and page"),
-    of_conductor(cell.RingMembers, "services.ring.{ring}", "cell, ring, term and number"),
+    of_conductor(cell.RingMembers, "services.ring.{ring}", "ring, term and number"),
     of_conductor(cell.ServiceOutdated, "compute.outdated.{service}", "service and epoch", by=(CONDUCTOR, SCHEDULER)),
     of_placement(placement.InventoryTaken, "inventory.taken.{source}", "source, root_uuid and owner"),
     conductor_to_placement(placement.InventoryReleased, "inventory.released", "source and roots", where=CELL),

@@ -184,7 +184,6 @@ class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
     others after it.
     """
 
-    service: Word
     machines: Annotated[tuple[FoundMachine, ...], Bound(max_length=10 * MAX_FOUND)] = ()
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKED_AT_ONCE)] = ()
     more: bool = False
@@ -235,8 +234,6 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
 class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
     """Ask every compute service of the cell to announce its hosts now (a listener has just started)."""
 
-    why: str = ""
-
 
 MAX_RESCANS = 1000
 
@@ -250,7 +247,6 @@ class RescanHosts(Message, frozen=True, kw_only=True, tag="compute.rescan.v1"):
     """
 
     service: Word
-    cell: Word
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
     rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
 
@@ -373,7 +369,6 @@ class RingMembers(Message, frozen=True, kw_only=True, tag="conductor.ring.v1"):
     each change; an older one is ignored. Services beyond the first thousand by name are no members.
     """
 
-    cell: Word
     ring: Word
     term: int
     number: int
@@ -389,7 +384,6 @@ class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdate
     """
 
     service: Word
-    cell: Word
     epoch: Annotated[int, Bound(ge=0, le=2**62)]
 
 
@@ -397,7 +391,6 @@ class HostsContested(Message, frozen=True, kw_only=True, tag="conductor.conteste
     """To the compute service that has these hosts: another one which is up reports them, too, and was refused."""
 
     service: Word
-    cell: Word
     other: Word
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=1000)] = ()
 
@@ -410,7 +403,6 @@ class HostsReleased(Message, frozen=True, kw_only=True, tag="conductor.released.
     """
 
     service: Word
-    cell: Word
     owner: Word
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=1000)] = ()
 
@@ -443,7 +435,6 @@ class ReserveMachines(Message, frozen=True, kw_only=True, tag="compute.reserve.v
     """
 
     service: Word
-    cell: Word
     epoch: int
     sequence: int
     hosts: Annotated[tuple[ReservedOnHost, ...], Bound(max_length=1000)] = ()
@@ -476,7 +467,6 @@ class ServicesDigest(Message, frozen=True, kw_only=True, tag="conductor.services
     pages: Annotated[int, Bound(ge=1, le=100)] = 1
     down: Annotated[tuple[ServiceDown, ...], Bound(max_length=1000)] = ()
     up: Count = 0
-    at: float = 0.0
 
 
 class ForgetServiceInCell(Message, frozen=True, kw_only=True, tag="cell.service.forget.v1"):
@@ -492,7 +482,6 @@ class ForgetServiceInCell(Message, frozen=True, kw_only=True, tag="cell.service.
 class ServiceForgottenInCell(Message, frozen=True, kw_only=True, tag="cell.service.forgotten.v1"):
     """Reply to a ForgetServiceInCell. removed: False: the service was not on record. at: seconds since the epoch."""
 
-    service: Word
     removed: bool
     at: float
 

@@ -176,8 +176,6 @@ class AskedBy(Struct, frozen=True, kw_only=True):
 
     cell: Word
     request_id: Uuid
-    project_id: Word
-    kind: MoveKind
 
 
 class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
@@ -379,9 +377,6 @@ class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1
     reason: Reason = ""
     refused: bool = False
     elsewhere: bool = False
-    at: float = 0.0
-    epoch: int = 0
-    scan: int = 0
     asked_by: AskedBy | None = None
 
     def __post_init__(self) -> None:

@@ -138,12 +138,8 @@ def change_order(instance: Instance, kind: ChangeKind, context: StepContext) -> 
         rescue_password=move.rescue_password if kind is ChangeKind.RESCUE else "",
         timeout_s=step_s(move, kind, context),
         image=instance.image if is_elsewhere else "",
-        asked_by=_asked_by(spec.project_id, move, context) if is_elsewhere else None,
+        asked_by=AskedBy(cell=context.cell, request_id=move.request_id) if is_elsewhere else None,
     )
-
-
-def _asked_by(project_id: str, move: Move, context: StepContext) -> AskedBy:
-    return AskedBy(cell=context.cell, request_id=move.request_id, project_id=project_id, kind=move.kind)
 
 
 def step_s(move: Move, kind: ChangeKind, context: StepContext) -> float:

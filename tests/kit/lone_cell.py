@@ -166,7 +166,7 @@ class LoneCell:
         """Some whole reports more, and what a conductor did about them; returns the last."""
         for _ in range(LOOKS):
             earlier = len(self.reports)
-            await self.bus.publish(ReportHosts(why="test"))
+            await self.bus.publish(ReportHosts())
             await self.until(lambda earlier=earlier: any(report.complete for report in self.reports[earlier:]))
         await until(self.is_idle, WAIT_S)
         return [report for report in self.reports if report.complete][-1]

@@ -118,9 +118,7 @@ class Cell:
             return
         self._rings, self._ring_number = rings, self._ring_number + 1
         for ring, members in rings.items():
-            published = RingMembers(
-                cell=CELL, ring=ring, term=1, number=self._ring_number, members=tuple(sorted(members))
-            )
+            published = RingMembers(ring=ring, term=1, number=self._ring_number, members=tuple(sorted(members)))
             await self.bus.publish(published)
 
     async def lose(self, *services: str) -> None:
@@ -193,7 +191,7 @@ class Cell:
         await self.bus.publish(command, cause=instance)
 
     async def ask(self) -> None:
-        await self.bus.publish(ReportHosts(why="test"))
+        await self.bus.publish(ReportHosts())
 
     # --- compute services
 

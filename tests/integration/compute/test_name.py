@@ -356,8 +356,8 @@ async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_
     assert (result.outcome, result.code) == (ComputeOutcome.FAILED, "host.other_service")
     assert (await either.outcome(built, 1)).outcome is ComputeOutcome.ACTIVE
     before = len(reports_of(either, contested))
-    await either.bus.publish(HostsReleased(service="c1-a", cell=CELL, owner="another", hosts=(contested,)))
-    await either.bus.publish(HostsReleased(service="c1-a", cell=CELL, owner="other", hosts=(contested, own)))
+    await either.bus.publish(HostsReleased(service="c1-a", owner="another", hosts=(contested,)))
+    await either.bus.publish(HostsReleased(service="c1-a", owner="other", hosts=(contested, own)))
     await until(lambda: len(reports_of(either, contested)) > before)
     await until(lambda: newest(either, contested).owner is None)
     assert [update.takes_over for update in reports_of(either, contested)[before:]] == ["compute-other"]
@@ -376,7 +376,7 @@ async def test_a_late_refusal_does_not_undo_a_release() -> None:
     hosts = ContestedHosts(service="s2", changes=changes, clock=SystemClock())
     taken = InventoryTaken(source="compute-s2", root_uuid=HOST, owner="compute-s1")
     hosts.on_taken(taken)
-    hosts.on_released(HostsReleased(service="s2", cell=CELL, owner="s1", hosts=(HOST,)))
+    hosts.on_released(HostsReleased(service="s2", owner="s1", hosts=(HOST,)))
     hosts.on_taken(taken)
     assert (hosts.owner_of(HOST), hosts.take_over(HOST)) == (None, "compute-s1")
     hosts.on_taken(taken)
@@ -408,7 +408,7 @@ async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(e
     count = len(either.announced())
     with capture_logs() as logs:
         for _ in range(2):
-            await either.bus.publish(HostsContested(service="c1-a", cell=CELL, other="c1-b", hosts=(host,)))
+            await either.bus.publish(HostsContested(service="c1-a", other="c1-b", hosts=(host,)))
         await until(lambda: len(either.announced()) > count)
     assert newest(either, host).owner is None
     errors = [(line["code"], line["other"]) for line in logs if line["event"] == "host.contested"]

@@ -152,7 +152,7 @@ class Neighbours:
             if uuid in question.instance_uuids
         )
         hosts = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 10))
-        return MachinesFound(service="s1", machines=machines, hosts=hosts if question.thorough else ())
+        return MachinesFound(machines=machines, hosts=hosts if question.thorough else ())
 
     def _command(self, message: Message) -> ComputeResult | None:
         if isinstance(message, Spawn | Destroy) and message.host_uuid in self.dead:

@@ -272,7 +272,7 @@ class World:
         """Some whole reports more."""
         for _ in range(LOOKS):
             earlier = len(self.received)
-            await self.bus.publish(ReportHosts(why="test"))
+            await self.bus.publish(ReportHosts())
             await until(
                 lambda earlier=earlier: any(isinstance(m, ComputeHosts) and m.complete for m in self.received[earlier:])
             )

@@ -402,4 +402,4 @@ async def test_a_service_that_announces_under_an_epoch_below_the_known_one_recei
     await announce(9, 1)  # a copy: nothing is outdated by it
     await announce(1, 99)
     await until(lambda: world.outdated)
-    assert world.outdated == [ServiceOutdated(service="compute-c1", cell="c1", epoch=9)]
+    assert world.outdated == [ServiceOutdated(service="compute-c1", epoch=9)]

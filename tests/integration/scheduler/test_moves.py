@@ -569,7 +569,7 @@ async def test_a_cell_has_a_host_of_another_one_checked_by_way_of_the_schedulers
     leaving = await world.dispatched(move)
     assert (leaving.to_cell, [one.host for one in leaving.selections], leaving.kind) == ("c2", ["c2-0"], move.kind)
     (there,) = leaving.selections
-    asked = AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind)
+    asked = AskedBy(cell="c1", request_id=move.request_id)
     assert leaving.spec is not None
     change = ChangeMachine(
         change=ChangeKind.CHECK,
@@ -654,7 +654,7 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
         await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
         await until(arrivals)
     book = CellBook(
-        asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
+        asked_by=AskedBy(cell="c1", request_id=move.request_id),
         instance_uuid=built.instance_uuid,
         question=Release(consumer=built.instance_uuid, attempt=1000),
     )
@@ -680,7 +680,7 @@ async def test_what_a_cell_asks_of_placement_holds_up_nothing_that_it_announces(
     leaving = await world.dispatched(move)
     await world.kill("p1")
     book = CellBook(
-        asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
+        asked_by=AskedBy(cell="c1", request_id=move.request_id),
         instance_uuid=built.instance_uuid,
         question=Release(consumer=built.instance_uuid, attempt=1000),
     )

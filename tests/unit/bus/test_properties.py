@@ -260,7 +260,7 @@ def reserve(machines: int, providers: int) -> ReserveMachines:
     taken = {uuid(n): AMOUNTS for n in range(providers)}
     one = ReservedMachine(instance_uuid=uuid(0), attempt=1, allocations=taken)
     hosts = tuple(ReservedOnHost(host_uuid=uuid(n), machines=(one,) * 100) for n in range(machines // 100))
-    return ReserveMachines(service="s", cell="c", epoch=1, sequence=1, hosts=hosts)
+    return ReserveMachines(service="s", epoch=1, sequence=1, hosts=hosts)
 
 
 def found(machines: int, hosts: int) -> MachinesFound:
@@ -268,7 +268,7 @@ def found(machines: int, hosts: int) -> MachinesFound:
     one = FoundMachine(
         instance_uuid=uuid(0), host_uuid=uuid(0), host="h", service="s", attempt=1, project_id="p", allocations=taken
     )
-    return MachinesFound(service="s", machines=(one,) * machines, hosts=tuple(uuid(n) for n in range(hosts)))
+    return MachinesFound(machines=(one,) * machines, hosts=tuple(uuid(n) for n in range(hosts)))
 
 
 def read(queue: str, message: Message) -> wire.Read | wire.Malformed:

@@ -321,7 +321,7 @@ MORE = (*FEW, "m4")
 
 
 def members(*services: str, term: int = 1, number: int = 1, ring: str = "r") -> RingMembers:
-    return RingMembers(cell="c1", ring=ring, term=term, number=number, members=services)
+    return RingMembers(ring=ring, term=term, number=number, members=services)
 
 
 def test_nodes_are_spread_evenly_whatever_the_order_of_the_members() -> None:

@@ -285,9 +285,7 @@ class Rig:
 
     async def order(self, *machines: ReservedMachine, sequence: int = 1, epoch: int = 1) -> None:
         hosts = (ReservedOnHost(host_uuid=self.host, machines=machines),)
-        await self.quarantine.reserve(
-            ReserveMachines(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=hosts)
-        )
+        await self.quarantine.reserve(ReserveMachines(service="s", epoch=epoch, sequence=sequence, hosts=hosts))
 
     async def look(self) -> None:
         self.quarantine.drop_gone(await self.driver.list())
@@ -327,7 +325,7 @@ async def test_item_16_an_order_of_a_conductor_that_sends_no_pages_is_applied_in
         return reserve(part)
 
     monkeypatch.setattr(rig.records, "reserve", counted)
-    await rig.quarantine.reserve(ReserveMachines(service="s", cell="c", epoch=1, sequence=1, hosts=hosts))
+    await rig.quarantine.reserve(ReserveMachines(service="s", epoch=1, sequence=1, hosts=hosts))
     assert writes == [1, 1]
     assert await rig.reserved() == 1 and rig.changed == [rig.host, rig.other]
 

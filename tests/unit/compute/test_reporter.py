@@ -125,7 +125,7 @@ def reports_in(world: SlowWorld) -> list[ComputeHosts]:
 
 def later_scan(*hosts: str) -> RescanHosts:
     """A conductor's request for one."""
-    return RescanHosts(service="s", cell="c1", hosts=hosts, rescans=("60000000-0000-4000-8000-000000000001",))
+    return RescanHosts(service="s", hosts=hosts, rescans=("60000000-0000-4000-8000-000000000001",))
 
 
 async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
@@ -476,7 +476,7 @@ class Rig:
 async def test_it_goes_on_above_an_epoch_of_its_name_and_publishes_everything_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "journal")
     assert rig.records.epoch == 1_000_000
-    await rig.receive(ServiceOutdated(service="s", cell="c", epoch=5_000_000))
+    await rig.receive(ServiceOutdated(service="s", epoch=5_000_000))
     assert rig.records.epoch == 5_000_001
     assert rig.announces_all == (True, True)
     rig.records.close()
@@ -496,13 +496,13 @@ async def test_it_goes_on_above_a_version_that_the_book_has_of_it() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        ServiceOutdated(service="s", cell="c", epoch=1_000_000),
-        ServiceOutdated(service="s", cell="c", epoch=999),
-        ServiceOutdated(service="another", cell="c", epoch=5_000_000),
+        ServiceOutdated(service="s", epoch=1_000_000),
+        ServiceOutdated(service="s", epoch=999),
+        ServiceOutdated(service="another", epoch=5_000_000),
         InventoryOutdated(source="compute-s", root_uuid=ROOT, version=1),
         InventoryOutdated(source="compute-another", root_uuid=ROOT, version=2**61),
         InventoryOutdated(source="compute-s", root_uuid=ROOT, version=FARTHEST + 1),
-        ServiceOutdated(service="s", cell="c", epoch=FARTHEST + 1),
+        ServiceOutdated(service="s", epoch=FARTHEST + 1),
     ],
 )
 async def test_a_late_copy_anothers_word_and_what_leaves_no_room_change_nothing(message: Message) -> None:
@@ -512,13 +512,13 @@ async def test_a_late_copy_anothers_word_and_what_leaves_no_room_change_nothing(
     await rig.receive(message)
     assert (rig.records.epoch, rig.records.version) == before
     assert rig.announces_all == (False, False)
-    await rig.receive(ReportHosts(why="test"))
+    await rig.receive(ReportHosts())
     assert rig.announces_all == (True, False)
 
 
 async def test_its_own_heartbeats_from_before_are_not_anothers() -> None:
     rig = Rig()
-    await rig.receive(ServiceOutdated(service="s", cell="c", epoch=5_000_000))
+    await rig.receive(ServiceOutdated(service="s", epoch=5_000_000))
     for sequence in (1, 2, 3):
         await rig.receive(Heartbeat(service="s", cell="c", epoch=1_000_000, sequence=sequence))
     await rig.receive(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=1))

@@ -262,7 +262,7 @@ def test_a_digest_that_names_services_is_read_by_every_receiver() -> None:
         for name, state in (("a", LeaseState.SILENT), ("b", LeaseState.STOPPED))
     }
     (page,) = pages_of(down)
-    digest = ServicesDigest(cell="c1", term=1, number=1, down=page, up=3, at=4.0)
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=page, up=3)
     parsed = msgspec.json.decode(msgspec.json.encode(digest), type=ServicesDigest)
     assert parsed == digest and [one.code for one in parsed.down] == ["service.silent", "service.stopped"]
 

@@ -326,7 +326,7 @@ async def test_two_answers_about_one_instance_in_a_batch_count_once() -> None:
     claim = question_of(there)
     assert isinstance(claim, Claim) and there.move is not None
     answer = ClaimResult(outcome=ClaimOutcome.CLAIMED, option=0, outcomes=(ClaimOutcome.CLAIMED,))
-    asked_by = AskedBy(cell="c1", request_id=there.move.request_id, project_id="p", kind=there.move.kind)
+    asked_by = AskedBy(cell="c1", request_id=there.move.request_id)
     book = CellBook(asked_by=asked_by, instance_uuid=UUID, question=claim, answer=answer)
     await conductor.engine.answered([book, replace(book, repeated=True)])
     recorded = await conductor.recorded()

@@ -277,7 +277,6 @@ def _order(made: Scenario) -> int:
 def found(service: str = "s1", *machines: int, hosts: tuple[int, ...] = (1,)) -> MachinesFound:
     """An answer: the attempts that it has on host 1, and the hosts that it has looked at."""
     return MachinesFound(
-        service=service,
         machines=tuple(
             FoundMachine(instance_uuid=UUID, host_uuid=host(1), host="host-1", service=service, attempt=one)
             for one in machines

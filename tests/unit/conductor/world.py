@@ -88,7 +88,6 @@ class Services:
         self.queried += [one for one in messages if isinstance(one, FindMachines)]
         return [
             MachinesFound(
-                service=one.service,
                 machines=tuple(self.machines[one.service]),
                 hosts=self._hosts(one),
                 more=self.page is not None and one.hosts_after + self.page < len(self.hosts),

@@ -102,7 +102,7 @@ class Answering:
             return ServiceHostsPage(hosts=self.hosts)
         assert isinstance(message, ForgetServiceInCell)
         self.ordered.append(message)
-        return ServiceForgottenInCell(service=message.service, removed=self.removed, at=1.0)
+        return ServiceForgottenInCell(removed=self.removed, at=1.0)
 
 
 class Log:

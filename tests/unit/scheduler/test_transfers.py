@@ -189,7 +189,7 @@ def test_what_is_silent_is_commanded_again_with_its_departure() -> None:
     assert command is not None and command.arrival is not None and command.to_cell is None
 
 
-ASKED = AskedBy(cell="c1", request_id=REQUEST, project_id="p", kind=MoveKind.MIGRATE)
+ASKED = AskedBy(cell="c1", request_id=REQUEST)
 CHANGE = ChangeMachine(
     change=ChangeKind.CHECK,
     spec=SPEC,
