@@ -23,7 +23,7 @@ from bus.contracts.base import Word
 from bus.contracts.catalogue import MESSAGES, OF_PROJECT, projects_key
 from bus.contracts.queues import DEAD, DEAD_LETTERS, EVENTS, GIVEN_UP, QUEUES, RETURN, QueueKind, QueueRow, Where
 from bus.owner import DEPLOYMENT, OWNERS
-from bus.rabbitmq import parse_bus_url
+from bus.rabbitmq.address import parse_bus_url
 from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
 from bus.wire import REPLY_PREFIX
 from ironic_sync.app import role_of

@@ -16,7 +16,7 @@ from bus.contracts.base import Label, Word
 from bus.contracts.patterns import matching
 from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
-from bus.rabbitmq import BadBusUrl, parse_bus_url
+from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.service.settings import SettingsError, load
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig

@@ -23,7 +23,8 @@ from bus.faults import DatabaseUnprepared
 from bus.local import LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
-from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url
+from bus.rabbitmq.address import BadBusUrl, parse_bus_url
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.settings import SettingsError
 from bus.tracing.tracer import Tracer

@@ -11,7 +11,8 @@ from bus.clock import Clock
 from bus.openstack.rest import auth_of, tls_of
 from bus.persistence.database import watch_identity
 from bus.port import Transport
-from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url
+from bus.rabbitmq.address import BadBusUrl, parse_bus_url
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
 from bus.service.service import Service

@@ -41,7 +41,7 @@ from bus.faults import (
 )
 from bus.owner import BusOwnedByAnother
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
-from bus.rabbitmq import BrokerUntrusted
+from bus.rabbitmq.errors import BrokerUntrusted
 from bus.service.environment import CellAddressInvalid, NotConfigured
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging

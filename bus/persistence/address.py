@@ -60,10 +60,6 @@ class ServerUntrusted(ConnectionError):
     """The server's certificate does not satisfy sslmode."""
 
 
-class TakesNoWrites(ConnectionError):
-    """The server is a standby, or was made read-only."""
-
-
 # The errors of asyncpg when no connection can be made, or a session ends under a statement. InternalClientError: the
 # server closed the session at the moment of the next statement, where asyncpg expects no message.
 CONNECTION_LOST = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
@@ -87,7 +83,7 @@ class DatabaseAddress(Struct, frozen=True, kw_only=True):
         self, *, timeout_s: float, command_timeout_s: float | None, settings: Mapping[str, str]
     ) -> asyncpg.Connection:
         """Connect to the first server that accepts writes, with `timeout_s` seconds for each server. Raises asyncpg's
-        errors, ServerUntrusted, TakesNoWrites; of several errors, one that a wait may help against.
+        errors, ServerUntrusted, ConnectionError (no writes); of several errors, one that a wait may help against.
         """
         errors: list[Exception] = []
         for host in self.hosts or (None,):
@@ -117,7 +113,7 @@ class DatabaseAddress(Struct, frozen=True, kw_only=True):
         except ssl.SSLCertVerificationError as error:
             raise ServerUntrusted(f"the certificate of {host} is refused: {error.verify_message}") from error
         except TargetServerAttributeNotMatched as error:
-            raise TakesNoWrites(f"{host or 'the server'} takes no writes") from error
+            raise ConnectionError(f"{host or 'the server'} takes no writes") from error
 
 
 def parse_database_url(text: str) -> DatabaseAddress:

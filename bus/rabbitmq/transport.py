@@ -51,31 +51,29 @@ class RabbitSubscription:
     async def attach(self, session: Session) -> None:
         """Consume on this session, unless the subscription was cancelled."""
         async with self._changing:
-            if not self._cancelled:
-                await self._attach(session)
-
-    async def _attach(self, session: Session) -> None:
-        channel = await session.channel(confirms=False)
-        acks = Acks(channel, prefetch=self._prefetch)
-        names = session.names
-
-        def on_message(message: DeliveredMessage) -> None:
-            acks.register(message.delivery_tag or 0)
-            try:
-                delivery = RabbitDelivery(message, acks, names)
-            except Exception:  # raised in the library it would only be logged, and the message held for ever
-                log.exception("bus.unreadable_delivery", queue=self.queue)
-                acks.nack(message.delivery_tag or 0, requeue=False)
+            if self._cancelled:
                 return
-            self._on_delivery(delivery)
+            channel = await session.channel(confirms=False)
+            acks = Acks(channel, prefetch=self._prefetch)
+            names = session.names
 
-        hand_over_at_once(channel, on_message, most_bytes(names.local(self.queue)))
-        with translated():
-            await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
-        tag = "" if self._paused else await self._consume(channel)
-        self._channel, self._acks, self._tag = channel, acks, tag
-        channel.on_consumer_cancel_callbacks.add(lambda _: self._ended(session, channel))
-        channel.closing.add_done_callback(lambda _: self._ended(session, channel))
+            def on_message(message: DeliveredMessage) -> None:
+                acks.register(message.delivery_tag or 0)
+                try:
+                    delivery = RabbitDelivery(message, acks, names)
+                except Exception:  # raised in the library it would only be logged, and the message held for ever
+                    log.exception("bus.unreadable_delivery", queue=self.queue)
+                    acks.nack(message.delivery_tag or 0, requeue=False)
+                    return
+                self._on_delivery(delivery)
+
+            hand_over_at_once(channel, on_message, most_bytes(names.local(self.queue)))
+            with translated():
+                await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
+            tag = "" if self._paused else await self._consume(channel)
+            self._channel, self._acks, self._tag = channel, acks, tag
+            channel.on_consumer_cancel_callbacks.add(lambda _: self._ended(session, channel))
+            channel.closing.add_done_callback(lambda _: self._ended(session, channel))
 
     async def _consume(self, channel: AbstractChannel) -> str:
         """Begin on this channel, where `hand_over_at_once` has the deliveries. Returns the tag of the consumption."""

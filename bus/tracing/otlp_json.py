@@ -21,8 +21,6 @@ EXPORT_TIMEOUT_S = 5.0
 IDLE_S = 60.0  # how long a connection is kept for the next export
 MAX_ANSWER = 65_536  # bytes; a connection with more to read is closed
 _STATUS_ERROR = 2  # OTLP's number
-_UNSUPPORTED_MEDIA_TYPE = 415
-_FIRST_ERROR = 400
 
 _encode = msgspec.json.Encoder().encode
 
@@ -51,9 +49,9 @@ class OtlpJsonExporter:
                 status = await self._post(body)
         except Exception as error:  # an address that is none fails in anyio, as a group: nothing ends the next export
             raise ExportFailed(f"{self._shown}: {type(error).__name__}") from error
-        if status == _UNSUPPORTED_MEDIA_TYPE:
+        if status == httpx.codes.UNSUPPORTED_MEDIA_TYPE:
             raise ExportFailed(f'{self._shown} takes no JSON: set traces.protocol to "http/protobuf"')
-        if status >= _FIRST_ERROR:
+        if httpx.codes.is_error(status):
             raise ExportFailed(f"{self._shown} answered {status}")
 
     async def _post(self, body: bytes) -> int:

@@ -23,7 +23,7 @@ from bus.depths import waiting_in
 from bus.local import LocalServer, LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing, Transport
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from tests.kit.waiting import PATIENCE_S, until
 
 

@@ -25,7 +25,7 @@ from berth.trial.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.queues import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from tests.drills.test_servers_unavailable import hosts_known
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import BrokerCluster, broker_cluster, database_pair

@@ -32,8 +32,8 @@ from bus.contracts.build import BuildEvent, BuildRequest, BuildState, DeleteRequ
 from bus.contracts.cell import CellBuild
 from bus.contracts.queues import COMMANDS
 from bus.port import Transport
-from bus.rabbitmq import RabbitTransport
 from bus.rabbitmq.channels import RabbitDelivery
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.main import GC_THRESHOLD
 from bus.topology import QueueNames
 from bus.wire import JSON, Codec, Read

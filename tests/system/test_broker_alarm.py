@@ -11,7 +11,7 @@ import pytest
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from tests.kit.forks import run_berth
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.timeout(300)]

@@ -27,7 +27,8 @@ from berth.settings import BusSettings, CellSettings, Settings
 from berth.trial.servers import API_VHOST, RealServers, variables
 from berth.trial.worker_processes import WorkerProcesses
 from bus.port import BusForbidden, BusUnavailable
-from bus.rabbitmq import RabbitTransport, transport
+from bus.rabbitmq import transport
+from bus.rabbitmq.transport import RabbitTransport
 from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers
 from tests.system.small import PLAN

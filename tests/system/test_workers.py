@@ -32,7 +32,7 @@ from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.contracts.queues import COMMANDS
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from compute_sim.config import ComputeConfig
 from tests.integration.ironic.test_whole import Site, book_on
 from tests.kit.forks import ForkedProcess, run_berth

@@ -10,7 +10,7 @@ from aio_pika.exceptions import AMQPError
 
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, Outgoing, Transport
-from bus.rabbitmq import parse_bus_url
+from bus.rabbitmq.address import parse_bus_url
 
 EXCHANGE = "ironic"
 CONNECT_TIMEOUT_S = 60.0  # a broker that has just started on a busy machine took more than 10

@@ -22,7 +22,7 @@ from bus.contracts.cell import CellDelete, Destroy
 from bus.contracts.queues import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
 from bus.key_trust import UNTRUSTED
 from bus.port import Delivery, Outgoing, PublishRefused, Transport
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import delay_exchange
 from bus.wire import MAX_LETTER_BYTES, SENT_AT, Malformed
 from tests.contract.rig import EVERY_ADAPTER, KINDS, REQUESTS, Answering, House, Rig, boot, depth_is, rig_for, settled

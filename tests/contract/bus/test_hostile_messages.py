@@ -23,7 +23,7 @@ from bus.contracts.build import BuildAccepted
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD_LETTERS
 from bus.depths import waiting_in
 from bus.key_trust import letters_code
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.rig import REQUESTS, Answering, Collector, boot
 from tests.kit.cases import case

@@ -23,7 +23,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, QueueKind, lane_of
 from bus.key_trust import CODE
 from bus.port import Outgoing, Transport
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import (
     DELAYS_S,
     MAX_PARKED,

@@ -30,9 +30,10 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
 from bus.port import BusForbidden, BusUnavailable, Outgoing, PublishRefused, QueueDiffers, QueueMissing
-from bus.rabbitmq import RabbitTransport, channels, parse_bus_url
+from bus.rabbitmq import channels
+from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.session import Session
-from bus.rabbitmq.transport import RabbitSubscription
+from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
 from bus.service.health import Health
 from bus.service.service import Service
 from bus.topology import QueueNames, plan, shared_queues

@@ -19,8 +19,9 @@ from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
 from bus.persistence.database import Database
 from bus.port import BusForbidden, BusUnavailable
-from bus.rabbitmq import RabbitTransport, parse_bus_url
+from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.session import Session
+from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import QueueNames
 from tests.kit.certificates import Authority
 from tests.kit.documents import ROOT, blocks

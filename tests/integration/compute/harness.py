@@ -38,7 +38,7 @@ from bus.contracts.cell import (
 from bus.contracts.placement import InventoryUpdate
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from compute_sim.app import build as build_service

@@ -31,7 +31,7 @@ from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from bus.port import BusForbidden, Transport
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from cell_conductor.app import build
 from cell_conductor.config import ConductorConfig

@@ -36,7 +36,7 @@ from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.placement import InventoryUpdate
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from ironic_sync.app import build

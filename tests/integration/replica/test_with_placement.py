@@ -22,7 +22,7 @@ from bus.contracts.placement import (
     Release,
     ReleaseResult,
 )
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig

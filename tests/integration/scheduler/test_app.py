@@ -19,7 +19,7 @@ from bus.owner import BusOwnedByAnother
 from bus.persistence import database as database_module
 from bus.persistence.database import Database
 from bus.port import Transport
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.app import build as build_conductor

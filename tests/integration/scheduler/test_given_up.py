@@ -18,7 +18,7 @@ from bus.contracts.moves import CellMoveQuery, Condition, MoveKind, MovePage, Mo
 from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Transport
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission, PendingBuild

@@ -29,10 +29,11 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable
-from bus.rabbitmq import RabbitTransport, patches
+from bus.rabbitmq import patches
 from bus.rabbitmq import transport as module
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import MAX_FRAME_BYTES, Cut
+from bus.rabbitmq.transport import RabbitTransport
 from bus.turns import InParts, next_turn
 from tests.kit.turns import Turns, unfinished
 

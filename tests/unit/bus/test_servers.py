@@ -27,8 +27,10 @@ from bus.memory.transport import MemorySubscription
 from bus.persistence.address import parse_database_url
 from bus.persistence.group_flush import GroupFlush
 from bus.port import BusForbidden, BusUnavailable, Delivery
-from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url, patches
+from bus.rabbitmq import patches
+from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.patches import KNOWN, UnknownLibrary, install
+from bus.rabbitmq.transport import RabbitTransport
 from bus.server_url import Endpoint
 from bus.service.settings import SettingsError, hide_password
 from tests.kit.virtual_time import on_virtual_time

@@ -45,7 +45,7 @@ from bus.contracts.objects import ObjectsChange
 from bus.contracts.operations import AdminState, HostAdminState, HostForgotten, ServiceForgotten
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
 from bus.persistence.address import parse_database_url
-from bus.rabbitmq import parse_bus_url
+from bus.rabbitmq.address import parse_bus_url
 from bus.wire import MAX_BATCH_ITEMS, MAX_BODY_BYTES, MAX_CLIENT_BYTES, MAX_CLIENT_VALUES
 from lab.reference.messages import _type
 from lab.reference.pages import PAGES
