@@ -111,7 +111,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("fences", fences.run)
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)
-    service.add_bus_check("bus", bus)
+    service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("database", lambda: store.ready)
     service.add_refresh(partial(_show_safety, store, cell))
     service.add_drain(relay.drain)

@@ -54,7 +54,7 @@ def build(
     # once.
     result.add_declaration(lambda: parts.bus.declare("compute.{service}", service=service))
     _add_consumers(result, parts, service)
-    result.add_bus_check("bus", parts.bus)
+    result.add_bus_check("bus", lambda: parts.bus.unavailable_reason)
     return result
 
 

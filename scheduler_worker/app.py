@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from bus.bus import API, Bus
-from bus.cell_links import CellLink, CellLinks, wait_for
+from bus.cell_links import CellLink, CellLinks
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
 from bus.consuming.lanes import LANE_PREFETCH
@@ -103,8 +103,10 @@ def build(
         engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
     )
     _add_watch(parts, requests, links)
-    configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
-    service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
+    for cell, bus in parts.cell_buses.items():
+        links.configure(bus)
+        service.add_bus_check(f"bus {cell}", partial(links.unavailable_reason, cell))
+    service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
     keeper = _add_cells(parts, registry, links)
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
@@ -350,7 +352,7 @@ def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measur
     return CellLinks(
         lambda bus: _link(parts, bus, registry, measured),
         clock=env.clock,
-        reach=reach if env.takes_cells else None,
+        reach=reach,
         opened=relay.add_bus,
         closed=lambda bus: relay.remove_bus(bus.name),
     )
@@ -401,25 +403,15 @@ def _asks_consumer(parts: SchedulerParts, bus: Bus) -> Consumer:
     return bus.consumer("scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
 
 
-def _add_link(parts: SchedulerParts, bus: Bus, links: CellLinks) -> CellLink:
-    """The link to a cell of the settings."""
-    service, name = parts.service, bus.name
-    link = links.configure(bus)
-    service.add_resource(open_nothing, partial(links.close_cell, name))
-    service.add_task(f"cell {name}", partial(links.hold, name))
-    service.add_bus_check(f"bus {name}", links.reached(name))
-    return link
-
-
 def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> CellKeeper:
     """The task that takes cells into use and out of use, where this process can."""
     service = parts.service
     keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), clock=parts.env.clock)
     service.add_drain(links.drain)
     service.add_refresh(partial(_count_letters, links))  # of the buses as they are now: a cell may be entered anew
-    if links.may_change:
-        service.add_resource(open_nothing, links.close)
-        service.add_task("added cells", links.run)
+    service.add_resource(None, links.close)
+    service.add_task("cell links", links.run)
+    if parts.env.takes_cells:
         service.add_task("cells", keeper.run)
     return keeper
 
@@ -460,16 +452,12 @@ def _add_requests(
             on_malformed=refused_unreadable,
         )
     )
-    service.add_bus_check("bus api", bus)
+    service.add_bus_check("bus api", lambda: bus.unavailable_reason)
 
 
 def _metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
     listener = HostMetricsListener(selector.metrics, bus.name, clock=bus.clock, first=measured)
     return bus.consumer(METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)
-
-
-async def open_nothing() -> None:
-    """Open nothing: each cell's bus is opened by its own side task."""
 
 
 async def _export_fleet(selector: Selector) -> None:

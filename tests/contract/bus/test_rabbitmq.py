@@ -107,7 +107,7 @@ async def test_a_broker_short_of_memory_shows_on_readyz_and_what_waits_for_it_le
     bus = bus_on(own_broker.url())
     service = Service("p", clock=SystemClock())
     service.add_resource(bus.open, bus.close)
-    service.add_bus_check("bus api", bus)
+    service.add_bus_check("bus api", lambda: bus.unavailable_reason)
     health = Health(service.not_ready)
     stop = asyncio.Event()
     running = asyncio.create_task(service.run(stop))

@@ -285,19 +285,19 @@ async def test_a_cell_of_the_settings_whose_broker_refuses_is_entered_when_it_no
 
     links = CellLinks(lambda bus: CellLink(bus, [bus.consumer("placement.requests", answer)]), clock=clock, reach=reach)
     links.configure(reach("c1", None))
-    running = asyncio.create_task(links.hold("c1"))
+    running = asyncio.create_task(links.run())
     try:
         await clock.sleep(1.0)
         assert not running.done(), "it ended the worker"
         assert links.state_of("c1") == (LinkState.CONNECTING, "vhost not found")
-        assert links.reached("c1").unavailable_reason == "vhost not found"
+        assert links.unavailable_reason("c1") == "vhost not found"
         await clock.sleep(REOPEN_S)
         assert links.state_of("c1") == (LinkState.UP, "")
-        assert links.reached("c1").unavailable_reason == ""
+        assert links.unavailable_reason("c1") == ""
     finally:
         running.cancel()
         await asyncio.wait((running,))
-        await links.close_cell("c1")
+        await links.close()
 
 
 class Slow(MemoryTransport):

@@ -101,7 +101,7 @@ async def test_a_bus_reports_why_nothing_can_be_published_on_it() -> None:
         unavailable_reason = "not connected"
 
     service, bus = service_of(Recorder()), UnavailableBusPort()
-    service.add_bus_check("bus api", bus)
+    service.add_bus_check("bus api", lambda: bus.unavailable_reason)
     assert service.not_ready() == ["service is new", "bus api: not connected"]
     bus.unavailable_reason = ""
     assert service.not_ready() == ["service is new"]
