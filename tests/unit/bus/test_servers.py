@@ -23,10 +23,9 @@ from bus.contracts.objects import CellBus
 from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import DatabaseForbidden, DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.memory.transport import MemorySubscription
 from bus.persistence.address import parse_database_url
 from bus.persistence.group_flush import GroupFlush
-from bus.port import BusForbidden, BusUnavailable, Delivery
+from bus.port import BusForbidden, BusUnavailable, Delivery, Subscription
 from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url, patches
 from bus.rabbitmq.patches import KNOWN, UnknownLibrary, install
 from bus.server_url import Endpoint
@@ -307,9 +306,7 @@ class Slow(MemoryTransport):
         super().__init__(broker, "c1")
         self.asked, self.go_on = asyncio.Event(), asyncio.Event()
 
-    async def consume(
-        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
-    ) -> MemorySubscription:
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
         self.asked.set()
         await self.go_on.wait()
         return await super().consume(queue, on_delivery, prefetch=prefetch)
@@ -346,9 +343,7 @@ class Once(MemoryTransport):
 
     asked = 0
 
-    async def consume(
-        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
-    ) -> MemorySubscription:
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
         self.asked += 1
         if self.asked == 2:
             raise BusUnavailable("lost")

@@ -20,8 +20,7 @@ from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
 from bus.contracts.operations import ForgetHost
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.memory.transport import MemorySubscription
-from bus.port import Delivery, Outgoing
+from bus.port import Delivery, Outgoing, Subscription
 from bus.wire import headers_of, pack
 from tests.contract.rig import REQUESTS, Answering, accepted, boot
 from tests.kit.waiting import until
@@ -52,9 +51,7 @@ class Connection(MemoryTransport):
         self.arrived = 0
         self.waiting: list[tuple[Callable[[Delivery], None], Delivery]] = []
 
-    async def consume(
-        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
-    ) -> MemorySubscription:
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
         def arrive(delivery: Delivery) -> None:
             self.arrived += 1
             if self.stands_still:
