@@ -8,6 +8,7 @@ import structlog
 
 from bus.bus import API, Bus
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.openstack.rest import auth_of, tls_of
 from bus.persistence.identity import watch_identity
 from bus.port import Transport
@@ -69,7 +70,7 @@ def build(
     service.add_task("sync", loop.run)
     # One at a time: the positions belong to the term.
     service.add_consumer(
-        bus.consumer("ironic.outdated.{process}", loop.outdated, concurrency=1, source=source_of(config.name))
+        Consumer(bus, "ironic.outdated.{process}", loop.outdated, concurrency=1, source=source_of(config.name))
     )
     service.add_drain(loop.drain)
     service.add_bus_check("bus", lambda: bus.unavailable_reason)

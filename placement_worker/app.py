@@ -136,10 +136,10 @@ def _add_consumers(service: Service, api: Bus, handlers: PlacementHandlers, conf
     for consumer in _writers(api, handlers, config):
         service.add_consumer(consumer)
     service.add_consumer(
-        api.consumer("placement.releases", handlers.requests, max_batch=config.claim_batch, concurrency=1)
+        Consumer(api, "placement.releases", handlers.requests, max_batch=config.claim_batch, concurrency=1)
     )
     service.add_consumer(
-        api.consumer("placement.reads", handlers.reads, max_batch=config.read_batch, concurrency=config.concurrency)
+        Consumer(api, "placement.reads", handlers.reads, max_batch=config.read_batch, concurrency=config.concurrency)
     )
 
 
@@ -180,7 +180,7 @@ def _add_cells(service: Service, env: Environment, api: Bus, links: CellLinks) -
     api.transport.on_reconnect(follower.on_reconnected)
     service.add_task("cells", follower.run)
     service.add_consumer(
-        api.consumer("placement.control.{process}", follower, max_batch=64, concurrency=1, prefetch=64)
+        Consumer(api, "placement.control.{process}", follower, max_batch=64, concurrency=1, prefetch=64)
     )
 
 
@@ -202,14 +202,16 @@ def _rest(
 def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> list[Consumer]:
     """Return the consumers on every bus: of claims, and of inventory from the hosts there."""
     return [
-        bus.consumer(
+        Consumer(
+            bus,
             "placement.requests",
             handlers.requests,
             max_batch=config.claim_batch,
             concurrency=config.concurrency,
             prefetch=config.claim_prefetch,
         ),
-        bus.consumer(
+        Consumer(
+            bus,
             "placement.inventory",
             handlers.inventory,
             max_batch=config.inventory_batch,

@@ -297,9 +297,9 @@ def _add_objects(
     service.add_task("objects", registry.run)
     service.add_task("aggregates", AggregateKeeper(registry, parts.selector, bus, clock=bus.clock).run)
     service.add_consumer(
-        bus.consumer("scheduler.control.{process}", listener, max_batch=64, concurrency=1, prefetch=64)
+        Consumer(bus, "scheduler.control.{process}", listener, max_batch=64, concurrency=1, prefetch=64)
     )
-    service.add_consumer(bus.consumer("scheduler.changes", changes, max_batch=16, concurrency=1, prefetch=16))
+    service.add_consumer(Consumer(bus, "scheduler.changes", changes, max_batch=16, concurrency=1, prefetch=16))
 
 
 def _add_host_metrics(parts: SchedulerParts) -> asyncio.Event:
@@ -374,7 +374,8 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
     bus.transport.on_reconnect(listener.on_reconnected)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.
     consumers = [
-        bus.consumer(
+        Consumer(
+            bus,
             "scheduler.builds",
             AnnouncementHandler(
                 parts.store,
@@ -388,8 +389,8 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
             prefetch=config.prefetch,
         ),
         _asks_consumer(parts, bus),
-        bus.consumer(
-            "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
+        Consumer(
+            bus, "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
         ),
         _metrics_consumer(bus, parts.selector, measured),
     ]
@@ -400,7 +401,7 @@ def _asks_consumer(parts: SchedulerParts, bus: Bus) -> Consumer:
     config = parts.config
     claims = BusClaims(parts.api, timeout_s=config.claim_timeout_s)
     handler = CellAsksHandler(parts.store, bus.name, claims=claims)
-    return bus.consumer("scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
+    return Consumer(bus, "scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
 
 
 def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> CellKeeper:
@@ -429,10 +430,11 @@ def _add_requests(
 ) -> None:
     """The queues of clients' requests, queries, and requests whose retries are exhausted."""
     service, bus, config = parts.service, parts.api, parts.config
-    service.add_consumer(bus.consumer("scheduler.records", queries, max_batch=64, concurrency=2, prefetch=128))
-    service.add_consumer(bus.consumer("scheduler.status", status, max_batch=64, concurrency=2, prefetch=128))
+    service.add_consumer(Consumer(bus, "scheduler.records", queries, max_batch=64, concurrency=2, prefetch=128))
+    service.add_consumer(Consumer(bus, "scheduler.status", status, max_batch=64, concurrency=2, prefetch=128))
     service.add_consumer(
-        bus.consumer(
+        Consumer(
+            bus,
             "scheduler.requests",
             requests,
             max_batch=config.batch,
@@ -443,7 +445,8 @@ def _add_requests(
         )
     )
     service.add_consumer(
-        bus.consumer(
+        Consumer(
+            bus,
             "scheduler.given_up",
             requests,
             max_batch=16,
@@ -457,7 +460,7 @@ def _add_requests(
 
 def _metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
     listener = HostMetricsListener(selector.metrics, bus.name, clock=bus.clock, first=measured)
-    return bus.consumer(METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)
+    return Consumer(bus, METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)
 
 
 async def _export_fleet(selector: Selector) -> None:

@@ -12,6 +12,7 @@ from berth.client.host_pages import read_hosts
 from berth.client.request_spans import RequestSpans, TracedRequest
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import (
     BuildEvent,
@@ -134,8 +135,8 @@ class BuildClient:
     async def open(self) -> None:
         """Connect, declare the listening queue and start to listen."""
         await self.bus.open()
-        self._consumer = self.bus.consumer(
-            self._queue, self._on_events, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
+        self._consumer = Consumer(
+            self.bus, self._queue, self._on_events, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
         )
         await self._consumer.start()
 

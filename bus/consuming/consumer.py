@@ -17,13 +17,14 @@ import contextlib
 import math
 from collections import Counter as Counted
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
 from prometheus_client import Counter
 
 from bus import metrics
+from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.in_flight import (
@@ -37,7 +38,7 @@ from bus.consuming.in_flight import (
 )
 from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
-from bus.consuming.outcome_handling import ConsumedBus, OutcomeHandler, RetryUntilAvailable, UntrustedMessages
+from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden, Transient
@@ -85,23 +86,28 @@ SUSPECT_WAIT_S = 0.1
 
 
 class Consumer:
-    """Consumes the queues of one row. start(), then run() as a side task, then drain()."""
+    """Consumes the queues of one row of the catalogue, which it declares. start(), then run() as a side task, then
+    drain().
+
+    paced: it waits between two batches, so that the next one gathers (`bus.consuming.batch_interval`). fill: the
+    placeholders in the name of the row, as in `Bus.declare`.
+    """
 
     def __init__(
         self,
-        bus: ConsumedBus,
+        bus: Bus,
         queue: str,
         handler: Handler,
         *,
-        max_batch: int,
-        concurrency: int,
-        prefetch: int,
-        on_malformed: Callable[[Malformed], Sequence[Message]] | None,
-        fill: Mapping[str, str],
-        batch_interval: BatchInterval | None,
+        max_batch: int = 64,
+        concurrency: int = 2,
+        prefetch: int = 256,
+        on_malformed: Callable[[Malformed], Sequence[Message]] | None = None,
+        paced: bool = False,
+        **fill: str,
     ) -> None:
         self.queue = queue
-        self._batch_interval = batch_interval
+        self._batch_interval = BatchInterval() if paced else None
         self._bus = bus
         self._row = BY_QUEUE[queue]
         self._handler = handler
@@ -109,7 +115,7 @@ class Consumer:
         self._prefetch = prefetch
         self._until_available = RetryUntilAvailable(bus, queue)
         self._outcome_handler = OutcomeHandler(bus, self._row, self._until_available, on_malformed)
-        self._fill = dict(fill)
+        self._fill = fill
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._lanes = ConsumerLanes([ConsumerLane(row.name) for row in self._row.queues])
         self._items: deque[InFlightMessage] = deque()

@@ -15,6 +15,7 @@ from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from bus.bus import API, Bus
 from bus.cell_links import REOPEN_S, CellLink, CellLinks
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
 from bus.contracts.catalogue import BY_QUEUE, lane_of
@@ -243,7 +244,7 @@ async def test_a_cell_that_disconnects_again_at_once_is_served_when_it_comes() -
     async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
         return [Done(ReleaseResult(outcome="absent"))] * len(batch)
 
-    link = CellLink(theirs, [theirs.consumer("placement.requests", answer)])
+    link = CellLink(theirs, [Consumer(theirs, "placement.requests", answer)])
     running = asyncio.create_task(link.run())
     async with asyncio.timeout(PATIENCE_S):
         while not broker.fell:  # noqa: ASYNC110  (a broker does not announce it)
@@ -282,7 +283,9 @@ async def test_a_cell_of_the_settings_whose_broker_refuses_is_entered_when_it_no
     def reach(name: str, _: CellBus | None) -> Bus:
         return Bus(name, Refusing(broker, name), process="worker", clock=clock, rng=random.Random(1))
 
-    links = CellLinks(lambda bus: CellLink(bus, [bus.consumer("placement.requests", answer)]), clock=clock, reach=reach)
+    links = CellLinks(
+        lambda bus: CellLink(bus, [Consumer(bus, "placement.requests", answer)]), clock=clock, reach=reach
+    )
     links.configure(reach("c1", None))
     running = asyncio.create_task(links.run())
     try:
@@ -323,7 +326,7 @@ async def test_a_consumer_that_is_starting_when_its_link_is_drained_takes_nothin
         taken.extend(batch)
         return [Done()] * len(batch)
 
-    link = CellLink(bus, [bus.consumer(queue, take) for queue in ("placement.requests", "placement.inventory")])
+    link = CellLink(bus, [Consumer(bus, queue, take) for queue in ("placement.requests", "placement.inventory")])
     running = asyncio.create_task(link.run())
     await transport.asked.wait()
     await link.drain(1.0)
@@ -362,7 +365,7 @@ async def test_a_consumer_whose_start_was_interrupted_starts_the_rest_and_nothin
         taken.extend(batch)
         return [Done()] * len(batch)
 
-    consumer = bus.consumer("scheduler.requests", take)
+    consumer = Consumer(bus, "scheduler.requests", take)
     with pytest.raises(BusUnavailable):
         await consumer.start()
     assert not consumer.started

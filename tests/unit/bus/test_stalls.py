@@ -85,7 +85,7 @@ class House:
         self._requests: list[asyncio.Task[BuildAccepted]] = []
 
     async def consume(self, handler: Handler) -> None:
-        self.consumer = self.server.consumer(REQUESTS, handler, concurrency=1)
+        self.consumer = Consumer(self.server, REQUESTS, handler, concurrency=1)
         await self.consumer.start()
 
     def look(self) -> None:
@@ -234,7 +234,7 @@ async def test_a_retried_command_whose_operator_waits_no_longer_is_dropped_and_n
     """It has no expiration: it was given back until the broker gave it up."""
     handler = Answering(lambda _: Done())
     await house.consumer.drain(1.0)
-    house.consumer = house.server.consumer("scheduler.changes", handler, concurrency=1)
+    house.consumer = Consumer(house.server, "scheduler.changes", handler, concurrency=1)
     await house.consumer.start()
     await house.stand_still()
     before, sent_at = house.connection.arrived, house.clock.time() - 20.0
