@@ -40,7 +40,8 @@ from bus.consuming.lanes import ArrivedDelivery, ConsumerLane
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
 from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
-from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
+from bus.contracts.catalogue import taken_by
+from bus.contracts.queues import BY_QUEUE, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.gather import Gather
 from bus.in_turn import InTurn

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from bus.contracts.catalogue import QueueRow
+from bus.contracts.queues import QueueRow
 from bus.memory.broker import Consumption, MemoryBroker, Queue
 from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing, Subscription, call_back
 from bus.topology import (
