@@ -263,7 +263,7 @@ class Queue:
             self.set_alarm(first.expires_at)
 
     def set_alarm(self, due: float) -> None:
-        """Look at the messages at this time (monotonic seconds of the broker's clock), if not before."""
+        """Look at the messages at a time, if not before. due: by the broker's monotonic clock, in seconds."""
         if self.alarm is not None:
             if self.alarm_at <= due:
                 return
