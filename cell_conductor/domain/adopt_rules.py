@@ -62,11 +62,16 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
         return Step(instance)
     requested = rules.with_request(instance, event)
     first = (requested.attempt, requested.host_uuid)
-    is_held = event.attempt > instance.newest and event.given_up is None
+    is_held = event.given_up is None and not is_released(instance, event)
     is_new = is_held and any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or is_new:
         return rules.start_build(instance, event, context)
     return adopt_found(replace(numbered_on(requested, event), reused_from=1), event.found, event.at, context)
+
+
+def is_released(instance: Instance, event: BuildRequested) -> bool:
+    """Whether the claim of this request was one of the build before, which has released it; a first attempt is new."""
+    return 1 < event.attempt <= instance.last_attempt
 
 
 def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:

@@ -303,7 +303,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:
     """The destination does not answer, and was commanded nothing yet: the next one is tried."""
     if isinstance(event, ServiceLost):
-        if event.service != instance.here.service or instance.is_leaving:
+        if event.service != instance.service:
             return Step(instance)
         code, reason = event.code, event.reason
     else:
@@ -430,7 +430,7 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
     """
     if way_back.is_waiting(instance):
         return way_back.query_again(instance, event.at, context)
-    if not instance.is_in_place and context.closed.why(instance.here) is not None:
+    if not instance.is_in_place and context.closed(instance).why(instance.here) is not None:
         return Step(replace(instance, deadline=event.at + context.destroy_retry_s))
     if is_doubted(instance, context) and not instance.is_in_place:
         return repeated(instance, event.at, context)
