@@ -13,7 +13,6 @@ from bus.clock import Clock
 from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, Refusal
-from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import (
     MAX_RESCANS,
     CellBuild,
@@ -28,6 +27,7 @@ from bus.contracts.cell import (
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellAsks, CellBook, CellCheck, CellMove, CellMoveQuery, MachineChanged, MoveKind
+from bus.contracts.queues import BY_QUEUE
 
 from . import metrics
 from .config import ConductorConfig
