@@ -31,7 +31,7 @@ class Trees:
         ("is_root", 0),
     )
 
-    def _clear_trees(self) -> None:
+    def __init__(self) -> None:
         self.size = FIRST_SIZE
         self.top = 0  # rows at and above this were never used
         self.live = np.zeros(self.size, dtype=np.bool_)
