@@ -116,11 +116,9 @@ class CompiledCache(Recent[bytes, CompiledRequest]):
 
 
 def compiled_for(book: Book, request: CandidatesRequest) -> CompiledRequest:
-    """Return the request's tables, refreshed."""
+    """Return the request's tables."""
     key = msgspec.msgpack.encode(request)
-    compiled = book.cache(CompiledCache).value(key, lambda: CompiledRequest(book, request))
-    compiled.refresh()
-    return compiled
+    return book.cache(CompiledCache).value(key, lambda: CompiledRequest(book, request))
 
 
 class _CandidateSearch:
