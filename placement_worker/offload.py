@@ -36,7 +36,7 @@ def copy_of(book: Book) -> Book:
     copied = copy(book)
     copied._caches = {}
     copied.moves, copied.shape_moves = Moves(book.moves.end), Moves(book.shape_moves.end)  # nothing of the copy changes
-    for name, _ in book._filled:
+    for name in book._filled:
         setattr(copied, name, getattr(book, name).copy())
     for name in ("trait_sets", "aggregate_sets", "class_sets"):
         setattr(copied, name, _values(getattr(book, name)))

@@ -52,16 +52,6 @@ class Book(Trees):
     change while the provider exists. The returned arrays are read-only views or copies, and are indexed by row.
     """
 
-    _filled = (
-        *Trees._filled,
-        ("generation", 0),
-        ("stamp", 0),
-        ("shape", 0),
-        ("traits", 0),
-        ("aggregates", 0),
-        ("classes", 0),
-    )
-
     def __init__(self) -> None:
         super().__init__()
         self.sequence = 0
@@ -79,6 +69,7 @@ class Book(Trees):
         self.traits = np.zeros(size, dtype=np.int32)
         self.aggregates = np.zeros(size, dtype=np.int32)
         self.classes = np.zeros(size, dtype=np.int32)
+        self._made()
         self.trait_sets: Distinct[tuple[str, ...]] = Distinct(())
         self.aggregate_sets: Distinct[tuple[str, ...]] = Distinct(())
         self.class_sets: Distinct[tuple[int, ...]] = Distinct(())

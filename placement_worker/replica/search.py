@@ -28,16 +28,15 @@ MAX_OPTIONS = 64
 def search(book: Book, query: Query, *, explain: bool = False) -> Found:
     """Return all roots that can take the request now, ascending by row. Raises QueryTooWide."""
     verdicts = verdicts_of(book, query)
-    every, pinned, ignored = book.rows_of_roots(), _pinned(book, query), _rows_of(book, query.ignore_roots)
+    pinned = _pinned(book, query)
     roots = verdicts.roots if pinned is None else pinned[verdicts.verdicts[pinned] == verdicts.passes]
-    if len(ignored):
-        roots = np.setdiff1d(roots, ignored, assume_unique=True)
+    roots = _unless_ignored(book, query, roots)
     if not explain:
         return Found(roots)
     verdicts.explain()
-    among = np.setdiff1d(every if pinned is None else pinned, ignored, assume_unique=True)
+    among = _unless_ignored(book, query, book.rows_of_roots() if pinned is None else pinned)
     why = "ignored" if pinned is None else "not among those requested"
-    return Found(roots, _funnel(verdicts, among, {why: len(every) - len(among)}))
+    return Found(roots, _funnel(verdicts, among, {why: len(book.rows_of_roots()) - len(among)}))
 
 
 def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[ClaimOption]:
@@ -110,6 +109,10 @@ def _pinned(book: Book, query: Query) -> Rows | None:
         pinned = tree if pinned is None else np.intersect1d(pinned, tree)
         pinned = pinned[book.is_root[pinned]]
     return pinned
+
+
+def _unless_ignored(book: Book, query: Query, roots: Rows) -> Rows:
+    return roots[~np.isin(roots, _rows_of(book, query.ignore_roots))] if query.ignore_roots else roots
 
 
 def _rows_of(book: Book, uuids: Sequence[str]) -> Rows:
