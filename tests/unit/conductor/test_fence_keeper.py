@@ -321,17 +321,3 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     async with store.transaction() as transaction:
         states = {uuid: one.state for uuid, one in (await transaction.lock([UUID, SECOND])).items()}
     assert states == {UUID: State.REVERTING, SECOND: State.FINISHING}
-
-
-def test_a_fence_that_is_being_lifted_proves_nothing() -> None:
-    """The host is on then, to destroy its losses."""
-    lifting = {uuid: replace(fence, lifting=True) for uuid, fence in fenced(1).items()}
-    made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
-    made.apply(request(MoveKind.EVACUATE, 2, 3), claimed())
-    made.context = replace(PATIENCE, fences=lifting)
-    made.end(2, 2)
-    assert made.instance.state is State.REVERTING
-    assert not made.spawns
-    late = Scenario(active(), replace(PATIENCE, fences=lifting))
-    late.apply(request(MoveKind.EVACUATE, 2))
-    assert late.instance.state is State.ACTIVE

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, HostReport, Running
+from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Running
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
 from cell_conductor.domain import way_back
@@ -39,20 +39,9 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 
-ACTIVE = Instance(
-    uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, consumer_generation=7
-)
-
-
-def gone(n: int, attempt: int, service: str = "s1") -> e.Destroyed:
-    return e.Destroyed(at=310.0, attempt=attempt, host_uuid=host(n), service=service)
-
 
 def fenced(n: int) -> e.HostFenced:
     return e.HostFenced(at=300.0, host_uuid=host(n))
-
-
-# --- builds
 
 
 # --- moves
@@ -164,20 +153,6 @@ def test_a_fenced_source_is_gone_by_the_service_that_has_it() -> None:
 
 
 # --- reports, leases, quarantine
-
-
-def page(service: str, *uuids: str, ring: tuple[int, int] = (0, 0)) -> ComputeHosts:
-    hosts = tuple(HostReport(uuid=uuid, name=uuid[:2]) for uuid in uuids)
-    return ComputeHosts(
-        service=service,
-        cell="c",
-        epoch=1,
-        sequence=1,
-        hosts=hosts,
-        complete=True,
-        ring_term=ring[0],
-        ring_number=ring[1],
-    )
 
 
 def test_reservations_fill_a_message_to_its_bound() -> None:
