@@ -7,13 +7,13 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
 import asyncpg
 import pytest
 from alembic.script import ScriptDirectory
-from sqlalchemy import text
 
 from berth.in_process import WorkerEnded
 from berth.settings import Settings
@@ -25,7 +25,7 @@ from bus.persistence import known_types
 from bus.persistence.address import parse_database_url
 from bus.persistence.database import Database, DatabaseForbidden
 from bus.persistence.migrations import config
-from bus.persistence.revision import APPLIED, is_migrated, known_revisions, tables_of
+from bus.persistence.revision import APPLIED, is_migrated, known_revisions, migrating, tables_of
 from bus.persistence.tables import create_tables
 from tests.kit.catalog import described
 from tests.kit.documents import blocks_of_all_pages
@@ -56,7 +56,8 @@ async def test_a_migrated_database_has_exactly_the_tables(empty_database: str, w
     package = f"{worker}.store.migrations"
     migrated = await opened(empty_database, "migrated", package)
     written = await opened(empty_database, "written-out")
-    async with written.transaction() as connection:
+    connect = partial(asyncpg.connect, empty_database, server_settings={"search_path": '"written-out"'})
+    async with migrating(connect) as (connection, _):
         await connection.run_sync(create_tables, tables_of(package))
     of_migrations = [line for line in await description(migrated) if not line.startswith("function ")]
     assert of_migrations == await description(written)
@@ -194,14 +195,10 @@ async def test_a_server_that_never_answers_does_not_hide_the_next(monkeypatch: p
         async with asyncio.timeout(PATIENCE_S):
             await database.open()
         try:
-            assert await _port(database) == server.port
+            async with database.raw() as connection:
+                assert await connection.fetchval("SELECT inet_server_port()") == server.port
         finally:
             await database.close()
-
-
-async def _port(database: Database) -> int:
-    async with database.transaction() as connection:
-        return int(await connection.scalar(text("SELECT inet_server_port()")))
 
 
 # --- a connection's look-ups of types in the catalogue

@@ -1,4 +1,4 @@
-"""Builds and moves in doubt, the questions of a record, and announcements of a move: tables."""
+"""Moves in doubt after a set-back: what each host's answer shows, and what it decides."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Refusal
-from bus.contracts.cell import FoundMachine, Origin, Selection, Spawn
-from bus.contracts.groups import ServerGroup
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
-from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
+from bus.contracts.cell import FoundMachine, Selection
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import EndedMove, Instance, Phase, Power, State
+from cell_conductor.domain.desires import in_text
+from cell_conductor.domain.instance import EndedMove, Instance, Power, State
 from cell_conductor.domain.move_doubts import is_searched_for
-from cell_conductor.domain.rules import ignore, tombstone
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import ByThen, IllegalStep, Rule, question_of, rules_of, step
-from cell_conductor.domain.way_back import SourceQuery
-from tests.unit.conductor.move_scenario import MOVE, OTHER, SERVICE_DOWN, refused, request, unbegun
+from cell_conductor.domain.table import question_of, step
+from tests.unit.conductor.move_scenario import MOVE, OTHER, refused, request
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
@@ -30,20 +28,15 @@ from tests.unit.conductor.records import (
     SOURCE_GONE,
     Case,
     after,
-    answer,
     at_source,
     case,
-    changing,
     in_place,
     moving,
     outcome,
     record,
     unshelving,
 )
-from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, claimed, host, spawned
-
-# --- moves in doubt after a set-back: what each host's answer shows, and what it decides
-
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 
 K, S = MoveKind, State
 PARTED = replace(ON_2, allocations={host(2): {"VCPU": 2}, host(9): {"VF": 1}})
@@ -232,284 +225,71 @@ def test_services_are_queried_before_the_claim_of_an_unsure_move_is_released(
     assert is_searched_for(unshelving(state, then, doubted=doubted)) is searched
 
 
-# --- what is asked of placement or of services in each state, which claims may be granted in it, and what is illegal
+# --- A request for an instance whose record is older than a set-back: its later machine is the instance's
+
+LATER = replace(FOUND, built=True)
+REFUSED, BEGUN = ("move.in_doubt",), ("",)
 
 
-GROUP = ServerGroup(uuid="g", policy="affinity")
-OPTION_2, OPTION_3 = (ClaimOption(allocations=on.allocations, shapes=on.shapes) for on in (ON_2, ON_3))
-CLAIM = Claim(
-    consumer=UUID,
-    attempt=5,
-    consumer_generation=7,
-    release_first=True,
-    options=(OPTION_3,),
-    project_id="p",
-    user_id="u",
-)
-MIGRATION = Migration(uuid=MOVE, source=ON_1.allocations)
-OF_INSTANCE = Release(consumer=UUID, attempt=5)
-OF_MIGRATION = Release(consumer=MOVE, project_id="p", of_migration=True)
-BOTH = (OPTION_2, OPTION_3)
+def at_rest(state: State = S.ACTIVE, **other: Any) -> Instance:
+    """On host 2 since before the set-back; attempts up to 4 were given out."""
+    return record(state, **{"selections": (ON_2,), "position": 0, "deadline": None, "queried": False, **other})
+
+
+def offloaded(**other: Any) -> Instance:
+    return at_rest(S.OFFLOADED, power=Power.SHELVED, image="kept", **other)
 
 
 @pytest.mark.parametrize(
-    ("known", "question"),
+    ("before", "found", "context", "phase", "codes"),
     [
-        (record(S.CLAIMING, S.BUILDING), CLAIM),
-        (record(S.CLAIMING, S.BUILDING, server_group=GROUP, limits={"VCPU": 9}),
-         replace(CLAIM, server_group=GROUP, limits={"VCPU": 9}, options=(replace(OPTION_3, host=host(3)),))),
-        (record(S.CLAIMING, S.BUILDING, position=0), replace(CLAIM, options=BOTH)),
-        (record(S.CLAIMING, S.DELETED), CLAIM),
-        (record(S.CLAIMING, S.ACTIVE), replace(CLAIM, options=(OPTION_2,))),
-        (at_source(), replace(CLAIM, release_first=False, options=BOTH, migration=MIGRATION)),
-        (moving(S.CLAIMING, S.PREPARING), replace(CLAIM, migration=MIGRATION)),
-        (unshelving(S.CLAIMING, S.PREPARING), CLAIM),
-        (unshelving(S.CLAIMING, S.PREPARING, position=0), replace(CLAIM, release_first=False, options=BOTH)),
-        (moving(S.REVERTING), Revert(consumer=UUID, migration=MIGRATION, source_attempt=4, attempt=5)),
-        (record(S.RELEASING, S.FAILED), OF_INSTANCE),
-        (moving(S.RELEASING, S.FAILED), OF_INSTANCE),
-        (moving(S.RELEASING, S.DELETED, {"instance_released": True}), OF_MIGRATION),
-        (unshelving(S.RELEASING, S.OFFLOADED), OF_INSTANCE),
-        (moving(S.RELEASING, S.ACTIVE), OF_MIGRATION),
-        (moving(S.RELEASING, S.DEPARTED), OF_MIGRATION),
-        (moving(S.RESIZED, move=BY_REVERT), SourceQuery(host(1), "s1", 1, OTHER)),
-        (in_place(S.RESIZED, move={"lost_code": "host.fenced"}), SourceQuery(host(1), "s1", 1)),
-        (moving(S.RESIZED), None),
-        (moving(S.REVERTING, move=BY_REVERT), Revert(consumer=UUID, migration=MIGRATION, source_attempt=4, attempt=5)),
-        (moving(S.PREPARING, move={"instance_released": True}), None),
-        (record(S.ACTIVE), None),
-        (record(S.BUILDING), None),
-        (record(S.DESTROYING, S.DELETED), None),
-    ],
-)  # fmt: skip
-def test_the_request_that_follows_from_a_record(known: Instance, question: object) -> None:
-    assert question_of(known) == question
-
-
-@pytest.mark.parametrize(
-    ("before", "highest"),
-    [
-        (record(S.CLAIMING, S.BUILDING), 5),
-        (record(S.CLAIMING, S.ACTIVE), 5),
-        (record(S.FAILED), 5),
-        (record(S.DELETED), 5),
-        (record(S.RELEASING, S.FAILED), 5),
-        (moving(S.REVERTING), 5),
-        (record(S.ACTIVE), 4),
-        (moving(S.PREPARING), 4),
-        (moving(S.FINISHING), 4),
-        (record(S.BUILDING), 4),
+        (at_rest(), (LATER,), IN_DOUBT, "claiming/active", REFUSED),
+        (offloaded(), (LATER,), IN_DOUBT, "claiming/active", REFUSED),
+        (at_rest(), (), IN_DOUBT, "claiming/preparing", BEGUN),
+        (offloaded(), (), IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(), None, IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(), (LATER,), PATIENCE, "claiming/preparing", BEGUN),
+        (at_rest(since=2000.0), (LATER,), IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(since=2000.0, doubted=True), (LATER,), IN_DOUBT, "claiming/active", REFUSED),
+        (at_rest(), (replace(LATER, built=False),), IN_DOUBT, "active", REFUSED),
+        (at_rest(), (replace(LATER, project_id="q"),), IN_DOUBT, "active", REFUSED),
+        (at_rest(selections=(replace(PARTED, host_uuid=host(8)),)), (LATER,), IN_DOUBT, "active", REFUSED),
+        (offloaded(), (replace(LATER, project_id=None),), IN_DOUBT, "offloaded", REFUSED),
+        (at_rest(), (LATER, replace(LATER, attempt=6, built=False)), IN_DOUBT, "active", REFUSED),
+        (at_rest(), (replace(LATER, attempt=6), replace(LATER, built=False)), IN_DOUBT, "claiming/active", REFUSED),
+        (at_rest(), (replace(LATER, attempt=4),), IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(reused_from=4), (replace(LATER, attempt=4),), IN_DOUBT, "claiming/active", REFUSED),
+        (at_rest(), (replace(LATER, attempt=2, host_uuid=host(2)),), IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(), (replace(LATER, attempt=2),), IN_DOUBT, "active", REFUSED),
+        (at_rest(reused_from=1), (replace(LATER, attempt=1),), IN_DOUBT, "claiming/preparing", BEGUN),
     ],
 )
-def test_no_attempt_beyond_the_one_that_was_requested_is_claimed(before: Instance, highest: int) -> None:
-    step(before, claimed(highest), PATIENCE)
-    with pytest.raises(IllegalStep):
-        step(before, claimed(highest + 1), PATIENCE)
-
-
-def test_the_rules_of_a_cell_by_what_follows() -> None:
-    first, second, other = Rule(ignore), Rule(tombstone), Rule(ignore, (S.FAILED,))
-    cell = ByThen({S.ACTIVE: first, S.DELETED: second}, other)
-    assert [cell.of(then) for then in (S.ACTIVE, S.DELETED, S.FAILED, None)] == [
-        first,
-        second,
-        other,
-        other,
-    ]
-    assert ByThen({S.ACTIVE: first}).of(S.FAILED) is None
-    assert (rules_of(cell), rules_of(ByThen({S.ACTIVE: first}))) == ((first, second, other), (first,))
-    assert (rules_of(first), rules_of(None)) == ((first,), ())
-
-
-# --- requests of moves: their refusals, queries and announcements, what a record is when one has begun, and a delete
-
-
-C = Condition
-DONE_STOP = (EndedMove(OTHER, K.STOP, MoveState.DONE),)
-LEFT_BY = (EndedMove(OTHER, K.STOP, MoveState.SCHEDULED),)
-LATE = e.TimedOut(at=220.0)
-
-
-def rests(power: Power = Power.RUNNING, state: State = S.ACTIVE, **other: Any) -> Instance:
-    return record(state, power=power, **{"queried": False, **other})
-
-
-def wants(kind: MoveKind, *hosts: int, **fields: Any) -> e.MoveRequested:
-    return request(kind, *hosts, request_id=OTHER, **fields)
-
-
-def given_up(kind: MoveKind, request_id: str = OTHER) -> e.MoveRequested:
-    return unbegun(request(kind, request_id=request_id), Refusal(code="x", reason="y"))
-
-
-def query(kind: MoveKind, request_id: str = OTHER) -> e.MoveRequested:
-    return unbegun(request(kind, request_id=request_id))
-
-
-REFUSALS: list[Case] = [
-    case(rests(), given_up(K.STOP), "active", "stop: refused x"),
-    case(rests(ended=DONE_STOP), given_up(K.STOP), "active", "stop: done"),
-    case(moving(S.PREPARING), given_up(K.STOP), "preparing", "stop: refused x"),
-    case(moving(S.PREPARING), given_up(K.MIGRATE, MOVE), "preparing"),
-    case(moving(S.RESIZED, move=BY_REVERT), given_up(K.REVERT), "resized"),
-    case(Instance(uuid=UUID), given_up(K.STOP), "absent", "stop: refused instance.unknown"),
-    case(Instance(uuid=UUID), wants(K.STOP), "absent", "stop: refused instance.unknown"),
-    case(Instance(uuid=UUID), query(K.STOP), "absent", "stop: failed instance.unknown"),
-    case(rests(), query(K.STOP), "active", "stop: failed move.lost"),
-    case(rests(ended=DONE_STOP), query(K.STOP), "active", "stop: done"),
-    case(moving(S.PREPARING), query(K.MIGRATE, MOVE), "preparing", "migrate: preparing"),
-    case(moving(S.PREPARING), query(K.STOP), "preparing", "stop: failed move.lost"),
-    case(moving(S.RESIZED, move=BY_REVERT), query(K.REVERT), "resized", "revert: changing"),
-    case(rests(state=S.FAILED), wants(K.STOP), "failed", "stop: refused instance.not_active"),
-    case(rests(state=S.FAILED, ended=DONE_STOP), wants(K.STOP), "failed", "stop: done"),
-    case(rests(state=S.DELETED), wants(K.STOP), "deleted", "stop: refused instance.not_active"),
-    case(rests(state=S.BUILDING), wants(K.STOP), "building", "stop: refused instance.not_active"),
-    case(rests(state=S.BUILDING, ended=DONE_STOP), wants(K.STOP), "building", "stop: done"),
-    case(
-        moving(S.DESTROYING, S.DELETED),
-        wants(K.STOP),
-        "destroying/deleted",
-        "stop: refused instance.not_active",
-    ),
-    case(moving(S.FINISHING), wants(K.STOP), "finishing", "stop: refused instance.busy"),
-    case(moving(S.FINISHING), request(K.MIGRATE), "finishing"),
-    case(moving(S.FINISHING, ended=DONE_STOP), wants(K.STOP), "finishing", "stop: done"),
-    case(moving(S.FINISHING), wants(K.ABORT), "finishing", "abort: refused move.too_late"),
-    case(moving(S.FINISHING), wants(K.CONFIRM), "finishing", "confirm: refused move.too_late"),
-    case(rests(ended=LEFT_BY), wants(K.STOP), "active", "stop: failed move.lost"),
-]
-
-
-@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), REFUSALS)
-def test_a_request_that_is_not_begun_is_answered(
-    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+def test_a_later_machine_than_the_record_has_is_taken_over_before_a_request_begins(
+    before: Instance, found: tuple[FoundMachine, ...] | None, context: StepContext, phase: str, codes: tuple[str, ...]
 ) -> None:
-    assert outcome(before, event, context) == (phase, commands)
-
-
-IN_ZONE = replace(ON_2, zone="z")
+    """A second machine was built beside it (never_two_running, seeds 2, 5 and 10 of `moved_since_the_backup`)."""
+    kind = K.UNSHELVE if before.state is S.OFFLOADED else K.MIGRATE
+    stepped = step(before, replace(request(kind, 1), found=found), context)
+    told = tuple(one.code for one in stepped.commands if isinstance(one, MoveEvent))
+    assert (in_text(stepped.instance.phase), told) == (phase, codes)
 
 
 @pytest.mark.parametrize(
-    ("before", "event", "shown"),
+    ("before", "power", "image"),
     [
-        (*answer(moving(S.PREPARING, selections=(ON_1, IN_ZONE)), 2), (C.MOVING, "host-2", host(2), "z")),
-        (moving(S.RESIZED, selections=(ON_1, IN_ZONE)), LATE, (C.RESIZED, "host-2", host(2), "z")),
-        (
-            moving(S.RELEASING, S.ACTIVE),
-            e.Released(at=220.0, consumer=MOVE),
-            (C.ACTIVE, "host-2", host(2), ""),
-        ),
-        (rests(Power.STOPPED), wants(K.UNRESCUE), (C.STOPPED, "host-2", host(2), "")),
-        (
-            rests(selections=(IN_ZONE,), position=0, state=S.OFFLOADED),
-            wants(K.STOP),
-            (C.OFFLOADED, None, None, ""),
-        ),
-        (rests(selections=(), position=0, state=S.DELETED), wants(K.STOP), (C.DELETED, None, None, "")),
+        (offloaded(), Power.RUNNING, ""),
+        (at_rest(power=Power.SHELVED, image="kept"), Power.RUNNING, ""),
+        (at_rest(power=Power.STOPPED, reused_from=4), Power.STOPPED, ""),
     ],
 )
-def test_an_announcement_has_the_instances_condition_and_its_host_if_it_has_one(
-    before: Instance, event: e.Event, shown: tuple[Condition, str | None, str | None, str]
-) -> None:
-    (*_, last) = [one for one in step(before, event, PATIENCE).commands if isinstance(one, MoveEvent)]
-    assert (last.condition, last.host, last.host_uuid, last.zone) == shown
-
-
-@pytest.mark.parametrize(("context", "has_reason"), [(PATIENCE, False), (SERVICE_DOWN, True)])
-def test_a_source_that_is_waited_for_is_named_with_the_code_of_its_service(
-    context: StepContext, has_reason: bool
-) -> None:
-    waiting = moving(S.DESTROYING, S.ACTIVE, {"by": OTHER, "by_kind": K.CONFIRM, "answered": True})
-    (*_, last) = [one for one in step(waiting, LATE, context).commands if isinstance(one, MoveEvent)]
-    assert (SERVICE_DOWN.down["s1"].code in last.reason) is has_reason
-
-
-OLD, NEW = {"instances": 1}, {"instances": 2}
-EVENTS_GROUP, NEW_GROUP = (ServerGroup(uuid=name, policy="affinity") for name in ("g1", "g2"))
-
-
-@pytest.mark.parametrize(
-    ("before", "event", "limits", "newest", "source_attempt"),
-    [
-        (rests(), wants(K.MIGRATE, 3), NEW, 4, 2),
-        (rests(), wants(K.LIVE_MIGRATE, 3), NEW, 4, 2),
-        (rests(), wants(K.RESIZE, 3), NEW, 4, 2),
-        (rests(), wants(K.MIGRATE, 3, to_cell="c2"), NEW, 5, 2),
-        (rests(state=S.OFFLOADED), wants(K.UNSHELVE, 3), NEW, 4, 0),
-        (rests(state=S.OFFLOADED), wants(K.UNSHELVE, 3, to_cell="c2"), NEW, 5, 0),
-        (rests(), wants(K.STOP), OLD, 4, 0),
-        (rests(), wants(K.REBUILD), OLD, 4, 0),
-    ],
-)
-def test_the_record_of_a_request_that_has_begun(
-    before: Instance, event: e.MoveRequested, limits: dict[str, int], newest: int, source_attempt: int
-) -> None:
-    begun = replace(event, request=replace(event.request, limits=NEW))
-    after = step(replace(before, limits=OLD), begun, PATIENCE).instance
-    assert after.move is not None
-    assert (after.limits, after.newest, after.move.source_attempt) == (limits, newest, source_attempt)
-
-
-@pytest.mark.parametrize(
-    ("group", "known", "expected", "next_number"),
-    [
-        (None, 10, EVENTS_GROUP, 21),
-        (NEW_GROUP, 19, NEW_GROUP, 21),
-        (None, 20, EVENTS_GROUP, 22),
-        (None, 30, EVENTS_GROUP, 32),
-    ],
-)
-def test_a_request_may_have_a_group_of_its_own_and_is_announced_above_what_schedulers_have(
-    group: ServerGroup | None, known: int, expected: ServerGroup, next_number: int
-) -> None:
-    wanted = wants(K.MIGRATE, 3, server_group=group, sequence=known)
-    after = step(rests(server_group=EVENTS_GROUP), wanted, PATIENCE).instance
-    assert (after.server_group, after.sequence) == (expected, next_number)
-
-
-@pytest.mark.parametrize(
-    ("before", "n", "origin"),
-    [
-        (unshelving(S.PREPARING), 2, Origin(migration=MOVE, image="kept", runs=True)),
-        (moving(S.HANDING_OVER, move={"handed_over": True}, image="kept"), 1,
-         Origin(migration=MOVE, host_uuid=host(1), runs=True)),
-        (moving(S.HANDING_OVER, move={"handed_over": True, "power": Power.STOPPED}), 1,
-         Origin(migration=MOVE, host_uuid=host(1), runs=False)),
-        (moving(S.HANDING_OVER), 1, Origin(migration=MOVE, runs=True)),
-    ],
-)  # fmt: skip
-def test_what_a_destination_builds_from(before: Instance, n: int, origin: Origin) -> None:
-    (spawn,) = [one for one in step(*answer(before, n), PATIENCE).commands if isinstance(one, Spawn)]
-    assert spawn.origin == origin
-
-
-LEAVING, LEFT = (S.DESTROYING, S.DELETED), (S.RELEASING, S.DELETED)
-
-
-@pytest.mark.parametrize(
-    ("before", "context", "phase", "gone", "newest"),
-    [
-        (moving(S.REVERTING), PATIENCE, LEAVING, (True, False), 5),
-        (moving(S.PREPARING), PATIENCE, LEAVING, (True, False), 4),
-        (moving(S.PREPARING, doubted=True), IN_DOUBT, LEAVING, (False, False), 4),
-        (moving(S.PREPARING, doubted=True), PATIENCE, LEAVING, (True, False), 4),
-        (moving(S.PREPARING, move={"to_cell": "c2"}, doubted=True), IN_DOUBT, LEAVING, (True, False), 4),
-        (moving(S.FINISHING), PATIENCE, LEAVING, (False, False), 4),
-        (moving(S.RESIZED), PATIENCE, LEAVING, (False, False), 4),
-        (moving(S.DESTROYING, S.ACTIVE), PATIENCE, LEAVING, (False, False), 4),
-        (moving(S.DESTROYING, S.REVERTING), PATIENCE, LEAVING, (False, False), 4),
-        (moving(S.RELEASING, S.ACTIVE), PATIENCE, LEAVING, (False, True), 4),
-        (moving(S.RELEASING, S.DEPARTED), PATIENCE, LEFT, (True, True), 4),
-        (changing(K.STOP), PATIENCE, LEAVING, (False, True), 4),
-        (unshelving(S.PREPARING), PATIENCE, LEFT, (True, True), 4),
-        (at_source(selections=(ON_1, ON_2, ON_3)), PATIENCE, (S.CLAIMING, S.PREPARING), (False, False), 4),
-    ],
-)  # fmt: skip
-def test_a_delete_of_what_moves_waits_for_the_machines_that_may_be_there(
-    before: Instance, context: StepContext, phase: Phase, gone: tuple[bool, bool], newest: int
-) -> None:
-    after = step(before, DELETE, context).instance
-    assert after.move is not None
-    assert (after.phase, (after.move.here_gone, after.move.source_gone)) == (phase, gone)
-    assert after.newest == newest
+def test_the_instance_goes_on_with_its_later_machine(before: Instance, power: Power, image: str) -> None:
+    taking = step(before, replace(request(K.UNSHELVE, 1), found=(LATER,)), IN_DOUBT).instance
+    claim = question_of(taking)
+    assert isinstance(claim, Claim) and (claim.attempt, claim.migration, taking.move) == (6, None, None)
+    up = step(taking, e.ClaimRefused(at=221.0, attempt=6, consumer_changed=True), IN_DOUBT)
+    assert (up.instance.state, up.instance.host_uuid, up.instance.attempt) == (S.ACTIVE, host(3), 5)
+    assert (up.instance.power, up.instance.image, up.instance.doubted) == (power, image, False)
+    assert up.instance.sequence > 1000
+    assert not is_over(up.instance, before.attempt, host(2)), "the move that made the later one may have been undone"
+    again = step(up.instance, replace(request(K.MIGRATE, 1, request_id=OTHER), found=()), IN_DOUBT)
+    assert again.instance.phase == (S.CLAIMING, S.PREPARING)

@@ -1,4 +1,4 @@
-"""Searches for machines that no record explains, by all services, and what is adopted of them."""
+"""The search for machines of doubted builds, and what it holds up."""
 
 from __future__ import annotations
 
@@ -8,61 +8,38 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Retry
 from bus.contracts.base import Message
-from bus.contracts.cell import CellDelete, FindMachines, FoundMachine, Selection
-from bus.contracts.moves import AskedBy, CellBook, ChangeMachine
+from bus.contracts.cell import CellDelete, FindMachines, FoundMachine
+from bus.contracts.moves import AskedBy, CellBook, CellMove, ChangeMachine, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.port import PublishRefused
 from cell_conductor import engine
 from cell_conductor.app import search_forever
-from cell_conductor.config import ConductorConfig
-from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
-from cell_conductor.domain.events import Event, InstanceEvent
-from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
-from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
-from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of
-from cell_conductor.engine import Engine
 from cell_conductor.handlers import RETRIES
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
-from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.safety import ADOPT, UnexplainedRecord
-from tests.kit.virtual_time import on_virtual_time
-from tests.unit.conductor.move_scenario import OTHER
-from tests.unit.conductor.scenario import (
-    SET_BACK_AT,
-    SPEC,
-    TIMED_OUT,
-    UUID,
-    host,
-    queried,
-    requested,
-    run,
-    run_after,
-    selection,
-    spawned,
-)
-from tests.unit.conductor.scenario import claimed as taken
+from cell_conductor.store.memory import MemoryInstances
+from tests.unit.conductor.move_scenario import MOVE, OTHER
+from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_transfers import held, leaving
-from tests.unit.conductor.world import BUILD, Conductor, Queried, Relay, Services
+from tests.unit.conductor.world import BUILD, Conductor, Services
 
 # --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is
 # begun.
 
 
-def machine(n: int = 3, attempt: int = 1, **other: object) -> FoundMachine:
-    known = FoundMachine(
-        instance_uuid=UUID, host_uuid=host(n), host=f"host-{n}", service="s2", attempt=attempt, project_id="p"
+def machine() -> FoundMachine:
+    return FoundMachine(
+        instance_uuid=UUID, host_uuid=host(3), host="host-3", service="s2", attempt=1, project_id=SPEC.project_id
     )
-    return replace(known, **other)
 
 
 async def test_every_service_that_is_up_is_queried_and_the_machine_of_one_is_adopted() -> None:
@@ -93,6 +70,64 @@ async def test_it_is_begun_when_all_have_answered_that_they_have_nothing() -> No
     assert isinstance(await conductor.take(), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.BUILDING and recorded.doubted
+
+
+UNSHELVE = CellMove(
+    request_id=OTHER, instance_uuid=UUID, project_id=SPEC.project_id, kind=MoveKind.UNSHELVE, selections=(selection(2),)
+)
+
+
+def offloaded(since: float = 1.0) -> Instance:
+    return Instance(
+        uuid=UUID,
+        state=State.OFFLOADED,
+        spec=SPEC,
+        selections=(selection(1),),
+        newest=2,
+        power=Power.SHELVED,
+        since=since,
+    )
+
+
+async def set_back_with(services: Services, known: Instance, *up: str) -> Conductor:
+    """A conductor whose database was set back to this record."""
+    conductor = Conductor(services, up)
+    await conductor.store.open()
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([known])
+    conductor.table.place += 1
+    await conductor.engine.sweep()
+    return conductor
+
+
+async def test_an_instance_that_was_unshelved_since_the_backup_is_searched_for_before_another_machine_is_built() -> (
+    None
+):
+    services = Services(s1=(), s2=(replace(machine(), attempt=3, built=True),))
+    services.silent = {"s2"}
+    conductor = await set_back_with(services, offloaded(), "s1", "s2")
+    outcome = await conductor.request(UNSHELVE)
+    assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered" and not conductor.relay.sent
+    assert isinstance(await conductor.request(UNSHELVE, attempt=RETRIES), Done), "that wait is bounded"
+    (refused,) = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    assert isinstance(refused, MoveEvent) and (refused.state, refused.code) == (MoveState.REFUSED, "move.in_doubt")
+    services.silent = set()
+    assert isinstance(await conductor.request(replace(UNSHELVE, request_id=MOVE), message_id="n"), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 3)
+
+
+async def test_an_instance_that_no_service_has_is_unshelved_and_one_at_rest_since_is_not_searched_for() -> None:
+    services = Services(s1=())
+    for known, queried in ((offloaded(), 1), (offloaded(since=SystemClock().time() + 3600.0), 1)):
+        conductor = await set_back_with(services, known, "s1")
+        assert isinstance(await conductor.request(UNSHELVE), Done)
+        recorded = await conductor.recorded()
+        assert recorded is not None and recorded.phase == (State.CLAIMING, State.PREPARING)
+        assert len(services.queried) == queried
+    unknown = Conductor(services, ("s1",))
+    await unknown.take(UNSHELVE)
+    assert len(services.queried) == 1, "there is nothing that could be begun"
 
 
 async def test_no_service_is_queried_about_a_build_that_is_not_doubted() -> None:
@@ -355,173 +390,3 @@ async def test_two_answers_about_one_instance_in_a_batch_count_once() -> None:
     assert recorded is not None and (recorded.state, recorded.attempt) == (State.HANDING_OVER, claim.attempt)
     orders = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
     assert len([one for one in orders if isinstance(one, ChangeMachine)]) == 1
-
-
-# --- Builds that were redelivered to a database which has forgotten them: their machine runs, and is not built
-# again.
-
-
-def found(*machines: FoundMachine) -> Step:
-    """A request for the hosts 1 and 2, decided once more; its cell has these machines of it."""
-    return run_after(replace(requested(SET_BACK_AT - 10.0), found=machines))
-
-
-def test_of_several_the_complete_one_is_adopted_and_no_other_is_destroyed() -> None:
-    adopting = found(machine(n=2, attempt=2, built=False), machine(n=3, attempt=1)).instance
-    up = run_after(taken(attempt=2), start=adopting).instance
-    assert (up.host_uuid, up.attempt) == (host(3), 1)
-    later = run_after(taken(attempt=3), start=found(machine(n=3, attempt=1), machine(n=2, attempt=2)).instance).instance
-    assert (later.host_uuid, later.attempt) == (host(2), 2)
-    assert not is_over(later, 1, host(3))
-
-
-def decided(*machines: FoundMachine) -> e.MachineFound:
-    return e.MachineFound(at=9e3, machines=machines, decided_by="ann")
-
-
-# --- An operator has decided that a machine in quarantine is its instance's: the conductor queries the hosts first.
-
-
-KEPT = UnexplainedRecord(
-    machine=Unexplained(UUID, 2, host(3), UnexplainedKind.QUARANTINED, NEWER),
-    service="s2",
-    first_seen=1.0,
-    last_seen=1.0,
-    verdict=ADOPT,
-    decided_by="ann",
-)
-ACTIVE = Instance(
-    uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, consumer_generation=7
-)
-
-
-def quarantined(n: int = 3, attempt: int = 2, **other: object) -> FoundMachine:
-    known = FoundMachine(
-        instance_uuid=UUID, host_uuid=host(n), host=f"host-{n}", service="s2", attempt=attempt, project_id="p"
-    )
-    return replace(known, **other)
-
-
-async def adoption(
-    services: Services,
-    *,
-    record: Instance | None = ACTIVE,
-    up: Collection[str] | None = ("s1", "s2"),
-    fenced: Collection[str] = (),
-) -> tuple[dict[str, FoundMachine], str]:
-    """(what is adopted, why nothing is)"""
-    search = Conductor(services, up).search
-    await search._store.open()
-    known = {} if record is None else {UUID: record}
-    with capture_logs() as logs:
-        found = await search.find_decided({UUID: KEPT}, known, fenced)
-    (line,) = [one for one in logs if one["event"].startswith("quarantine.")]
-    assert line["event"] == ("quarantine.adopted" if found else "quarantine.not_adopted")
-    assert (line["by"], line["host"]) == ("ann", host(3))
-    return found, line["reason"]
-
-
-async def test_the_only_machine_of_the_instance_is_adopted() -> None:
-    services = Services(s1=(), s2=(quarantined(),))
-    assert await adoption(services) == ({UUID: quarantined()}, "")
-    assert all(one.thorough for one in services.queried), "another deployment's machines count, too"
-
-
-@pytest.mark.parametrize(
-    ("services", "why"),
-    [
-        (Services(s1=(), s2=()), "does not report it"),
-        (Services(s1=(), s2=(quarantined(attempt=3),)), "does not report it"),
-        (Services(s1=(), s2=(quarantined(foreign=True),)), "does not report it"),
-        (Services(s1=(quarantined(1, 1),), s2=(quarantined(),)), "another machine of it on host-1"),
-        (Services(s1=(quarantined(4, 2, foreign=True),), s2=(quarantined(),)), "another machine of it on host-4"),
-        (Services(s1=(), s2=(quarantined(project_id="theirs"),)), "another project"),
-    ],
-)
-async def test_what_the_hosts_do_not_confirm_is_left_in_quarantine(services: Services, why: str) -> None:
-    found, reason = await adoption(services)
-    assert not found and why in reason
-
-
-@pytest.mark.parametrize("up", [("s1", "s2"), ("s2",), None], ids=["silent", "down", "not known yet"])
-async def test_the_host_that_the_record_names_has_to_be_looked_at(up: Collection[str] | None) -> None:
-    """Its machine may run there."""
-    services = Services(s1=(), s2=(quarantined(),))
-    services.silent = {"s1"}
-    found, reason = await adoption(services, up=up)
-    assert not found and "answered" in reason
-    services.silent, services.hosts = set(), (host(3),)
-    found, reason = await adoption(services)
-    assert not found and "host-1" in reason
-
-
-async def test_a_fenced_host_need_not_answer() -> None:
-    services = Services(s2=(quarantined(),))
-    found, _ = await adoption(services, up=("s2",), fenced=(host(1),))
-    assert found
-
-
-@pytest.mark.parametrize(
-    "record",
-    [None, replace(ACTIVE, state=State.DESTROYING, then=State.DELETED), replace(ACTIVE, state=State.RESIZED)],
-    ids=str,
-)
-async def test_only_an_active_or_a_failed_record_takes_one_over(record: Instance | None) -> None:
-    services = Services(s1=(), s2=(quarantined(),))
-    found, reason = await adoption(services, record=record)
-    assert not found and reason and not services.queried
-
-
-ANOTHER = UUID[:-1] + ("2" if UUID[-1] == "1" else "1")
-
-
-async def both(services: Services, place: Selection, fenced: Collection[str] = ()) -> dict[str, FoundMachine]:
-    """The instances of two decisions that are adopted; the record of OTHER has this place."""
-    search = Conductor(services, ("s1", "s2")).search
-    await search._store.open()
-    decisions = {UUID: KEPT, ANOTHER: replace(KEPT, machine=replace(KEPT.machine, uuid=ANOTHER))}
-    record = replace(ACTIVE, uuid=ANOTHER, selections=(place,))
-    return await search.find_decided(decisions, {UUID: ACTIVE, ANOTHER: record}, fenced)
-
-
-async def test_a_dead_host_of_another_decision_delays_none() -> None:
-    """Until its service was forgotten, nothing in the cell was adopted."""
-    services = Services(s1=(), s2=(quarantined(), quarantined(instance_uuid=ANOTHER)), s9=())
-    services.silent = {"s9"}
-    assert set(await both(services, replace(selection(5), service="s9"))) == {UUID}
-
-
-async def test_a_fenced_host_need_not_be_looked_at_though_its_service_answers() -> None:
-    services = Services(s1=(), s2=(quarantined(), quarantined(instance_uuid=ANOTHER)))
-    services.hosts = (host(1), host(3))
-    assert set(await both(services, selection(5), fenced=(host(5),))) == {UUID, ANOTHER}
-
-
-# --- A cell's database that dies and has forgotten its last commits: what a conductor has had on disk before.
-
-
-async def after_crash(building: Instance, event: Event) -> Instance:
-    """The record, when this has happened and the database has died at once."""
-    table, bus, relay = MemoryInstanceTable(clock := SystemClock()), Queried(), Relay()
-    store = MemoryInstances(table.session())
-    await store.open()
-    async with store.transaction() as transaction:
-        await transaction.insert([building])
-    made: dict[str, Any] = {"store": store, "bus": bus, "relay": relay, "config": ConductorConfig()}
-    engine = Engine(**made, clock=clock, cell="c1")
-    await engine._apply([InstanceEvent(UUID, event)])
-    assert relay.sent, "the client is informed"
-    assert table.instances[UUID].state is State.ACTIVE
-    table.crash()
-    return table.instances[UUID]
-
-
-@pytest.mark.parametrize(("late", "kept"), [(False, State.BUILDING), (True, State.ACTIVE)])
-@on_virtual_time
-async def test_the_answer_of_a_host_that_was_queried_in_vain_is_on_disk(late: bool, kept: State) -> None:
-    """The message of a result comes again, and a build has time for that. One whose host was queried because it was
-    late was given up before, and its machine, of which the client was informed, destroyed (seed 41019 of 2026-11-22).
-    """
-    building = run(queried(), *([TIMED_OUT] if late else [])).instance
-    assert building.queried is late
-    assert (await after_crash(building, spawned())).state is kept
