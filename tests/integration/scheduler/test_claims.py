@@ -157,7 +157,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
     await world.add_hosts("c1", 1)
     request = world.request()
     with monkeypatch.context() as patched:
-        writing = Gate(patched, SchedulingEngine, "_write")
+        writing = Gate(patched, placing, "write_decided")
         await world.expires(request, patience_s=BEGUN_S if has_deadline else None, after_s=BEGUN_S)
         await writing.wait()  # claimed, and not written
         assert await world.used()
