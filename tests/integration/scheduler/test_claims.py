@@ -17,9 +17,10 @@ from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.placement import Release, ReleaseResult, ReleaseRun
 from bus.contracts.queues import BY_QUEUE, QueueKind, lane_of
+from scheduler_worker import placing
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain import requests
-from scheduler_worker.engine import RequestRecorder, SchedulingEngine
+from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.steps import (
     BEGUN_S,
     CONFIG,
@@ -84,7 +85,7 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
     await world.active(request)
     await forget(world, request.instance_uuid)
     await unannounce(world, host)
-    ended = Gate(monkeypatch, SchedulingEngine, "_write", after=True)
+    ended = Gate(monkeypatch, placing, "write_decided", after=True)
     await world.ask(request)
     await ended.wait()
     assert await world.queried(request) == "c1"
@@ -101,7 +102,7 @@ async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
     request, host = await running(world)
     await world.delete(request)
     await world.ended(request.instance_uuid, BuildState.REFUSED)
-    recording = Gate(monkeypatch, RequestRecorder, "record")
+    recording = Gate(monkeypatch, SchedulingEngine, "record")
     await world.ask(request)
     await recording.wait()
     await world.kill("s1")
@@ -158,7 +159,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
     await world.add_hosts("c1", 1)
     request = world.request()
     with monkeypatch.context() as patched:
-        writing = Gate(patched, SchedulingEngine, "_write")
+        writing = Gate(patched, placing, "write_decided")
         await world.expires(request, patience_s=BEGUN_S if has_deadline else None, after_s=BEGUN_S)
         await writing.wait()  # claimed, and not written
         assert await world.used()
@@ -204,7 +205,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     await world.scheduler("s2", CONFIG)
     book = world.replicas["s2"]
     await until(lambda: book.row_of(host) is not None)
-    ended = Gate(monkeypatch, SchedulingEngine, "_write", after=True)
+    ended = Gate(monkeypatch, placing, "write_decided", after=True)
     await world.ask(request)
     await ended.wait()  # its end here is on record, and the message is not acknowledged
     cell = await world.queried(request)
