@@ -13,6 +13,7 @@ import structlog
 
 from bus.bus import API, Bus
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ReportHosts
@@ -159,16 +160,16 @@ def _add_consumers(  # noqa: PLR0917  (one caller)
         (GIVEN_UP_QUEUE, requests.given_up),
         (RESULTS, requests.results),
     ):
-        consumer = bus.consumer(
-            queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
+        consumer = Consumer(
+            bus, queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
         )
         service.add_consumer(consumer)
         service.add_check(queue, lambda consumer=consumer: consumer.ready)  # type: ignore[misc]
     # One batch at a time: the newest report of a service decides, so the reports are kept in order.
-    service.add_consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
+    service.add_consumer(Consumer(bus, HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
     # Heartbeats have a queue of their own: a report waits for the database, and a heartbeat behind it would count as
     # missed.
-    service.add_consumer(bus.consumer(LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
+    service.add_consumer(Consumer(bus, LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
 
 
 log = structlog.get_logger(__name__)

@@ -428,7 +428,7 @@ def destination(message: Message) -> tuple[str, str]:
     A message that uses an operator's rights goes to its queue itself, by the default exchange. The broker lets no
     project write there, which distinguishes it from a project's message: the two have one routing key.
     """
-    if operators_rights(message):
+    if type(message) in _RULES and operators_rights(message):
         return "", _QUEUE_OF[type(message)]
     return BY_TYPE[type(message)].exchange, routing_key(message)
 
@@ -443,7 +443,7 @@ def may_come_under(message: Message, key: str) -> bool:
     if row is None:
         return True
     own = key == routing_key(message) or bool(row.batch_key and key == row.batch_key)
-    return own and not operators_rights(message)
+    return own and not (type(message) in _RULES and operators_rights(message))
 
 
 def why_not_under(message: Message, key: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from enum import StrEnum
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from msgspec import Struct, structs
@@ -71,7 +71,7 @@ class QueueKind(StrEnum):
     PRIVATE = "private"
 
 
-class QueueRow(Struct, frozen=True, kw_only=True):
+class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     """One queue: its name (a template), the binding keys on an exchange, and its bounds.
 
     consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...); on the exchange of dead
@@ -101,7 +101,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     declared_by: tuple[str, ...] = ()
     keeps_keys: bool = False
 
-    @property
+    @cached_property
     def has_lanes(self) -> bool:
         """Whether there is a queue for each lane besides the one of this name."""
         return any(LANE in key for _, key in self.bindings)
@@ -115,7 +115,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
         """
         return _queues_of(self)
 
-    @property
+    @cached_property
     def takes_letters(self) -> bool:
         """Whether it gets copies of dead letters.
 
@@ -123,12 +123,12 @@ class QueueRow(Struct, frozen=True, kw_only=True):
         """
         return any(exchange == DEAD for exchange, _ in self.bindings)
 
-    @property
+    @cached_property
     def has_clients(self) -> bool:
         """Whether programs that are not berth's publish to it, or what they published comes to it as a letter."""
         return self.keeps_keys or any(exchange == GIVEN_UP for exchange, _ in self.bindings)
 
-    @property
+    @cached_property
     def has_letters(self) -> bool:
         """Whether a message that this queue gives up is a dead letter."""
         return self.kind is QueueKind.DURABLE and not self.takes_letters

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 import asyncpg
 from asyncpg.exceptions import TargetServerAttributeNotMatched
+from asyncpg.protocol import protocol
 from msgspec import Struct
 
 from bus.faults import DatabaseForbidden
@@ -22,6 +23,10 @@ TLS = ("sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl")
 TARGETS = ("read-write", "primary")
 PARAMETERS = ("host", "port", "user", "password", "dbname", *TLS, "target_session_attrs")
 
+
+# asyncpg asks each element of an array by abstract base classes whether it is an array itself, which is most of what an
+# array costs (a text 0.56 instead of 0.12 microseconds). Here lists and tuples are arrays, and nothing else is.
+protocol.IterableABC = protocol.SizedABC = (list, tuple)
 
 # Types below are PostgreSQL's own, with one number in every database of every version (access/transam.h,
 # FirstGenbkiObjectId).

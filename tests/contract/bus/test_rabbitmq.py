@@ -26,6 +26,7 @@ from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus import metrics
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
@@ -157,7 +158,7 @@ async def test_a_killed_broker_loses_nothing_that_it_confirmed(own_broker: Rabbi
             outcomes.append(Done(BuildAccepted(instance_uuid=one.message.instance_uuid)))
         return outcomes
 
-    consumer = consumer_bus.consumer("scheduler.requests", handler)
+    consumer = Consumer(consumer_bus, "scheduler.requests", handler)
     await consumer.start()
     running = asyncio.create_task(consumer.run())
     confirmed: list[str] = []
@@ -250,7 +251,7 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: Rabbit
         got.extend(received)
         return [Done()] * len(received)
 
-    consumer = bus.consumer("scheduler.requests", handler)
+    consumer = Consumer(bus, "scheduler.requests", handler)
     await consumer.start()
     await asyncio.to_thread(own_broker.evaluate, DELETE_REQUESTS)
     async with asyncio.timeout(PATIENCE_S):
@@ -289,7 +290,7 @@ async def test_properties_that_cannot_be_read_cost_no_connection(
         got.extend(received)
         return [Done()] * len(received)
 
-    consumer = bus.consumer("scheduler.requests", handler)
+    consumer = Consumer(bus, "scheduler.requests", handler)
     await consumer.start()
     await until(lambda: len(got) >= 2 or lost)
     assert [(one.message, one.redelivered) for one in got] == [(boot(1), False), (boot(2), False)]
