@@ -190,7 +190,7 @@ class Placer:
         """One pass, in parts: each choice is assumed, so that the next one sees it."""
         decided: list[PlacementState] = []
         async with self._deciding:
-            if any(state.needs_newest for state in states):
+            if any(state.looked_again for state in states):
                 self._selector.holds.release()  # a hold never proves "no host", as an older state does not
             decisions = self._decision_round()
             for _ in decisions.in_parts(states, decided):

@@ -239,7 +239,7 @@ class DecisionRound:
             ranking.consumed(choice.selected)
             if exclusions is not None:
                 choice = replace(choice, passed=max(1, choice.passed - exclusions.full_hosts))
-        elif state.needs_newest and state.gang is None and self._selector.holds.next_until is not None:
+        elif state.looked_again and state.gang is None and self._selector.holds.next_until is not None:
             self._selector.holds.release()  # one that came while this pass let others run
             self.rankings.clear()
             return self.choose(state)
