@@ -18,11 +18,12 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.adopt_rules import is_searched
 from cell_conductor.domain.events import Event, InstanceEvent
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
 from cell_conductor.domain.set_back import SetBack, is_doubted_request
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import question_of
+from cell_conductor.domain.table import question_of, step
 from cell_conductor.engine import Engine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import ADOPT, UnexplainedRecord
@@ -48,7 +49,7 @@ from tests.unit.conductor.scenario import (
     spawns,
 )
 from tests.unit.conductor.scenario import claimed as taken
-from tests.unit.conductor.test_doubted import SET_BACK_AT, in_doubt, requested, run_after
+from tests.unit.conductor.test_doubted import AFTER, SET_BACK_AT, in_doubt, requested, run_after
 from tests.unit.conductor.world import Conductor, Queried, Relay, Services
 
 # --- Builds that were redelivered to a database which has forgotten them: their machine runs, and is not built
@@ -258,6 +259,9 @@ def test_an_active_record_takes_over_the_machine_that_an_operator_has_decided_to
     assert [option.allocations for option in claim.options] == [{host(3): {"VCPU": 1}}]
     fresh = run_after(decided(machine(attempt=2)), start=replace(left, reused_from=0))
     assert fresh.instance.reused_from == 1, "what it gave out before may have been given out again"
+    off = replace(AFTER, fences={host(1): Fence(host_uuid=host(1), host="host-1", version=1)})
+    lost = step(replace(left, reused_from=0), decided(machine(attempt=2)), off).instance
+    assert is_over(lost, 1, host(1)) and not is_over(lost, 2, host(2)), "its host destroys it before it is used again"
     late = run_after(taken(attempt=claim.attempt - 1), start=adopting.instance)
     assert late.instance is adopting.instance, "it answers another claim"
     up = run_after(taken(attempt=claim.attempt), start=adopting.instance)

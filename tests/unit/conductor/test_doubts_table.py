@@ -12,6 +12,7 @@ from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import IN_DOUBT_AFTER_SET_BACK, in_text
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import EndedMove, Instance, Power, State
 from cell_conductor.domain.move_doubts import is_searched_for
 from cell_conductor.domain.report import is_over
@@ -294,6 +295,9 @@ def test_the_instance_goes_on_with_its_later_machine(before: Instance, power: Po
     assert (up.instance.power, up.instance.image, up.instance.doubted) == (power, image, False)
     assert up.instance.sequence > 1000
     assert not is_over(up.instance, before.attempt, host(2)), "the move that made the later one may have been undone"
+    fenced = replace(IN_DOUBT, fences={host(2): Fence(host_uuid=host(2), host="host-2", version=1)})
+    lost = step(before, replace(request(K.UNSHELVE, 1), found=(LATER,)), fenced).instance
+    assert is_over(lost, before.attempt, host(2)), "its host destroys it before it is used again"
     again = step(up.instance, replace(request(K.MIGRATE, 1, request_id=OTHER), found=()), IN_DOUBT)
     assert again.instance.phase == (S.CLAIMING, S.PREPARING)
 
