@@ -19,6 +19,7 @@ from collections import Counter as Counted
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import Counter
@@ -37,7 +38,7 @@ from bus.consuming.in_flight import (
 )
 from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
-from bus.consuming.outcome_handling import ConsumedBus, OutcomeHandler, RetryUntilAvailable, UntrustedMessages
+from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
 from bus.contracts.queues import BY_QUEUE, QueueKind
@@ -48,6 +49,9 @@ from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
 
 __all__ = ["Consumer", "Malformed"]
+
+if TYPE_CHECKING:
+    from bus.bus import Bus
 
 log = structlog.get_logger("bus.consuming.consumer")
 
@@ -90,7 +94,7 @@ class Consumer:
 
     def __init__(
         self,
-        bus: ConsumedBus,
+        bus: Bus,
         queue: str,
         handler: Handler,
         *,
