@@ -109,10 +109,10 @@ class ResourceBook:
         cells are refused.
         """
 
-        async def create_names() -> None:  # ahead of the transaction; names that were removed are created again
+        async def create_names() -> None:
             await self.names.ensure(*names_of_reports(updates, self.names.trait_ids))
 
-        return await self._write(lambda transaction: report(transaction, updates, bus), ahead=create_names)
+        return await self._write(lambda transaction: report(transaction, updates, bus), create_names)
 
     async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
         """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
@@ -150,21 +150,19 @@ class ResourceBook:
     async def _write(
         self,
         apply: Callable[[port.BookTransaction], Awaitable[Written]],
-        ahead: Callable[[], Awaitable[None]] | None = None,
+        create_names: Callable[[], Awaitable[None]] | None = None,
     ) -> Written:
         """Run one transaction. When it fails because of stale names, refresh them and run it once more.
 
-        ahead: called before each of the two.
+        create_names: creates those that may be missing, in transactions of its own, before the second.
         """
-        if ahead is not None:
-            await ahead()
         try:
             async with self.rows.transaction() as transaction:
                 return await apply(transaction)
         except StaleNames:
             await self.names.refresh()
-        if ahead is not None:
-            await ahead()
+        if create_names is not None:
+            await create_names()
         async with self.rows.transaction() as transaction:
             return await apply(transaction)
 
@@ -360,9 +358,11 @@ async def remove_retired_trees(transaction: port.BookTransaction, limit: int) ->
 async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) -> int:
     """Plan the fresh updates and write the result."""
     fresh = group.fresh()
+    if group.repeated:
+        await transaction.repeat_reports(group.repeated)
     updates = [group.updates[number] for number in fresh]
     if not updates:
-        return await transaction.write_trees({}, {}, sources=group.written())
+        return 0
     leaving = [pair for update in updates for pair in migrating_classes(update.providers)]
     # Consumers are locked before providers, as everywhere.
     locked = await _lock_holders(transaction, await transaction.holders(leaving) if leaving else ())

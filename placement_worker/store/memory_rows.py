@@ -114,6 +114,7 @@ class MemoryBookRows:
         """Delete rows that are not needed any more."""
         table = self.table
         async with self.session.transaction() as transaction:
+            await transaction.lock([TREES])  # a report that a writer has read is not trimmed under it
             until = min(table.head - keep_changes, table.position)
             before = table.clock.time() - keep_fences_s
             old = [uuid for uuid, kept in table.consumers.items() if kept.is_over(before)][:limit]
@@ -274,6 +275,12 @@ class MemoryBookTransaction:
         await self._rows.statement()
         keys = [(root, source) for root in roots if self._table.cell(root) == cell]
         self._rows.will(lambda: self._table.free_roots(keys))
+
+    async def repeat_reports(self, versions: Mapping[Key, int]) -> None:
+        """Record newer versions of the last reports of these sources."""
+        await self._rows.statement()
+        reports = {key: replace(self._table.sources[key], version=version) for key, version in versions.items()}
+        self._rows.will(lambda: self._table.put_sources(reports, ()))
 
     async def holders(self, leaving: Sequence[port.Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""

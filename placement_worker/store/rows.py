@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import asyncpg
 import msgspec
 import sqlalchemy as sa
+from msgspec import Struct
 from sqlalchemy.sql.selectable import FromClause
 
-from placement_worker.domain.values import SHARING, Provider
+from placement_worker.domain.values import SHARING, Provider, StoredInventory
 from placement_worker.store.port import NameKind
 from placement_worker.store.tables import (
     allocations,
@@ -58,10 +60,70 @@ def one_of(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
     return column == sa.any_(sa.bindparam(name, type_=sa.ARRAY(column.type)))
 
 
-# A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row,
-# and when it was last written, in seconds since the epoch.
-ProviderRow = tuple[int, int | None, int, Provider, float]
-_decode = msgspec.json.Decoder(list[ProviderRow]).decode
+class ProviderRow(Struct, array_like=True):
+    """A provider's row, with the numbers of its own, its parent's and its root's row. updated_at: seconds since the
+    epoch.
+    """
+
+    id: int
+    parent_id: int | None
+    root_id: int
+    updated_at: float
+    uuid: str
+    name: str
+    parent: str | None
+    root: str
+    generation: int
+    shape: int
+    cell: str | None
+
+
+class ProviderRows(Struct, array_like=True):
+    """What the function `read_providers` returns. inventories: (provider's number, class, used, ...); traits:
+    (provider's number, trait, lasting); aggregates: (provider's number, aggregate).
+    """
+
+    providers: list[ProviderRow]
+    inventories: list[tuple[int, str, int, int, int, int, int, int, float, int, bool]]
+    traits: list[tuple[int, str, bool]]
+    aggregates: list[tuple[int, str]]
+
+    def whole(self) -> dict[str, Provider]:
+        """The whole providers by uuid, in the order of their numbers."""
+        stocks: dict[int, tuple[dict[str, StoredInventory], dict[str, int]]] = defaultdict(lambda: ({}, {}))
+        traits: dict[int, list[str]] = defaultdict(list)
+        lasting: dict[int, list[str]] = defaultdict(list)
+        aggregates: dict[int, list[str]] = defaultdict(list)
+        for row in self.inventories:
+            inventories, used = stocks[row[0]]
+            inventories[row[1]] = StoredInventory(*row[3:])
+            if row[2]:
+                used[row[1]] = row[2]
+        for number, name, lasts in self.traits:
+            traits[number].append(name)
+            if lasts:
+                lasting[number].append(name)
+        for number, aggregate in self.aggregates:
+            aggregates[number].append(aggregate)
+        return {
+            one.uuid: Provider(
+                one.uuid,
+                one.name,
+                one.parent,
+                one.root,
+                one.generation,
+                one.shape,
+                *stocks[one.id],
+                tuple(traits[one.id]),
+                tuple(aggregates[one.id]),
+                one.cell,
+                tuple(lasting[one.id]),
+            )
+            for one in self.providers
+        }
+
+
+_decode = msgspec.json.Decoder(ProviderRows).decode
 
 READ_PROVIDERS = "SELECT read_providers($1::bigint[])"
 READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1))"
@@ -69,15 +131,13 @@ READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid
 
 async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> dict[str, Provider]:
     """Whole providers by uuid, in the order of their numbers."""
-    answer: str = await connection.fetchval(READ_PROVIDERS, ids)
-    return {row[3].uuid: row[3] for row in _decode(answer)}
+    return _decode(await connection.fetchval(READ_PROVIDERS, ids)).whole()
 
 
 async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Provider, float] | None:
     """One provider, and when it was last written; None when it does not exist."""
-    for *_, provider, updated_at in _decode(await connection.fetchval(READ_PROVIDER, uuid)):
-        return provider, updated_at
-    return None
+    rows = _decode(await connection.fetchval(READ_PROVIDER, uuid))
+    return (rows.whole()[uuid], rows.providers[0].updated_at) if rows.providers else None
 
 
 def holdings_of(rows: Iterable[Sequence[Any]]) -> dict[str, dict[str, dict[str, int]]]:

@@ -7,7 +7,7 @@ in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,14 +17,17 @@ from msgspec.structs import asdict
 from bus.persistence.tables import UUID
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Sources
 from placement_worker.domain.values import Provider, StoredInventory
-from placement_worker.store.rows import ProviderRow
+from placement_worker.store.rows import ProviderRows
 from placement_worker.store.tables import inventories, providers, sources
 
 ONE_WRITER_OF_TREES = sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended("berth.placement.trees", 0)))
 
 # Functions of 0001_functions.sql.
-LOCK_SOURCES = "SELECT root, source, cell, version, digest, settled, providers FROM lock_sources($1::uuid[])"
-LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4::uuid[])"
+LOCK_SOURCES = """
+SELECT root::text, source, cell, version, digest, settled, providers::text[] FROM lock_sources($1::text[]::uuid[])
+"""
+REPEAT = "SELECT repeat_reports($1::text[]::uuid[], $2::text[], $3::bigint[])"
+LOCK = "SELECT lock_trees($1::text[]::uuid[], $2::text[], $3::text[]::uuid[], $4::text[]::uuid[])"
 WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
@@ -79,7 +82,7 @@ JOIN providers p ON p.uuid = n.provider JOIN allocations a ON a.provider_id = p.
 # To wait here could deadlock with a transaction that has locked the consumer and waits for the providers.
 LOCK_WITHOUT_WAITING = "SELECT uuid FROM consumers WHERE uuid = ANY($1::uuid[]) FOR NO KEY UPDATE SKIP LOCKED"
 
-_decode = msgspec.json.Decoder(tuple[int, list[int], list[ProviderRow]]).decode
+_decode = msgspec.json.Decoder(tuple[int, list[int], ProviderRows]).decode
 
 
 def rows_of(
@@ -87,17 +90,20 @@ def rows_of(
     before: Mapping[str, Provider],
     after: Mapping[str, Provider],
     numbers: tuple[Mapping[str, int], Mapping[str, int]],
+    *,
+    sources: Sources,
+    reported: Collection[str],
 ) -> dict[str, object]:
     """Return the rows for the SQL function `write_trees`, by kind. A kind without rows is left out.
 
     ids: the row ids of all providers, and of parents and roots of those that are written. numbers: of (classes,
-    traits).
+    traits). sources: the last reports to write. reported: roots of which no other settled reports are to be unsettled.
     """
     changed = [(before.get(uuid), new) for uuid, new in after.items() if before.get(uuid) is not new]
     gone = [ids[uuid] for uuid in before if uuid not in after]
-    created = [_columns(ids, new) | {"uuid": new.uuid} for old, new in changed if old is None]
-    kept = [_columns(ids, new) for old, new in changed if old is not None]
-    renamed = any(old is not None and old.name != new.name for old, new in changed)
+    created = [{**_state(ids, new), **_place(ids, new), "uuid": new.uuid} for old, new in changed if old is None]
+    kept = [_state(ids, new) for old, new in changed if old is not None]
+    moved = [_place(ids, new) for old, new in changed if old is not None and _moves(old, new)]
     dropped, inventories = _inventories(
         [(ids[n.uuid], o.inventories if o else _NO_INVENTORIES, n.inventories) for o, n in changed], numbers[0]
     )
@@ -110,6 +116,7 @@ def rows_of(
     rows: dict[str, object] = {
         "created": created,
         "kept": kept,
+        "moved": moved,
         "gone": gone,
         "dropped": dropped,
         "inventories": inventories,
@@ -117,8 +124,9 @@ def rows_of(
         "won": won,
         "left": left,
         "joined": joined,
-        "roots": sorted(roots),
-        "names_pass": renamed or bool(created),
+        "roots": sorted(roots.difference(reported)),
+        "sources": _rows_of_sources(sources),
+        "names_pass": bool(moved or created),
     }
     return {kind: value for kind, value in rows.items() if value}
 
@@ -126,17 +134,18 @@ def rows_of(
 _NO_INVENTORIES: Mapping[str, StoredInventory] = {}
 
 
-def _columns(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
-    parent = provider.parent
-    return {
-        "id": ids[provider.uuid],
-        "name": provider.name,
-        "parent_id": None if parent is None else ids[parent],
-        "root_id": ids[provider.root],
-        "generation": provider.generation,
-        "shape": provider.shape,
-        "cell": provider.cell,
-    }
+def _state(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
+    return {"id": ids[provider.uuid], "generation": provider.generation, "shape": provider.shape}
+
+
+def _moves(old: Provider, new: Provider) -> bool:
+    return old.name != new.name or old.parent != new.parent or old.root != new.root or old.cell != new.cell
+
+
+def _place(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
+    parent_id = None if provider.parent is None else ids[provider.parent]
+    place = {"parent_id": parent_id, "root_id": ids[provider.root], "cell": provider.cell}
+    return {"id": ids[provider.uuid], "name": provider.name, **place}
 
 
 def _inventories(
@@ -170,8 +179,7 @@ def difference(
     return gone, come
 
 
-def rows_of_sources(sources: Sources) -> list[dict[str, object]]:
-    """Return the rows of sources for the SQL function `write_trees`."""
+def _rows_of_sources(sources: Sources) -> list[dict[str, object]]:
     return [
         {
             "root": root,
@@ -203,9 +211,9 @@ def loaded(answer: str) -> tuple[int, list[int], dict[str, int], dict[str, Provi
     """
     shape, fresh_ids, rows = _decode(answer)
     ids: dict[str, int] = {}
-    for number, parent_id, root_id, provider, _ in rows:
-        ids[provider.uuid] = number
-        ids[provider.root] = root_id
-        if provider.parent is not None and parent_id is not None:
-            ids[provider.parent] = parent_id
-    return shape, fresh_ids, ids, {row[3].uuid: row[3] for row in rows}
+    for row in rows.providers:
+        ids[row.uuid] = row.id
+        ids[row.root] = row.root_id
+        if row.parent is not None and row.parent_id is not None:
+            ids[row.parent] = row.parent_id
+    return shape, fresh_ids, ids, rows.whole()
