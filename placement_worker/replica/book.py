@@ -103,8 +103,9 @@ class Book(Trees):
         with turns of the event loop in between.
         """
         loaded = Book()
+        loaded.sequence, loaded.history = sequence, history
         loaded.add(providers)
-        self.adopt(loaded, sequence, history)
+        self.adopt(loaded)
 
     def add(self, providers: Sequence[ProviderState]) -> None:
         """Add a part of a snapshot to this book, before another book adopts it."""
@@ -114,7 +115,7 @@ class Book(Trees):
         for column in self._by_number:
             column.kinds.columns()  # computed for each part, so that the first search need not compute all
 
-    def adopt(self, loaded: Book, sequence: int, history: str = "") -> None:
+    def adopt(self, loaded: Book) -> None:
         """Replace all providers by those of a book that was made from a snapshot and is not used any more. Claims in
         flight are kept, except settled ones that wait for changes of another history, which will not come.
         """
@@ -126,8 +127,8 @@ class Book(Trees):
         self.epoch += 1
         for uuid in self.assumptions.providers():
             self._restore({uuid: list(self.assumptions.sums_of(uuid))})
-        is_other, self.history = history != self.history, history
-        self.sequence = sequence
+        is_other = loaded.history != self.history
+        self.sequence, self.history = loaded.sequence, loaded.history
         self._settle_all(nothing_comes=is_other)
         if is_other:
             self.assumptions.doubt()

@@ -15,7 +15,7 @@ from bus.contracts.placement import ProviderState
 from placement_worker.offload import copy_of
 from placement_worker.replica import catch_up
 from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Book, Gap
-from placement_worker.replica.catch_up import AT_ONCE, Loading, LocalReplica, apply
+from placement_worker.replica.catch_up import AT_ONCE, LocalReplica, adopt, apply
 from placement_worker.replica.columns import MOVES_KEPT, Moves
 from placement_worker.replica.search import Query, search
 from placement_worker.replica.sharing import Sharing, sharing_of
@@ -338,18 +338,18 @@ async def test_a_replica_is_loaded_and_brought_up_to_date_in_turns(turns: Turns)
     assert catch_up.PAGE <= 1000
 
 
-async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
+def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
     book = Book()
     book.load(hosts(3), 5, "h")
     book.assume("k", {uuid(1): {"VCPU": 2}})
-    loading = Loading()
-    await loading.add(hosts(MANY, capacity=16))
+    loaded = Book()
+    loaded.add(hosts(MANY, capacity=16))
     assert (len(book), free_after(book), free_after(book, 1), book.sequence) == (3, 8, 6, 5)
     book.assume("l", {uuid(2): {"VCPU": 3}})  # while it is loaded
     book.forget("k")
     epoch, version = book.epoch, book.moves.end
-    loading.begin(SnapshotPage(sequence=9, providers=(), history="h"))
-    loading.finish(book)
+    loaded.sequence, loaded.history = 9, "h"
+    adopt(book, loaded)
     assert (len(book), free_after(book), free_after(book, 1), free_after(book, 2), book.sequence) == (
         MANY,
         16,
@@ -362,13 +362,12 @@ async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
     assert free_after(book, 2) == 16
 
 
-async def test_the_first_search_after_a_load_builds_nothing_that_the_next_one_does_not(
+def test_the_first_search_after_a_load_builds_nothing_that_the_next_one_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    book, loading = Book(), Loading()
-    await loading.add(hosts(3))
-    loading.begin(SnapshotPage(sequence=1, providers=(), history="h"))
-    loading.finish(book)
+    book, loaded = Book(), Book()
+    loaded.add(hosts(3))
+    adopt(book, loaded)
     built: list[str] = []
     monkeypatch.setattr(Sharing, "__init__", lambda *_: built.append("sharing"))
     flatnonzero = np.flatnonzero
@@ -433,11 +432,10 @@ def uncounted(book: Book) -> int:
     return sum(len(column.kinds) - column.kinds._filled for column in book._by_number)
 
 
-async def test_a_load_leaves_nothing_to_be_built_by_the_first_search() -> None:
-    loading, book = Loading(), Book()
-    await loading.add([provider(number, inventories={"VCPU": 8 + number}) for number in range(MANY)])
-    loading.begin(SnapshotPage(sequence=1, providers=(), history="h"))
-    loading.finish(book)
+def test_a_load_leaves_nothing_to_be_built_by_the_first_search() -> None:
+    loaded, book = Book(), Book()
+    loaded.add([provider(number, inventories={"VCPU": 8 + number}) for number in range(MANY)])
+    adopt(book, loaded)
     column = book.column("VCPU")
     assert column is not None and len(column.kinds) == MANY + 1 and uncounted(book) == 0
     copied = copy_of(book)
