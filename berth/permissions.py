@@ -20,20 +20,8 @@ from msgspec import Struct
 from berth.settings import MEMORY, Settings
 from bus.bus import API
 from bus.contracts.base import Word
-from bus.contracts.catalogue import (
-    DEAD,
-    DEAD_LETTERS,
-    EVENTS,
-    GIVEN_UP,
-    MESSAGES,
-    OF_PROJECT,
-    QUEUES,
-    RETURN,
-    QueueKind,
-    QueueRow,
-    Where,
-    projects_key,
-)
+from bus.contracts.catalogue import MESSAGES, OF_PROJECT, projects_key
+from bus.contracts.queues import DEAD, DEAD_LETTERS, EVENTS, GIVEN_UP, QUEUES, RETURN, QueueKind, QueueRow, Where
 from bus.owner import DEPLOYMENT, OWNERS
 from bus.rabbitmq import parse_bus_url
 from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues

@@ -57,8 +57,8 @@ class DatabaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     its stand-bys are separated by commas: `host:port,host:port`. TLS: `?sslmode=...&sslrootcert=...`.
     """
     pool_size: Annotated[int, Bound(ge=2, le=200)] = 8
-    """Most connections of one process, beside two for operators' queries. 8: two batches of each of a worker's
-    consumers and its side tasks run at once; all processes together must stay below PostgreSQL's `max_connections`.
+    """Most connections of one process. 8: two batches of each of a worker's consumers and its side tasks run at once;
+    all processes together must stay below PostgreSQL's `max_connections`.
     """
 
 

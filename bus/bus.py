@@ -16,7 +16,8 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Handler
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta
-from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, destination
+from bus.contracts.catalogue import BY_TYPE, MessageRow, destination
+from bus.contracts.queues import BY_QUEUE, EVENTS
 from bus.faults import Fault, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import QueueLocked, Transport

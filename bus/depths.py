@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts.catalogue import QueueRow
+from bus.contracts.queues import QueueRow
 from bus.port import Transport
 
 

@@ -97,9 +97,9 @@ class Gather(Generic[T]):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _may_begin(self) -> bool:
-        if self._closed or self.under_way >= self._most or not self._waiting():
+        if self._closed or self.under_way >= self._most:
             return False
-        return self.under_way - self.slow < self._at_once or self._is_full()
+        return (self.under_way - self.slow < self._at_once or self._is_full()) and self._waiting() > 0
 
     async def _begin(self) -> None:
         """Take the next batch and handle it; further ones that may begin, too, are tasks of their own."""

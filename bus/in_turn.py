@@ -15,10 +15,10 @@ class InTurn(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[Hashable, deque[T]] = {}  # no empty ones
         self._turns: deque[Hashable] = deque()  # the next line first
-        self._count = 0
+        self.count = 0  # of items; to be read only
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def put(self, line: Hashable, item: T) -> None:
         """Add an item at the end of a line."""
@@ -27,7 +27,7 @@ class InTurn(Generic[T]):
             items = self._lines[line] = deque()
             self._turns.append(line)
         items.append(item)
-        self._count += 1
+        self.count += 1
 
     def peek(self) -> T:
         """The item that is taken next. Raises IndexError: there is none."""
@@ -37,7 +37,7 @@ class InTurn(Generic[T]):
         """Take the first item of the next line; then it is another line's turn. Raises IndexError: there is none."""
         line = self._turns.popleft()
         items = self._lines[line]
-        self._count -= 1
+        self.count -= 1
         item = items.popleft()
         if items:
             self._turns.append(line)
@@ -50,7 +50,7 @@ class InTurn(Generic[T]):
         for line in list(self._turns):
             items = self._lines[line]
             while items and is_wanted(items[0]):
-                self._count -= 1
+                self.count -= 1
                 yield items.popleft()
             if not items:
                 del self._lines[line]

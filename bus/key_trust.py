@@ -25,8 +25,7 @@ import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
 
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD, GIVEN_UP, QUEUES, RETURN
-from bus.contracts.catalogue.rows import DELAYED
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DELAYED, GIVEN_UP, QUEUES, RETURN
 from bus.port import UNREAD, Delivery
 from bus.topology import delayed_it, matches
 

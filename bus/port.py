@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bus.contracts.catalogue import QueueRow
+from bus.contracts.queues import QueueRow
 
 
 def call_back(callback: Callable[..., None], *arguments: object) -> None:

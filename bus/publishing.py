@@ -18,7 +18,7 @@ import structlog
 from msgspec import Struct, structs
 
 from bus import metrics
-from bus.contracts.catalogue import EVENTS
+from bus.contracts.queues import EVENTS
 from bus.gather import Gather
 from bus.in_turn import InTurn
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
@@ -87,7 +87,12 @@ class Waiter:
         self.pending -= 1
         if error is not None and self.error is None:
             self.error = error
-        if not self.pending and self._future is not None and not self._future.done():
+        if not self.pending:
+            self._end()
+
+    def _end(self) -> None:
+        """All of them are settled."""
+        if self._future is not None and not self._future.done():
             self._future.set_result(None)
 
     async def wait(self) -> None:
@@ -111,13 +116,14 @@ class Confirmation(Waiter):
         self._group = group
         group.pending += 1
 
-    def settle(self, error: BaseException | None) -> None:
-        """Record that the message is confirmed or has failed. The group is settled when nothing of this message is in
-        flight any more.
-        """
-        super().settle(error)
+    def fail(self, error: BaseException) -> None:
+        """Record that the message could not be given to the publisher. What was given of it is waited for."""
+        self.error = error
         if not self.pending:
-            self._group.settle(None)
+            self._end()
+
+    def _end(self) -> None:
+        self._group.settle(None)
 
 
 class _Entry(Struct):
@@ -147,7 +153,7 @@ class _Link:
             waiting=partial(publisher.may_fly, self),
             at_once=limits.link_in_flight,
             most=limits.full_in_flight if mode.batches else limits.in_flight,
-            is_full=lambda: len(self.entries) >= full,
+            is_full=lambda: self.entries.count >= full,
             on_idle=partial(publisher.forget, self),
             on_error=partial(publisher.end, self),
         )
@@ -167,7 +173,7 @@ class _Link:
         taken: list[_Entry] = []
         size = 0
         most = self.mode.at_most(limits)
-        while self.entries and len(taken) < most:
+        while self.entries.count and len(taken) < most:
             size += len(self.entries.peek().packed.body)
             if taken and size > limits.batch_bytes:
                 break
@@ -288,12 +294,12 @@ class Publisher:
 
     def may_fly(self, link: _Link) -> int:
         """How many entries of a link may leave now."""
-        if link.probed or self._closing or not link.entries:
+        if link.probed or self._closing or not link.entries.count:
             return 0
         if self._in_flight >= self._limits.in_flight:
             self._stalled[link] = None
             return 0
-        return len(link.entries)
+        return link.entries.count
 
     def take(self, link: _Link) -> list[_Entry]:
         """The entries of a link's next broker message."""

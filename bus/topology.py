@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from bus.contracts.catalogue import (
+from bus.contracts.queues import (
     COMMANDS,
     DEAD,
     DEAD_LETTERS,

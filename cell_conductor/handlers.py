@@ -13,7 +13,6 @@ from bus.clock import Clock
 from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, Refusal
-from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import (
     MAX_RESCANS,
     CellBuild,
@@ -28,6 +27,7 @@ from bus.contracts.cell import (
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellAsks, CellBook, CellCheck, CellMove, CellMoveQuery, MachineChanged, MoveKind
+from bus.contracts.queues import BY_QUEUE
 
 from . import metrics
 from .config import ConductorConfig
@@ -43,11 +43,13 @@ from .domain.events import (
     MoveRequested,
     Spawned,
     SpawnFailed,
+    is_begun_by,
+    is_query,
     move_event,
 )
 from .domain.instance import MACHINE_EXISTS
+from .domain.move_events import IN_DOUBT
 from .domain.report import Differences, Newest, differences
-from .domain.set_back import is_of_forgotten
 from .engine import Engine
 from .fences import FenceKeeper
 from .guard import Guard, HostOwners, Leases, QuarantineReservations
@@ -60,6 +62,7 @@ log = structlog.get_logger(__name__)
 DONE = Done()
 UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services that are up answered")
 GIVEN_UP_QUEUE = "conductor.given_up"
+UNSEEN = Refusal(code=IN_DOUBT, reason=UNSURE.reason)
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
 ANOTHERS = Refusal(
     code=MACHINE_EXISTS, reason="a host has a machine of it with the mark of another deployment, or none"
@@ -175,73 +178,58 @@ class RequestHandlers:
         """The events, those of doubted builds with the machines that the cell has of them; and the messages to retry.
 
         Nothing is begun while a service that is up has not answered, until the queue's retries are exhausted: those of
-        `last` are begun then. The same for deletes of instances that the database may have lost and has no record of:
-        it was set back, or the cell has announced their builds. A query of a build without a record is dropped then: it
-        comes again.
+        `last` are begun then, and a move is refused. The same for deletes of instances that the database may have lost
+        and has no record of: it was set back, or the cell has announced their builds. A query of a build without a
+        record is dropped then: it comes again.
         """
         search = self._search
         if search is None:
             return incoming, set()
-        lost = {one.uuid for one in incoming if _may_be_lost(one.event, search)}
-        doubted = {one.uuid for one in incoming if _is_doubted(one, search)} | await search.find_unrecorded(lost)
+        doubted = await search.doubted(incoming)
         if not doubted:
             return incoming, set()
         searched = await search.find(doubted)
-        unsure = {uuid for uuid in doubted if searched.of(uuid) is None}
         known: list[InstanceEvent] = []
         dropped: set[str] = set()
         for one in incoming:
+            taken: InstanceEvent | None = one
             if one.uuid in doubted and _is_to_be_searched(one.event):
-                is_anothers = not searched.of(one.uuid) and _is_anothers(one, search)
-                if _is_query(one.event):
-                    if one.uuid in unsure:
-                        dropped.add(one.message_id)
-                    else:
-                        known.append(replace(one, event=_answered(one.event, searched.of(one.uuid) or (), is_anothers)))
-                    continue
-                if (one.uuid in unsure or is_anothers) and one.message_id not in last:
-                    continue
-                if is_anothers:  # with the mark of another deployment: it stays, and so does its claim
-                    log.warning("instance.delete_unanswered", instance=one.uuid, reason="its machine is not ours")
-                    continue
-                known.append(replace(one, event=replace(one.event, found=searched.of(one.uuid) or ())))
-            else:
-                known.append(one)
+                taken = _with_found(one, searched.of(one.uuid), search, is_last=one.message_id in last)
+            if taken is not None:
+                known.append(taken)
+            elif is_query(one.event):
+                dropped.add(one.message_id)
         retried = {one.message_id for one in incoming} - {one.message_id for one in known}
         return known, {one for one in retried if one not in last and one not in dropped}
 
 
-def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested]:
-    return isinstance(event, DeleteRequested | BuildRequested)
+def _with_found(
+    one: InstanceEvent, found: tuple[FoundMachine, ...] | None, search: MachineSearch, *, is_last: bool
+) -> InstanceEvent | None:
+    """The event with the machines that were found (None: not all services have answered); None: it is not taken now."""
+    event, is_anothers = one.event, not found and _is_anothers(one, search)
+    if is_query(event):
+        why = ANOTHERS if is_anothers else event.given_up
+        return None if found is None else replace(one, event=replace(event, found=found, given_up=why))
+    if (found is None or is_anothers) and not is_last:
+        return None
+    if is_anothers:  # with the mark of another deployment: it stays, and so does its claim
+        log.warning("instance.delete_unanswered", instance=one.uuid, reason="its machine is not ours")
+        return None
+    if found is None and is_begun_by(event):
+        return replace(one, event=move_event(event.request, event.at, event.cause, given_up=UNSEEN))
+    return replace(one, event=replace(event, found=found or ()))
 
 
-def _may_be_lost(event: Event, search: MachineSearch) -> bool:
-    if isinstance(event, DeleteRequested):
-        return event.unrecorded or is_of_forgotten(event, search.set_back)
-    return _is_query(event)
-
-
-def _is_query(event: Event) -> TypeGuard[BuildRequested]:
-    return isinstance(event, BuildRequested) and event.is_query
-
-
-def _answered(query: BuildRequested, found: tuple[FoundMachine, ...], is_anothers: bool) -> BuildRequested:
-    """The query of a build without a record, once it is searched for."""
-    return replace(query, found=found, given_up=ANOTHERS if is_anothers else query.given_up)
+def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested | MoveRequested]:
+    return isinstance(event, DeleteRequested | BuildRequested) or is_begun_by(event)
 
 
 def _is_anothers(incoming: InstanceEvent, search: MachineSearch) -> bool:
     """Whether it is a delete or a query of an instance without a record, and a host has a machine that is not ours."""
     event = incoming.event
-    is_lost = (isinstance(event, DeleteRequested) and event.unrecorded) or _is_query(event)
+    is_lost = (isinstance(event, DeleteRequested) and event.unrecorded) or is_query(event)
     return is_lost and search.is_unexplained(incoming.uuid)
-
-
-def _is_doubted(incoming: InstanceEvent, search: MachineSearch) -> bool:
-    event = incoming.event
-    if not isinstance(event, BuildRequested) or event.is_query:
-        return False
-    return is_of_forgotten(event, search.set_back) or search.is_unexplained(incoming.uuid)
 
 
 class HostHandlers:

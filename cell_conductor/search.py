@@ -23,9 +23,9 @@ from bus.faults import Fault
 
 from . import metrics
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
-from .domain.events import SourceAnswered
+from .domain.events import BuildRequested, DeleteRequested, Event, InstanceEvent, SourceAnswered, is_begun_by, is_query
 from .domain.instance import Instance, State
-from .domain.set_back import SetBack
+from .domain.set_back import SetBack, is_of_forgotten, is_outdated
 from .domain.way_back import SourceQuery, answer_about
 from .store.port import InstanceStore
 from .store.safety import UnexplainedRecord
@@ -123,12 +123,35 @@ class MachineSearch:
         """Whether a host has a machine of this instance that no record explains."""
         return uuid in self._unexplained()
 
+    async def doubted(self, incoming: Sequence[InstanceEvent]) -> set[str]:
+        """The instances that are searched for before these requests are taken: they may have a machine already."""
+        begun = {one.uuid for one in incoming if self._may_have_been_begun(one)}
+        lost = await self.find_unrecorded({one.uuid for one in incoming if self._may_be_lost(one.event)})
+        return begun | lost | await self._find_outdated({one.uuid for one in incoming if is_begun_by(one.event)})
+
+    def _may_have_been_begun(self, incoming: InstanceEvent) -> bool:
+        event = incoming.event
+        if not isinstance(event, BuildRequested) or event.is_query:
+            return False
+        return is_of_forgotten(event, self.set_back) or self.is_unexplained(incoming.uuid)
+
+    def _may_be_lost(self, event: Event) -> bool:
+        if isinstance(event, DeleteRequested):
+            return event.unrecorded or is_of_forgotten(event, self.set_back)
+        return is_query(event)
+
     async def find_unrecorded(self, uuids: Collection[str]) -> set[str]:
         """The instances among these of which the database has no build."""
         if not uuids:
             return set()
         briefs = await self._store.briefs([], sorted(uuids))
         return set(uuids) - {one.uuid for one in briefs if one.state is not State.TOMBSTONE}
+
+    async def _find_outdated(self, uuids: Collection[str]) -> set[str]:
+        if not uuids or not self.set_back.has_been:
+            return set()
+        briefs = await self._store.briefs([], sorted(uuids))
+        return {one.uuid for one in briefs if is_outdated(one, self.set_back)}
 
     async def find(self, uuids: Collection[str], also: Collection[str] = (), *, thorough: bool = False) -> Searched:
         """Query every service that is up, and these others, about these instances.

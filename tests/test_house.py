@@ -16,7 +16,8 @@ import pytest
 from bus import contracts
 from bus.contracts import base, catalogue
 from bus.contracts.base import Message
-from bus.contracts.catalogue import BY_TYPE, COMMANDS, LANE, MESSAGES, QUEUES, REPLIES, QueueKind, Where
+from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES
+from bus.contracts.queues import COMMANDS, LANE, QUEUES, QueueKind, Where
 from tests.kit.sources import (
     OURS,
     ROOT,

@@ -5,24 +5,19 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import asyncpg
-from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
-from sqlalchemy.pool import NullPool
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from berth.backup.copying import columns_of_tables, connect, names_of_sequences
 from berth.backup.manifest import READ_BYTES, BadBackup, Manifest, SchemaCopy, TableCopy, file_of, read_manifest
 from berth.schemas import SchemaState, assess, find_schemas, package_of, quoted
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST
-from bus.persistence.database import lock_key
 from bus.persistence.database_faults import raise_fault
-from bus.persistence.revision import Revisions
+from bus.persistence.revision import Revisions, migrating
 
 # PostgreSQL's error when a table of the backup is not one of the revision that the manifest names.
 MISMATCHES = (
@@ -42,32 +37,16 @@ async def restore(url: str, directory: Path, *, dry_run: bool = False) -> Manife
     manifest = read_manifest(directory)
     for schema in manifest.schemas:
         _require_known(schema)
-    async with _transaction(url) as (connection, driver):
-        for schema in manifest.schemas:  # a worker that starts meanwhile waits, and finds its schema
-            await connection.execute(
-                text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), {"key": lock_key(schema.schema)}
-            )
-        await _require_empty(driver)
-        if not dry_run:
-            for schema in manifest.schemas:
-                await _restore_schema(connection, driver, schema, directory)
-    return manifest
-
-
-@asynccontextmanager
-async def _transaction(url: str) -> AsyncIterator[tuple[AsyncConnection, asyncpg.Connection]]:
-    async def creator() -> asyncpg.Connection:
-        return await connect(url, name="berth restore")
-
-    engine = create_async_engine("postgresql+asyncpg://", async_creator=creator, poolclass=NullPool)
-    try:
-        async with engine.begin() as connection:
-            driver: Any = (await connection.get_raw_connection()).driver_connection
-            yield connection, driver
-    except (DBAPIError, *CONNECTION_LOST) as error:
+    opening = partial(connect, url, name="berth restore")
+    try:  # a worker that starts meanwhile waits, and finds its schema
+        async with migrating(opening, *(schema.schema for schema in manifest.schemas)) as (connection, driver):
+            await _require_empty(driver)
+            if not dry_run:
+                for schema in manifest.schemas:
+                    await _restore_schema(connection, driver, schema, directory)
+    except CONNECTION_LOST as error:
         raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))
-    finally:
-        await engine.dispose()
+    return manifest
 
 
 def _require_known(schema: SchemaCopy) -> None:

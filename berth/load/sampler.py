@@ -15,7 +15,7 @@ from berth.load.run import LoadRun
 from berth.load.summary import percentiles
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
-from bus.contracts.catalogue import DEAD_LETTERS, QUEUES, QueueKind, Where
+from bus.contracts.queues import DEAD_LETTERS, QUEUES, QueueKind, Where
 from bus.depths import waiting_in
 from bus.faults import Fault, Transient
 from bus.port import BusError, Transport

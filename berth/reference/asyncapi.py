@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from bus.contracts.base import Message, Refusal, tag_of
-from bus.contracts.catalogue import COMMANDS, EVENTS, LANE, LANES, MESSAGES, REPLIES, MessageRow, Where
+from bus.contracts.catalogue import MESSAGES, REPLIES, MessageRow
+from bus.contracts.queues import COMMANDS, EVENTS, LANE, LANES, Where
 from bus.wire import CAUSE, TRACEPARENT
 
 _SCHEMA = "#/components/schemas/{name}"

@@ -16,13 +16,12 @@ from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
 from bus.contracts.build import HostRecord, HostsQuery
-from bus.contracts.catalogue import DEAD_LETTERS, QUEUES
-from bus.contracts.catalogue.rows import Where
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest
 from bus.contracts.objects import CellBus, CellState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import ProviderState
+from bus.contracts.queues import DEAD_LETTERS, QUEUES, Where
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 from bus.depths import waiting_in
 from bus.faults import Fault

@@ -39,7 +39,8 @@ from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
 from bus.consuming.outcome_handling import ConsumedBus, OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
-from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
+from bus.contracts.catalogue import taken_by
+from bus.contracts.queues import BY_QUEUE, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.gather import Gather
 from bus.key_trust import letters_code

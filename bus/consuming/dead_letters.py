@@ -16,7 +16,7 @@ import structlog
 from msgspec import Struct
 
 from bus import metrics
-from bus.contracts.catalogue import DEAD, DEAD_LETTERS, GIVEN_UP, RETURN, TAKES_GIVEN_UP
+from bus.contracts.queues import DEAD, DEAD_LETTERS, GIVEN_UP, RETURN, TAKES_GIVEN_UP
 from bus.key_trust import BROKERS, DEATHS, KEEPING, ORIGINAL_KEY, letters_code, letters_key
 from bus.port import BusError, Delivery, Outgoing, Transport
 from bus.wire import ATTEMPT, BATCH, CAUSE, JSON, MAX_TIME_S, PATIENCE, SENT_AT, TRACEPARENT, WAITED, shown

@@ -11,7 +11,7 @@ from bus.clock import Clock
 from bus.consuming.lanes import ConsumerLane
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
-from bus.contracts.catalogue import ENDED_BY_LETTER
+from bus.contracts.queues import ENDED_BY_LETTER
 from bus.port import Delivery
 from bus.wire import Malformed
 

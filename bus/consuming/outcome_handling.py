@@ -23,7 +23,7 @@ from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
-from bus.contracts.catalogue import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
+from bus.contracts.queues import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
 from bus.key_trust import CODE, ORIGINAL_KEY, UNTRUSTED, letters_code, published_key
 from bus.log_interval import LogInterval
 from bus.port import BusError, BusForbidden, Delivery, PublishRefused, Transport
@@ -172,12 +172,10 @@ class OutcomeHandler:
         confirms = [Confirmation(group) for _ in sent]
         for message, confirm in zip(sent, confirms, strict=True):
             await self._bus.publisher.wait_for_capacity()
-            confirm.pending += 1
             try:
                 message.post(confirm)
-                confirm.settle(None)
             except Exception as error:  # an answer that cannot be encoded
-                confirm.settle(error)
+                confirm.fail(error)
         await group.wait()
         errors = [(one, confirm.error) for one, confirm in zip(sent, confirms, strict=True)]
         return [
@@ -208,7 +206,7 @@ class OutcomeHandler:
 
     def _messages_of(self, item: InFlightMessage, outcome: Outcome) -> list[OutcomeMessage]:
         received = item.received
-        messages = self._letter_of_brokers(item)
+        messages = self._letter_of_brokers(item) if item.in_flight.delivery.exchange == GIVEN_UP else []
         if isinstance(received, Malformed):
             messages += self._refuse_malformed(item, received)
         elif isinstance(outcome, Done):
@@ -272,10 +270,7 @@ class OutcomeHandler:
 
     def _letter_of_brokers(self, item: InFlightMessage) -> list[OutcomeMessage]:
         """The letter of a message that the broker gave up of a queue that keeps keys, which is delivered here alone."""
-        delivery = item.in_flight.delivery
-        if delivery.exchange != GIVEN_UP:
-            return []
-        return [self._dead_letter(item, letters_code(delivery), "given up by the broker")]
+        return [self._dead_letter(item, letters_code(item.in_flight.delivery), "given up by the broker")]
 
     def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> OutcomeMessage:
         received, delivery = item.received, item.in_flight.delivery

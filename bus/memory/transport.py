@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from bus.contracts.catalogue import QueueRow
+from bus.contracts.queues import QueueRow
 from bus.memory.broker import Consumption, MemoryBroker
 from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing, call_back
 from bus.topology import (

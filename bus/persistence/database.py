@@ -1,8 +1,7 @@
-"""One schema of one PostgreSQL: hot statements by asyncpg, all others by SQLAlchemy Core, and faults divided by the
-reaction to them.
+"""One schema of one PostgreSQL: its connections, and faults divided by the reaction to them.
 
-Hot statements have connections of their own (`raw`, `single`); other statements go through SQLAlchemy's engine
-(`transaction`) with the tables of the worker's schema. docs/decisions/0026 says which is which. Nothing here retries a
+All statements go by asyncpg (`raw`, `single`); those that are not hot are made by SQLAlchemy Core with the tables of
+the worker's schema (bus.persistence.tables.fetch). docs/decisions/0026 says which is which. Nothing here retries a
 transaction; the consumer does, because it alone knows the purpose of the transaction.
 """
 
@@ -11,35 +10,23 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-)
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from datetime import datetime
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
 from uuid import UUID, uuid5
 from weakref import WeakKeyDictionary, WeakSet
 
 import asyncpg
 import structlog
-from sqlalchemy import event, func, select
-from sqlalchemy.exc import DBAPIError, DisconnectionError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
-from sqlalchemy.pool import ConnectionPoolEntry, NullPool
-from sqlalchemy.schema import CreateSchema
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bus.clock import SystemClock
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
 from bus.persistence.database_faults import FAILED_IN_USE, READ_ONLY, first_line, is_unusable, raise_fault, sqlstate
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
-from bus.persistence.revision import UnsupportedSchema, is_migrated
+from bus.persistence.revision import UnsupportedSchema, is_migrated, lock_key, migrating
 from bus.persistence.uses import Uses
 from bus.retrying import DATABASE, Retrying
 from bus.tracing.context import CURRENT
@@ -51,7 +38,6 @@ STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
 COMMAND_TIMEOUT_S = 30.0  # ... and the client after this, when the server does not answer at all
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
 POOL_TIMEOUT_S = 30.0  # the wait for a free connection; after it the process counts as overloaded
-CORE_CONNECTIONS = 2  # of statements that are not hot, beside those of the hot ones; an operator waits for them
 PROBE_CLOSE_S = 1.0  # the time that a closing process grants a probe under way
 
 # A commit waits for the log up to its own record, and so for all before it; it needs something to commit.
@@ -93,8 +79,8 @@ class Database:
         self._address = parse_database_url(url)
         self._application_name = application_name or schema
         self._opened = self._closed = False
-        # The connections to the server that is used now, and of those of hot statements the idle ones, the last used
-        # first. asyncpg's own pool costs a task for each connection that is given back: docs/decisions/0026.
+        # The connections to the server that is used now, and the idle ones of them, the last used first. asyncpg's own
+        # pool costs a task for each connection that is given back: docs/decisions/0026.
         self._usable: WeakSet[asyncpg.Connection] = WeakSet()
         self._idle: list[asyncpg.Connection] = []
         self._slots = asyncio.Semaphore(pool_size)
@@ -129,19 +115,6 @@ class Database:
         The server is probed when a connection is lost or a write refused, and then until it takes writes again.
         """
         return self._opened and self._reachable and not self._uses.hang
-
-    @cached_property
-    def engine(self) -> AsyncEngine:
-        """SQLAlchemy's engine; statements belong in `transaction` or `raw`."""
-        engine = self._make_engine(
-            BY_SIZE,
-            pool_size=CORE_CONNECTIONS,
-            max_overflow=0,
-            pool_timeout=POOL_TIMEOUT_S,
-            pool_pre_ping=True,  # a connection that died with its server is found when it is next used
-        )
-        event.listen(engine.sync_engine, "checkout", self._check_out)
-        return engine
 
     async def open(self, migrations: str | None = None) -> None:
         """Create the schema or upgrade it to head. While the server is unavailable, the call logs that and waits.
@@ -201,67 +174,40 @@ class Database:
             return nullcontext(FlushingCommit(wanted=False))
         return self._group_flush.by_commit()
 
-    @contextmanager
-    def _use(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _raw(self, *, begin: bool) -> AsyncIterator[asyncpg.Connection]:
         """One transaction in the trace and among the uses, from the wait for a connection to its end."""
         scope = CURRENT.get()
         span = None if scope is None else scope.begin("transaction", **self._traced)
         try:
             with self._uses.one():
-                yield
+                await self._slot()
+                try:
+                    connection = await self._take()
+                    try:
+                        if begin:
+                            await connection.execute(BEGIN)
+                        yield connection
+                        if begin:
+                            await connection.execute("COMMIT")
+                    except FAILED_IN_USE as error:
+                        if is_unusable(error):
+                            self._drop(connection)
+                        self._failed(error)
+                        if begin:
+                            await self._roll_back(connection)
+                        raise_fault(error, closed=connection.is_closed())
+                    except BaseException:
+                        if begin:
+                            await self._roll_back(connection)
+                        raise
+                    finally:
+                        self._give_back(connection)
+                finally:
+                    self._slots.release()
         finally:
             if span is not None:
                 span.end()
-
-    @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction of statements that are not hot, by SQLAlchemy Core: commits at the end, rolls back on an
-        exception.
-        """
-        with self._use():
-            try:
-                connection = await self.engine.connect()
-            except (*CONNECTION_LOST, *FAILED_IN_USE, PoolTimeout) as error:
-                self._probe_server()
-                raise_fault(error, closed=True)
-            try:
-                async with connection.begin():
-                    yield connection
-            except FAILED_IN_USE as error:
-                if is_unusable(error):
-                    await connection.invalidate()
-                self._failed(error)
-                raise_fault(error, closed=connection.invalidated)
-            finally:
-                await asyncio.shield(connection.close())  # a cancelled caller must not leak the connection
-
-    @asynccontextmanager
-    async def _raw(self, *, begin: bool) -> AsyncIterator[asyncpg.Connection]:
-        with self._use():
-            await self._slot()
-            try:
-                connection = await self._take()
-                try:
-                    if begin:
-                        await connection.execute(BEGIN)
-                    yield connection
-                    if begin:
-                        await connection.execute("COMMIT")
-                except FAILED_IN_USE as error:
-                    if is_unusable(error):
-                        self._drop(connection)
-                    self._failed(error)
-                    if begin:
-                        await self._roll_back(connection)
-                    raise_fault(error, closed=connection.is_closed())
-                except BaseException:
-                    if begin:
-                        await self._roll_back(connection)
-                    raise
-                finally:
-                    self._give_back(connection)
-            finally:
-                self._slots.release()
 
     async def _slot(self) -> None:
         if not self._slots.locked():
@@ -280,7 +226,7 @@ class Database:
             if not connection.is_closed():
                 return connection
         try:
-            connection = await self._connect(BY_KEY)
+            connection = await self._connect()
         except (*CONNECTION_LOST, TimeoutError) as error:
             # Before it was ever reached, what is wrong with the address is told apart from what a wait helps against.
             closed = self._opened or isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError)
@@ -289,11 +235,6 @@ class Database:
             raise_fault(error, closed=closed)
         connection.add_termination_listener(self._ended)
         return connection
-
-    def _check_out(self, _: object, record: ConnectionPoolEntry, __: object) -> None:
-        """Have SQLAlchemy replace a connection to a server that was left while it was idle or in use."""
-        if record.driver_connection not in self._usable:
-            raise DisconnectionError("its server was left")
 
     def _give_back(self, connection: asyncpg.Connection) -> None:
         if connection not in self._usable or self._closed or connection.is_closed() or connection.is_in_transaction():
@@ -328,9 +269,7 @@ class Database:
             self._leave_server()
 
     def _leave_server(self) -> None:
-        """Use none of its connections again. Those in use are dropped when they are given back, and SQLAlchemy's when
-        they would be used again.
-        """
+        """Use none of its connections again. Those in use are dropped when they are given back."""
         self._usable.clear()
         while self._idle:
             self._drop(self._idle.pop())
@@ -347,9 +286,9 @@ class Database:
             connection = self._idle.pop()
             self._usable.discard(connection)
             await connection.close()
-        await self.engine.dispose()
 
-    async def _connect(self, planning: Mapping[str, str], *, patient: bool = False) -> asyncpg.Connection:
+    async def _connect(self, *, patient: bool = False) -> asyncpg.Connection:
+        """patient: for a migration, which may take longer than any statement of the running system."""
         settings = {
             "search_path": f'"{self.schema}"',
             "application_name": self._application_name[:63],
@@ -362,7 +301,7 @@ class Database:
         connection = await self._address.connect(
             timeout_s=CONNECT_TIMEOUT_S,
             command_timeout_s=None if patient else COMMAND_TIMEOUT_S,
-            settings={**settings, **planning},
+            settings={**settings, **(BY_SIZE if patient else BY_KEY)},
         )
         try:
             await connection.set_type_codec(
@@ -383,10 +322,6 @@ class Database:
             self._leave_server()
         self._server = started_at
 
-    def _make_engine(self, planning: Mapping[str, str], *, patient: bool = False, **pool: Any) -> AsyncEngine:
-        connect = partial(self._connect, planning, patient=patient)
-        return create_async_engine("postgresql+asyncpg://", async_creator=connect, **pool)
-
     def _probe_server(self) -> None:
         """Learn whether the server still answers."""
         if not self._closed and self._probing is None:
@@ -398,7 +333,7 @@ class Database:
 
         async def ask() -> None:
             try:
-                connection = await self._connect(BY_KEY)
+                connection = await self._connect()
                 try:
                     takes_writes = await connection.fetchval("SHOW transaction_read_only") == "off"
                 finally:
@@ -425,14 +360,9 @@ class Database:
         try:
             if not self._idle and await self._found(package):
                 return
-            # Its own connection: a migration may take longer than any statement of the running system.
-            engine = self._make_engine(BY_SIZE, patient=True, poolclass=NullPool)
-            try:
-                async with engine.begin() as connection:
-                    await self._make(connection, package)
-            finally:
-                await engine.dispose()
-        except (DBAPIError, *CONNECTION_LOST) as error:
+            async with migrating(partial(self._connect, patient=True), self.schema) as (connection, driver):
+                await self._make(connection, driver, package)
+        except CONNECTION_LOST as error:
             raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))
         except UnsupportedSchema as error:
             raise DatabaseForbidden(str(error), code=error.code) from error
@@ -452,13 +382,10 @@ class Database:
             return False
         return package is None or await is_migrated(connection, package, self.schema)
 
-    async def _make(self, connection: AsyncConnection, package: str | None) -> None:
-        await connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(lock_key(self.schema), 0))))
-        driver = (await connection.get_raw_connection()).driver_connection
-        assert driver is not None
+    async def _make(self, connection: AsyncConnection, driver: asyncpg.Connection, package: str | None) -> None:
         # Not `IF NOT EXISTS`: that needs the right to create schemas, though this one exists.
         if not await driver.fetchval(IS_THERE, f'"{self.schema}"'):
-            await connection.execute(CreateSchema(self.schema))
+            await driver.execute(f'CREATE SCHEMA "{self.schema}"')
         if package is not None and not await is_migrated(driver, package, self.schema):
             async with _alembic():
                 from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
@@ -474,11 +401,6 @@ class Database:
             attempt=failures,
             reason=str(error),
         )
-
-
-def lock_key(schema: str) -> str:
-    """The advisory lock under which this schema is made, upgraded or restored, before it is hashed."""
-    return f"berth.migrations.{schema}"
 
 
 # Alembic keeps its state in globals of the process, and a migration waits for the database in the middle of it.

@@ -1,12 +1,10 @@
-"""What becomes of the errors of PostgreSQL, asyncpg and SQLAlchemy: the bus's own faults, by the reaction to them."""
+"""What becomes of the errors of PostgreSQL and asyncpg: the bus's own faults, by the reaction to them."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
 import asyncpg
-from sqlalchemy.exc import DBAPIError, InvalidRequestError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepared, Transient
 from bus.persistence.address import ServerUntrusted
@@ -28,8 +26,6 @@ TRANSIENT_STATES = {
 }
 # The errors by which a transaction fails, its own and those of its connection.
 FAILED_IN_USE = (
-    DBAPIError,
-    InvalidRequestError,
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
@@ -47,8 +43,6 @@ def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
     code = _transient_code(state)
     if isinstance(error, ServerUntrusted) and not closed:
         raise DatabaseForbidden(str(error), code="database.certificate") from error
-    if isinstance(error, PoolTimeout):
-        raise Transient("no free database connection", code="database.busy") from error
     if isinstance(error, asyncpg.InvalidCachedStatementError):
         raise Transient("the schema changed under a prepared statement", code="database.schema_changed") from error
     if code == _UNAVAILABLE or closed or (state is None and _is_connection_error(error)):
@@ -70,8 +64,8 @@ def _transient_code(state: str | None) -> str:
 
 
 def sqlstate(error: BaseException) -> str | None:
-    """PostgreSQL's code of an error of asyncpg or SQLAlchemy; None: PostgreSQL did not raise it."""
-    state = getattr(error, "sqlstate", None) or getattr(getattr(error, "orig", None), "sqlstate", None)
+    """PostgreSQL's code of an error; None: PostgreSQL did not raise it."""
+    state = getattr(error, "sqlstate", None)
     return state if isinstance(state, str) else None
 
 
@@ -81,9 +75,7 @@ def is_unusable(error: Exception) -> bool:
 
 
 def _is_connection_error(error: Exception) -> bool:
-    if isinstance(error, DBAPIError) and error.connection_invalidated:
-        return True
-    cause: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
+    cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError | TimeoutError | asyncpg.InternalClientError):
             return True
@@ -92,6 +84,5 @@ def _is_connection_error(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the statement that SQLAlchemy adds."""
-    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-    return (str(cause).splitlines() or [type(cause).__name__])[0][:500]
+    """What an error says first, cut to a bound."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:500]

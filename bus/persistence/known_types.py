@@ -2,6 +2,9 @@
 
 asyncpg knows the scalars, and looks every array up (`bigint[]`, `uuid[]`) when a connection first meets it: ten
 milliseconds of the server's time each. A connection of a worker meets six.
+
+It also asks each element of an array by abstract base classes whether it is an array itself, which is most of what an
+array costs (a text 0.56 instead of 0.12 microseconds). Here lists and tuples are arrays, and nothing else is.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import asyncpg
+from asyncpg.protocol import protocol
+
+protocol.IterableABC = protocol.SizedABC = (list, tuple)
 
 # Types below are PostgreSQL's own, with one number in every database of every version (access/transam.h,
 # FirstGenbkiObjectId).

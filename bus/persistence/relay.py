@@ -116,11 +116,8 @@ class _Ticket(Waiter):
         self.count = 0
         self._ended = ended
 
-    def settle(self, error: BaseException | None) -> None:
-        """Record that a message is confirmed, dropped or has failed, or that it was given to the publisher."""
-        super().settle(error)
-        if not self.pending:
-            self._ended(self)
+    def _end(self) -> None:
+        self._ended(self)
 
 
 _Item = tuple[_Ticket, OutboxMessage]
@@ -272,7 +269,7 @@ class Relay:
             self._line,
         )
         for ticket, _ in items:
-            ticket.settle(None)
+            ticket.pending -= 1  # it is the publisher's now, which has counted it
 
     def _leave(self, row_id: int, bus: str, reason: str) -> None:
         _left.labels(reason).inc()

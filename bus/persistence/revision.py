@@ -9,14 +9,18 @@ adds leaves the second as it is, so that workers of two versions run side by sid
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import asyncpg
-from sqlalchemy import MetaData
+from sqlalchemy import MetaData, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.pool import NullPool
 
 APPLIED = "schema_revision"  # the table with the newest revision that was applied; Alembic keeps it
 # The table with the oldest revision whose code may run on the schema. Alembic kept its revision there while each schema
@@ -34,6 +38,8 @@ FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
 WHERE c.relnamespace = to_regnamespace($1) AND c.relkind IN ('r', 'p') AND a.attnum > 0 AND NOT a.attisdropped
 """
 PRESENT = "SELECT to_regclass($1) IS NOT NULL, to_regclass($2) IS NOT NULL"
+
+LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))")
 
 MAX_NAMED = 5
 
@@ -64,6 +70,32 @@ class Revisions(NamedTuple):
     def allow(self, known: Sequence[str]) -> bool:
         """Whether the schema is later than these revisions, and code that knows them may run on it all the same."""
         return self.are_later(known) and self.oldest in known
+
+
+def lock_key(schema: str) -> str:
+    """The advisory lock under which this schema is made, upgraded or restored, before it is hashed."""
+    return f"berth.migrations.{schema}"
+
+
+@asynccontextmanager
+async def migrating(
+    connect: Callable[[], Awaitable[asyncpg.Connection]], *schemas: str
+) -> AsyncIterator[tuple[AsyncConnection, asyncpg.Connection]]:
+    """A transaction that may migrate these schemas, as SQLAlchemy has it for Alembic, and the driver's connection below
+    it. It waits for others that migrate them. Raises the driver's errors.
+    """
+    engine = create_async_engine("postgresql+asyncpg://", async_creator=connect, poolclass=NullPool)
+    try:
+        async with engine.begin() as connection:
+            for schema in schemas:
+                await connection.execute(LOCK, {"key": lock_key(schema)})
+            driver: Any = (await connection.get_raw_connection()).driver_connection
+            yield connection, driver
+    except DBAPIError as error:
+        cause = error.orig.__cause__ if error.orig is not None else None
+        raise cause or error from None
+    finally:
+        await engine.dispose()
 
 
 def versions_of(package: str) -> Path:

@@ -13,7 +13,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from bus import metrics
 from bus.clock import SystemClock
-from bus.contracts.catalogue import QueueRow
+from bus.contracts.queues import QueueRow
 from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked, call_back
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.channels import Acks, RabbitDelivery

@@ -62,11 +62,16 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
         return Step(instance)
     requested = rules.with_request(instance, event)
     first = (requested.attempt, requested.host_uuid)
-    is_held = event.attempt > instance.newest and event.given_up is None
+    is_held = event.given_up is None and not is_released(instance, event)
     is_new = is_held and any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or is_new:
         return rules.start_build(instance, event, context)
-    return _adopt(replace(numbered_on(requested, event), reused_from=1), event.found, event.at, context)
+    return adopt_found(replace(numbered_on(requested, event), reused_from=1), event.found, event.at, context)
+
+
+def is_released(instance: Instance, event: BuildRequested) -> bool:
+    """Whether the claim of this request was one of the build before, which has released it; a first attempt is new."""
+    return 1 < event.attempt <= instance.last_attempt
 
 
 def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:
@@ -75,7 +80,7 @@ def adopt_machine(instance: Instance, event: MachineFound, context: StepContext)
     if not is_searched(instance) or not found:
         return Step(instance)
     adopting = replace(instance, reused_from=instance.reused_from or 1, code="", reason="")
-    return _adopt(adopting, found, event.at, context)
+    return adopt_found(adopting, found, event.at, context)
 
 
 def why_not_adoptable(instance: Instance | None) -> str:
@@ -131,7 +136,7 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
         code="",
         reason="",
     )
-    return _adopt(decided, (replace(found, project_id=instance.spec.project_id),), event.at, context)
+    return adopt_found(decided, (replace(found, project_id=instance.spec.project_id),), event.at, context)
 
 
 def note_built(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
@@ -170,12 +175,10 @@ def is_held(selection: Selection, event: ClaimRefused) -> bool:
     return event.consumer_generation is not None and event.holding == selection.allocations
 
 
-def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
+def adopt_found(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
     """The machine that is complete, else the newest. The other machines stay, in quarantine (`reused_from`)."""
-    assert instance.spec is not None
     best = max(found, key=lambda one: (one.built, one.attempt, one.host_uuid))
-    allocations = taken_of(instance, best)
-    if best.project_id != instance.spec.project_id or allocations is None or best.attempt < 1:
+    if (allocations := proved_of(instance, best)) is None:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=True)
         return Step(steps.releasing(passed, State.FAILED, at, context))
@@ -190,6 +193,13 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
         found_built=best.built,
     )
     return Step(steps.claiming(adopted, State.ACTIVE, at, context))
+
+
+def proved_of(instance: Instance, found: FoundMachine) -> Allocations | None:
+    """The resources of the machine, which is proved to be this instance's; None: it is not, or they are not known."""
+    assert instance.spec is not None
+    is_its_own = found.project_id == instance.spec.project_id and found.attempt >= 1
+    return taken_of(instance, found) if is_its_own else None
 
 
 def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:

@@ -145,7 +145,7 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
         return undo(begun, event.at, context, MOVE_LOST, "its next cell has no record of the request")
     if event.given_up is not None:
         return undo(begun, event.at, context, event.given_up.code, event.given_up.reason)
-    if context.closed.why(begun.here) is not None:
+    if context.closed(begun).why(begun.here) is not None:
         return try_next(begun, event.at, context)
     return finish(begun, event.at, context)
 

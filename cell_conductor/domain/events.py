@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from msgspec import Struct
 
 from bus.contracts.base import Allocations, Refusal
@@ -134,9 +136,12 @@ class Reverted(Event, frozen=True, kw_only=True):
 
 
 class MoveRequested(Event, frozen=True, kw_only=True):
-    """A request about the instance."""
+    """A request about the instance. found: machines that the cell's services have of it, if its record may be outdated
+    (None: they were not queried).
+    """
 
     request: CellMove
+    found: tuple[FoundMachine, ...] | None = None
     cause: str = ""
     given_up: Refusal | None = None
     is_query: bool = False
@@ -269,6 +274,16 @@ EVENTS: tuple[type[Event], ...] = (
     MachineFound,
     SourceAnswered,
 )
+
+
+def is_begun_by(event: Event) -> TypeGuard[MoveRequested]:
+    """Whether it may begin something with an instance that is on record."""
+    return type(event) is MoveRequested
+
+
+def is_query(event: Event) -> TypeGuard[BuildRequested]:
+    """Whether it is a query of a build."""
+    return isinstance(event, BuildRequested) and event.is_query
 
 
 class InstanceEvent(Struct, frozen=True):

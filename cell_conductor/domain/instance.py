@@ -259,6 +259,11 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.selections[self.position]
 
     @property
+    def service(self) -> str:
+        """The compute service of the current host, in this cell ("": there is none, or the host is another cell's)."""
+        return "" if self.is_leaving or not self.selections else self.here.service
+
+    @property
     def host_uuid(self) -> str | None:
         """The host of the current attempt, once there was one."""
         return self.selections[self.position].host_uuid if self.selections else None

@@ -17,14 +17,18 @@ from bus.contracts.cell import Selection
 from bus.contracts.moves import MoveState
 
 from . import rules, steps, way_back
-from .adopt_rules import taken_of
+from .adopt_rules import adopt_found, proved_of
 from .desires import Ask, Wish, desire_of
 from .events import Destroyed, HostRuns, MachineFound, MoveRequested, Spawned
-from .instance import Instance, Move, State
+from .instance import Instance, Move, Power, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
 from .move_steps import arrived, confirm, note, undo
 from .orders import repeated
+from .report import is_over
+from .set_back import doubted_from, is_outdated
 from .steps import Step, StepContext, is_doubted
+
+OLDER = "the cell's database was set back to before it was moved"
 
 
 def is_unsure(instance: Instance, context: StepContext) -> bool:
@@ -45,12 +49,11 @@ def follow_found(instance: Instance, event: MachineFound, context: StepContext) 
     """
     if not is_unsure(instance, context):
         return Step(instance)
-    move, spec = move_of(instance), instance.spec
-    assert spec is not None
+    move = move_of(instance)
     best = max(event.machines, key=lambda one: (one.built, one.attempt, one.host_uuid))
-    allocations = taken_of(instance, best)
+    allocations = proved_of(instance, best)
     is_another = any(one.foreign or one.attempt <= move.book_attempt for one in event.machines)
-    if is_another or best.project_id != spec.project_id or allocations is None:
+    if is_another or allocations is None:
         return Step(instance)
     here = Selection(host_uuid=best.host_uuid, host=best.host, service=best.service, allocations=allocations)
     found = replace(
@@ -64,6 +67,31 @@ def follow_found(instance: Instance, event: MachineFound, context: StepContext) 
         move=replace(move, finishing=True),
     )
     return Step(steps.destroying(found, State.REVERTING, event.at, context))
+
+
+def take_over_later(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
+    """The cell has a machine of it that is later than its record: it was moved before the database was set back. The
+    request is refused, and that machine is the instance's if it is complete and proved to be its own; a client repeats
+    the request. None: there is none, and the request is begun.
+    """
+    own = instance.attempt, instance.host_uuid
+    later = [
+        one
+        for one in (event.found or () if is_outdated(instance, context.set_back) else ())
+        if one.attempt >= instance.attempt
+        and (one.attempt, one.host_uuid) != own
+        and not is_over(instance, one.attempt, one.host_uuid)
+    ]
+    if not later:
+        return None
+    unsure, newest = doubted_from(instance, context.set_back), max(later, key=lambda one: (one.attempt, one.host_uuid))
+    refused = refuse_request(unsure, event, context, IN_DOUBT, f"host {newest.host} has a later machine of it: {OLDER}")
+    if newest.built and newest.attempt > instance.attempt and proved_of(instance, newest):
+        runs = Power.RUNNING if instance.power is Power.SHELVED else instance.power
+        # The machine on record stays, in quarantine: that the later one is to be undone may be forgotten.
+        awake = replace(refused.instance, power=runs, image="", reused_from=1)
+        return after(refused, adopt_found(awake, (newest,), event.at, context))
+    return refused
 
 
 def undo_doubted(instance: Instance, at: float, context: StepContext) -> Step:

@@ -75,8 +75,8 @@ def report_waiting(instance: Instance, code: str, reason: str, at: float, contex
 
 def report_silent(instance: Instance, code: str, silent: Selection, at: float, context: StepContext) -> Step:
     """The same, where a host does not answer that its machine is destroyed."""
-    closed = context.closed.why(silent)
-    why = "" if closed is None else f" ({closed.code}: {closed.reason})"
+    down = context.down.get(silent.service)
+    why = "" if down is None else f" ({down.code}: {down.reason})"
     reason = f"host {silent.host} has not answered that its machine is destroyed{why}; it is commanded again"
     return report_waiting(instance, code, reason, at, context)
 

@@ -38,7 +38,7 @@ from .events import (
     TimedOut,
 )
 from .instance import OVER_QUOTA, Instance, Power, State, why_not_claimed
-from .move_doubts import adopt_arrived, is_unsure, refuse_doubted, undo_doubted
+from .move_doubts import adopt_arrived, is_unsure, refuse_doubted, take_over_later, undo_doubted
 from .move_events import (
     DELETED,
     DONE,
@@ -88,46 +88,43 @@ _OF_SHELVED = frozenset({MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE, M
 
 
 def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """A request for an instance that has a machine and no request under way."""
-    again = repeat_end(instance, event, context)
+    """A request for an instance that has no request under way: it has a machine, or none, and is unshelved on a host
+    that is claimed anew.
+    """
+    again = repeat_end(instance, event, context) or take_over_later(instance, event, context)
     if again is not None:
         return again
-    kind = event.request.kind
-    if kind in ENDS_ANOTHER or (kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED):
-        if kind is MoveKind.OFFLOAD:
-            return refuse_request(instance, event, context, "instance.not_shelved", "shelve it first")
-        reason = f"no move is there to {kind.value}; one from another cell is over, and migrating it leads back there"
-        return refuse_request(instance, event, context, "move.none", reason)
-    if instance.power is Power.SHELVED and kind not in _OF_SHELVED:
-        return refuse_request(instance, event, context, "instance.shelved", "unshelve or offload it first")
-    if instance.power is Power.RESCUED and kind not in (MoveKind.RESCUE, MoveKind.UNRESCUE, MoveKind.EVACUATE):
-        return refuse_request(instance, event, context, "instance.rescued", "unrescue it first")
+    if (why := _why_not_now(instance, event.request.kind)) is not None:
+        return refuse_request(instance, event, context, *why)
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:
         return refused
     if (refused := _refuse_to_leave(instance, event, context)) is not None:
         return refused
-    if kind in CLAIMS:
+    if instance.state is State.OFFLOADED:
+        if not event.request.selections:
+            return refuse_request(instance, event, context, "move.no_host")
+        # `here` is the host that it had; no machine is there.
+        begun = adopt(instance, event, source=None, selections=(instance.here, *event.request.selections))
+        return claim(begun, event.at, context)
+    if event.request.kind in CLAIMS:
         return begin_claimed(instance, event, context)
     return begin_in_place(instance, event, context)
 
 
-def begin_offloaded(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """An instance without a host: it can be unshelved, on a host that is claimed anew."""
-    again = repeat_end(instance, event, context)
-    if again is not None:
-        return again
-    request = event.request
-    if request.kind is not MoveKind.UNSHELVE:
-        return refuse_request(instance, event, context, "instance.offloaded", "unshelve it first")
-    if (refused := _refuse_other_flavor(instance, event, context)) is not None:
-        return refused
-    if (refused := _refuse_to_leave(instance, event, context)) is not None:
-        return refused
-    if not request.selections:
-        return refuse_request(instance, event, context, "move.no_host")
-    # `here` is the host that it had; no machine is there.
-    begun = adopt(instance, event, source=None, selections=(instance.here, *request.selections))
-    return claim(begun, event.at, context)
+def _why_not_now(instance: Instance, kind: MoveKind) -> tuple[str, str] | None:
+    """The code and the reason for which a request of this kind is not begun as the instance is; None: it may be."""
+    if instance.state is State.OFFLOADED:
+        return None if kind is MoveKind.UNSHELVE else ("instance.offloaded", "unshelve it first")
+    if kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED:
+        return "instance.not_shelved", "shelve it first"
+    if kind in ENDS_ANOTHER:
+        reason = f"no move is there to {kind.value}; one from another cell is over, and migrating it leads back there"
+        return "move.none", reason
+    if instance.power is Power.SHELVED and kind not in _OF_SHELVED:
+        return "instance.shelved", "unshelve or offload it first"
+    if instance.power is Power.RESCUED and kind not in (MoveKind.RESCUE, MoveKind.UNRESCUE, MoveKind.EVACUATE):
+        return "instance.rescued", "unrescue it first"
+    return None
 
 
 def _refuse_to_leave(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
@@ -306,7 +303,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:
     """The destination does not answer, and was commanded nothing yet: the next one is tried."""
     if isinstance(event, ServiceLost):
-        if event.service != instance.here.service or instance.is_leaving:
+        if event.service != instance.service:
             return Step(instance)
         code, reason = event.code, event.reason
     else:
@@ -433,7 +430,7 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
     """
     if way_back.is_waiting(instance):
         return way_back.query_again(instance, event.at, context)
-    if not instance.is_in_place and context.closed.why(instance.here) is not None:
+    if not instance.is_in_place and context.closed(instance).why(instance.here) is not None:
         return Step(replace(instance, deadline=event.at + context.destroy_retry_s))
     if is_doubted(instance, context) and not instance.is_in_place:
         return repeated(instance, event.at, context)

@@ -169,7 +169,7 @@ def claim(instance: Instance, at: float, context: StepContext) -> Step:
     """Request the first remaining destination of placement, or go back when there is none."""
     instance = marked_reused(instance, context.set_back)
     move = move_of(instance)
-    closed = context.closed_to(instance)
+    closed = context.closed(instance)
     notes = closed.passed_over(instance.alternates, instance.next_attempt, at)
     move = replace(move, history=move.history + notes)
     # A machine that was commanded to stop is handed over, not changed in place.

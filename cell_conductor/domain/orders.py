@@ -46,12 +46,8 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
     orders: list[Destroy] = []
     if (is_queried or desire.here is Wish.DESTROY) and not (move is not None and move.here_gone):
         # In doubt a complete machine at the destination of a move that is undone has arrived.
-        is_spared = (
-            desire.source is Wish.STAY and move is not None and not move.delete and is_doubted(instance, context)
-        )
-        orders.append(
-            destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_queried or is_spared)
-        )
+        is_spared = is_queried or (desire.source is Wish.STAY and is_doubted(instance, context))
+        orders.append(destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_spared))
     if instance.source_host_uuid is None:
         return tuple(orders)
     assert move is not None and move.source is not None

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 from bus.contracts.moves import Condition
 
-from .adopt_rules import start_or_adopt
+from .adopt_rules import is_released, start_or_adopt
 from .desires import Ask, Work, desire_of
 from .events import BuildRequested, DeleteRequested
 from .instance import Instance
@@ -20,12 +20,12 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
     copy or a query is not. Nor is one whose claim was this build's own, which is released by now; a machine of it that
     is found is claimed anew.
     """
-    is_released = 1 < event.attempt <= instance.last_attempt
-    if event.is_query or event.requested_at <= instance.requested_at or (is_released and not event.found):
+    is_over = is_released(instance, event) and not event.found
+    if event.is_query or event.requested_at <= instance.requested_at or is_over:
         was_active = any(record.outcome == "active" for record in instance.history)
         return _announce_again(instance, event, BuildState.FAILED, context, terminal=not was_active)
-    newest = instance.last_attempt if is_released else 0
-    return start_or_adopt(Instance(uuid=instance.uuid, sequence=instance.sequence, newest=newest), event, context)
+    again = Instance(uuid=instance.uuid, sequence=instance.sequence, newest=instance.last_attempt)
+    return start_or_adopt(again, event, context)
 
 
 def answer_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:

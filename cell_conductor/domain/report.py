@@ -185,10 +185,10 @@ def is_ordered(instance: Instance, event: Event) -> bool:
 
 def is_at(instance: Instance, service: str, fenced: Container[str]) -> bool:
     """Whether it is on this service's hosts, or moves from one. Not on fenced ones: a machine there is a loss."""
-    places = [] if desire_of(instance).here is Wish.NONE else list(instance.selections[instance.position :][:1])
+    places = [] if desire_of(instance).here is Wish.NONE else [(instance.service, instance.host_uuid)]
     if instance.phase not in AT_REST and instance.move is not None and instance.move.source is not None:
-        places.append(instance.move.source)
-    return any(one.service == service and one.host_uuid not in fenced for one in places)
+        places.append((instance.move.source.service, instance.move.source.host_uuid))
+    return any(name == service and host not in fenced for name, host in places)
 
 
 class RecordedInstance(InstanceFacts, Protocol):
@@ -225,6 +225,7 @@ class Unexplained(Struct, frozen=True):
 NO_MARK = "no mark of this deployment"
 NO_RECORD = "no record"
 NEWER = "newer than its record"
+UNNUMBERED = "its compute service does not know its attempt"
 ELSEWHERE = "its record has this attempt on another host"
 UNTRIED = "its record has not tried this host"
 UNSURE = "its build was given up in doubt, after the database was set back"
@@ -358,6 +359,8 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
     if is_commanded or is_source or is_over(record, one.attempt, host_uuid):
         return ""
+    if one.attempt == UNKNOWN_ATTEMPT:
+        return UNNUMBERED
     if is_renumbered(record, one.attempt):
         return RENUMBERED
     return ELSEWHERE if one.attempt in (record.attempt, record.source_attempt) else NEWER

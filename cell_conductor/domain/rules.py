@@ -63,7 +63,7 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
         return _end_unbuilt(adopted, event, event.given_up, context)
     if adopted.doubted:  # its host is queried, and its answer awaited, also if its service is down
         return _spawn(adopted, event.at, context)
-    closed = context.closed.why(adopted.here)
+    closed = context.closed(adopted).why(adopted.here)
     if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, context)):
         return _spawn(adopted, event.at, context)
     # This record has commanded nothing there, so nothing has to be destroyed. If a machine of attempt 1 is there
@@ -389,13 +389,15 @@ def _next(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:
-    return any(context.closed.why(selection) is None for selection in instance.alternates)
+    closed = context.closed(instance)
+    return any(closed.why(selection) is None for selection in instance.alternates)
 
 
 def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
     """Hosts that are closed now are skipped, and recorded: a request to placement is never changed."""
-    notes = context.closed.passed_over(instance.alternates, instance.next_attempt, at)
-    kept = tuple(selection for selection in instance.alternates if context.closed.why(selection) is None)
+    closed = context.closed(instance)
+    notes = closed.passed_over(instance.alternates, instance.next_attempt, at)
+    kept = tuple(selection for selection in instance.alternates if closed.why(selection) is None)
     tried = instance.selections[: instance.position + 1]
     return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
 

@@ -6,10 +6,13 @@ Nothing else reads when that was (`tests/test_house.py`).
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .events import BuildRequested, DeleteRequested, Event
+from .desires import Phased, desire_of
+from .events import BuildRequested, DeleteRequested, Event, is_begun_by
 from .instance import Instance
 
 # The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
@@ -66,10 +69,31 @@ def is_of_forgotten(event: Event, set_back: SetBack) -> bool:
     return isinstance(event, DeleteRequested) and set_back.has_been
 
 
+class AtRest(Phased, Protocol):
+    """What it is read of whether a record is outdated."""
+
+    @property
+    def since(self) -> float:
+        """When its state was entered."""
+
+    @property
+    def doubted(self) -> bool:
+        """Whether the database was set back in the middle of what it was doing."""
+
+
+def is_outdated(record: AtRest, set_back: SetBack) -> bool:
+    """Whether an instance at rest may have been moved since, before the database was set back: another machine of it
+    may be the one that its client has. It is searched for before anything is begun with it.
+    """
+    return set_back.has_been and desire_of(record).ends and (record.doubted or set_back.may_lack(record.since))
+
+
 def is_unsearched(instance: Instance, event: Event, set_back: SetBack) -> bool:
     """Whether the services were not queried about such a request: it was taken before the set-back was recognised, and
     is to be taken once more.
     """
+    if is_begun_by(event):
+        return event.found is None and is_outdated(instance, set_back)
     if not isinstance(event, BuildRequested | DeleteRequested) or event.found is not None:
         return False
     is_new = isinstance(event, BuildRequested) or instance.spec is None

@@ -46,15 +46,10 @@ class StepContext(Struct, frozen=True, kw_only=True):
     doubt_limit_s: float = 3600.0
     live_copy_mb_s: float = 0.0
 
-    @property
-    def closed(self) -> ClosedHosts:
-        """The hosts on which nothing is begun now."""
-        return ClosedHosts(self.down, self.fences)
-
-    def closed_to(self, instance: Instance) -> ClosedHosts:
-        """Those among the hosts that it goes to. A service's name is unique within its cell only."""
-        is_leaving = instance.move is not None and instance.move.to_cell is not None
-        return replace(self.closed, down={}) if is_leaving else self.closed
+    def closed(self, instance: Instance) -> ClosedHosts:
+        """The hosts on which nothing is begun with it now. A service's name is unique within its cell only."""
+        is_to_leave = instance.move is not None and instance.move.to_cell is not None
+        return ClosedHosts({} if is_to_leave else self.down, self.fences)
 
 
 class Step(Struct, frozen=True):

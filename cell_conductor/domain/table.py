@@ -330,7 +330,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.OFFLOADED: {
         **USUAL,
         DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
-        MoveRequested: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.RELEASING)),
+        MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.RELEASING)),
     },
     State.DEPARTED: {**USUAL, DeleteRequested: DELETE_DEPARTED, MoveRequested: REFER, MoveQueried: REFER},
 }

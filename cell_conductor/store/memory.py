@@ -293,7 +293,7 @@ class MemoryInstances:
                     i.uuid,
                     i.state,
                     i.host_uuid,
-                    i.here.service if i.selections else "",
+                    i.service,
                     i.attempt,
                     i.since,
                     i.newest,
@@ -318,9 +318,9 @@ class MemoryInstances:
             await transaction.statement()
             named = frozenset(services)
             return [
-                (uuid, instance.here.service)
+                (uuid, instance.service)
                 for uuid, instance in sorted(self._table.instances.items())
-                if instance.phase in LEFT_WITH_ITS_SERVICE and instance.here.service in named
+                if instance.phase in LEFT_WITH_ITS_SERVICE and instance.service in named
             ]
 
     async def at_service(self, service: str, limit: int) -> list[str]:

@@ -76,7 +76,9 @@ UPDATE = rows.numbered(rows.UPDATE)
 
 READ_VERSIONS = "SELECT xmin, record FROM instances WHERE uuid = ANY($1::uuid[])"
 
-_SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
+# As `Instance.service`.
+_SERVICE = """CASE WHEN coalesce(record ->> 'position', '0') <> '0' AND record #>> '{move,to_cell}' IS NOT NULL THEN ''
+    ELSE coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '') END"""
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
     {_SERVICE} AS service,

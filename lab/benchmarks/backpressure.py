@@ -40,7 +40,7 @@ from berth.trial.servers import RealServers, SystemPlan, real_servers, running_p
 from berth.trial.worker_processes import WorkerProcesses
 from bus.consuming.lanes import LANE_PREFETCH
 from bus.contracts.base import Meta
-from bus.contracts.catalogue import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES
+from bus.contracts.queues import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES
 from bus.wire import pack
 from compute_sim.config import ComputeConfig
 from lab.benchmarks import probe

@@ -26,7 +26,7 @@ from berth.trial.embedded.process import Account, GuardedProcess, ServerFailed, 
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.servers import variables
 from berth.trial.worker_processes import WorkerProcesses
-from bus.contracts.catalogue import EVENTS
+from bus.contracts.queues import EVENTS
 from lab.benchmarks import probe, rest_books
 from lab.benchmarks.rest_books import Host
 from lab.benchmarks.rest_client import Connection

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from bus import wire
-from bus.contracts import catalogue
+from bus.contracts import catalogue, queues
 from bus.contracts.base import Message, Refusal, tag_of
-from bus.contracts.catalogue import LANE, OPERATORS, QUEUES, QueueRow, Where, taken_by
+from bus.contracts.catalogue import OPERATORS, taken_by
+from bus.contracts.queues import LANE, QUEUES, QueueRow, Where
 
 CELL_WORKERS = ("cell_conductor", "compute_sim")
 
@@ -23,6 +24,7 @@ def content() -> dict[str, object]:
     functions = {"parts": _parts, "rights": _rights, "bound_to": _bound_to, "bounds": _bounds}
     return {
         **vars(wire),
+        **vars(queues),
         **vars(catalogue),
         **{"tag_of": tag_of, "Refusal": Refusal, "PLACES": PLACES, "buses": buses},
         **functions,

@@ -123,12 +123,13 @@ class Mover:
         await self._ask(cell, self._world.cells[cell].instances[uuid], order, kind)
 
     def _may_move(self, cell: str, uuid: str) -> bool:
-        """Machines of metal, those of others and those whose hints held once stay where they are."""
+        """Machines of metal, those of others and those that no watch judges any more stay where they are."""
         world = self._world
         instance = world.cells[cell].instances.get(uuid)
         if instance is None:
             return False  # it was deleted and forgotten while a drain waited
-        return world.harm.ours(uuid) and uuid not in world.taken_back and not self._is_on_metal(instance)
+        is_judged = world.plan.judges_machines or uuid not in world.taken_back
+        return world.harm.ours(uuid) and is_judged and not self._is_on_metal(instance)
 
     def _is_on_metal(self, instance: Instance) -> bool:
         ironic = self._world.ironic

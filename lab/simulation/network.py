@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from bus.contracts.catalogue import QueueRow
+from bus.contracts.queues import QueueRow
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.memory.broker import Deaths
 from bus.port import BusError, BusUnavailable, Delivery, Outgoing, Subscription, Transport

@@ -11,9 +11,9 @@ from typing import Any
 
 from bus.bus import API
 from bus.contracts.base import Message, Resources
-from bus.contracts.catalogue import COMMANDS, EVENTS, lane_of
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
+from bus.contracts.queues import COMMANDS, EVENTS, lane_of
 from bus.persistence.memory_database import MemoryDatabase
 from bus.port import Outgoing, PublishRefused, QueueMissing, Unroutable
 from bus.wire import BATCH, JSON, MAX_ID

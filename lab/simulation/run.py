@@ -10,7 +10,7 @@ from functools import partial
 from msgspec import Struct
 
 from bus.clock import new_uuid
-from bus.contracts.catalogue import RETRY_S
+from bus.contracts.queues import RETRY_S
 from compute_sim.inventory import INVENTORY_EVERY
 from compute_sim.publishing import JITTER
 from lab.simulation import loop as virtual

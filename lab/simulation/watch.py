@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import DEAD, EVENTS, MESSAGES, TAKES_GIVEN_UP, Where
+from bus.contracts.catalogue import MESSAGES
 from bus.contracts.cell import ComputeOutcome, ComputeResult
+from bus.contracts.queues import DEAD, EVENTS, TAKES_GIVEN_UP, Where
 from cell_conductor.domain.instance import Instance, State
 from compute_sim.fleet import Fleet, Guest, Host
 from lab.simulation.loop import PROCESS, Process

@@ -15,7 +15,7 @@ import structlog
 
 from bus.contracts.feed import Change, ChangesPage, FeedHead, SnapshotPage
 from bus.faults import Transient
-from bus.turns import next_turn
+from bus.turns import InParts, next_turn
 from placement_worker.replica.book import Book, Gap
 from placement_worker.replica.sharing import sharing_of
 
@@ -71,7 +71,7 @@ class CatchUp:
         self._source = source
         self._page = page
         self._pages = pages
-        self._loaded: Book | None = None  # a whole snapshot, but not up to date
+        self._loaded: Book | None = None  # complete, but not up to date
 
     async def run(self) -> None:
         """Bring the book up to the feed's head. Raises SnapshotOutrun, SnapshotEndless and what the source raises; the
@@ -87,7 +87,9 @@ class CatchUp:
             followed = await self._follow(loaded)
             self._loaded = None
             if followed:
-                adopt(self.book, loaded)
+                self.book.adopt(loaded)
+                self.book.rows_of_roots()  # every search needs this and the next table
+                sharing_of(self.book)
                 self.stale = False
                 if self.on_page is not None:
                     await self.on_page(self.book.sequence, True)
@@ -125,22 +127,15 @@ class CatchUp:
             elif page.history != loaded.history:  # this page begins where the former one ended
                 loaded, after = Book(), None
                 continue
-            for start in range(0, len(page.providers), AT_ONCE):
-                loaded.add(page.providers[start : start + AT_ONCE])
-                await next_turn()
+            async for part in InParts(page.providers, AT_ONCE):
+                loaded.add(part)
+            await next_turn()
             if not page.more:
                 return loaded
             if not page.providers or (after is not None and page.providers[-1].uuid <= after):
                 break
             after = page.providers[-1].uuid
         raise SnapshotEndless(f"after {len(loaded)} providers")
-
-
-def adopt(book: Book, loaded: Book) -> None:
-    """Replace all providers of a book by those of a snapshot, and compute the tables that every search needs."""
-    book.adopt(loaded)
-    book.rows_of_roots()
-    sharing_of(book)
 
 
 async def apply(book: Book, changes: Sequence[Change]) -> Gap | None:

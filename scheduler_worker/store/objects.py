@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from sqlalchemy import (
     ARRAY,
     ColumnElement,
-    RowMapping,
     Select,
     Text,
     and_,
@@ -100,7 +99,7 @@ async def write(connection: asyncpg.Connection, changed: Sequence[ChangedObject]
     return revision
 
 
-def entries(found: Iterable[RowMapping]) -> list[ObjectLogEntry]:
+def entries(found: Iterable[asyncpg.Record]) -> list[ObjectLogEntry]:
     """Rows of the log of changes, without those of kinds that only a newer scheduler has."""
     return [
         ObjectLogEntry(

@@ -20,6 +20,7 @@ from bus.persistence.identity import read_identity
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import PostgresRows
 from bus.persistence.relay import Relay
+from bus.persistence.tables import fetch
 from bus.persistence.unit_of_work import Committed, VersionCache, published
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
@@ -385,15 +386,16 @@ class PostgresBuilds:
 
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Along the primary key."""
-        async with self._database.transaction() as connection:
-            return objects.entries((await connection.execute(objects.log_of(query))).mappings())
+        async with self._database.raw() as connection:
+            return objects.entries(await fetch(connection, objects.log_of(query)))
 
     async def machines(
         self, limit: int, *, flavor: str | None = None, group: ProjectsGroup | None = None, cell: str | None = None
     ) -> int:
         """A scan that ends at the limit."""
-        async with self._database.transaction() as connection:
-            return (await connection.execute(objects.machines(limit, flavor, group, cell))).scalar_one()
+        async with self._database.raw() as connection:
+            ((found,),) = await fetch(connection, objects.machines(limit, flavor, group, cell))
+        return int(found)
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""
@@ -404,9 +406,8 @@ class PostgresBuilds:
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """Along the index that suits the query."""
-        async with self._database.transaction() as connection:
-            found = (await connection.execute(objects.moves_of(query))).mappings()
-            return [rows.move_record(row) for row in found]
+        async with self._database.raw() as connection:
+            return [rows.move_record(row) for row in await fetch(connection, objects.moves_of(query))]
 
     async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
         """Along the index of those under way."""

@@ -236,9 +236,7 @@ def move(row: Mapping[str, Any]) -> RecordedMove:
 
 def move_record(row: Mapping[str, Any]) -> MoveRecord:
     """A row of `moves`, as it is answered to queries."""
-    return _read(
-        {str(name): value for name, value in row.items()}, MoveRecord
-    )  # SQLAlchemy's names are of its own type
+    return _read(row, MoveRecord)
 
 
 def instance(row: Mapping[str, Any]) -> InstanceRecord:

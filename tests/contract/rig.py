@@ -18,7 +18,7 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Handler, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS, QueueKind, QueueRow, Where
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD_LETTERS, QueueKind, QueueRow, Where
 from bus.depths import waiting_in
 from bus.local import LocalServer, LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport

@@ -23,7 +23,7 @@ from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.servers import API_VHOST, start_all, variables
 from berth.trial.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
+from bus.contracts.queues import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq import RabbitTransport
 from tests.drills.test_servers_unavailable import hosts_known

@@ -24,8 +24,8 @@ import berth.settings
 import bus.rabbitmq  # noqa: F401  (makes pamqp read with our functions)
 from bus.consuming.dead_letters import read_letter
 from bus.contracts.base import MAX_REASON, Meta
-from bus.contracts.catalogue import DEAD, QUEUES, routing_key, taken_by
-from bus.contracts.catalogue.rights import FORBIDDEN
+from bus.contracts.catalogue import FORBIDDEN, routing_key, taken_by
+from bus.contracts.queues import DEAD, QUEUES
 from bus.port import Outgoing
 from bus.rabbitmq import channels
 from bus.rabbitmq.channels import RabbitDelivery

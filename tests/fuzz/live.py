@@ -29,8 +29,8 @@ from bus.bus import API
 from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.catalogue import COMMANDS
 from bus.contracts.cell import CellBuild
+from bus.contracts.queues import COMMANDS
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from bus.rabbitmq.channels import RabbitDelivery

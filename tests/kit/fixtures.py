@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
-from bus.contracts.catalogue import QueueRow, lane_of
+from bus.contracts.queues import QueueRow, lane_of
 from tests.kit import lent, servers
 from tests.kit.databases import LentDatabases
 

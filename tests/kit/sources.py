@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from bus.contracts.catalogue import MESSAGES, QUEUES
+from bus.contracts.catalogue import MESSAGES
 from bus.contracts.drains import DrainTarget
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import ClaimOutcome
+from bus.contracts.queues import QUEUES
 
 # --- the sources of the repository as the house rules read them: each file once, as text and as a syntax tree
 

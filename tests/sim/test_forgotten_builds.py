@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.moves import MoveKind
 from cell_conductor import engine
+from cell_conductor.search import MachineSearch
 from compute_sim.domain.faults import Faults
 from lab.simulation.draw import plan_of
 from lab.simulation.plan import Action, FaultEvent, FaultType, Order, Plan
@@ -168,6 +171,70 @@ def returns_forgotten(seed: int) -> Plan:
     )
 
 
+def moved_since_the_backup(seed: int, verb: MoveKind) -> Plan:
+    """The builds of this seed in one cell. They are unshelved, or moved and not confirmed yet, between a backup and the
+    restore of the cell and of the schedulers. When nothing is in doubt any more the same is requested, three times.
+    """
+    plan = plan_of(seed).without_faults()
+    cell = replace(plan.cells[0], metal=())
+    drawn = [order for order in plan.orders if order.action is Action.BUILD]
+    builds = [replace(one, at=5.0 + number * 0.1) for number, one in enumerate(drawn)]
+    requests = [(27.0, verb), *((at, verb) for at in (70.0, 78.0, 86.0))]
+    if verb is MoveKind.UNSHELVE:
+        requests = [(14.0, MoveKind.SHELVE), (20.0, MoveKind.OFFLOAD), *requests]
+    moves = [
+        Order(
+            at=at + n * 0.02,
+            action=Action.MOVE,
+            verb=kind,
+            instance=one.uuid,
+            uuid=f"f000000{number}-0000-4000-8000-0000000000{n:02}",
+        )
+        for number, (at, kind) in enumerate(requests)
+        for n, one in enumerate(builds)
+    ]
+    copied = [
+        Order(at=26.0, action=Action.BACKUP, service=schema, uuid=f"e0000000-0000-4000-8000-00000000000{n}")
+        for n, schema in enumerate((f"cell_{cell.name}", "scheduler"))
+    ]
+    restored = [replace(one, at=31.0, action=Action.RESTORE, seconds=0.5) for one in copied]
+    return replace(
+        plan,
+        cells=(cell,),
+        metal=None,
+        computes=Faults(delay_min_s=0.2, delay_max_s=1.0, change_max_s=0.5),
+        orders=tuple(sorted((*builds, *moves, *copied, *restored), key=lambda order: order.at)),
+        widenings=(Widening.TRANSFERS_RESTORED,),
+        load_s=100.0,
+    )
+
+
+MOVED_SINCE = [(2, MoveKind.UNSHELVE), (5, MoveKind.UNSHELVE), (2, MoveKind.MIGRATE)]
+
+
+@pytest.mark.parametrize(("seed", "verb"), MOVED_SINCE)
+def test_what_was_moved_since_the_backup_gets_no_second_machine(seed: int, verb: MoveKind) -> None:
+    """By its record it was at rest, and the first request after the restore was begun without a search."""
+    held = run(moved_since_the_backup(seed, verb))
+    assert held.breach == "", held.detail
+
+
+@contextmanager
+def moves_unsearched() -> Iterator[None]:
+    """Moves are begun after a restore as if nothing had been forgotten."""
+
+    async def none(*_: object) -> set[str]:
+        return set()
+
+    with patch.object(MachineSearch, "_find_outdated", none), patch.object(engine, "is_unsearched", lambda *_: False):
+        yield
+
+
+def test_a_move_after_a_restore_without_a_search_is_found() -> None:
+    with moves_unsearched():
+        assert run(moved_since_the_backup(2, MoveKind.UNSHELVE)).breach == "never_two_running"
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_has_come_back_to_a_cell_that_has_forgotten_it_is_deleted(seed: int) -> None:
     """By its record it had left, and a delete was answered with that departure for ever."""
@@ -191,7 +258,8 @@ def test_machines_in_quarantine_are_read_again_after_a_set_back() -> None:
 
 
 def test_an_offload_without_a_search_is_found() -> None:
-    with patch.object(engine, "is_searched_for", lambda _instance: False):
+    """The next request would find the machine."""
+    with moves_unsearched(), patch.object(engine, "is_searched_for", lambda _instance: False):
         assert run(unshelvings_forgotten(OFFLOADED_BESIDE)).breach == "never_two_running"
 
 

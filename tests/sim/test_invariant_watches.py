@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.build import HostRecord, HostsPage
-from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import CellBuild, ComputeOutcome, ComputeResult, InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
 from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
 from bus.contracts.placement import Claim, ClaimOption, Inventory
+from bus.contracts.queues import BY_QUEUE
 from bus.wire import pack, single
 from cell_conductor.app import purge_forever
 from cell_conductor.domain.fences import Fence

@@ -22,7 +22,7 @@ from berth.trial.worker_processes import Worker
 from bus.bus import API
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.catalogue import lane_of
+from bus.contracts.queues import lane_of
 from bus.service.main import EXIT_SETTINGS
 from bus.wire import MAX_LETTER_BYTES
 from tests.kit import servers

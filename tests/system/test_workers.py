@@ -31,7 +31,7 @@ from berth.trial.servers import API_VHOST, RealServers, SystemPlan, running_proc
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
-from bus.contracts.catalogue import COMMANDS
+from bus.contracts.queues import COMMANDS
 from bus.rabbitmq import RabbitTransport
 from compute_sim.config import ComputeConfig
 from tests.integration.ironic.test_whole import Site, book_on

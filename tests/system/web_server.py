@@ -23,7 +23,7 @@ from berth.trial.worker_processes import NO_TLS
 from berth.web.access import Access, read_tokens
 from berth.web.server import WebServer
 from bus.bus import API
-from bus.contracts.catalogue import DEAD
+from bus.contracts.queues import DEAD
 from bus.port import Outgoing
 from compute_sim.config import ComputeConfig
 

@@ -17,9 +17,9 @@ from bus.bus import FEW, Bus
 from bus.consuming.dead_letters import list_dead, replay
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import BUILD_EVENTS, BY_QUEUE, COMMANDS, EVENTS, QueueKind, QueueRow, Where
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.queues import BUILD_EVENTS, BY_QUEUE, COMMANDS, EVENTS, QueueKind, QueueRow, Where
 from bus.local import MAX_CALL, LocalServer
 from bus.memory import MemoryTransport
 from bus.port import CC, BusError, BusMarked, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable

@@ -20,8 +20,8 @@ from bus.consuming.dead_letters import DeadLetter
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry, Wait
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS
 from bus.contracts.cell import CellDelete
+from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
 from bus.wire import BATCH, MAX_LETTER_BYTES

@@ -15,7 +15,7 @@ from bus.consuming.lanes import ConsumerLane
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS
+from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import DatabaseUnavailable
 from bus.gather import SLOW_S
 from bus.key_trust import letters_code

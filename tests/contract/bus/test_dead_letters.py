@@ -18,8 +18,8 @@ from bus.consuming import dead_letters, outcome_handling
 from bus.consuming.dead_letters import DIED_AT, DeadLetter
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, encode
-from bus.contracts.catalogue import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
 from bus.contracts.cell import CellDelete, Destroy
+from bus.contracts.queues import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
 from bus.key_trust import UNTRUSTED
 from bus.port import Delivery, Outgoing, PublishRefused, Transport
 from bus.rabbitmq import RabbitTransport

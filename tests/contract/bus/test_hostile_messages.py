@@ -20,7 +20,7 @@ from bus.consuming.lanes import ArrivedDelivery
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.consuming.outcome_handling import OutcomeHandler, OutcomeMessage
 from bus.contracts.build import BuildAccepted
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD_LETTERS
 from bus.depths import waiting_in
 from bus.key_trust import letters_code
 from bus.rabbitmq import RabbitTransport

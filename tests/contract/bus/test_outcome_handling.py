@@ -11,7 +11,7 @@ from bus import topology
 from bus.bus import Bus
 from bus.consuming import dead_letters
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
-from bus.contracts.catalogue import BY_QUEUE, DEAD
+from bus.contracts.queues import BY_QUEUE, DEAD
 from bus.memory import MemoryTransport
 from bus.port import BusUnavailable, Outgoing
 from tests.contract.rig import REQUESTS, Answering, House, boot

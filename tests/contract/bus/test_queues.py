@@ -20,7 +20,7 @@ from bus.consuming.dead_letters import UNKNOWN
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, QueueKind, lane_of
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, QueueKind, lane_of
 from bus.key_trust import CODE
 from bus.port import Outgoing, Transport
 from bus.rabbitmq import RabbitTransport

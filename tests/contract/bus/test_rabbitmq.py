@@ -28,7 +28,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
+from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
 from bus.port import BusForbidden, BusUnavailable, Outgoing, PublishRefused, QueueDiffers, QueueMissing
 from bus.rabbitmq import RabbitTransport, channels, parse_bus_url
 from bus.rabbitmq.session import Session

@@ -16,9 +16,9 @@ from bus.consuming.dead_letters import list_dead
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD
 from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell
 from bus.contracts.operations import ForgetHost, HostForgotten
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import BusUnavailable, Outgoing, Unroutable
 from tests.contract.rig import KINDS, LANE, REQUESTS, Answering, Collector, House, accepted, boot, settled

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from bus import topology
-from bus.contracts.catalogue import DEAD, DEAD_LETTERS, QueueKind
+from bus.contracts.queues import DEAD, DEAD_LETTERS, QueueKind
 from bus.port import Delivery, Outgoing, PublishRefused
 from bus.topology import delay_exchange, delayed_queue
 from tests.contract.rig import EVERY_ADAPTER, Collector, Rig, command, declare, depth_is, row

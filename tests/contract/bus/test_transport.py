@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bus.contracts.catalogue import COMMANDS, DEAD_LETTERS, EVENTS, QueueKind, QueueRow, Where
+from bus.contracts.queues import COMMANDS, DEAD_LETTERS, EVENTS, QueueKind, QueueRow, Where
 from bus.port import CC, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing, Transport, Unroutable
 from bus.topology import DELAYS_S, delay_exchange
 from tests.contract.rig import (

@@ -76,10 +76,21 @@ async def test_only_services_that_are_down_for_long_are_purged(instances: Instan
     assert await instances.leases.leases() == [UP]
 
 
-def instance(number: int, service: str, state: State, then: State | None = None, *, position: int = 0) -> Instance:
+LEAVES = Move(
+    request_id="d0000000-0000-4000-8000-000000000001",
+    kind=MoveKind.MIGRATE,
+    source=selection(9),
+    spec=SPEC,
+    to_cell="c2",
+)
+
+
+def instance(
+    number: int, service: str, state: State, then: State | None = None, *, position: int = 0, move: Move | None = None
+) -> Instance:
     uuid = f"00000000-0000-4000-8000-{number:012d}"
     selections = tuple(replace(selection(n), service=service if n - 1 == position else "other") for n in (1, 2, 3))
-    deadline = 9.0 if state is State.BUILDING else None
+    deadline = 9.0 if state in (State.BUILDING, State.PREPARING) else None
     return Instance(
         uuid=uuid,
         state=state,
@@ -89,6 +100,7 @@ def instance(number: int, service: str, state: State, then: State | None = None,
         position=position,
         attempt=1,
         deadline=deadline,
+        move=move,
     )
 
 
@@ -100,6 +112,7 @@ async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_hos
         instance(4, "a", State.ACTIVE),
         instance(5, "a", State.DESTROYING, State.DELETED),
         instance(6, "c", State.BUILDING),
+        instance(7, "a", State.PREPARING, position=1, move=LEAVES),  # for a host of another cell's service of that name
     ]
     async with instances.transaction() as transaction:
         await transaction.insert(kept)
@@ -135,6 +148,8 @@ async def test_what_is_at_a_service_by_the_record_is_found_unless_its_host_is_fe
     source = replace(selection(9), service="a")
     move = Move(request_id=kept[7].uuid, kind=MoveKind.MIGRATE, source=source, spec=SPEC)
     kept[7:] = [replace(one, move=move) for one in kept[7:]]
+    # A service of another cell may have the same name.
+    kept.append(instance(10, "a", State.PREPARING, position=1, move=LEAVES))
     async with instances.transaction() as transaction:
         await transaction.insert(kept)
     assert await instances.at_service("a", 10) == [kept[at].uuid for at in (0, 1, 3, 7)]

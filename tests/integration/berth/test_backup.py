@@ -12,7 +12,6 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from sqlalchemy import text
 
 from berth.backup.copying import parents_first, save
 from berth.backup.manifest import MANIFEST, MANIFEST_SUM, BadBackup, read_manifest
@@ -284,9 +283,9 @@ async def test_a_database_without_berth_is_no_backup(empty_database: str, tmp_pa
 async def test_a_schema_of_a_newer_version_is_not_copied(empty_database: str, tmp_path: Path) -> None:
     database = Database(empty_database, "scheduler", pool_size=1)
     await database.open(package_of("scheduler"))
-    async with database.transaction() as connection:
+    async with database.raw() as connection:
         for table in REVISION_TABLES:
-            await connection.execute(text(f"UPDATE {table} SET version_num = '9999_later'"))
+            await connection.execute(f"UPDATE {table} SET version_num = '9999_later'")
     await database.close()
     with pytest.raises(BadBackup, match="scheduler \\(revision 9999_later\\)"):
         await save(empty_database, tmp_path / "backup")

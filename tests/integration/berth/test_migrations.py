@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import asyncpg
@@ -17,7 +18,7 @@ from berth.backup.restoring import restore
 from bus.faults import DatabaseForbidden
 from bus.persistence.database import Database
 from bus.persistence.migrations import oldest_for
-from bus.persistence.revision import APPLIED, OLDEST, known_revisions
+from bus.persistence.revision import APPLIED, OLDEST, known_revisions, migrating
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.safety import LIFTED, LOCK_HOST
 from tests.kit import servers
@@ -181,7 +182,8 @@ async def structures(url: str, package: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     database = await opened(url, None, "stepwise")
     for revision in known_revisions(package):
-        async with database.transaction() as core:
+        connect = partial(asyncpg.connect, url, server_settings={"search_path": "stepwise"})
+        async with migrating(connect, "stepwise") as (core, _):
             await core.run_sync(migrations.upgrade, package, "stepwise", revision)
         async with database.raw() as connection:
             found[revision] = dict(await structure(connection, "stepwise"))

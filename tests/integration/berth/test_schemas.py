@@ -7,30 +7,28 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
 import asyncpg
 import pytest
 from alembic.script import ScriptDirectory
-from sqlalchemy import text
 
 from berth.in_process import WorkerEnded
 from berth.settings import Settings
 from berth.trial import up
 from berth.trial.embedded.postgres import Postgres
 from bus.faults import DatabaseForbidden as DirDatabaseForbidden
-from bus.faults import DatabaseUnavailable
 from bus.persistence import database as module
 from bus.persistence import known_types
 from bus.persistence.address import parse_database_url
 from bus.persistence.database import Database, DatabaseForbidden
 from bus.persistence.migrations import config
-from bus.persistence.revision import APPLIED, is_migrated, known_revisions, tables_of
+from bus.persistence.revision import APPLIED, is_migrated, known_revisions, migrating, tables_of
 from bus.persistence.tables import create_tables
 from tests.kit.catalog import described
 from tests.kit.documents import blocks_of_all_pages
-from tests.kit.lent import database_pair
 
 pytestmark = pytest.mark.postgres
 
@@ -58,7 +56,8 @@ async def test_a_migrated_database_has_exactly_the_tables(empty_database: str, w
     package = f"{worker}.store.migrations"
     migrated = await opened(empty_database, "migrated", package)
     written = await opened(empty_database, "written-out")
-    async with written.transaction() as connection:
+    connect = partial(asyncpg.connect, empty_database, server_settings={"search_path": '"written-out"'})
+    async with migrating(connect) as (connection, _):
         await connection.run_sync(create_tables, tables_of(package))
     of_migrations = [line for line in await description(migrated) if not line.startswith("function ")]
     assert of_migrations == await description(written)
@@ -188,26 +187,6 @@ async def test_a_schema_that_berth_did_not_make_is_refused_and_left_as_it_was(em
 PATIENCE_S = 60.0
 
 
-async def test_a_primary_that_was_made_read_only_is_left_for_the_promoted_stand_by() -> None:
-    manager = database_pair()
-    pair = await asyncio.to_thread(manager.__enter__)
-    database = Database(pair.url, "fenced")
-    try:
-        await database.open()
-        assert await _port(database) == pair.primary.port
-        admin = await asyncpg.connect(pair.primary.url())
-        await admin.execute("ALTER SYSTEM SET default_transaction_read_only = on")
-        await admin.execute("SELECT pg_reload_conf()")
-        await admin.close()
-        await asyncio.to_thread(pair.stand_by.promote)
-        async with asyncio.timeout(PATIENCE_S):
-            while await _written_at(database) != pair.stand_by.port:  # noqa: ASYNC110  (nothing announces it)
-                await asyncio.sleep(0.05)
-    finally:
-        await database.close()
-        await asyncio.to_thread(manager.__exit__, None, None, None)
-
-
 async def test_a_server_that_never_answers_does_not_hide_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as deaf, Postgres(tcp=True) as server:
@@ -216,24 +195,10 @@ async def test_a_server_that_never_answers_does_not_hide_the_next(monkeypatch: p
         async with asyncio.timeout(PATIENCE_S):
             await database.open()
         try:
-            assert await _port(database) == server.port
+            async with database.raw() as connection:
+                assert await connection.fetchval("SELECT inet_server_port()") == server.port
         finally:
             await database.close()
-
-
-async def _port(database: Database) -> int:
-    async with database.transaction() as connection:
-        return int(await connection.scalar(text("SELECT inet_server_port()")))
-
-
-async def _written_at(database: Database) -> int:
-    """The port of the server that took a write; 0: none did."""
-    try:
-        async with database.transaction() as connection:
-            await connection.execute(text("CREATE TABLE IF NOT EXISTS written (n int)"))
-            return int(await connection.scalar(text("SELECT inet_server_port()")))
-    except DatabaseUnavailable:
-        return 0
 
 
 # --- a connection's look-ups of types in the catalogue

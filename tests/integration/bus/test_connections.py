@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 import structlog
-from sqlalchemy import text
 
 from bus.contracts.build import BuildRequest, BuildState
 from bus.faults import DatabaseUnavailable
@@ -157,7 +156,7 @@ async def _written_at(database: Database, way: str) -> int:
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("way", ["transaction", "raw", "single"])
+@pytest.mark.parametrize("way", ["raw", "single"])
 async def test_a_connection_that_takes_no_writes_is_dropped(empty_database: str, way: str) -> None:
     """The reason, without a pair: the session that has met 25006 is not used again."""
     database = Database(empty_database, "owner", pool_size=1)
@@ -175,16 +174,13 @@ async def test_a_connection_that_takes_no_writes_is_dropped(empty_database: str,
 
 
 async def _backend_pid(database: Database, way: str) -> int:
-    statement = "SELECT pg_backend_pid()"
     async with getattr(database, way)() as connection:
-        if way == "transaction":
-            return int(await connection.scalar(text(statement)))
-        return int(await connection.fetchval(statement))
+        return int(await connection.fetchval("SELECT pg_backend_pid()"))
 
 
 async def _execute(database: Database, way: str, statement: str) -> None:
     async with getattr(database, way)() as connection:
-        await connection.execute(text(statement) if way == "transaction" else statement)
+        await connection.execute(statement)
 
 
 @pytest.mark.postgres
@@ -303,37 +299,21 @@ async def _make_asynchronous(url: str) -> None:
 
 
 @pytest.mark.postgres
-async def test_a_server_is_left_by_the_statements_that_are_not_hot_too() -> None:
-    """Found by reading: they went on at the former primary for as long as it answered."""
-    async with _two_servers() as (pair, door, url):
-        database = Database(url, "fenced")
-        try:
-            await database.open()
-            assert await _port_of_core(database) == pair.primary.port
-            async with database.raw():
-                await _promote(pair, door)
-                async with database.raw() as other:
-                    assert await other.fetchval("SELECT inet_server_port()") == pair.stand_by.port
-            assert await _port_of_core(database) == pair.stand_by.port
-        finally:
-            await database.close()
-
-
-@pytest.mark.postgres
-async def test_a_connection_of_statements_that_are_not_hot_is_not_used_again_once_its_server_is_left() -> None:
+async def test_a_connection_is_not_used_again_once_its_server_is_left() -> None:
     """It was in use when another one met the read-only server, so that it came back later."""
     async with _two_servers() as (pair, door, url):
         database = Database(url, "fenced")
         try:
             await database.open()
-            async with database.transaction() as core:
-                assert await core.scalar(text("SELECT inet_server_port()")) == pair.primary.port
+            async with database.raw() as held:
+                assert await held.fetchval("SELECT inet_server_port()") == pair.primary.port
                 await _promote(pair, door)
                 with pytest.raises(DatabaseUnavailable):
                     async with database.raw() as connection:
                         await connection.execute("SET TRANSACTION READ ONLY")
                         await connection.execute("CREATE TABLE written (n int)")
-            assert await _port_of_core(database) == pair.stand_by.port
+            async with database.raw() as connection:
+                assert await connection.fetchval("SELECT inet_server_port()") == pair.stand_by.port
         finally:
             await database.close()
 
@@ -353,11 +333,6 @@ async def test_each_change_between_two_servers_that_take_writes_is_logged() -> N
             assert [line["event"] for line in lines] == ["database.other_server"] * 2
         finally:
             await database.close()
-
-
-async def _port_of_core(database: Database) -> int:
-    async with database.transaction() as connection:
-        return int(await connection.scalar(text("SELECT inet_server_port()")))
 
 
 @pytest.mark.postgres

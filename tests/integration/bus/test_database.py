@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from berth.trial.embedded.postgres import Postgres
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import database as module
 from bus.persistence import uses
 from bus.persistence.address import DatabaseAddress
-from bus.persistence.database import Database, lock_key
+from bus.persistence.database import Database
+from bus.persistence.revision import lock_key
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
@@ -106,7 +104,7 @@ async def test_a_schema_that_is_being_restored_is_opened_afterwards(postgres_url
     await restoring.close()
 
 
-async def test_uuids_are_text_alone_and_in_arrays_through_both_doors(empty_database: str) -> None:
+async def test_uuids_are_text_alone_and_in_arrays(empty_database: str) -> None:
     database = Database(empty_database, "types")
     await database.open()
     async with database.raw() as connection:
@@ -114,8 +112,6 @@ async def test_uuids_are_text_alone_and_in_arrays_through_both_doors(empty_datab
         assert (row["one"], row["many"]) == (UUID, [UUID, UUID])
         rows = await connection.fetch("SELECT * FROM unnest($1::uuid[], $2::int[]) AS t(a, b)", [UUID], [3])
         assert [tuple(row) for row in rows] == [(UUID, 3)]
-    async with database.transaction() as core:
-        assert (await core.execute(text("SELECT CAST(:it AS uuid)"), {"it": UUID})).scalar_one() == UUID
     await database.close()
 
 
@@ -180,11 +176,6 @@ async def test_a_lost_connection_is_unavailable_and_the_pool_recovers(empty_data
         async with database.raw() as victim, database.raw() as killer:
             await killer.execute("SELECT pg_terminate_backend($1)", await victim.fetchval("SELECT pg_backend_pid()"))
             await victim.execute("SELECT 1")
-    with pytest.raises(DatabaseUnavailable):
-        async with database.transaction() as core, database.raw() as killer:
-            pid = (await core.execute(text("SELECT pg_backend_pid()"))).scalar_one()
-            await killer.execute("SELECT pg_terminate_backend($1)", pid)
-            await core.execute(text("SELECT 1"))
     async with database.raw() as connection:
         assert await connection.fetchval("SELECT 1") == 1
     await database.close()
@@ -319,38 +310,29 @@ async def test_a_session_that_ends_while_a_connection_is_prepared_is_an_unavaila
     await database.close()
 
 
-async def session(way: Callable[[], AbstractAsyncContextManager[Any]]) -> int:
-    """The process of the server that serves the next transaction of this way."""
-    async with way() as connection:
-        if isinstance(connection, AsyncConnection):
-            return int(await connection.scalar(text("SELECT pg_backend_pid()")))
+async def session(database: Database) -> int:
+    """The process of the server that serves the next transaction."""
+    async with database.raw() as connection:
         return int(await connection.fetchval("SELECT pg_backend_pid()"))
 
 
-@pytest.mark.parametrize("is_raw", [False, True])
 async def test_a_session_that_is_out_of_step_is_an_unavailable_server_and_is_not_used_again(
-    empty_database: str, monkeypatch: pytest.MonkeyPatch, is_raw: bool
+    empty_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended a placement worker whose database was killed, by way of SQLAlchemy, which wraps it."""
+    """It ended a placement worker whose database was killed."""
 
     async def out_of_step(*_: object, **__: object) -> None:
         raise asyncpg.InternalClientError("cannot switch to state 11; another operation (2) is in progress")
 
     database = Database(empty_database, "ended", pool_size=1)
     await database.open()
-    way = database.raw if is_raw else database.transaction
-    before = await session(way)
+    before = await session(database)
     with monkeypatch.context() as patched:
-        patched.setattr(asyncpg.Connection, "prepare", out_of_step)
         patched.setattr(asyncpg.Connection, "fetchval", out_of_step)
         with pytest.raises(DatabaseUnavailable):
-            if is_raw:
-                async with database.single() as connection:
-                    await connection.fetchval("SELECT 2")
-            else:
-                async with database.transaction() as core:
-                    await core.execute(text("SELECT 2"))
-    assert await session(way) != before
+            async with database.single() as connection:
+                await connection.fetchval("SELECT 2")
+    assert await session(database) != before
     await database.close()
 
 

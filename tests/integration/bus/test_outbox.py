@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar, cast
 
+import asyncpg
 import msgspec
 import pytest
 from sqlalchemy import MetaData
@@ -21,6 +23,7 @@ from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import DELETE_CONFIRMED, PostgresRows
 from bus.persistence.relay import SWEEP_BATCH, Relay
+from bus.persistence.revision import migrating
 from bus.persistence.tables import create_tables, outbox_tables
 from bus.port import BusUnavailable, Unroutable
 from bus.tracing.context import CURRENT, Scope, TraceContext
@@ -58,7 +61,8 @@ async def database(empty_database: str) -> AsyncIterator[Database]:
     await database.open()
     metadata = MetaData()
     outbox_tables(metadata)
-    async with database.transaction() as core:
+    connect = partial(asyncpg.connect, empty_database, server_settings={"search_path": "owner"})
+    async with migrating(connect) as (core, _):
         await core.run_sync(create_tables, metadata)
     yield database
     await database.close()

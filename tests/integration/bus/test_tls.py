@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from sqlalchemy import text
 
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.process import free_port
@@ -169,9 +168,9 @@ async def test_a_database_with_tls(postgres: Postgres, authority: Authority, que
     async with asyncio.timeout(WAIT_S):
         await database.open()
     try:
-        async with database.transaction() as connection:
-            mine = text("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()")
-            assert await connection.scalar(mine) is True
+        async with database.raw() as connection:
+            mine = "SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
+            assert await connection.fetchval(mine) is True
     finally:
         await database.close()
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from bus.clock import SystemClock
-from bus.contracts.catalogue import DEAD_LETTERS
 from bus.contracts.cell import ComputeOutcome
 from bus.contracts.host_metrics import HostMetrics, HostReading
+from bus.contracts.queues import DEAD_LETTERS
 from compute_sim import reporter
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.crash_plan import ServiceDied

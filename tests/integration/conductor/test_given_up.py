@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 
 from bus.contracts.base import Message, Refusal, encode
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import DEAD
 from bus.contracts.cell import CellBuild, CellDelete
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.moves import CellMove, MoveKind, MoveState
+from bus.contracts.queues import DEAD
 from bus.key_trust import CODE
 from bus.port import Outgoing
 from cell_conductor.domain.events import InstanceEvent

@@ -13,7 +13,6 @@ from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState, HostsPage, HostsQuery
-from bus.contracts.catalogue import DEAD
 from bus.contracts.cell import HostReport, ServiceDown, ServicesDigest
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
 from bus.contracts.fences import FenceState
@@ -37,6 +36,7 @@ from bus.contracts.operations import (
     SetAdminState,
 )
 from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport, Release, ReleaseResult
+from bus.contracts.queues import DEAD
 from bus.faults import RequestRefused
 from bus.memory import MemoryTransport
 from bus.wire import pack, single

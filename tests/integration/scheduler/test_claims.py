@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, member_uuids
-from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, QueueKind, lane_of
+from bus.contracts.catalogue import BY_TYPE
 from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.placement import Release, ReleaseResult, ReleaseRun
+from bus.contracts.queues import BY_QUEUE, QueueKind, lane_of
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain import requests
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine

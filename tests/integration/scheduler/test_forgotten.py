@@ -14,8 +14,8 @@ from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, member_uuids
-from bus.contracts.catalogue import DEAD
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Release, ReleaseResult
+from bus.contracts.queues import DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.memory import MemoryTransport
 from bus.wire import pack, single

@@ -13,8 +13,9 @@ from bus.bus import API
 from bus.consuming.dead_letters import list_dead
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
+from bus.contracts.catalogue import routing_key
 from bus.contracts.moves import CellMoveQuery, Condition, MoveKind, MovePage, MoveQuery, MoveState
+from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport

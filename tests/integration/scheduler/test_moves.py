@@ -14,7 +14,7 @@ from bus.consuming.in_flight import CLOCKS_APART_S
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.catalogue import COMMANDS, routing_key
+from bus.contracts.catalogue import routing_key
 from bus.contracts.cell import Selection
 from bus.contracts.deploy import ImageSource
 from bus.contracts.fences import EvacuationPolicy
@@ -38,6 +38,7 @@ from bus.contracts.moves import (
 )
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
 from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.queues import COMMANDS
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing
 from scheduler_worker.config import Flavor, SchedulerConfig

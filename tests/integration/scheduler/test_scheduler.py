@@ -21,7 +21,7 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
-from bus.contracts.catalogue import BY_QUEUE, DEAD_LETTERS
+from bus.contracts.queues import BY_QUEUE, DEAD_LETTERS
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.persistence.database import Database
 from scheduler_worker import announcements, metrics

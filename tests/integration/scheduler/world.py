@@ -16,7 +16,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.catalogue import COMMANDS, routing_key
+from bus.contracts.catalogue import routing_key
 from bus.contracts.cell import (
     CellBuild,
     CellDelete,
@@ -54,6 +54,7 @@ from bus.contracts.placement import (
     Revert,
     RevertResult,
 )
+from bus.contracts.queues import COMMANDS
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, Transport
 from bus.service.environment import CellAddressInvalid, Environment

@@ -14,8 +14,8 @@ from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import BUILD_EVENTS
 from bus.contracts.cell import CellDelete
+from bus.contracts.queues import BUILD_EVENTS
 from bus.faults import DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.lingering import Lingering, StreamPosition

@@ -16,21 +16,18 @@ from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest
 from bus.contracts.catalogue import (
-    BY_QUEUE,
     BY_TYPE,
-    COMMANDS,
-    LANES,
     MESSAGES,
     OF_PROJECT,
     OPERATORS,
     destination,
-    lane_of,
     operators_rights,
     projects_key,
     routing_key,
 )
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
 from bus.contracts.moves import MoveKind, MoveRequest
+from bus.contracts.queues import BY_QUEUE, COMMANDS, LANES, lane_of
 from bus.key_trust import BROKERS_OWN, letters_code, letters_key, published_key
 from bus.port import UNREAD, Delivery, Outgoing
 from bus.topology import matches, plan

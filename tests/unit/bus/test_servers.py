@@ -17,10 +17,10 @@ from bus.cell_links import REOPEN_S, CellLink, CellLinks
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
-from bus.contracts.catalogue import BY_QUEUE, lane_of
 from bus.contracts.cells import LinkState
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.queues import BY_QUEUE, lane_of
 from bus.faults import DatabaseForbidden, DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.memory.transport import MemorySubscription

@@ -17,7 +17,7 @@ from bus.bus import Bus, BusLimits
 from bus.clock import SystemClock, shared_delay_s
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
-from bus.contracts.catalogue import BUILD_EVENTS
+from bus.contracts.queues import BUILD_EVENTS
 from bus.contracts.stages import STAGES, Stamps, durations
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing

@@ -17,8 +17,9 @@ from bus.consuming.outcome import Done, Handler, Outcome, Received, Retry
 from bus.consuming.stall_watch import BACKLOG_S, STALL_S, StallWatch
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildAccepted
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
+from bus.contracts.catalogue import routing_key
 from bus.contracts.operations import ForgetHost
+from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.memory.transport import MemorySubscription
 from bus.port import Delivery, Outgoing

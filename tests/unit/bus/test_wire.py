@@ -17,11 +17,12 @@ from msgspec import structs
 from bus import wire
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.catalogue import BY_TYPE, LANES, RETURN, lane_of, project_of
+from bus.contracts.catalogue import BY_TYPE, project_of
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import InventoryUpdate
+from bus.contracts.queues import LANES, RETURN, lane_of
 from bus.json_values import NUL_REASON, has_more_values
 from bus.key_trust import BROKERS_OWN
 from bus.port import Outgoing

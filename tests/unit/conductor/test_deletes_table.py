@@ -13,6 +13,7 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, FoundMachine, InstanceSpec
 from bus.contracts.moves import MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.records import (
@@ -249,6 +250,12 @@ def test_a_build_that_comes_again(
     before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
 ) -> None:
     assert outcome(before, event, context) == (phase, commands)
+
+
+def test_a_build_that_begins_anew_gives_out_no_number_of_the_one_before_again() -> None:
+    anew = step(record(S.FAILED), renewed(), PATIENCE).instance
+    assert (anew.attempt, anew.next_attempt) == (1, 5)
+    assert is_over(anew, 3, host(3)), "it was left there"
 
 
 FORGOTTEN = {

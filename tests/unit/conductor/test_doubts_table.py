@@ -8,13 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import FoundMachine, Selection
-from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
+from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.instance import EndedMove, Instance, Power, State
 from cell_conductor.domain.move_doubts import is_searched_for
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import step
-from tests.unit.conductor.move_scenario import MOVE, refused
+from cell_conductor.domain.table import question_of, step
+from tests.unit.conductor.move_scenario import MOVE, OTHER, refused, request
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
@@ -30,9 +33,10 @@ from tests.unit.conductor.records import (
     in_place,
     moving,
     outcome,
+    record,
     unshelving,
 )
-from tests.unit.conductor.scenario import UUID, host, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 
 K, S = MoveKind, State
 PARTED = replace(ON_2, allocations={host(2): {"VCPU": 2}, host(9): {"VF": 1}})
@@ -219,3 +223,73 @@ def test_services_are_queried_before_the_claim_of_an_unsure_move_is_released(
     state: State, then: State | None, *, doubted: bool, searched: bool
 ) -> None:
     assert is_searched_for(unshelving(state, then, doubted=doubted)) is searched
+
+
+# --- A request for an instance whose record is older than a set-back: its later machine is the instance's
+
+LATER = replace(FOUND, built=True)
+REFUSED, BEGUN = ("move.in_doubt",), ("",)
+
+
+def at_rest(state: State = S.ACTIVE, **other: Any) -> Instance:
+    """On host 2 since before the set-back; attempts up to 4 were given out."""
+    return record(state, **{"selections": (ON_2,), "position": 0, "deadline": None, "queried": False, **other})
+
+
+def offloaded(**other: Any) -> Instance:
+    return at_rest(S.OFFLOADED, power=Power.SHELVED, image="kept", **other)
+
+
+@pytest.mark.parametrize(
+    ("before", "found", "context", "phase", "codes"),
+    [
+        (at_rest(), (LATER,), IN_DOUBT, "claiming/active", REFUSED),
+        (offloaded(), (LATER,), IN_DOUBT, "claiming/active", REFUSED),
+        (at_rest(), (), IN_DOUBT, "claiming/preparing", BEGUN),
+        (offloaded(), (), IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(), None, IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(), (LATER,), PATIENCE, "claiming/preparing", BEGUN),
+        (at_rest(since=2000.0), (LATER,), IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(since=2000.0, doubted=True), (LATER,), IN_DOUBT, "claiming/active", REFUSED),
+        (at_rest(), (replace(LATER, built=False),), IN_DOUBT, "active", REFUSED),
+        (at_rest(), (replace(LATER, project_id="q"),), IN_DOUBT, "active", REFUSED),
+        (at_rest(selections=(replace(PARTED, host_uuid=host(8)),)), (LATER,), IN_DOUBT, "active", REFUSED),
+        (offloaded(), (replace(LATER, project_id=None),), IN_DOUBT, "offloaded", REFUSED),
+        (at_rest(), (LATER, replace(LATER, attempt=6, built=False)), IN_DOUBT, "active", REFUSED),
+        (at_rest(), (replace(LATER, attempt=6), replace(LATER, built=False)), IN_DOUBT, "claiming/active", REFUSED),
+        (at_rest(), (replace(LATER, attempt=4),), IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(reused_from=4), (replace(LATER, attempt=4),), IN_DOUBT, "claiming/active", REFUSED),
+        (at_rest(), (replace(LATER, attempt=2, host_uuid=host(2)),), IN_DOUBT, "claiming/preparing", BEGUN),
+        (at_rest(), (replace(LATER, attempt=2),), IN_DOUBT, "active", REFUSED),
+        (at_rest(reused_from=1), (replace(LATER, attempt=1),), IN_DOUBT, "claiming/preparing", BEGUN),
+    ],
+)
+def test_a_later_machine_than_the_record_has_is_taken_over_before_a_request_begins(
+    before: Instance, found: tuple[FoundMachine, ...] | None, context: StepContext, phase: str, codes: tuple[str, ...]
+) -> None:
+    """A second machine was built beside it (never_two_running, seeds 2, 5 and 10 of `moved_since_the_backup`)."""
+    kind = K.UNSHELVE if before.state is S.OFFLOADED else K.MIGRATE
+    stepped = step(before, replace(request(kind, 1), found=found), context)
+    told = tuple(one.code for one in stepped.commands if isinstance(one, MoveEvent))
+    assert (in_text(stepped.instance.phase), told) == (phase, codes)
+
+
+@pytest.mark.parametrize(
+    ("before", "power", "image"),
+    [
+        (offloaded(), Power.RUNNING, ""),
+        (at_rest(power=Power.SHELVED, image="kept"), Power.RUNNING, ""),
+        (at_rest(power=Power.STOPPED, reused_from=4), Power.STOPPED, ""),
+    ],
+)
+def test_the_instance_goes_on_with_its_later_machine(before: Instance, power: Power, image: str) -> None:
+    taking = step(before, replace(request(K.UNSHELVE, 1), found=(LATER,)), IN_DOUBT).instance
+    claim = question_of(taking)
+    assert isinstance(claim, Claim) and (claim.attempt, claim.migration, taking.move) == (6, None, None)
+    up = step(taking, e.ClaimRefused(at=221.0, attempt=6, consumer_changed=True), IN_DOUBT)
+    assert (up.instance.state, up.instance.host_uuid, up.instance.attempt) == (S.ACTIVE, host(3), 5)
+    assert (up.instance.power, up.instance.image, up.instance.doubted) == (power, image, False)
+    assert up.instance.sequence > 1000
+    assert not is_over(up.instance, before.attempt, host(2)), "the move that made the later one may have been undone"
+    again = step(up.instance, replace(request(K.MIGRATE, 1, request_id=OTHER), found=()), IN_DOUBT)
+    assert again.instance.phase == (S.CLAIMING, S.PREPARING)

@@ -319,7 +319,7 @@ def test_the_machines_that_a_record_gives_up_on_a_fenced_host_are_losses(
 @pytest.mark.parametrize(("instance", "counts"), [(BUILT, True), (moved(), True), (moved(to_cell="c2"), False)])
 def test_a_service_that_is_down_is_none_of_another_cells(instance: Instance, counts: bool) -> None:
     down = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)}
-    closed = replace(CONTEXT, down=down, fences=fences(1)).closed_to(instance)
+    closed = replace(CONTEXT, down=down, fences=fences(1)).closed(instance)
     assert closed == ClosedHosts(down if counts else {}, fences(1))
 
 

@@ -12,8 +12,8 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import EVENTS, QUEUES
 from bus.contracts.cell import Heartbeat, ServicesDigest
+from bus.contracts.queues import EVENTS, QUEUES
 from bus.contracts.stages import Stamps
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e

@@ -102,7 +102,6 @@ HERE, SOURCE = (2, host(2)), (1, host(1))
         (record(UNDOING), BACK, [HERE], False),
         (record(UNDOING, doubted=True), PATIENCE, [HERE], False),
         (record(UNDOING, doubted=True), BACK, [HERE], True),
-        (record(UNDOING, doubted=True, delete=True), BACK, [HERE], False),
         (record(UNDOING, doubted=True, began=5000.0), BACK, [HERE], False),
     ],
 )

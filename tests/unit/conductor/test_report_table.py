@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import ComputeHosts, HostReport, Running
+from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from bus.contracts.moves import MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain import report as reports
@@ -19,6 +19,7 @@ from cell_conductor.domain.report import (
     NO_MARK,
     NO_RECORD,
     RENUMBERED,
+    UNNUMBERED,
     UNSURE,
     UNTRIED,
     Newest,
@@ -121,6 +122,7 @@ def outcome(
         (brief(State.ACTIVE, 2, reused_from=1), OURS, RENUMBERED),
         (brief(State.ACTIVE, at_host=THERE), OURS, ELSEWHERE),
         (brief(State.ACTIVE), SECOND, NEWER),
+        (brief(State.ACTIVE), replace(OURS, attempt=UNKNOWN_ATTEMPT), UNNUMBERED),
         (moved(State.RESIZED, source=host(3)), OURS, ELSEWHERE),
         (moved(State.RESIZED, source=host(3)), SECOND, ELSEWHERE),
         (moved(State.PREPARING, 2, HERE, host(3)), SECOND, ELSEWHERE),
@@ -276,6 +278,8 @@ FROM_S1_TO_S2 = replace(MOVED, selections=(selection(1), replace(selection(2), s
         (replace(FROM_S1_TO_S2, state=State.ACTIVE, move=None, position=0), "s1"),
         (replace(FROM_S1_TO_S2, move=replace(MOVE, source=None)), "s2"),
         (replace(FROM_S1_TO_S2, state=State.CLAIMING, then=State.PREPARING), "s1"),
+        (replace(FROM_S1_TO_S2, state=State.PREPARING, move=replace(MOVE, to_cell="c2")), "s1"),
+        (replace(FROM_S1_TO_S2, state=State.PREPARING, move=replace(MOVE, to_cell="c2"), position=0), "s1"),
         (replace(FROM_S1_TO_S2, state=State.OFFLOADED), ""),
         (replace(FROM_S1_TO_S2, state=State.RELEASING, then=State.OFFLOADED, move=None), ""),
         (Instance(uuid=UUID), ""),

@@ -13,7 +13,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Retry
 from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete, FindMachines, FoundMachine
-from bus.contracts.moves import AskedBy, CellBook, ChangeMachine
+from bus.contracts.moves import AskedBy, CellBook, CellMove, ChangeMachine, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
@@ -21,14 +21,14 @@ from bus.port import PublishRefused
 from cell_conductor import engine
 from cell_conductor.app import search_forever
 from cell_conductor.domain.desires import in_text
-from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
 from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
-from tests.unit.conductor.move_scenario import OTHER
-from tests.unit.conductor.scenario import SPEC, UUID, host
+from tests.unit.conductor.move_scenario import MOVE, OTHER
+from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_leaving import leaving
 from tests.unit.conductor.test_transfers_set_back import held
 from tests.unit.conductor.world import BUILD, Conductor, Services
@@ -71,6 +71,64 @@ async def test_it_is_begun_when_all_have_answered_that_they_have_nothing() -> No
     assert isinstance(await conductor.take(), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.BUILDING and recorded.doubted
+
+
+UNSHELVE = CellMove(
+    request_id=OTHER, instance_uuid=UUID, project_id=SPEC.project_id, kind=MoveKind.UNSHELVE, selections=(selection(2),)
+)
+
+
+def offloaded(since: float = 1.0) -> Instance:
+    return Instance(
+        uuid=UUID,
+        state=State.OFFLOADED,
+        spec=SPEC,
+        selections=(selection(1),),
+        newest=2,
+        power=Power.SHELVED,
+        since=since,
+    )
+
+
+async def set_back_with(services: Services, known: Instance, *up: str) -> Conductor:
+    """A conductor whose database was set back to this record."""
+    conductor = Conductor(services, up)
+    await conductor.store.open()
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([known])
+    conductor.table.place += 1
+    await conductor.engine.sweep()
+    return conductor
+
+
+async def test_an_instance_that_was_unshelved_since_the_backup_is_searched_for_before_another_machine_is_built() -> (
+    None
+):
+    services = Services(s1=(), s2=(replace(machine(), attempt=3, built=True),))
+    services.silent = {"s2"}
+    conductor = await set_back_with(services, offloaded(), "s1", "s2")
+    outcome = await conductor.request(UNSHELVE)
+    assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered" and not conductor.relay.sent
+    assert isinstance(await conductor.request(UNSHELVE, attempt=RETRIES), Done), "that wait is bounded"
+    (refused,) = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    assert isinstance(refused, MoveEvent) and (refused.state, refused.code) == (MoveState.REFUSED, "move.in_doubt")
+    services.silent = set()
+    assert isinstance(await conductor.request(replace(UNSHELVE, request_id=MOVE), message_id="n"), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 3)
+
+
+async def test_an_instance_that_no_service_has_is_unshelved_and_one_at_rest_since_is_not_searched_for() -> None:
+    services = Services(s1=())
+    for known, queried in ((offloaded(), 1), (offloaded(since=SystemClock().time() + 3600.0), 1)):
+        conductor = await set_back_with(services, known, "s1")
+        assert isinstance(await conductor.request(UNSHELVE), Done)
+        recorded = await conductor.recorded()
+        assert recorded is not None and recorded.phase == (State.CLAIMING, State.PREPARING)
+        assert len(services.queried) == queried
+    unknown = Conductor(services, ("s1",))
+    await unknown.take(UNSHELVE)
+    assert len(services.queried) == 1, "there is nothing that could be begun"
 
 
 async def test_no_service_is_queried_about_a_build_that_is_not_doubted() -> None:

@@ -12,7 +12,7 @@ from bus.contracts.stages import Stamps
 from cell_conductor.domain import desires
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_sql, in_text, states_where
-from cell_conductor.domain.instance import Instance, Phase
+from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.set_back import (
     CLOCKS_APART_S,
     SET_BACK_GAP,
@@ -20,6 +20,7 @@ from cell_conductor.domain.set_back import (
     doubted_from,
     is_doubted_request,
     is_of_forgotten,
+    is_outdated,
     is_unsearched,
     marked_reused,
     numbered_on,
@@ -105,6 +106,34 @@ def test_requests_that_the_services_were_not_queried_about(
     known: Instance, event: e.Event, set_back: SetBack, unsearched: bool
 ) -> None:
     assert is_unsearched(known, event, set_back) is unsearched
+
+
+OLD = replace(KNOWN, state=State.ACTIVE, since=AT)
+MOVES = e.move_event(CellMove(request_id=UUID, instance_uuid=UUID, project_id="p", kind=MoveKind.STOP), 1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("record", "set_back", "outdated"),
+    [
+        (OLD, BACK, True),
+        (OLD, NEVER, False),
+        (replace(OLD, state=State.OFFLOADED), BACK, True),
+        (replace(OLD, state=State.RESIZED), BACK, False),
+        (replace(OLD, state=State.DEPARTED), BACK, False),
+        (replace(OLD, since=AT + 99.0), BACK, False),
+        (replace(OLD, since=AT + 99.0, doubted=True), BACK, True),
+        (replace(OLD, doubted=True), SetBack(made_at=AT), False),
+        (UNKNOWN, BACK, False),
+    ],
+)
+def test_an_instance_at_rest_may_have_been_moved_since_the_backup(
+    record: Instance, set_back: SetBack, outdated: bool
+) -> None:
+    assert is_outdated(record, set_back) is outdated
+    assert is_unsearched(record, MOVES, set_back) is outdated
+    assert not is_unsearched(record, replace(MOVES, found=()), set_back)
+    for event in (e.MoveQueried, e.InstanceArrives):
+        assert not is_unsearched(record, event(at=1.0, request=MOVES.request), set_back)
 
 
 @pytest.mark.parametrize(

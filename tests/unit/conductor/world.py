@@ -133,16 +133,16 @@ class Conductor:
         )
         self.requests = RequestHandlers(self.engine, clock, search=self.search)
 
-    async def take(self, build: CellBuild = BUILD, *, set_back: bool = True, attempt: int = 0) -> Outcome:
+    async def take(self, build: Message = BUILD, *, set_back: bool = True, attempt: int = 0) -> Outcome:
         await self.store.open()
         if set_back:
             self.table.place += 1
             await self.engine.sweep()
         return await self.request(build, attempt=attempt)
 
-    async def request(self, message: Message, *, attempt: int = 0) -> Outcome:
+    async def request(self, message: Message, *, attempt: int = 0, message_id: str = "m") -> Outcome:
         (outcome,) = await self.requests.requests(
-            [Received(message, Meta(id="m", attempt=attempt), "c1", "conductor.requests")]
+            [Received(message, Meta(id=message_id, attempt=attempt), "c1", "conductor.requests")]
         )
         return outcome
 

@@ -26,7 +26,6 @@ from berth.settings import FencingSettings, Settings
 from bus.clock import SystemClock
 from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.build import BuildRecord, BuildState, HostRecord, TimelineEntry
-from bus.contracts.catalogue import BY_QUEUE, DEAD
 from bus.contracts.drains import DrainProgress, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import (
@@ -40,6 +39,7 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord
 from bus.contracts.placement import ClaimHolder
+from bus.contracts.queues import BY_QUEUE, DEAD
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing
 from bus.wire import SENT_AT

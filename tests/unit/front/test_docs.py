@@ -37,8 +37,7 @@ from berth.web.api import API_ROOT, WebApi
 from berth.web.openapi import document
 from berth.web.operations import WebDrains, WebMoves, WebOperations
 from bus.contracts.build import BuildRequest, HostRecord
-from bus.contracts.catalogue import MESSAGES
-from bus.contracts.catalogue.rows import MessageRow
+from bus.contracts.catalogue import MESSAGES, MessageRow
 from bus.contracts.drains import DrainMoveState, DrainProgress, DrainState, DrainTarget
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import MoveKind
@@ -74,7 +73,8 @@ def test_a_derived_page_is_up_to_date(page: str) -> None:
 def test_every_message_and_queue_and_state_is_on_the_page() -> None:
     page = PAGES["messages.md"]()
     from bus.contracts.build import BuildState  # noqa: PLC0415
-    from bus.contracts.catalogue import MESSAGES, QUEUES  # noqa: PLC0415
+    from bus.contracts.catalogue import MESSAGES  # noqa: PLC0415
+    from bus.contracts.queues import QUEUES  # noqa: PLC0415
 
     assert all(f"### `{row.tag}`" in page for row in MESSAGES)
     assert all(f"| `{row.name}` |" in page for row in QUEUES)

@@ -24,9 +24,10 @@ from berth.commands.as_toml import as_toml
 from berth.permissions import Grant, PermissionRole, commands, definitions, exchanges, of_project, of_role
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
 from berth.tracing import make_tracer
-from bus.contracts.catalogue import MESSAGES, QUEUES, projects_key
+from bus.contracts.catalogue import MESSAGES, projects_key
 from bus.contracts.objects import CellBus
 from bus.contracts.patterns import OTHER, matching, reason_of
+from bus.contracts.queues import QUEUES
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
 from lab.reference.settings import _struct
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor

@@ -15,8 +15,9 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal, encode
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.catalogue import COMMANDS, routing_key
+from bus.contracts.catalogue import routing_key
 from bus.contracts.moves import MoveAccepted, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.queues import COMMANDS
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing

@@ -1,8 +1,25 @@
-"""The messages, a row each, by the bus they live on."""
+"""The catalogue: one row a message, beside one row a queue (bus.contracts.queues). Topology, permissions and the
+reference page are derived from it.
+
+Two kinds of bus: the API bus, and one bus per cell. Both have the same exchanges. A placeholder in a
+routing key (`{project_id}`) is a field of the message; one in a queue name (`{service}`) is given by its consumer.
+
+An operator's rights are here too: the fields of a project's messages that only an operator may use, in one table. Every
+door goes by it. The bus: a message that uses such a field leaves by the default exchange, to its queue itself, where no
+project's user may write (`destination`); under a project's routing key it is refused (`may_come_under`). The HTTP API:
+a token of role project is refused. As in Nova's default policies, which host an instance is on is an operator's affair,
+and so is a request that passes over a check.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from operator import attrgetter
+from typing import Any
+
+from msgspec import Struct
 
 from bus.contracts import (
     book,
@@ -20,24 +37,105 @@ from bus.contracts import (
     placement,
     workers,
 )
-from bus.contracts.base import Message, Refusal
-from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_FOUND_VALUES, MAX_REQUESTS_PER_MESSAGE
-from bus.contracts.catalogue.rows import (
+from bus.contracts.base import Message, Refusal, tag_of
+from bus.contracts.queues import (
     API,
     BOTH,
+    BUILD_EVENTS,
+    BY_QUEUE,
     CELL,
     CLIENT,
+    COMMANDS,
     COMPUTE,
     CONDUCTOR,
+    DEAD,
+    EVENTS,
     IRONIC,
+    LANE,
+    LANES,
+    MAX_FOUND_VALUES,
+    MAX_REQUESTS_PER_MESSAGE,
     OPERATOR,
     PLACEMENT,
+    QUEUES,
     SCHEDULER,
-    MessageRow,
-    command,
-    event,
-    query,
+    Where,
+    lane_of,
 )
+
+
+class MessageRow(Struct, frozen=True, kw_only=True):
+    """One message: who may publish it, where it goes, its reply, and what makes it idempotent.
+
+    publishers: packages of workers; "client": any program of the project that its key names; "operator": the operator's
+    programs, of which the command line is one. The broker's permissions decide what a program may publish (`berth
+    permissions`). batch_key: a public event on the API bus leaves twice: alone under `key`, as any program can read it,
+    and with what else has gathered under this key, for listeners that read batches (a tenth of the cost under load).
+    Where nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where no other
+    program listens, it leaves under this key only. max_reply_values: as a queue's `max_values`, of its reply.
+    """
+
+    message: type[Message]
+    owner: str  # the package that decides about this message
+    publishers: tuple[str, ...]
+    where: Where
+    exchange: str
+    key: str
+    idempotency: str
+    reply: type[Message] | None = None
+    max_reply_values: int = 0
+    persistent: bool = True
+    public: bool = False  # part of the interface for programs that are not berth's
+    batch_key: str = ""
+    max_batch: int = 0  # at most this many in one broker message; 0: as many as the bus's limits allow
+
+    @property
+    def tag(self) -> str:
+        """The versioned tag on the wire."""
+        return tag_of(self.message)
+
+    @property
+    def mandatory(self) -> bool:
+        """Commands must reach a queue; events need not."""
+        return self.exchange == COMMANDS
+
+
+def command(
+    message: type[Message], key: str, idempotency: str, *, where: Where, owner: str, by: tuple[str, ...], **options: Any
+) -> MessageRow:
+    """The row of a message that one queue of its bus takes. by: its publishers. options: fields of MessageRow."""
+    return MessageRow(
+        message=message,
+        key=key,
+        idempotency=idempotency,
+        where=where,
+        owner=owner,
+        publishers=by,
+        **{"exchange": COMMANDS, **options},
+    )
+
+
+def event(
+    message: type[Message], key: str, idempotency: str, *, where: Where, by: tuple[str, ...], **options: Any
+) -> MessageRow:
+    """The row of a message that may have no listener. Its owner is by default its first publisher."""
+    return command(message, key, idempotency, where=where, by=by, **{"owner": by[0], "exchange": EVENTS, **options})
+
+
+def query(
+    message: type[Message],
+    reply: type[Message],
+    key: str,
+    *,
+    owner: str = SCHEDULER,
+    by: tuple[str, ...] = (OPERATOR,),
+    public: bool = True,
+) -> MessageRow:
+    """The row of a question on the API bus, whose answer changes nothing."""
+    return command(
+        message, key, "reads only", where=API, owner=owner, by=by, reply=reply, persistent=False, public=public
+    )
+
 
 # Who says what to whom: what the rows of one way have in common.
 clients_request = partial(
@@ -255,3 +353,167 @@ REPLIES: tuple[type[Message], ...] = (
     Refusal,
     *{row.reply: None for row in MESSAGES if row.reply is not None},
 )
+
+BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}
+
+FORBIDDEN = "role.forbidden"
+
+# {message: {field: the values that are an operator's; None: every value but the default}}. All other fields of a
+# message that a project publishes are the project's.
+OPERATORS: Mapping[type[Message], Mapping[str, frozenset[Any] | None]] = {
+    build.BuildRequest: {
+        "host": None,
+        "forced": None,  # past the filters
+    },
+    moves.MoveRequest: {
+        "kind": frozenset({moves.MoveKind.MIGRATE, moves.MoveKind.LIVE_MIGRATE, moves.MoveKind.EVACUATE}),
+        "host": None,
+        "forced": None,  # past the filters
+        "fenced": None,  # the statement that the host is off
+        "force": None,  # a machine is given up, or started, without the proof that it may be
+    },
+}
+
+
+def _defaults(kind: type[Message]) -> dict[str, Any]:
+    fields, defaults = kind.__struct_fields__, kind.__struct_defaults__
+    return dict(zip(fields[len(fields) - len(defaults) :], defaults, strict=True))
+
+
+def _rule(kind: type[Message]) -> tuple[tuple[str, frozenset[Any] | None, Any], ...]:
+    return tuple((field, values, _defaults(kind).get(field)) for field, values in OPERATORS[kind].items())
+
+
+_RULES = {kind: _rule(kind) for kind in OPERATORS}
+
+
+def operators_rights(message: Message) -> tuple[str, ...]:
+    """The fields by which a message requests what only an operator may; empty: any project may publish it."""
+    rule = _RULES.get(type(message))
+    if rule is None:
+        return ()
+    return tuple(
+        field
+        for field, values, default in rule
+        if (getattr(message, field) != default if values is None else getattr(message, field) in values)
+    )
+
+
+def forbidden(message: Message) -> str:
+    """Why a project's message is refused, in words."""
+    used = ", ".join(f"{field}={getattr(message, field)!s}" for field in operators_rights(message))
+    return f"only an operator may request {used}"
+
+
+OF_PROJECT = ".{project_id}"  # how the key template of a message ends that is bound to one project
+
+# A project id as a word of a routing key: as it is, since the contract allows no other letters (`base.Word`).
+_PROJECT = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+# The words before the project in the keys of clients' commands, by lane.
+_OF_LANES = tuple(
+    frozenset(
+        row.key.removesuffix(OF_PROJECT).replace(LANE, str(lane))
+        for row in MESSAGES
+        if row.exchange == COMMANDS and row.key.endswith(OF_PROJECT)
+    )
+    for lane in range(LANES)
+)
+
+
+def routing_key(message: Message) -> str:
+    """The routing key of a message, from its catalogue row and its own fields. KeyError: not in the catalogue."""
+    form, fields = _key_of(type(message))
+    key: str = form % fields(message)
+    return key
+
+
+def destination(message: Message) -> tuple[str, str]:
+    """(exchange, routing key) under which a message leaves. KeyError: not in the catalogue.
+
+    A message that uses an operator's rights goes to its queue itself, by the default exchange. The broker lets no
+    project write there, which distinguishes it from a project's message: the two have one routing key.
+    """
+    if type(message) in _RULES and operators_rights(message):
+        return "", _QUEUE_OF[type(message)]
+    return BY_TYPE[type(message)].exchange, routing_key(message)
+
+
+def may_come_under(message: Message, key: str) -> bool:
+    """Whether a message may have been published under this key: its own, or the one under which batches of it leave.
+
+    The broker's permissions bind a publisher to keys, never to bodies, so this is what binds a body to its publisher.
+    A message that uses an operator's rights comes under no key (`destination`).
+    """
+    row = BY_TYPE.get(type(message))
+    if row is None:
+        return True
+    own = key == routing_key(message) or bool(row.batch_key and key == row.batch_key)
+    return own and not (type(message) in _RULES and operators_rights(message))
+
+
+def why_not_under(message: Message, key: str) -> str:
+    """Why a message may not come under this key, in words."""
+    own = routing_key(message)
+    return forbidden(message) if key == own else f"it came under the routing key {key!r}; its own is {own!r}"
+
+
+def project_of(key: str) -> str:
+    """The project that the routing key of a client's command names; empty: it is no such key.
+
+    With another lane than the project's it is none: no project may publish under it.
+    """
+    head, _, last = key.rpartition(".")
+    return last if _PROJECT.fullmatch(last) and head in _OF_LANES[lane_of(last)] else ""
+
+
+def projects_key(template: str, project_id: str) -> str:
+    """A key template of one project's messages, with the project and its lane filled in."""
+    return template.replace(LANE, str(lane_of(project_id))).replace(OF_PROJECT, f".{project_id}")
+
+
+@cache
+def _key_of(kind: type[Message]) -> tuple[str, Callable[[Message], Any]]:
+    """A key template as what `%` takes: the form, and what reads the fields (every message pays for this)."""
+    template = BY_TYPE[kind].key
+    names = [part[1:-1] for part in template.split(".") if part.startswith("{")]
+    form = ".".join("%s" if part.startswith("{") else part for part in template.split("."))
+    if "lane" in names:
+        readers = [_lane if name == "lane" else attrgetter(name) for name in names]
+        return form, lambda message: tuple(read(message) for read in readers)
+    return form, attrgetter(*names) if names else lambda _: ()
+
+
+def _lane(message: Any) -> int:
+    return lane_of(message.project_id)
+
+
+@cache
+def taken_by(queue: str) -> tuple[MessageRow, ...]:
+    """The message rows that a queue's bindings admit, in catalogue order."""
+    row = BY_QUEUE[queue]
+    return tuple(
+        message
+        for message in MESSAGES
+        if any(
+            (exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.batch_key))
+            or (exchange == DEAD and message in taken_by(pattern))
+            for exchange, pattern in row.bindings
+        )
+    )
+
+
+def _admits(pattern: str, template: str) -> bool:
+    """Whether a binding pattern of this catalogue (words, and `#` only at the end) takes a key template."""
+    if pattern.endswith(".#"):
+        head = pattern[:-2]
+        return template == head or template.startswith(head + ".")
+    return pattern == template
+
+
+# The one queue of each message that may use an operator's rights.
+_QUEUE_OF: dict[type[Message], str] = {
+    kind: queue.name
+    for kind in OPERATORS
+    for queue in QUEUES
+    if any(exchange == COMMANDS and _admits(pattern, BY_TYPE[kind].key) for exchange, pattern in queue.bindings)
+}

@@ -1,28 +1,155 @@
-"""The queues, a row each, with their bounds."""
+"""The queues, a row each, with their bounds; and the words of their rows: exchanges, kinds, lanes.
+
+Clients' requests wait in lanes: a project's requests wait in one of them, beside those of few other projects. The lane
+is a word of the routing key before that of the project, so the broker's permissions bind a project to its lane
+(docs/decisions/0025-lanes-of-projects.md).
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import zlib
+from enum import StrEnum
+from functools import cache, cached_property, partial
 from typing import Any
 
-from bus.contracts.catalogue.rows import (
-    API,
-    BOTH,
-    CELL,
-    COMMANDS,
-    COMPUTE,
-    CONDUCTOR,
-    DEAD,
-    EVENTS,
-    GIVEN_UP,
-    IRONIC,
-    OPERATOR,
-    PLACEMENT,
-    SCHEDULER,
-    QueueKind,
-    QueueRow,
-    Where,
+from msgspec import Struct, structs
+
+# A client computes its lane from this number. Another number makes other routing keys, for each client and each user's
+# permissions.
+LANES = 32
+
+# The placeholder of the lane in a routing key, a binding key and a queue's name.
+LANE = "{lane}"
+
+
+def lane_of(project_id: str) -> int:
+    """Return the lane of a project: the CRC-32 of its id, as in gzip and PNG, modulo the number of lanes."""
+    return zlib.crc32(project_id.encode()) % LANES
+
+
+COMMANDS = "berth"  # topic; mandatory: a command that no queue takes is an error of its publisher
+EVENTS = "berth.events"  # topic; an event may have no listener
+DEAD = "berth.dead"  # topic; routing key = the queue that gave the message up
+GIVEN_UP = (
+    "berth.given-up"  # topic; messages that the broker gives up of a queue that `keeps_keys`, under their own keys
 )
+DELAY = "berth.delay"  # + a delay in ms: topic; routing key = the queue that gets the message when the delay is over
+RETURN = "berth.return"  # topic, for the broker alone: a delayed message goes by it to the queue that its key names
+# On these three, as on the default exchange, a routing key is the name of a queue.
+
+DEAD_LETTERS = "berth.dead-letters"  # the queue behind DEAD: what every queue of the bus gave up
+DELAYED = "berth.delayed"  # + a delay in ms: the queue behind DELAY
+
+
+class Where(StrEnum):
+    """Which bus a message or queue lives on."""
+
+    API = "api"
+    CELL = "cell"
+    BOTH = "both"
+
+
+API, CELL, BOTH = Where
+
+# The packages of the workers, and who else publishes and consumes.
+SCHEDULER, PLACEMENT, CONDUCTOR = "scheduler_worker", "placement_worker", "cell_conductor"
+COMPUTE, IRONIC = "compute_sim", "ironic_sync"
+CLIENT, OPERATOR = "client", "operator"
+
+
+class QueueKind(StrEnum):
+    """How long a queue and its messages live.
+
+    durable: quorum queue, survives the broker; delivery limit; retries and dead letters wait in the bus's own queues.
+    expiring: for requests that their sender repeats: a quorum queue whose messages end after ttl_s; no delivery limit,
+    no retries, no dead letters.
+    private: one consumer process's own, gone with its connection; bounded, the oldest dropped.
+    """
+
+    DURABLE = "durable"
+    EXPIRING = "expiring"
+    PRIVATE = "private"
+
+
+class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
+    """One queue: its name (a template), the binding keys on an exchange, and its bounds.
+
+    consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...); on the exchange of dead
+    letters the key is the name of the queue whose letters it gets as well. retry_s: delays of the
+    first, second, ... retry, each one of the bus's; after the last the message is a dead letter. delivery_limit:
+    redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
+    publisher is refused (durable, expiring) or the oldest goes (private).
+    declared_by: a worker that declares it besides its reader, so that its messages there are kept from the beginning.
+    A row with `{lane}` in its bindings has a queue for each lane besides the one of its name (`queues`).
+    keeps_keys: programs that are not berth's publish to it; a message of it that the broker gives up keeps its routing
+    key, which the broker alone knows to be its publisher's. max_bytes: the same of their bodies; 0: not bounded. (One
+    message may carry many requests; bytes go with them.) max_values: values that one message may have, by an upper
+    bound (`has_more_values`); 0: not bounded.
+    """
+
+    name: str
+    where: Where
+    kind: QueueKind
+    consumer: str
+    bindings: tuple[tuple[str, str], ...]
+    retry_s: tuple[float, ...] = ()
+    delivery_limit: int = 20
+    max_length: int = 1_000_000
+    max_bytes: int = 0
+    max_values: int = 0
+    ttl_s: float | None = None
+    declared_by: tuple[str, ...] = ()
+    keeps_keys: bool = False
+
+    @cached_property
+    def has_lanes(self) -> bool:
+        """Whether there is a queue for each lane besides the one of this name."""
+        return any(LANE in key for _, key in self.bindings)
+
+    @property
+    def queues(self) -> tuple[QueueRow, ...]:
+        """The queues of this row, a row each: the one of its name, and those of the lanes.
+
+        A lane has the bindings of its number and the same bounds. A retry of its messages comes back to the queue of
+        the row's name, to which no project may publish.
+        """
+        return _queues_of(self)
+
+    @cached_property
+    def takes_letters(self) -> bool:
+        """Whether it gets copies of dead letters.
+
+        A message that this queue gives up itself is no second letter: the first one stays.
+        """
+        return any(exchange == DEAD for exchange, _ in self.bindings)
+
+    @cached_property
+    def has_clients(self) -> bool:
+        """Whether programs that are not berth's publish to it, or what they published comes to it as a letter."""
+        return self.keeps_keys or any(exchange == GIVEN_UP for exchange, _ in self.bindings)
+
+    @cached_property
+    def has_letters(self) -> bool:
+        """Whether a message that this queue gives up is a dead letter."""
+        return self.kind is QueueKind.DURABLE and not self.takes_letters
+
+
+@cache
+def _queues_of(row: QueueRow) -> tuple[QueueRow, ...]:
+    if not row.has_lanes:
+        return (row,)
+    shared = tuple((exchange, key) for exchange, key in row.bindings if LANE not in key)
+    of_lanes = tuple((exchange, key) for exchange, key in row.bindings if LANE in key)
+    lanes = (
+        structs.replace(
+            row,
+            name=f"{row.name}.{lane}",
+            bindings=tuple((exchange, key.replace(LANE, str(lane))) for exchange, key in of_lanes),
+        )
+        for lane in range(LANES)
+    )
+    return (structs.replace(row, bindings=shared), *lanes)
+
 
 # Requests of a lane that no scheduler has taken yet. Past this a client is refused at once (bus.full), so that accepted
 # requests are answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
@@ -247,3 +374,9 @@ QUEUES: tuple[QueueRow, ...] = (
     private("client.hosts.{process}", OPERATOR, CELL, events=("compute.hosts.#",), max_length=100_000),
     private("client.alarms.{process}", OPERATOR, CELL, events=("conductor.#",), max_length=10_000),
 )
+
+BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
+# Queues whose dead letters another queue gets: its consumer announces the end of what they requested.
+ENDED_BY_LETTER = frozenset(key for row in QUEUES for exchange, key in row.bindings if exchange == DEAD)
+# Queues that get what the broker gives up of a queue that `keeps_keys`; their consumers park its letters.
+TAKES_GIVEN_UP = frozenset(row.name for row in QUEUES if any(exchange == GIVEN_UP for exchange, _ in row.bindings))
