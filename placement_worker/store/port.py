@@ -230,9 +230,6 @@ class BookTransaction(NameRows, Protocol):
     async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
 
-    async def lock_free(self, consumers: Sequence[str]) -> bool:
-        """Lock those of these consumers that no other transaction has locked. Returns whether all are locked now."""
-
     async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
         """Become the only writer of trees, and lock and read providers, by number. Returns (a shape that no provider
         has ever had, the providers).

@@ -189,10 +189,6 @@ class PostgresBookTransaction:
         rows = await self.connection.fetch(trees.HOLDERS, [uuid for uuid, _ in known], [number for _, number in known])
         return [row[0] for row in rows]
 
-    async def lock_free(self, consumers: Sequence[str]) -> bool:
-        """Lock consumers without waiting. Returns whether all are locked now."""
-        return len(await self.connection.fetch(trees.LOCK_WITHOUT_WAITING, consumers)) == len(consumers)
-
     async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
         """Become the only writer of trees, and lock and read providers."""
         answer: str = await self.connection.fetchval(

@@ -60,67 +60,41 @@ def one_of(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
     return column == sa.any_(sa.bindparam(name, type_=sa.ARRAY(column.type)))
 
 
-class ProviderRow(Struct, array_like=True):
-    """A provider's row, with the numbers of its own, its parent's and its root's row. updated_at: seconds since the
-    epoch.
-    """
-
-    id: int
-    parent_id: int | None
-    root_id: int
-    updated_at: float
-    uuid: str
-    name: str
-    parent: str | None
-    root: str
-    generation: int
-    shape: int
-    cell: str | None
-
-
 class ProviderRows(Struct, array_like=True):
-    """What the function `read_providers` returns. inventories: (provider's number, class, used, ...); traits:
-    (provider's number, trait, lasting); aggregates: (provider's number, aggregate).
+    """What the function `read_providers` returns, in the order of the providers' numbers.
+
+    providers: (its number, its parent's, its root's, when it was last written (seconds since the epoch), uuid, name,
+    parent, root, generation, shape, cell). The others begin with the provider's number: inventories: class, amount
+    used, and the fields of StoredInventory; traits: name, lasting; aggregates: uuid.
     """
 
-    providers: list[ProviderRow]
+    providers: list[tuple[int, int | None, int, float, str, str, str | None, str, int, int, str | None]]
     inventories: list[tuple[int, str, int, int, int, int, int, int, float, int, bool]]
     traits: list[tuple[int, str, bool]]
     aggregates: list[tuple[int, str]]
 
     def whole(self) -> dict[str, Provider]:
-        """The whole providers by uuid, in the order of their numbers."""
+        """The whole providers by uuid."""
         stocks: dict[int, tuple[dict[str, StoredInventory], dict[str, int]]] = defaultdict(lambda: ({}, {}))
         traits: dict[int, list[str]] = defaultdict(list)
         lasting: dict[int, list[str]] = defaultdict(list)
         aggregates: dict[int, list[str]] = defaultdict(list)
-        for row in self.inventories:
-            inventories, used = stocks[row[0]]
-            inventories[row[1]] = StoredInventory(*row[3:])
-            if row[2]:
-                used[row[1]] = row[2]
+        for stock in self.inventories:
+            inventories, used = stocks[stock[0]]
+            inventories[stock[1]] = StoredInventory(*stock[3:])
+            if stock[2]:
+                used[stock[1]] = stock[2]
         for number, name, lasts in self.traits:
             traits[number].append(name)
             if lasts:
                 lasting[number].append(name)
         for number, aggregate in self.aggregates:
             aggregates[number].append(aggregate)
-        return {
-            one.uuid: Provider(
-                one.uuid,
-                one.name,
-                one.parent,
-                one.root,
-                one.generation,
-                one.shape,
-                *stocks[one.id],
-                tuple(traits[one.id]),
-                tuple(aggregates[one.id]),
-                one.cell,
-                tuple(lasting[one.id]),
-            )
-            for one in self.providers
-        }
+        found: dict[str, Provider] = {}
+        for row in self.providers:
+            names = tuple(traits[row[0]]), tuple(aggregates[row[0]])
+            found[row[4]] = Provider(*row[4:10], *stocks[row[0]], *names, row[10], tuple(lasting[row[0]]))
+        return found
 
 
 _decode = msgspec.json.Decoder(ProviderRows).decode
@@ -137,7 +111,7 @@ async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> 
 async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Provider, float] | None:
     """One provider, and when it was last written; None when it does not exist."""
     rows = _decode(await connection.fetchval(READ_PROVIDER, uuid))
-    return (rows.whole()[uuid], rows.providers[0].updated_at) if rows.providers else None
+    return (rows.whole()[uuid], rows.providers[0][3]) if rows.providers else None
 
 
 def holdings_of(rows: Iterable[Sequence[Any]]) -> dict[str, dict[str, dict[str, int]]]:

@@ -79,8 +79,6 @@ HOLDERS = """
 SELECT DISTINCT a.consumer FROM unnest($1::uuid[], $2::int[]) AS n (provider, class_id)
 JOIN providers p ON p.uuid = n.provider JOIN allocations a ON a.provider_id = p.id AND a.class_id = n.class_id
 """
-# To wait here could deadlock with a transaction that has locked the consumer and waits for the providers.
-LOCK_WITHOUT_WAITING = "SELECT uuid FROM consumers WHERE uuid = ANY($1::uuid[]) FOR NO KEY UPDATE SKIP LOCKED"
 
 _decode = msgspec.json.Decoder(tuple[int, list[int], ProviderRows]).decode
 
@@ -211,9 +209,9 @@ def loaded(answer: str) -> tuple[int, list[int], dict[str, int], dict[str, Provi
     """
     shape, fresh_ids, rows = _decode(answer)
     ids: dict[str, int] = {}
-    for row in rows.providers:
-        ids[row.uuid] = row.id
-        ids[row.root] = row.root_id
-        if row.parent is not None and row.parent_id is not None:
-            ids[row.parent] = row.parent_id
+    for number, parent_id, root_id, _, uuid, _, parent, root, *_ in rows.providers:
+        ids[uuid] = number
+        ids[root] = root_id
+        if parent is not None and parent_id is not None:
+            ids[parent] = parent_id
     return shape, fresh_ids, ids, rows.whole()
