@@ -399,7 +399,7 @@ ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),
     ("late", (*WORKERS, "berth"), LATE, set()),
     ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/requests.py"}),
-    ("release", ("scheduler_worker",), {"ReleaseRun"}, {"scheduler_worker/domain/effects.py"}),
+    ("release", ("scheduler_worker",), {"ReleaseRun"}, {"scheduler_worker/domain/builds.py"}),
     ("taken over", ("scheduler_worker",), {"take_over"}, {"scheduler_worker/claims.py"}),
     ("copy", ("cell_conductor",), COPY, {"cell_conductor/handlers.py"}),
     ("set back", ("cell_conductor",), SET_BACK, {"cell_conductor/domain/set_back.py", *CELLS_STORES}),
