@@ -220,8 +220,8 @@ class PostgresBookTransaction:
         rows |= {"disowned": list(disowned)} if disowned else {}
         if not rows:
             return 0
-        answer = await self.connection.fetchval(trees.WRITE, msgspec.json.encode(rows).decode(), *feed.rows(changes))
-        number: int = answer
+        written = [msgspec.json.encode(of_kind).decode() for of_kind in rows.values()]
+        number: int = await self.connection.fetchval(trees.WRITE, list(rows), written, *feed.rows(changes))
         return number
 
     async def append(self, changes: Sequence[Change]) -> int:
