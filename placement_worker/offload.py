@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from copy import copy
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,9 @@ from numpy.typing import NDArray
 from bus.faults import Transient
 from placement_worker import metrics
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import ClassColumns, Moves
+from placement_worker.replica.columns import ClassColumns, Distinct, Moves
+
+D = TypeVar("D", bound=Distinct[Any])
 
 # A column with fewer than one used row in this many is copied row by row, so that a rare class costs little.
 SPARSE = 8
@@ -30,37 +33,41 @@ def copy_of(book: Book) -> Book:
     """Return a copy of the book as it is now. Call this function on the thread that writes the book. One thread at a
     time may read the copy.
     """
-    copy = Book.__new__(Book)
-    vars(copy).update(vars(book))
-    copy.texts = {}
-    copy._caches = {}
-    copy.moves, copy.shape_moves = Moves(book.moves.end), Moves(book.shape_moves.end)  # nothing of the copy changes
-    for name, _ in book._filled:
-        setattr(copy, name, getattr(book, name).copy())
-    copy.trait_sets = book.trait_sets.copy()
-    copy.aggregate_sets = book.aggregate_sets.copy()
-    copy.class_sets = book.class_sets.copy()
-    copy._by_number = [_column(column, book.top) for column in book._by_number]
-    copy._columns = {column.name: column for column in copy._by_number}
-    copy._uuids, copy._names, copy._rows = list(book._uuids), list(book._names), dict(book._rows)
-    return copy
+    copied = copy(book)
+    copied._caches = {}
+    copied.moves, copied.shape_moves = Moves(book.moves.end), Moves(book.shape_moves.end)  # nothing of the copy changes
+    for name in book._filled:
+        setattr(copied, name, getattr(book, name).copy())
+    for name in ("trait_sets", "aggregate_sets", "class_sets"):
+        setattr(copied, name, _values(getattr(book, name)))
+    copied._by_number = [_column(column, book.top) for column in book._by_number]
+    copied._columns = {column.name: column for column in copied._by_number}
+    copied._uuids, copied._names, copied._rows = list(book._uuids), list(book._names), dict(book._rows)
+    return copied
 
 
 def _column(column: ClassColumns, top: int) -> ClassColumns:
-    copy = ClassColumns(column.name, column.number, 0)
-    copy.kinds = column.kinds.copy()
+    copied = copy(column)
+    column.kinds.columns()  # so that the copy has those of all its values; they do not change
+    copied.kinds = _values(column.kinds)
     for name in ("kind", "used", "free", "root_free"):
-        setattr(copy, name, _numbers(getattr(column, name), top))
-    return copy
+        setattr(copied, name, _numbers(getattr(column, name), top))
+    return copied
+
+
+def _values(distinct: D) -> D:
+    copied = copy(distinct)
+    copied.values = list(distinct.values)
+    return copied
 
 
 def _numbers(values: NDArray[np.generic], top: int) -> NDArray[np.generic]:
     set_places = np.flatnonzero(values[:top])
     if len(set_places) * SPARSE > top:
         return values.copy()
-    copy = np.zeros_like(values)
-    copy[set_places] = values[set_places]
-    return copy
+    copied = np.zeros_like(values)
+    copied[set_places] = values[set_places]
+    return copied
 
 
 Result = TypeVar("Result")

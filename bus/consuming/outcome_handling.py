@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 from msgspec import structs
 
 from bus import metrics
+from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage, retried
@@ -37,9 +38,6 @@ from bus.wire import (
     pack,
     shown,
 )
-
-if TYPE_CHECKING:
-    from bus.bus import Bus
 
 log = structlog.get_logger("bus.consuming.consumer")
 

@@ -8,7 +8,7 @@ cyclic garbage collector does not visit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -28,9 +28,6 @@ from placement_worker.replica.columns import (
 )
 from placement_worker.replica.trees import NO_ROW, Trees
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
 Cache = TypeVar("Cache")
 
 # Unused distinct values are swept when there are this many values, and again whenever their number has doubled.
@@ -40,7 +37,7 @@ CLASS_WEIGHS = 128
 
 
 # The state of a book that a snapshot does not replace.
-_OWN = frozenset({"_caches", "_stamps", "assumptions", "epoch", "history", "moves", "sequence", "shape_moves", "texts"})
+_OWN = frozenset({"_caches", "assumptions", "epoch", "moves", "shape_moves"})
 
 
 class Gap(Struct, frozen=True):
@@ -55,30 +52,16 @@ class Book(Trees):
     change while the provider exists. The returned arrays are read-only views or copies, and are indexed by row.
     """
 
-    _filled = (
-        *Trees._filled,
-        ("generation", 0),
-        ("stamp", 0),
-        ("shape", 0),
-        ("traits", 0),
-        ("aggregates", 0),
-        ("classes", 0),
-    )
-
     def __init__(self) -> None:
+        super().__init__()
         self.sequence = 0
         self.history = ""  # the history that the sequence is a number of
         self.moves = Moves()  # roots whose tree has changed in any way
         self.shape_moves = Moves()  # roots whose tree has changed in more than usage
-        self.epoch = 0  # incremented when distinct values are numbered anew
-        self._caches: dict[type, Any] = {}  # see `cache`
-        self.texts: dict[Hashable, object] = {}  # texts that the REST API caches for its answers
+        self.epoch = 0  # incremented when a class or a distinct value may have another number, or its first one
+        self._caches: dict[type, Any] = {}  # of one epoch: see `cache`
         self.assumptions = Assumptions()
         self._stamps = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._clear_trees()
         size = self.size
         self.generation = np.zeros(size, dtype=np.int64)
         self.stamp = np.zeros(size, dtype=np.int64)  # changes whenever a row's content changes
@@ -86,25 +69,24 @@ class Book(Trees):
         self.traits = np.zeros(size, dtype=np.int32)
         self.aggregates = np.zeros(size, dtype=np.int32)
         self.classes = np.zeros(size, dtype=np.int32)
+        self._made()
         self.trait_sets: Distinct[tuple[str, ...]] = Distinct(())
         self.aggregate_sets: Distinct[tuple[str, ...]] = Distinct(())
         self.class_sets: Distinct[tuple[int, ...]] = Distinct(())
         self._columns: dict[str, ClassColumns] = {}
         self._by_number: list[ClassColumns] = []
         self._sweep_at = SWEEP_FROM
-        self.epoch += 1
-        self.moves.clear()
-        self.shape_moves.clear()
 
     # --- changes of the feed, and claims
 
     def load(self, providers: Sequence[ProviderState], sequence: int, history: str = "") -> None:
-        """Replace all providers by a snapshot of one feed number and history, without a pause. `loading` does the same
+        """Replace all providers by a snapshot of one feed number and history, without a pause. `CatchUp` does the same
         with turns of the event loop in between.
         """
         loaded = Book()
+        loaded.sequence, loaded.history = sequence, history
         loaded.add(providers)
-        self.adopt(loaded, sequence, history)
+        self.adopt(loaded)
 
     def add(self, providers: Sequence[ProviderState]) -> None:
         """Add a part of a snapshot to this book, before another book adopts it."""
@@ -114,25 +96,21 @@ class Book(Trees):
         for column in self._by_number:
             column.kinds.columns()  # computed for each part, so that the first search need not compute all
 
-    def adopt(self, loaded: Book, sequence: int, history: str = "") -> None:
-        """Replace all providers by those of a book that was made from a snapshot and is not used any more. Claims in
-        flight are kept, except settled ones that wait for changes of another history, which will not come.
+    def adopt(self, loaded: Book) -> None:
+        """Replace all providers, the feed number and the history by those of a book that was made from a snapshot and
+        is not used any more. Claims in flight are kept, except settled ones that wait for changes of another history,
+        which will not come.
         """
-        loaded.stamp[: loaded.top] += self._stamps  # so that values cached for earlier rows are not taken for theirs
+        is_other = loaded.history != self.history
         for name, value in vars(loaded).items():
             if name not in _OWN:
                 setattr(self, name, value)
-        self._stamps += loaded._stamps
-        self.epoch += 1
+        self._renumbered()
         for uuid in self.assumptions.providers():
             self._restore({uuid: list(self.assumptions.sums_of(uuid))})
-        is_other, self.history = history != self.history, history
-        self.sequence = sequence
         self._settle_all(nothing_comes=is_other)
         if is_other:
             self.assumptions.doubt()
-        self.moves.clear()
-        self.shape_moves.clear()
 
     def apply(self, changes: Sequence[Change]) -> Gap | None:
         """Apply changes in order. Known changes are ignored. At a hole the method stops and returns the hole."""
@@ -180,7 +158,9 @@ class Book(Trees):
     # --- reading
 
     def cache(self, kind: type[Cache]) -> Cache:
-        """The cache of this type. Each reader caches values in a type of its own, which is created at its first use."""
+        """The cache of this type. Each reader caches values in a type of its own, which is created at its first use in
+        an epoch.
+        """
         kept: Cache | None = self._caches.get(kind)
         if kept is None:
             kept = self._caches[kind] = kind()
@@ -404,6 +384,11 @@ class Book(Trees):
         for column in self._by_number:
             column.grow(size)
 
+    def _renumbered(self) -> None:
+        """Drop what readers have cached by number."""
+        self.epoch += 1
+        self._caches.clear()
+
     def _emptied(self, row: int) -> None:
         for column in self._by_number:
             column.root_free[row] = 0
@@ -413,6 +398,7 @@ class Book(Trees):
         if column is None:
             column = self._columns[name] = ClassColumns(name, len(self._by_number), self.size)
             self._by_number.append(column)
+            self._renumbered()
         return column
 
     def _add_class(self, row: int, column: ClassColumns) -> None:
@@ -431,7 +417,7 @@ class Book(Trees):
         self._keep_columns()
         left = sum(len(values) for values, _ in self._numbered()) + CLASS_WEIGHS * len(self._by_number)
         self._sweep_at = max(SWEEP_FROM, 2 * left)
-        self.epoch += 1
+        self._renumbered()
 
     def _keep_columns(self) -> None:
         """Free the columns of classes that no row has, and number the distinct inventories of the others anew."""

@@ -21,7 +21,7 @@ from placement_worker.replica.columns import Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest, TreePattern
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 from placement_worker.replica.sharing import sharing_of
-from placement_worker.replica.tree_solver import ENDLESS, TimeBudget, TooLong
+from placement_worker.replica.tree_solver import TimeBudget, TooLong
 
 __all__ = ["UNNUMBERED", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
@@ -30,11 +30,6 @@ BUDGET = 100_000
 
 # The dead ends that every pattern is allowed, however many patterns share the budget.
 LEAST_SHARE = 256
-
-# The steps that a search for candidates beyond each root's first may take: at least this many, and a number for each
-# unit of budget.
-LEAST_TRIES = 200_000
-TRIES = 5
 
 # The bound of an answer's size: candidates times slots. Larger limits are cut to it.
 MAX_CELLS = 400_000
@@ -116,11 +111,9 @@ class CompiledCache(Recent[bytes, CompiledRequest]):
 
 
 def compiled_for(book: Book, request: CandidatesRequest) -> CompiledRequest:
-    """Return the request's tables, refreshed."""
+    """Return the request's tables."""
     key = msgspec.msgpack.encode(request)
-    compiled = book.cache(CompiledCache).value(key, lambda: CompiledRequest(book, request))
-    compiled.refresh()
-    return compiled
+    return book.cache(CompiledCache).value(key, lambda: CompiledRequest(book, request))
 
 
 class _CandidateSearch:
@@ -133,7 +126,6 @@ class _CandidateSearch:
         self._compiled = compiled
         self._budget = budget
         self._most = MAX_CELLS // len(compiled.slots)
-        self._tries = LEAST_TRIES + TRIES * budget
         self._patterns: dict[bytes, TreePattern] = {}
         self._flat: list[Rows] = []
         self._may_repeat = False  # whether one candidate may be found on several roots
@@ -190,11 +182,9 @@ class _CandidateSearch:
         with self._in_time():
             for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
                 solver = pattern.solver
-                before, tried = solver.dead_ends, solver.tries
-                tries = self._tries if count > 1 else ENDLESS
-                solver.find(count, max(LEAST_SHARE, self._budget // left), tries, self._time_budget)
+                before = solver.dead_ends
+                solver.find(count, max(LEAST_SHARE, self._budget // left), self._time_budget)
                 self._budget = max(0, self._budget - (solver.dead_ends - before))
-                self._tries -= solver.tries - tried if count > 1 else 0
                 self.exhausted = self.exhausted and not solver.cut
 
     def _all(self, limit: int | None, reach: int) -> Rows:
@@ -204,7 +194,7 @@ class _CandidateSearch:
         count = 1
         most = self._gather(1)
         bound = min(reach, len(most) + self._budget) if limit is None else reach
-        while len(most) < bound and self._tries > 0 and not self._late and (open_ones := self._open(count)):
+        while len(most) < bound and not self._late and (open_ones := self._open(count)):
             trees = sum(sum(len(rows) for rows in pattern.rows) for pattern in open_ones)
             # Not more than the bound allows: a tree may have more assignments than an answer can hold.
             count = min(2 * count, count + max(1, -(-(bound - len(most)) // trees)))

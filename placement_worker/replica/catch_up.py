@@ -14,9 +14,8 @@ from typing import Protocol
 import structlog
 
 from bus.contracts.feed import Change, ChangesPage, FeedHead, SnapshotPage
-from bus.contracts.placement import ProviderState
 from bus.faults import Transient
-from bus.turns import next_turn
+from bus.turns import InParts, next_turn
 from placement_worker.replica.book import Book, Gap
 from placement_worker.replica.sharing import sharing_of
 
@@ -72,7 +71,7 @@ class CatchUp:
         self._source = source
         self._page = page
         self._pages = pages
-        self._loading: Loading | None = None  # complete, but not up to date
+        self._loaded: Book | None = None  # complete, but not up to date
 
     async def run(self) -> None:
         """Bring the book up to the feed's head. Raises SnapshotOutrun, SnapshotEndless and what the source raises; the
@@ -84,17 +83,19 @@ class CatchUp:
             self.stale = True
             self.on_stale()
         for _ in range(MAX_LOADS):
-            loading = self._loading = self._loading or await self._read_snapshot()
-            followed = await self._follow(loading.book)
-            self._loading = None
+            loaded = self._loaded = self._loaded or await self._read_snapshot()
+            followed = await self._follow(loaded)
+            self._loaded = None
             if followed:
-                loading.finish(self.book)
+                self.book.adopt(loaded)
+                self.book.rows_of_roots()  # every search needs this and the next table
+                sharing_of(self.book)
                 self.stale = False
                 if self.on_page is not None:
                     await self.on_page(self.book.sequence, True)
                 return
-            log.warning("replica.snapshot_outrun", providers=len(loading.book), sequence=loading.book.sequence)
-        raise SnapshotOutrun(f"{len(loading.book)} providers were read {MAX_LOADS} times")
+            log.warning("replica.snapshot_outrun", providers=len(loaded), sequence=loaded.sequence)
+        raise SnapshotOutrun(f"{len(loaded)} providers were read {MAX_LOADS} times")
 
     async def _follow(self, book: Book, on_page: Callable[[int, bool], Awaitable[None]] | None = None) -> bool:
         """Apply the changes up to the head that is read with them. False: the feed does not reach back to the book (it
@@ -116,46 +117,25 @@ class CatchUp:
             if book.sequence >= page.head:
                 return True
 
-    async def _read_snapshot(self) -> Loading:
+    async def _read_snapshot(self) -> Book:
         """Read the whole book. It is of the number of its first page, the oldest one."""
-        loading, after = Loading(), None
+        loaded, after = Book(), None
         for _ in range(self._pages):
             page = await self._source.snapshot(after, self._page)
             if after is None:
-                loading.begin(page)
-            elif page.history != loading.book.history:  # this page begins where the former one ended
-                loading, after = Loading(), None
+                loaded.sequence, loaded.history = page.sequence, page.history
+            elif page.history != loaded.history:  # this page begins where the former one ended
+                loaded, after = Book(), None
                 continue
-            await loading.add(page.providers)
+            async for part in InParts(page.providers, AT_ONCE):
+                loaded.add(part)
+            await next_turn()
             if not page.more:
-                return loading
+                return loaded
             if not page.providers or (after is not None and page.providers[-1].uuid <= after):
                 break
             after = page.providers[-1].uuid
-        raise SnapshotEndless(f"after {len(loading.book)} providers")
-
-
-class Loading:
-    """The received part of one snapshot. book: its providers, in a book of their own."""
-
-    def __init__(self) -> None:
-        self.book = Book()
-
-    def begin(self, first: SnapshotPage) -> None:
-        """Take the number and the history of the first page."""
-        self.book.sequence, self.book.history = first.sequence, first.history
-
-    async def add(self, providers: Sequence[ProviderState]) -> None:
-        """Add one page."""
-        for start in range(0, len(providers), AT_ONCE):
-            self.book.add(providers[start : start + AT_ONCE])
-            await next_turn()
-
-    def finish(self, book: Book) -> None:
-        """Replace all providers of a book by these, and compute the tables that every search needs."""
-        book.adopt(self.book, self.book.sequence, self.book.history)
-        book.rows_of_roots()
-        sharing_of(book)
+        raise SnapshotEndless(f"after {len(loaded)} providers")
 
 
 async def apply(book: Book, changes: Sequence[Change]) -> Gap | None:

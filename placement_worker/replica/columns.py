@@ -7,11 +7,10 @@ evaluated once for each distinct set of traits, and one gather answers it for a 
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sized
-from copy import copy
-from typing import Generic, NamedTuple, Self, TypeVar
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,12 +71,6 @@ class Distinct(Generic[T]):
         """Replace every value by another one, which gets its number. Distinct values must stay distinct."""
         self.values = [replaced(value) for value in self.values]
         self._ids = {value: number for number, value in enumerate(self.values)}
-
-    def copy(self) -> Self:
-        """Return a copy, from which numbers can be looked up."""
-        copied = copy(self)
-        copied.values, copied._ids = list(self.values), dict(self._ids)
-        return copied
 
     def keep(self, used: NDArray[np.int32]) -> Ids:
         """Remove the values whose number is not in `used`. Returns the new numbers by old number."""
@@ -161,12 +154,6 @@ class DistinctInventories(Distinct[InventoryNumbers]):
             self._filled = many
         return self._columns[:, :many]
 
-    def copy(self) -> Self:
-        """Return a copy, from which numbers can be looked up."""
-        columns, copied = self.columns(), super().copy()
-        copied._columns = columns.copy()
-        return copied
-
     def keep(self, used: NDArray[np.int32]) -> Ids:
         """Remove the values whose number is not in `used`. Returns the new numbers by old number."""
         columns = self.columns()
@@ -203,37 +190,25 @@ class ClassColumns:
 class Moves:
     """The log of the last changed rows, in order. A position is the number of changes before it."""
 
-    __slots__ = ("_ring", "end", "start")
+    __slots__ = ("_rows", "end")
 
     def __init__(self, end: int = 0) -> None:
-        self._ring = array("q", bytes(8 * MOVES_KEPT))
+        self._rows: deque[int] = deque(maxlen=MOVES_KEPT)
         self.end = end
-        self.start = end
 
     def add(self, row: int) -> None:
         """Record that a row has changed."""
-        self._ring[self.end % MOVES_KEPT] = row
+        self._rows.append(row)
         self.end += 1
-
-    def clear(self) -> None:
-        """Make all positions too old: every row may have changed."""
-        self.end += 1
-        self.start = self.end
 
     def since(self, position: int) -> Rows | None:
         """The distinct rows that have changed at or after `position`, ascending; None when the log does not reach back
         that far.
         """
-        if position < self.start or self.end - position > MOVES_KEPT:
+        many = self.end - position
+        if many > len(self._rows):
             return None
-        low, high = position % MOVES_KEPT, self.end % MOVES_KEPT
-        if self.end == position:
-            rows: set[int] = set()
-        elif low < high:
-            rows = set(self._ring[low:high])
-        else:
-            rows = set(self._ring[low:]) | set(self._ring[:high])
-        return np.array(sorted(rows), dtype=np.intp)
+        return np.array(sorted(set(islice(reversed(self._rows), many))), dtype=np.intp)
 
 
 def grown(column: NDArray[np.generic], size: int, fill: int = 0) -> NDArray[np.generic]:

@@ -34,9 +34,6 @@ BUDGET = 20_000
 # The number of patterns whose verdict is cached.
 VERDICTS_KEPT = 10_000
 
-# The bits of a tree's number in a signature (the root's row plus one).
-TREE_BITS = 32
-
 # The verdicts on a tree.
 NO, YES, UNKNOWN = 0, 1, 2
 
@@ -68,7 +65,7 @@ class SolversCache(Recent[bytes, TreeSolver]):
 
 
 class CompiledRequest:
-    """The tables that evaluate one request against one book. Call `refresh` before each search."""
+    """The tables that evaluate one request against one book, in one of its epochs."""
 
     def __init__(self, book: Book, request: CandidatesRequest) -> None:
         self.book = book
@@ -88,7 +85,9 @@ class CompiledRequest:
         self.required = requested[0].required if requested else ()
         numbered = [at for at, slot in enumerate(self.slots) if slot.suffix != UNNUMBERED]
         self.apart = frozenset(numbered if request.group_policy == "isolate" and len(numbered) > 1 else ())
-        self.fits = [[ResourceFit(name, amount) for name, amount in slot.resources.items()] for slot in self.slots]
+        self.fits = [
+            [ResourceFit(book, name, amount) for name, amount in slot.resources.items()] for slot in self.slots
+        ]
         self._all_fits = [fit for fits in self.fits for fit in fits]
         self._any_root_rules = bool(
             request.root_required
@@ -101,12 +100,18 @@ class CompiledRequest:
         self._totals = self._sums()
         self._verdicts: dict[bytes, int] = {}
         self._solvers = SolversCache()
-        self._begin()
+        self.rules = {group.suffix: rules_of(book, group) for group in request.groups}
 
     @cached_property
     def reasons(self) -> Reasons:
         """The meaning of verdict codes."""
         return Reasons(self.request, self.slots)
+
+    @cached_property
+    def _of_roots(self) -> tuple[LookupTable, LookupTable]:
+        """The codes of the verdicts on traits and on aggregates of roots."""
+        traits = lookup_table(self.book.trait_sets, self.reasons.of_root_traits)
+        return traits, lookup_table(self.book.aggregate_sets, self.reasons.of_root_aggregates)
 
     def _subtrees(self) -> tuple[tuple[int, ...], ...]:
         """The sets of slots that `same_subtree` names. Sets of one slot are left out, because they require nothing."""
@@ -123,7 +128,7 @@ class CompiledRequest:
             for name in slot.resources:
                 slots_of_class.setdefault(name, []).append(at)
         return [
-            ContendedClass(name, [self.slots[at].resources[name] for at in slots])
+            ContendedClass(self.book, name, [self.slots[at].resources[name] for at in slots])
             for name, slots in sorted(slots_of_class.items())
             if len(slots) > 1 and not self.apart.issuperset(slots)
         ]
@@ -133,27 +138,7 @@ class CompiledRequest:
         sums: dict[str, int] = {}
         for fit in self._all_fits:
             sums[fit.name] = sums.get(fit.name, 0) + fit.amount
-        return [ResourceFit(name, amount) for name, amount in sums.items()]
-
-    def _begin(self) -> None:
-        book = self.book
-        self._epoch = book.epoch
-        self.rules = {group.suffix: rules_of(book, group) for group in self.request.groups}
-        self._root_traits: LookupTable | None = None
-        self._root_aggregates: LookupTable | None = None
-        for fit in (*self._all_fits, *self._totals):
-            fit.column = None
-        for contended in self.contended:
-            contended.column = None
-
-    def refresh(self) -> None:
-        """Bring the tables up to date with the book."""
-        if self._epoch != self.book.epoch:
-            self._begin()
-        for fit in (*self._all_fits, *self._totals):
-            fit.look_up(self.book)
-        for contended in self.contended:
-            contended.look_up(self.book)
+        return [ResourceFit(self.book, name, amount) for name, amount in sums.items()]
 
     # --- anchors: the requirements on the root itself
 
@@ -169,11 +154,8 @@ class CompiledRequest:
 
     def anchor_codes(self, roots: Rows) -> NDArray[np.int64]:
         """Return the codes of the verdicts on the roots' own traits and aggregates."""
-        book = self.book
-        if self._root_traits is None or self._root_aggregates is None:
-            self._root_traits = lookup_table(book.trait_sets, self.reasons.of_root_traits)
-            self._root_aggregates = lookup_table(book.aggregate_sets, self.reasons.of_root_aggregates)
-        return np.minimum(self._root_traits(book.traits[roots]), self._root_aggregates(book.aggregates[roots]))
+        traits, aggregates = self._of_roots
+        return np.minimum(traits(self.book.traits[roots]), aggregates(self.book.aggregates[roots]))
 
     # --- lone providers: roots without children that nothing is shared with
 
@@ -319,11 +301,6 @@ class CompiledRequest:
             covers=self.rules[UNNUMBERED].covers(rows) if self.required else None,
             trees=np.where(foreign, self.book.root[rows].astype(np.int64) + 1, 0) if one_per_tree else None,
             room=room,
-            bits=(
-                tuple(contended.bits() for contended in self.contended),
-                len(self.required),
-                TREE_BITS if one_per_tree else 0,
-            ),
         )
 
     def _problem(self, members: OrderedMembers, indices: NDArray[np.intp]) -> TreeProblem:

@@ -4,7 +4,7 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -20,7 +20,6 @@ from placement_worker.replica.columns import (
     TOTAL,
     UNRESERVED,
     Amounts,
-    ClassColumns,
     Distinct,
     Flags,
     LookupTable,
@@ -53,15 +52,10 @@ MAX_SUMS = 64
 class _OfClass:
     """A requirement of one class, with a figure for each distinct inventory of it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, book: Book, name: str) -> None:
         self.name = name
-        self.column: ClassColumns | None = None
-        self._of_kind: LookupTable | None = None
-
-    def look_up(self, book: Book) -> None:
-        """Find the class's columns, once a provider has the class."""
-        if self.column is None and (column := book.column(self.name)) is not None:
-            self.column = column
+        self.column = column = book.column(name)
+        if column is not None:
             self._of_kind = LookupTable(column.kinds, lambda known: self._figures(column.kinds.columns()[:, known:]))
 
     def _figures(self, kinds: Amounts) -> Amounts:
@@ -70,7 +64,7 @@ class _OfClass:
 
     def _of_rows(self, rows: Rows) -> Amounts:
         """Per row, the figure of its inventory; 0 while no provider has the class."""
-        if self.column is None or self._of_kind is None:
+        if self.column is None:
             return np.zeros(len(rows), dtype=np.int64)
         return self._of_kind(self.column.kind[rows])
 
@@ -78,8 +72,8 @@ class _OfClass:
 class ResourceFit(_OfClass):
     """Decides which rows can give an amount of one class."""
 
-    def __init__(self, name: str, amount: int) -> None:
-        super().__init__(name)
+    def __init__(self, book: Book, name: str, amount: int) -> None:
+        super().__init__(book, name)
         self.amount = amount
 
     def _figures(self, kinds: Amounts) -> Amounts:
@@ -116,8 +110,8 @@ class ContendedClass(_OfClass):
     difference.
     """
 
-    def __init__(self, name: str, amounts: Sequence[int]) -> None:
-        super().__init__(name)
+    def __init__(self, book: Book, name: str, amounts: Sequence[int]) -> None:
+        super().__init__(book, name)
         sums = {0}
         for amount in amounts:
             sums |= {have + amount for have in sums}
@@ -147,10 +141,6 @@ class ContendedClass(_OfClass):
         """
         able: Flags = self._of_rows(rows) >= self.total
         return able
-
-    def bits(self) -> int:
-        """The number of bits of a limit."""
-        return self.total.bit_length()
 
 
 class MemberRows(Struct, frozen=True):
@@ -195,8 +185,8 @@ class GroupRules:
         self._book = book
         self._group = group
         self._any_traits = bool(required or forbidden)
+        self._everything = (1 << len(every)) - 1
         self._traits = flags(book.trait_sets, lambda own: meets_all(own, required) and not meets_any(own, forbidden))
-        self._all_traits = flags(book.trait_sets, lambda own: meets_all(own, every) and not meets_any(own, forbidden))
         self._member = flags(book.aggregate_sets, lambda own: meets_all(own, members))
         self._is_excluded = flags(book.aggregate_sets, lambda own: meets_any(own, excluded))
         self._covers = lookup_table(
@@ -205,32 +195,33 @@ class GroupRules:
         )
 
     def flat(self, rows: Rows) -> Rows:
-        """Per provider, each a tree by itself, whether it meets all requirements."""
-        book, group = self._book, self._group
-        if group.in_tree is not None:
-            rows = rows[rows == self.tree()]
-        if group.required or group.forbidden:
-            rows = rows[self._all_traits(book.traits[rows]) == 1]
-        if group.member_of:
-            rows = rows[self._member(book.aggregates[rows]) == 1]
-        if group.forbidden_aggregates:
-            rows = rows[self._is_excluded(book.aggregates[rows]) == 0]
-        return rows
+        """Those of these providers, each a tree by itself, that meet all requirements."""
+        allowed = self.allowed(MemberRows(rows, rows, np.arange(len(rows)), len(rows)))
+        if self._everything:
+            allowed &= self.covers(rows) == self._everything
+        return rows[allowed]
 
     def allowed(self, members: MemberRows) -> Flags:
         """Per member, whether it meets all requirements, except the required traits of the un-numbered group, which
         members meet together (`covers`).
         """
-        allowed: Flags = self._book.live[members.rows]
-        if self._any_traits:
-            allowed &= self.clean(members)
-        if self._group.in_tree is not None:
-            allowed &= self.in_tree(members)
-        if self._group.member_of:
-            allowed &= self.in_aggregates(members)
-        if self._group.forbidden_aggregates:
-            allowed &= ~self.in_forbidden_aggregates(members)
+        allowed = np.ones(len(members.rows), dtype=np.bool_)
+        for _, wrong in self.unmet(members):
+            allowed &= ~wrong
         return allowed
+
+    def unmet(self, members: MemberRows) -> Iterator[tuple[int, Flags]]:
+        """For each kind of requirement that the group has, the fit level of a member that does not meet it, and which
+        members do not.
+        """
+        if self._any_traits:
+            yield WRONG_TRAITS, ~self.clean(members)
+        if self._group.in_tree is not None:
+            yield WRONG_TREE, ~self._in_tree(members)
+        if self._group.member_of:
+            yield WRONG_AGGREGATES, ~self.in_aggregates(members)
+        if self._group.forbidden_aggregates:
+            yield FORBIDDEN_AGGREGATES, self.in_forbidden_aggregates(members)
 
     def clean(self, members: MemberRows) -> Flags:
         """Per member, whether its traits meet the group's rules: all of them for a numbered group, the forbidden traits
@@ -239,10 +230,7 @@ class GroupRules:
         clean: Flags = self._traits(self._book.traits[members.rows]) == 1
         return clean
 
-    def in_tree(self, members: MemberRows) -> Flags:
-        """Per member, whether it is in the requested tree, if one is requested."""
-        if self._group.in_tree is None:
-            return np.ones(len(members.rows), dtype=np.bool_)
+    def _in_tree(self, members: MemberRows) -> Flags:
         if self._unnumbered:  # its tree restricts the roots
             return np.arange(len(members.rows)) < members.own
         inside: Flags = self._book.root[members.rows] == self.tree()
@@ -290,13 +278,13 @@ def meets_any(own: Sequence[str], names: frozenset[str]) -> bool:
     return not names.isdisjoint(own)
 
 
-class RulesCache(Recent[tuple[int, bytes], GroupRules]):
+class RulesCache(Recent[bytes, GroupRules]):
     """The group rules that a book caches. Requests that differ only in amounts share them."""
 
     MOST = 256
 
 
 def rules_of(book: Book, group: Group) -> GroupRules:
-    """Return the group's rules for the present numbering of the book's distinct values."""
-    key = (book.epoch, msgspec.msgpack.encode(structs.replace(group, resources={})))
+    """Return the group's rules."""
+    key = msgspec.msgpack.encode(structs.replace(group, resources={}))
     return book.cache(RulesCache).value(key, lambda: GroupRules(book, group))

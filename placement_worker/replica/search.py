@@ -28,26 +28,15 @@ MAX_OPTIONS = 64
 def search(book: Book, query: Query, *, explain: bool = False) -> Found:
     """Return all roots that can take the request now, ascending by row. Raises QueryTooWide."""
     verdicts = verdicts_of(book, query)
-    if explain:
-        verdicts.explain()
-    passes = verdicts.passes
-    if not (query.only_roots or query.ignore_roots or query.in_tree):
-        return Found(verdicts.roots, _funnel(verdicts, verdicts.counts, {}) if explain else ())
     pinned = _pinned(book, query)
-    if pinned is None:
-        ignored = _rows_of(book, query.ignore_roots)
-        kept = np.delete(verdicts.roots, np.flatnonzero(np.isin(verdicts.roots, ignored)))
-        if not explain:
-            return Found(kept)
-        counts = verdicts.counts - np.bincount(verdicts.verdicts[ignored], minlength=passes + 1)
-        return Found(kept, _funnel(verdicts, counts, {"ignored": len(ignored)}))
-    of_pinned = verdicts.verdicts[pinned]
-    found = pinned[of_pinned == passes]
+    roots = verdicts.roots if pinned is None else pinned[verdicts.verdicts[pinned] == verdicts.passes]
+    roots = _unless_ignored(book, query, roots)
     if not explain:
-        return Found(found)
-    others = len(book.rows_of_roots()) - len(pinned)
-    counts = np.bincount(of_pinned, minlength=passes + 1)
-    return Found(found, _funnel(verdicts, counts, {"not among those requested": others}))
+        return Found(roots)
+    verdicts.explain()
+    among = _unless_ignored(book, query, book.rows_of_roots() if pinned is None else pinned)
+    why = "ignored" if pinned is None else "not among those requested"
+    return Found(roots, _funnel(verdicts, among, {why: len(book.rows_of_roots()) - len(among)}))
 
 
 def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[ClaimOption]:
@@ -119,9 +108,11 @@ def _pinned(book: Book, query: Query) -> Rows | None:
         tree = np.array([] if row is None else [book.root_of(row)], dtype=np.intp)
         pinned = tree if pinned is None else np.intersect1d(pinned, tree)
         pinned = pinned[book.is_root[pinned]]
-    if pinned is None:
-        return None
-    return np.setdiff1d(pinned, _rows_of(book, query.ignore_roots))
+    return pinned
+
+
+def _unless_ignored(book: Book, query: Query, roots: Rows) -> Rows:
+    return roots[~np.isin(roots, _rows_of(book, query.ignore_roots))] if query.ignore_roots else roots
 
 
 def _rows_of(book: Book, uuids: Sequence[str]) -> Rows:
@@ -132,9 +123,9 @@ def _rows_of(book: Book, uuids: Sequence[str]) -> Rows:
 # --- the funnel
 
 
-def _funnel(verdicts: RootVerdicts, counts: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
-    """Return the steps of the funnel: how many roots each leaves, and why it rejects the others."""
-    left = int(counts[1:].sum())
+def _funnel(verdicts: RootVerdicts, roots: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
+    """Return the steps of the funnel: how many of these roots each leaves, and why it rejects the others."""
+    counts, left = np.bincount(verdicts.verdicts[roots], minlength=verdicts.passes + 1), len(roots)
     funnel = [FunnelStep(step="providers", remaining=left, rejected={why: many for why, many in pins.items() if many})]
     rejected: dict[str, dict[str, int]] = {step: {} for step in verdicts.reasons.steps()}
     for code in range(1, verdicts.passes):

@@ -12,7 +12,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.trees import NO_ROW
 
-# The bits of a word that signatures use.
+# The slots of one word of a signature.
 WORD_BITS = 62
 
 
@@ -21,7 +21,7 @@ class TreeMembers(Struct, frozen=True):
 
     eligible: per slot, which of them can give it alone. limits: per contended class, the most that each can give in
     all. covers: the required traits each meets, as bits. trees: whose tree each is in, 0 for its owner's. room: how
-    much of all that is requested it has. bits: how many bits of a signature a limit, a cover and a tree take.
+    much of all that is requested it has.
     """
 
     rows: Rows
@@ -31,7 +31,6 @@ class TreeMembers(Struct, frozen=True):
     covers: NDArray[np.int64] | None
     trees: NDArray[np.int64] | None
     room: NDArray[np.float64]
-    bits: tuple[tuple[int, ...], int, int]
 
 
 class OrderedMembers:
@@ -43,7 +42,7 @@ class OrderedMembers:
     """
 
     def __init__(self, book: Book, members: TreeMembers, *, subtrees: bool) -> None:
-        words = _packed(members)
+        words = _signatures(members)
         nearest = _nearest_above(book, members.rows, members.owners) if subtrees else None
         order = _order(members, words, nearest)
         self.rows = members.rows[order]
@@ -106,25 +105,13 @@ def kinds_of(signatures: NDArray[np.int64], above: Sequence[int]) -> list[int]:
     return kinds
 
 
-def _packed(members: TreeMembers) -> list[NDArray[np.int64]]:
-    """Return each member's signature, packed into as few words as possible."""
-    limit_bits, cover_bits, tree_bits = members.bits
-    slots = len(members.eligible)
-    words: list[NDArray[np.int64]] = []
-    for first in range(0, slots, WORD_BITS):
+def _signatures(members: TreeMembers) -> list[NDArray[np.int64]]:
+    """Return each member's signature as columns: the slots that it can give as bits, and all that it is like."""
+    words = []
+    for first in range(0, len(members.eligible), WORD_BITS):
         part = members.eligible[first : first + WORD_BITS]
         words.append((1 << np.arange(len(part))) @ part)
-    used = (slots - 1) % WORD_BITS + 1
-    fields = list(zip(members.limits, limit_bits, strict=True))
-    fields += [] if members.covers is None else [(members.covers, cover_bits)]
-    fields += [] if members.trees is None else [(members.trees, tree_bits)]
-    for values, bits in fields:
-        if used + bits > WORD_BITS:
-            words.append(np.zeros(len(members.rows), dtype=np.int64))
-            used = 0
-        words[-1] |= values << used
-        used += bits
-    return words
+    return [*words, *members.limits, *(like for like in (members.covers, members.trees) if like is not None)]
 
 
 def _order(members: TreeMembers, words: Sequence[NDArray[np.int64]], nearest: Rows | None) -> Rows:

@@ -30,57 +30,29 @@ def round_robin(iterators: Iterable[Iterator[T]]) -> Iterator[T]:
 
 def can_match(choices: Sequence[int]) -> bool:
     """Whether each slot can be given one of its choices (members as bits) and no member is used twice."""
-    holders: dict[int, int] = {}  # member's bit -> the slot that has it
-    taken = 0
-    for slot, members in enumerate(choices):
-        free = members & ~taken
-        if free:
-            bit = free & -free
-            holders[bit] = slot
-            taken |= bit
-        elif not _augment(slot, choices, holders):
+    holders: dict[int, int] = {}  # member's bit -> the choices of the slot that has it
+    taken = seen = 0
+
+    def give(members: int) -> bool:
+        """Give a slot one of these members: a free one, or one whose slot can be given another one."""
+        nonlocal taken, seen
+        if free := members & ~taken:
+            taken |= free & -free
+            holders[free & -free] = members
+            return True
+        while fresh := members & ~seen:  # ends: each member is tried once
+            bit = fresh & -fresh
+            seen |= bit
+            if give(holders[bit]):
+                holders[bit] = members
+                return True
+        return False
+
+    for members in choices:
+        seen = 0
+        if not give(members):
             return False
-        else:
-            taken = sum(holders)
     return True
-
-
-def _augment(slot: int, choices: Sequence[int], holders: dict[int, int]) -> bool:
-    """Find an augmenting path, breadth first: slots that each change to another member, so that the first slot gets
-    one.
-    """
-    came_from: dict[int, int] = {}  # member's bit -> the slot that would take the member
-    frontier = [slot]
-    seen = 0
-    while frontier:  # ends: each member is visited once
-        onward = []
-        for taker in frontier:
-            fresh = choices[taker] & ~seen
-            seen |= fresh
-            while fresh:
-                bit = fresh & -fresh
-                fresh ^= bit
-                came_from[bit] = taker
-                if bit not in holders:
-                    _flip_path(bit, slot, came_from, holders)
-                    return True
-                onward.append(holders[bit])
-        frontier = onward
-    return False
-
-
-def _flip_path(bit: int, first: int, came_from: dict[int, int], holders: dict[int, int]) -> None:
-    """Assign the members along the path: each slot takes its new member and leaves its former one to the slot before
-    it.
-    """
-    while True:  # ends: a path visits a member once
-        taker = came_from[bit]
-        had = next((held for held, holder in holders.items() if holder == taker), None)
-        holders[bit] = taker
-        if taker == first or had is None:
-            return
-        del holders[had]
-        bit = had
 
 
 class TooLong(Exception):
@@ -116,9 +88,6 @@ ANYWHERE = -1
 
 # The number of dead ends after which the solver first checks by a matching whether all slots can be apart.
 MATCH_AFTER = 32
-
-# A bound of steps that no search reaches.
-ENDLESS = 1 << 62
 
 
 class TreeProblem(Struct, frozen=True):
@@ -164,8 +133,7 @@ class TreeSolver:
     """The assignments found so far; `find` searches further ones. done: there are no others. cut: the budget has ended
     the search.
 
-    dead_ends: checks ahead that have failed, which the budget counts. tries: all steps, for callers with a bound of
-    steps.
+    dead_ends: checks ahead that have failed, which the budget counts.
     """
 
     def __init__(self, problem: TreeProblem) -> None:
@@ -174,7 +142,6 @@ class TreeSolver:
         self.done = False
         self.cut = False
         self.dead_ends = 0
-        self.tries = 0
         self._allowed = 0
         self._time_budget: TimeBudget | None = None
         self._known: dict[tuple[object, ...], bool] = {}
@@ -187,20 +154,19 @@ class TreeSolver:
         self._loose = not (any(self._tracked) or problem.subtrees or problem.everything or problem.trees is not None)
         self._source = self._spread()
 
-    def find(self, count: int, budget: int, tries: int = ENDLESS, time_budget: TimeBudget | None = None) -> int:
+    def find(self, count: int, budget: int, time_budget: TimeBudget | None = None) -> int:
         """Search until `count` assignments are found in all, with at most `budget` further dead ends. Returns the
         number found.
 
-        After this many `tries` the search stops, and there may be further assignments. Raises TooLong when the time
-        budget is used up; the found assignments are kept, and no further search is possible.
+        Raises TooLong when the time budget is used up; the found assignments are kept, and no further search is
+        possible.
         """
         self._time_budget = time_budget
         self._allowed = self.dead_ends + budget
-        last_try = self.tries + tries
         if not self.found and not self._can_match(0, 0):
             self.done = True
         try:
-            while len(self.found) < count and not (self.done or self.cut) and self.tries < last_try:
+            while len(self.found) < count and not (self.done or self.cut):
                 assignment = next(self._source, None)
                 if assignment is None:
                     self.done = True
@@ -285,7 +251,6 @@ class TreeSolver:
     def _take(self, state: _State, place: int, member: int) -> _State | None:
         """The state after the slot at this place takes the member; None when a rule forbids it."""
         problem, slot = self.problem, self._order[place]
-        self.tries += 1
         if self._loose:
             return state
         left, taken, common, tops, cover, givers = state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from bus.contracts.placement import ProviderState
@@ -16,22 +18,13 @@ class Trees:
     """Rows by uuid, with their trees. A row is kept while its provider exists or another one names it as its parent or
     root. The other members of a tree are a doubly linked list at its root, in no order.
 
-    A subclass that adds columns names them in `_filled`, or extends `_grown` and `_emptied`.
+    A subclass that adds columns calls `_made` when they are made, or extends `_grown` and `_emptied`.
     """
 
     # The columns by name, with the value of a row that was never used.
-    _filled: tuple[tuple[str, int], ...] = (
-        ("live", 0),
-        ("named_by", 0),
-        ("parent", NO_ROW),
-        ("root", NO_ROW),
-        ("first_member", NO_ROW),
-        ("next_member", NO_ROW),
-        ("previous_member", NO_ROW),
-        ("is_root", 0),
-    )
+    _filled: Mapping[str, int]
 
-    def _clear_trees(self) -> None:
+    def __init__(self) -> None:
         self.size = FIRST_SIZE
         self.top = 0  # rows at and above this were never used
         self.live = np.zeros(self.size, dtype=np.bool_)
@@ -48,6 +41,10 @@ class Trees:
         self.previous_member = np.full(self.size, NO_ROW, dtype=np.int32)
         self.is_root = np.zeros(self.size, dtype=np.bool_)
         self._roots: Rows | None = None
+
+    def _made(self) -> None:
+        """Note all columns, of which no row has been used."""
+        self._filled = {name: column[0] for name, column in vars(self).items() if isinstance(column, np.ndarray)}
 
     def __len__(self) -> int:
         return self._providers
@@ -102,7 +99,7 @@ class Trees:
             size *= 2
         if size == self.size:
             return
-        for name, fill in self._filled:
+        for name, fill in self._filled.items():
             setattr(self, name, grown(getattr(self, name), size, fill))
         self._grown(size)
         self.size = size

@@ -14,17 +14,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import Amounts, Flags, Recent, Rows
+from placement_worker.replica.columns import Amounts, Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest
-from placement_worker.replica.predicates import (
-    FORBIDDEN_AGGREGATES,
-    GIVES,
-    IN_USE,
-    WRONG_AGGREGATES,
-    WRONG_TRAITS,
-    WRONG_TREE,
-    MemberRows,
-)
+from placement_worker.replica.predicates import GIVES, IN_USE, MemberRows
 from placement_worker.replica.reasons import NOT_A_ROOT
 from placement_worker.replica.request import UNNUMBERED, Group, Query, request_of
 from placement_worker.replica.sharing import Sharing, sharing_of
@@ -41,23 +33,16 @@ class RootVerdicts:
 
     def __init__(self, book: Book, query: Query) -> None:
         self.book = book
-        self.query = query
         self.compiled = CompiledRequest(book, request_of(query))
         self.reasons = self.compiled.reasons
         self.passes = self.reasons.passes
         self._tree = self.passes + 1
         self._of_tree = np.array([self.reasons.unexplained, self.passes, self.reasons.unknown])  # by NO, YES, UNKNOWN
-        self._begin()
-
-    def _begin(self) -> None:
-        """Drop all verdicts; the next refresh evaluates every root."""
-        self._epoch = self.book.epoch
         self._sharing: Sharing | None = None
         self._given = np.zeros((0, 0), dtype=np.int64)
         # the verdicts by shapes alone; `_tree` where the tree must be evaluated
         self._by_shape: Codes = np.zeros(0, dtype=np.uint16)
         self.verdicts: Codes = np.zeros(0, dtype=np.uint16)
-        self.counts = np.zeros(self.passes + 1, dtype=np.int64)
         self._moved_at = self._shaped_at = -1
         self._roots: Rows | None = None
 
@@ -72,25 +57,21 @@ class RootVerdicts:
     def refresh(self) -> None:
         """Bring the verdicts up to date with the book."""
         book = self.book
-        if self._epoch != book.epoch:
-            self._begin()
         if self._moved_at == book.moves.end:
             return
-        self.compiled.refresh()
-        moved = book.moves.since(self._moved_at)
+        moved = self._affected(book.moves.since(self._moved_at))
         shaped = book.shape_moves.since(self._shaped_at)
-        affected = self._affected(moved)
-        if affected is None or shaped is None or 2 * len(affected) > book.top:
-            self._evaluate_all()
-        else:
-            self._evaluate_moved(affected, shaped)
+        if moved is None or shaped is None or 2 * len(moved) > book.top:
+            moved = shaped = book.rows_of_roots()
+            self._by_shape, self.verdicts, self._roots = self._by_shape[:0], self.verdicts[:0], None
+        self._evaluate_moved(moved, shaped)
         self._moved_at, self._shaped_at = book.moves.end, book.shape_moves.end
 
     def explain(self) -> None:
         """Replace each rejection without a reason by the reason why the root is rejected."""
-        if self.counts[self.reasons.unexplained]:
-            unexplained = np.flatnonzero(self.verdicts == self.reasons.unexplained)
-            self._set(unexplained, explain(self.compiled, unexplained).astype(np.uint16))
+        unexplained = np.flatnonzero(self.verdicts == self.reasons.unexplained)
+        if len(unexplained):
+            self.verdicts[unexplained] = explain(self.compiled, unexplained)
 
     def assignments(self, root: int, limit: int) -> list[list[int]]:
         """Return up to this many assignments on one root, best first, as the book is now. An assignment has a row for
@@ -99,7 +80,6 @@ class RootVerdicts:
         Only this tree is solved. Changes of other trees are left to the next refresh.
         """
         if not self.compiled.stands_alone(root):
-            self.compiled.refresh()
             found: list[list[int]] = self.compiled.assignments(root, limit).tolist()
             return found
         self.refresh()
@@ -123,15 +103,6 @@ class RootVerdicts:
             return moved
         return np.union1d(moved, sharing.served_by(sharing.givers[changed]))
 
-    def _evaluate_all(self) -> None:
-        self._by_shape = np.zeros(self.book.size, dtype=np.uint16)
-        self.verdicts = np.zeros(self.book.size, dtype=np.uint16)
-        roots = self.book.rows_of_roots()
-        self._evaluate_shapes(roots)
-        self.verdicts[roots] = self._evaluate(roots)
-        self.counts = np.bincount(self.verdicts[roots], minlength=self.passes + 1)
-        self._roots = None
-
     def _evaluate_moved(self, moved: Rows, shaped: Rows) -> None:
         if more := self.book.size - self.verdicts.size:
             self._by_shape = np.concatenate([self._by_shape, np.zeros(more, dtype=np.uint16)])
@@ -139,30 +110,10 @@ class RootVerdicts:
         if len(shaped):
             self._by_shape[shaped] = NOT_A_ROOT
             self._evaluate_shapes(shaped[self.book.is_root[shaped]])
-        self._set(moved, self._evaluate(moved))
-
-    def _set(self, rows: Rows, after: Codes) -> None:
-        """Change these rows' verdicts, their counts and the list of passing roots."""
-        before = self.verdicts[rows]
-        if np.array_equal(before, after):
-            return
-        self.verdicts[rows] = after
-        self.counts += np.bincount(after, minlength=self.passes + 1) - np.bincount(before, minlength=self.passes + 1)
-        self.counts[NOT_A_ROOT] = 0
-        self._move_roots(rows, before == self.passes, after == self.passes)
-
-    def _move_roots(self, moved: Rows, passed: Flags, pass_now: Flags) -> None:
-        """Update the list of passing roots, by two copies instead of a scan of all rows."""
-        if self._roots is None:
-            return
-        gone, come = moved[passed & ~pass_now], moved[pass_now & ~passed]
-        roots = self._roots
-        if len(gone):
-            roots = np.delete(roots, np.searchsorted(roots, gone))
-        if len(come):
-            roots = np.insert(roots, np.searchsorted(roots, come), come)
-        roots.flags.writeable = False
-        self._roots = roots
+        before, after = self.verdicts[moved], self._evaluate(moved)
+        self.verdicts[moved] = after
+        if not np.array_equal(before == self.passes, after == self.passes):
+            self._roots = None
 
     def _evaluate_shapes(self, roots: Rows) -> None:
         """Return the verdicts on lone roots by inventory, traits and aggregates alone. Trees are evaluated as a whole
@@ -219,10 +170,9 @@ def explain(compiled: CompiledRequest, roots: Rows) -> Amounts:
     if not compiled.possible:
         return np.minimum(codes, reasons.nothing)
     members = compiled.members(roots)
-    groups = {group.suffix: group for group in compiled.request.groups}
     best = np.zeros(len(members.rows), dtype=np.int64)
     for slot, requested in enumerate(compiled.slots):
-        levels = _levels(compiled, slot, groups[requested.suffix], members)
+        levels = _levels(compiled, slot, requested.suffix, members)
         codes = np.minimum(codes, reasons.of_level[slot][members.greatest(levels)])
         if requested.suffix == UNNUMBERED:
             best = np.maximum(best, _ranked(levels, slot, len(compiled.slots)))
@@ -232,16 +182,11 @@ def explain(compiled: CompiledRequest, roots: Rows) -> Amounts:
     return np.minimum(codes, reasons.unfit)
 
 
-def _levels(compiled: CompiledRequest, slot: int, group: Group, members: MemberRows) -> Amounts:
+def _levels(compiled: CompiledRequest, slot: int, suffix: str, members: MemberRows) -> Amounts:
     """Return the fit level of each member: how close it comes to giving the slot."""
     levels = np.full(len(members.rows), GIVES, dtype=np.int64)
-    rules = compiled.rules[group.suffix]
-    levels[~rules.in_tree(members)] = WRONG_TREE
-    if group.forbidden_aggregates:
-        levels[rules.in_forbidden_aggregates(members)] = FORBIDDEN_AGGREGATES
-    if group.member_of:
-        levels[~rules.in_aggregates(members)] = WRONG_AGGREGATES
-    levels[~rules.clean(members)] = WRONG_TRAITS
+    for level, wrong in compiled.rules[suffix].unmet(members):
+        levels[wrong] = np.minimum(levels[wrong], level)
     for fit in compiled.fits[slot]:
         levels = np.minimum(levels, fit.levels(members.rows))
     return levels

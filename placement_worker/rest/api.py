@@ -56,7 +56,7 @@ class Api:
         self.replica = replica
         self.searches = OffloadThread("search")
         self.texts = OffloadThread("text")  # examines invalid bodies
-        self.classes_seen = (0, 0)  # the replica's classes when the names were last read because of them
+        self.epoch_seen = 0  # of the replica's classes when the names were last read because of them
         self.config = config
         self.clock = clock
         self.rng = rng

@@ -89,9 +89,8 @@ def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: 
 
 
 async def _check_names(api: Api, requested: ParsedQuery, book: Book) -> None:
-    seen = (book.epoch, len(book.resource_classes()))
-    if seen != api.classes_seen:  # a class that this process does not know may have been renamed
-        api.classes_seen = seen
+    if book.epoch != api.epoch_seen:  # a class that this process does not know may have been renamed
+        api.epoch_seen = book.epoch
         await api.store.names.refresh()
     unknown = await api.store.unknown_classes(requested.classes())
     if unknown:
@@ -167,16 +166,10 @@ def summaries(book: Book, found: CandidateSet, classes: Collection[str], version
     """
     if not len(found):
         return b""
-    if version < SINCE_NESTED:
-        rows = np.unique(_giving(found))
-        return b",".join(_texts(book, rows, None if version >= SINCE_ALL_CLASSES else classes, version)[1])
     rows = found.touched()
-    if book.top > ROWS_KEPT:
-        return b",".join(_texts(book, rows, None, version)[1])
-    kept = book.texts.get("summaries")
-    if not isinstance(kept, _Kept):
-        kept = book.texts["summaries"] = _Kept()
-    return kept.of(book, rows)
+    if version < SINCE_NESTED or book.top > ROWS_KEPT:
+        return b",".join(_texts(book, rows, None if version >= SINCE_ALL_CLASSES else classes, version)[1])
+    return book.cache(_Kept).of(book, rows)
 
 
 class _Kept:
@@ -216,12 +209,6 @@ def _texts(book: Book, rows: Rows, only: Collection[str] | None, version: int) -
             order.append(alike)
             parts += _alike(book, alike, present, book.trait_sets.values[traits], version)
     return np.concatenate(order), parts
-
-
-def _giving(found: CandidateSet) -> Rows:
-    slots = [number for number, slot in enumerate(found.slots) if slot.resources]
-    rows: Rows = found.rows[:, slots]
-    return rows
 
 
 def _by_inventory(rows: Rows, classes: Sequence[ClassColumns]) -> Iterator[tuple[Rows, list[ClassColumns]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from bus.contracts.placement import ProviderState
 from placement_worker.offload import copy_of
 from placement_worker.replica import catch_up
 from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Book, Gap
-from placement_worker.replica.catch_up import AT_ONCE, Loading, LocalReplica, apply
+from placement_worker.replica.catch_up import AT_ONCE, CatchUp, LocalReplica, apply
 from placement_worker.replica.columns import MOVES_KEPT, Moves
 from placement_worker.replica.search import Query, search
 from placement_worker.replica.sharing import Sharing, sharing_of
@@ -217,13 +217,14 @@ def test_a_removed_provider_takes_its_settled_claims_along() -> None:
 
 def test_versions_show_which_roots_moved() -> None:
     book = loaded(provider(0, inventories={"VCPU": 8}), provider(1, root=0, parent=0), provider(2))
-    version = book.moves.end
+    version, kept = book.moves.end, book.cache(list)
     assert book.moves.since(version) is not None
     assert book.moves.since(version).tolist() == []  # type: ignore[union-attr]
     book.apply([used(11, 1, 2, {"VCPU": 0})])
     assert book.moves.since(version).tolist() == [book.row_of(uuid(0))]  # type: ignore[union-attr]
+    assert book.cache(list) is kept
     book.load([], 30)
-    assert book.moves.since(version) is None
+    assert book.cache(list) is not kept  # nor what else a reader has kept, with the version that it is of
 
 
 def test_moves_are_remembered_within_their_bound() -> None:
@@ -328,6 +329,20 @@ class Source:
         return SnapshotPage(sequence=0, providers=tuple(hosts(MANY)), history="h")
 
 
+class Snapshot(Source):
+    """A store with a snapshot of these providers, and nothing new since. meanwhile: called when it has been read."""
+
+    def __init__(self, states: list[ProviderState], sequence: int, meanwhile: Callable[[], None] = bool) -> None:
+        self.states, self.sequence, self.meanwhile = tuple(states), sequence, meanwhile
+
+    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
+        self.meanwhile()
+        return ChangesPage(rows=(), head=self.sequence, history="h")
+
+    async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
+        return SnapshotPage(sequence=self.sequence, providers=self.states, history="h")
+
+
 async def test_a_replica_is_loaded_and_brought_up_to_date_in_turns(turns: Turns) -> None:
     replica = LocalReplica(Source())
     await turns.during(replica.fresh())
@@ -342,22 +357,18 @@ async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
     book = Book()
     book.load(hosts(3), 5, "h")
     book.assume("k", {uuid(1): {"VCPU": 2}})
-    loading = Loading()
-    await loading.add(hosts(MANY, capacity=16))
-    assert (len(book), free_after(book), free_after(book, 1), book.sequence) == (3, 8, 6, 5)
-    book.assume("l", {uuid(2): {"VCPU": 3}})  # while it is loaded
-    book.forget("k")
-    epoch, version = book.epoch, book.moves.end
-    loading.begin(SnapshotPage(sequence=9, providers=(), history="h"))
-    loading.finish(book)
-    assert (len(book), free_after(book), free_after(book, 1), free_after(book, 2), book.sequence) == (
-        MANY,
-        16,
-        16,
-        13,
-        9,
-    )
-    assert book.epoch > epoch and book.moves.since(version) is None
+    kept = book.cache(list)
+
+    def meanwhile() -> None:
+        assert (len(book), free_after(book), free_after(book, 1), book.sequence) == (3, 8, 6, 5)
+        book.assume("l", {uuid(2): {"VCPU": 3}})
+        book.forget("k")
+        assert book.cache(list) is kept
+
+    await CatchUp(book, Snapshot(hosts(MANY, capacity=16), 9, meanwhile)).run()
+    now = (len(book), free_after(book), free_after(book, 1), free_after(book, 2), book.sequence)
+    assert now == (MANY, 16, 16, 13, 9)
+    assert book.cache(list) is not kept
     book.forget("l")
     assert free_after(book, 2) == 16
 
@@ -365,10 +376,8 @@ async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
 async def test_the_first_search_after_a_load_builds_nothing_that_the_next_one_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    book, loading = Book(), Loading()
-    await loading.add(hosts(3))
-    loading.begin(SnapshotPage(sequence=1, providers=(), history="h"))
-    loading.finish(book)
+    book = Book()
+    await CatchUp(book, Snapshot(hosts(3), 1)).run()
     built: list[str] = []
     monkeypatch.setattr(Sharing, "__init__", lambda *_: built.append("sharing"))
     flatnonzero = np.flatnonzero
@@ -376,16 +385,6 @@ async def test_the_first_search_after_a_load_builds_nothing_that_the_next_one_do
     roots = book.rows_of_roots()
     assert sharing_of(book).true_at == book.shape_moves.end
     assert (roots.tolist(), built) == ([0, 1, 2], [])
-
-
-def test_a_row_of_a_new_snapshot_has_no_stamp_of_before() -> None:
-    book = Book()
-    book.load(hosts(3), 1)
-    before = set(book.stamp[:3].tolist())
-    book.load(hosts(3), 2)
-    book.apply([used(3, 0, 2, {"VCPU": 1})])
-    assert not before & set(book.stamp[:3].tolist())
-    assert len(set(book.stamp[:3].tolist())) == 3
 
 
 async def test_changes_are_applied_in_turns_up_to_a_hole(turns: Turns) -> None:
@@ -434,10 +433,8 @@ def uncounted(book: Book) -> int:
 
 
 async def test_a_load_leaves_nothing_to_be_built_by_the_first_search() -> None:
-    loading, book = Loading(), Book()
-    await loading.add([provider(number, inventories={"VCPU": 8 + number}) for number in range(MANY)])
-    loading.begin(SnapshotPage(sequence=1, providers=(), history="h"))
-    loading.finish(book)
+    book = Book()
+    await CatchUp(book, Snapshot([provider(n, inventories={"VCPU": 8 + n}) for n in range(MANY)], 1)).run()
     column = book.column("VCPU")
     assert column is not None and len(column.kinds) == MANY + 1 and uncounted(book) == 0
     copied = copy_of(book)

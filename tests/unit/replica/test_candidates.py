@@ -17,9 +17,8 @@ from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
 from placement_worker.offload import copy_of
-from placement_worker.replica import candidates as module
 from placement_worker.replica.book import SWEEP_FROM, Book
-from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
+from placement_worker.replica.candidates import MAX_CELLS, CandidatesRequest, Group, candidates
 from placement_worker.replica.compiled import MAX_SLOTS
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.tree_solver import TimeBudget, TooLong, TreeProblem, TreeSolver, can_match
@@ -259,11 +258,13 @@ def test_more_candidates_than_the_budget_are_cut_after_each_root_has_one() -> No
     assert not answer.exhausted
 
 
-def test_tries_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_ends_too() -> None:
     """No dead end anywhere, and more candidates than a client can wait for."""
-    monkeypatch.setattr(module, "LEAST_TRIES", 2000)
-    answer = candidates(loaded(devices(30)), numbered(*[{"VF": 1}] * 20, group_policy="isolate"), limit=10**6, budget=1)
-    assert 0 < len(answer) < 2000
+    times = iter(range(10**6))
+    request = numbered(*[{"VF": 1}] * 20, group_policy="isolate")
+    short = TimeBudget(lambda: float(next(times)), 2000, keeps_partial=True)
+    answer = candidates(loaded(devices(30)), request, limit=10**6, budget=1, time_budget=short)
+    assert 0 < len(answer) < MAX_CELLS // 20
     assert not answer.exhausted
 
 
