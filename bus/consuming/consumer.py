@@ -43,8 +43,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
 from bus.contracts.queues import BY_QUEUE, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
-from bus.gather import Gather
-from bus.in_turn import InTurn
+from bus.gather import Gather, InTurn
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
