@@ -206,10 +206,10 @@ class GroupRules:
         """Per member, whether it meets all requirements, except the required traits of the un-numbered group, which
         members meet together (`covers`).
         """
-        allowed = np.ones(len(members.rows), dtype=np.bool_)
+        rejected = np.zeros(len(members.rows), dtype=np.bool_)
         for _, wrong in self.unmet(members):
-            allowed &= ~wrong
-        return allowed
+            rejected |= wrong
+        return ~rejected
 
     def unmet(self, members: MemberRows) -> Iterator[tuple[int, Flags]]:
         """For each kind of requirement that the group has, the fit level of a member that does not meet it, and which
