@@ -18,7 +18,7 @@ from bus.contracts.moves import MoveEvent
 from bus.contracts.stages import Stamps
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.unit_of_work import run_optimistic
+from bus.persistence.unit_of_work import OptimisticFirst
 from scheduler_worker import metrics
 from scheduler_worker.domain.builds import (
     BuildUpdate,
@@ -116,19 +116,16 @@ class AnnouncementWriter:
         # An event is published before it is on disk, and the cell's message is acknowledged afterwards: if the database
         # crashes in between, the message is delivered again and the same event is published again
         # (docs/decisions/0011-what-waits-for-the-disk.md).
-        return await run_optimistic(
-            lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
-            lambda unit: self._apply(unit, together),
-        )
-
-    async def _apply(self, unit: BuildUnit, together: Sequence[_Waiting]) -> list[AppliedAnnouncements]:
-        now = self._clock.time()
-        builds = await unit.lock([event.instance_uuid for one in together for event in one.events])
-        timelines: dict[str, list[TimelineEntry]] = {}
-        applied = [self._apply_cell(unit, one, builds, timelines, now) for one in together]
-        await unit.update(
-            [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in timelines.items()], now
-        )
+        units = OptimisticFirst(lambda optimistic: self._store.unit(durable=False, optimistic=optimistic))
+        while units.go_on():
+            async with units as unit:
+                now = self._clock.time()
+                builds = await unit.lock([event.instance_uuid for one in together for event in one.events])
+                timelines: dict[str, list[TimelineEntry]] = {}
+                applied = [self._apply_cell(unit, one, builds, timelines, now) for one in together]
+                await unit.update(
+                    [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in timelines.items()], now
+                )
         return applied
 
     def _apply_cell(

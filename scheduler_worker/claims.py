@@ -31,12 +31,8 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
-from scheduler_worker.domain.builds import ProjectsBuild
-from scheduler_worker.domain.placement import (
-    FIRST_ATTEMPT,
-    PlacementUnavailable,
-    answered,
-)
+from scheduler_worker.domain.builds import FIRST_ATTEMPT, ProjectsBuild
+from scheduler_worker.domain.placement import PlacementUnavailable, answered
 
 Reply = TypeVar("Reply", bound=Message)
 Question: TypeAlias = Claim | Release | Revert

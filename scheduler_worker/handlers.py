@@ -10,27 +10,26 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Received, Wait
-from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest
+from bus.consuming.outcome import Outcome, Received, Wait
+from bus.contracts.build import BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.admission import PendingBuild, members_of, pending_build
-from scheduler_worker.domain.deletes import PendingDelete, pending_delete
+from scheduler_worker.domain.admission import PendingBuild, in_passes, members_of, pending_build
+from scheduler_worker.domain.deletes import pending_delete
+from scheduler_worker.domain.gangs import outcome_of_gang
 from scheduler_worker.domain.moves import pending_move
 from scheduler_worker.domain.requests import FlavorAccess, RequestDelivery, delivery_of
-from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import MoveEngine
+from scheduler_worker.placing import BUILDS_AT_ONCE
 from scheduler_worker.unanswered import max_request_age_s
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
-
-# The most machines in one call of the engine: a larger batch is divided, and never within one request.
-MAX_MACHINES_PER_PASS = 512
 
 
 class RequestHandler:
@@ -125,6 +124,7 @@ class RequestHandler:
     async def _process(self, batch: Sequence[Received], deliveries: Sequence[RequestDelivery]) -> list[Outcome]:
         now = self._clock.time()
         taken = list(zip(batch, deliveries, strict=True))
+        requests = await self._builds(taken, now)
         deletes = [
             pending_delete(received, delivery, position)
             for position, (received, delivery) in enumerate(taken)
@@ -135,71 +135,36 @@ class RequestHandler:
             for position, (received, delivery) in enumerate(taken)
             if isinstance(received.message, MoveRequest)
         ]
-        outcomes = await self._build_and_delete(await self._builds(taken, now), deletes)
-        if moves:
-            outcomes |= await self._moves.process(moves)
-        return [outcomes[position] for position in range(len(batch))]
-
-    async def _build_and_delete(
-        self, requests: Mapping[int, PendingBuild], deletes: Sequence[PendingDelete]
-    ) -> dict[int, Outcome]:
-        """The outcomes of build requests ({position in the batch: request}) and deletes, by position in the batch."""
         outcomes: dict[int, Outcome] = {}
-        going_on = dict(requests)
         expired = {position: one for position, one in requests.items() if one.delivery.is_late()}
         for position, request in (await self._engine.not_left(expired) if expired else {}).items():
             if isinstance(request, PendingBuild):
-                going_on[position] = request
+                requests[position] = request
             else:
                 outcomes[position] = request
-                del going_on[position]
-        for number, some in enumerate(_in_parts(going_on) or [{}]):
+                del requests[position]
+        for number, part in enumerate(in_passes(requests) if requests else [{}]):
             builds: list[PendingBuild] = []
             members: dict[int, list[PendingBuild]] = {}
-            for position, request in some.items():
+            for position, request in part.items():
                 members[position] = members_of(request, start=len(builds))
                 builds += members[position]
             these = () if number else deletes
             if builds or these:
                 of_builds, of_deletes = await self._engine.process(builds, these)
                 outcomes |= of_deletes
-                outcomes |= {position: _outcome_of(many, of_builds) for position, many in members.items()}
-        return outcomes
+                for position, many in members.items():
+                    first = of_builds[many[0].position]
+                    outcomes[position] = first if len(many) == 1 else outcome_of_gang(many, of_builds)
+        if moves:
+            outcomes |= await self._moves.process(moves)
+        return [outcomes[position] for position in range(len(batch))]
 
     async def _builds(self, taken: Sequence[tuple[Received, RequestDelivery]], now: float) -> dict[int, PendingBuild]:
+        """The build requests of a batch, by position."""
         return {
             position: pending_build(received, delivery, now=now, flavors=self._flavors)
             async for part in InParts(enumerate(taken), BUILDS_AT_ONCE)
             for position, (received, delivery) in part
             if isinstance(received.message, BuildRequest)
         }
-
-
-def _in_parts(requests: Mapping[int, PendingBuild]) -> list[dict[int, PendingBuild]]:
-    """The requests in parts of at most MAX_MACHINES_PER_PASS machines."""
-    parts: list[dict[int, PendingBuild]] = []
-    machines = MAX_MACHINES_PER_PASS
-    for position, pending in requests.items():
-        machines += pending.request.members
-        if machines > MAX_MACHINES_PER_PASS:
-            parts.append({})
-            machines = pending.request.members
-        parts[-1][position] = pending
-    return parts
-
-
-def _outcome_of(members: Sequence[PendingBuild], outcomes: Mapping[int, Outcome]) -> Outcome:
-    """The outcome of a request with these members: a retry if one of them is retried, otherwise that of the first."""
-    first = outcomes[members[0].position]
-    if len(members) == 1:
-        return first
-    for pending in members:
-        outcome = outcomes[pending.position]
-        if not isinstance(outcome, Done):
-            return outcome
-    if isinstance(first, Done) and isinstance(first.reply, BuildAccepted):
-        reply = BuildAccepted(
-            instance_uuid=first.reply.instance_uuid, members=tuple(one.instance_uuid for one in members)
-        )
-        return Done(reply=reply)
-    return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from bus.contracts.placement import ClaimResult
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.service.stages import STAGE_S as BUILD_STAGE_S
+from scheduler_worker.domain.admission import Admission, Answered, Continue
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.flavors import ZONE_KEY
 from scheduler_worker.domain.hosts import Mask, Rows
@@ -50,6 +52,15 @@ def count_requests(kind: str, outcome: str, count: int = 1) -> None:
     """Count requests (build, delete) with the same outcome; those without a name are not counted."""
     if outcome and count:
         REQUESTS.labels(kind, outcome).inc(count)
+
+
+def count_builds(admissions: Iterable[Admission]) -> None:
+    """Count build requests by what their records lead to; one that is carried on by a redelivery is not counted."""
+    labels = Counts(
+        one.label if isinstance(one, Answered) else "accepted" for one in admissions if not isinstance(one, Continue)
+    )
+    for label, count in labels.items():
+        count_requests("build", label, count)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""DECIDE and CLAIM, in rounds: a round chooses a host for each request that has none, and claims all of them together.
+"""DECIDE, CLAIM and WRITE: a round chooses a host for each request that has none, and claims all of them together.
 
 Decide: one pass over the replica, without a message. Each choice is assumed there, so that the next one sees it. A long
 pass is made in parts, with a turn of the event loop after each.
@@ -6,6 +6,8 @@ Claim: the claims of all requests travel together. The answers step each placeme
 decided and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1, run).
 Held: of each request that ends without a host placement is asked what its instance holds; the record of an earlier one
 may be lost, and not its claim. What another run has claimed is taken over before a cell gets the build.
+Write: one transaction writes the decisions, maps the instances to their cells and keeps the messages to publish. It is
+guarded by the record's state: of all schedulers that process a request, one writes and the others do not.
 """
 
 from __future__ import annotations
@@ -13,40 +15,44 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.placement import (
-    Claim,
-    ClaimAll,
-    ClaimOutcome,
-    ClaimResult,
-)
+from bus.consuming.outcome import Outcome, Wait
+from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
+from bus.contracts.stages import Stamps
 from bus.faults import Fault
+from bus.persistence.outbox import OutboxMessage
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
-from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, HeldClaims, claim_gangs
+from scheduler_worker.claims import ClaimPort, HeldClaims, claim_gangs, is_claim_of
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
-from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.builds import Author, BuildDecision, releases_of
+from scheduler_worker.domain.decision_round import DecisionRound, found, step, stranded
+from scheduler_worker.domain.decisions import (
+    Conclusion,
+    DecidedBuild,
+    PlacedBuild,
+    by_request,
+    conclude,
+    ended_where_held,
+    messages_of,
+    not_placed,
+    with_stages,
+)
 from scheduler_worker.domain.gangs import claimable, merged, with_gang_results, within_bounds
 from scheduler_worker.domain.placement import (
-    Assume,
-    Forget,
     HostClaimed,
     PlacementRequest,
     PlacementResult,
     PlacementState,
-    PlacementStep,
     PlacementUnavailable,
-    Settle,
     claim_of,
     initial_state,
     is_as_held,
@@ -57,14 +63,20 @@ from scheduler_worker.domain.placement import (
     unknown_after,
 )
 from scheduler_worker.domain.ranking import CellRuns, Spread
+from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.step import found, step
 from scheduler_worker.domain.view import RequestSpec, has_peers, locate_request, peers_of
+from scheduler_worker.store.port import SchedulerStore, write_decided
 
 log = structlog.get_logger(__name__)
 
 FIRST_JITTER_S = 0.002  # the longest wait before the second round of claims; the mean is half of it
 ANSWERS_AT_ONCE = 64  # placement's answers that are carried out in one turn of the event loop
+# Requests that are recorded, prepared or concluded in one turn of the event loop, each a build or a gang.
+BUILDS_AT_ONCE = 64
+CONTENDED = (ClaimOutcome.FULL, ClaimOutcome.RACED)  # another scheduler was faster
+# The transaction of a record does not wait for the disk, and the database has crashed since: record and decide again.
+FORGOTTEN = Wait("request.forgotten", "it is not on record any more")
 
 
 class ReplicaFollower(Protocol):
@@ -105,164 +117,89 @@ class Placer:
         self._runs = CellRuns()
         self._deciding = asyncio.Lock()  # passes in parts one after another: each sees the choices before it
 
-    @property
-    def _config(self) -> SchedulerConfig:
-        """The configuration in force: the settings, with the objects that operators have defined since."""
-        return self._selector.config
-
-    async def place(
-        self, requests: Sequence[PlacementRequest], chosen: dict[str, PlacementState] | None = None
-    ) -> list[PlacementResult]:
-        """Decide and claim in rounds until each request has a result; returns the results in order. chosen: speculative
-        choices, of which those of these requests are taken out.
-        """
-        speculative = chosen or {}
-        states = [
-            initial_state(one, self._selector) if ahead is None else replace(ahead, run=one.run)
-            for one in requests
-            for ahead in [speculative.get(one.request.instance_uuid)]
-        ]
+    async def place(self, requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
+        """Decide and claim in rounds until each request has a result; returns the results in order."""
+        states = [initial_state(one, self._selector) for one in requests]
         states = with_gang_results(await self._with_peers(states))
-        rounds = Retrying(self._claim_rounds, self._clock, self._rng)
-        for (
-            one
-        ) in requests:  # from here on each round drops the choices that it does not claim; others stay the caller's
-            speculative.pop(one.request.instance_uuid, None)
 
         async def next_round() -> bool:
             nonlocal states
             states = await self._round(states)
             return all(state.result is not None for state in states)
 
-        await rounds.until(next_round)
-        return [result_of(state) for state in await self._recover(states)]
+        await Retrying(self._claim_rounds, self._clock, self._rng).until(next_round)
+        if any(is_without_host(one) or one.recovered is not None for one in states):
+            states = await self._recover(states)
+        return [result_of(state) for state in states]
 
     async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One round for all placements without a result: decide, claim them together, apply the answers."""
-        unresolved = [state for state in states if state.result is None]
         after = list(states)
         try:
-            self._selector.holds.settle()
-            if any(state.needs_refresh for state in unresolved):
-                await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
-            with metrics.timed_stage("decide", self._clock):
-                after = with_gang_results(merged(states, await self._decide(unresolved)))
+            after = await self._decide(states)
             open_ = [one for one in after if one.result is None]
             singles = [one for one in open_ if one.gang is None and one.choice is not None]
             gangs = claimable(open_)
             if singles or gangs:
                 with metrics.timed_stage("claim", self._clock):
-                    after = with_gang_results(merged(after, await self._claim(singles, gangs)))
+                    quota_of = self._selector.config.quota_of
+                    claims = [claim_of(one, quota_of(one.request.project_id)) for one in singles]
+                    answers = await (self._with_gangs(claims, gangs) if gangs else self._claims.submit(claims))
+                    claimed = [*singles, *itertools.chain.from_iterable(gangs)]
+                    now, lost = self._clock.time(), 0
+                    answered: list[PlacementState] = []
+                    async for part in InParts(zip(claimed, answers, strict=True), ANSWERS_AT_ONCE):
+                        for state, answer in part:
+                            metrics.count_claim(answer, retried=state.choice is not None and is_lost(answer))
+                            lost += isinstance(answer, ClaimResult) and answer.outcome in CONTENDED
+                            stepped = step(state, answer, self._selector, now=now)
+                            stepped.carry_out(self._selector.book)
+                            answered.append(stepped.state)
+                    self._spread = self._spread.after(len(claimed), lost)
+                    after = with_gang_results(merged(after, answered))
         finally:
             # However the round ended, by cancellation too: no choice stays assumed that was not claimed.
-            self.drop(after)
-        ended = {one.request.instance_uuid for one in unresolved}
-        for state in after:
-            if isinstance(state.result, NoValidHost) and state.request.instance_uuid in ended:
+            for state in after:
+                if not isinstance(state.result, HostClaimed):
+                    self._selector.book.forget(state.request.instance_uuid)
+        for before, state in zip(states, after, strict=True):
+            if isinstance(state.result, NoValidHost) and before.result is None:
                 metrics.DECISIONS.labels("no_host").inc()
         return after
 
-    # --- decide
-
-    def choose_speculatively(self, builds: Sequence[PendingBuild]) -> dict[str, PlacementState]:
-        """Choices made before it is known whether the requests are new, by instance.
-
-        A request that finds no host at once, or depends on where other instances are, is left to the rounds.
-        """
-        specs = [(pending, self._selector.request_spec(pending.request)) for pending in builds]
-        states = {
-            pending.instance_uuid: initial_state(
-                PlacementRequest(request=pending.request, spec=spec, run=pending.run), self._selector
-            )
-            for pending, spec in specs
-            if isinstance(spec, RequestSpec) and pending.gang is None and not has_peers(pending.request)
-        }
-        decisions, chosen = self._decision_round(), dict[str, PlacementState]()
-        for uuid, state in states.items():
-            with suppress(QueryTooWide):
-                choice = decisions.choose(state)
-                if choice.choice is not None:
-                    chosen[uuid] = replace(choice, speculative=True, decided_at=self._clock.time())
-        metrics.observe_round(len(chosen), decisions.candidates)
-        return chosen
-
     async def _decide(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One pass, in parts: each choice is assumed, so that the next one sees it."""
-        decided: list[PlacementState] = []
-        async with self._deciding:
-            if any(state.needs_newest for state in states):
-                self._selector.holds.release()  # a hold never proves "no host", as an older state does not
-            decisions = self._decision_round()
-            for _ in decisions.in_parts(states, decided):
-                await next_turn()
-        pairs = zip(states, decided, strict=True)
-        chosen = sum(after.choice is not None and not before.speculative for before, after in pairs)
-        metrics.observe_round(chosen, decisions.candidates)
-        decided_at = self._clock.time()
-        return [one if one.decided_at else replace(one, decided_at=decided_at) for one in decided]
-
-    def _decision_round(self) -> DecisionRound:
-        subset = self._spread.subset(self._config.host_subset_size, self._config.max_subset_size)
+        unresolved, decided = [state for state in states if state.result is None], list[PlacementState]()
+        selector = self._selector
+        config = selector.config  # in force: the settings, with the objects that operators have defined since
+        selector.holds.settle()
+        if any(state.needs_refresh for state in unresolved):
+            await self._follower.refresh(timeout_s=config.raced_wait_s)  # one round trip, shared
+        subset = self._spread.subset(config.host_subset_size, config.max_subset_size)
         metrics.SUBSET.set(subset)
-        return DecisionRound(self._selector, self._rng, subset=subset, runs=self._runs)
+        with metrics.timed_stage("decide", self._clock):
+            async with self._deciding:
+                if any(state.needs_newest for state in unresolved):
+                    selector.holds.release()  # a hold never proves "no host", as an older state does not
+                decisions = DecisionRound(selector, self._rng, subset=subset, runs=self._runs)
+                for _ in decisions.in_parts(unresolved, decided):
+                    await next_turn()
+            metrics.observe_round(sum(one.choice is not None for one in decided), decisions.candidates)
+            decided_at = self._clock.time()
+            decided = [one if one.decided_at else replace(one, decided_at=decided_at) for one in decided]
+            return with_gang_results(merged(states, decided))
 
-    def drop(self, states: Iterable[PlacementState]) -> None:
-        """Forget the assumptions of choices that were not claimed."""
-        for state in states:
-            if not isinstance(state.result, HostClaimed):
-                self._selector.book.forget(state.request.instance_uuid)
-
-    # --- claim
-
-    async def _claim(
-        self, singles: Sequence[PlacementState], gangs: Sequence[Sequence[PlacementState]]
-    ) -> list[PlacementState]:
-        """Submit the claims, those of a gang together, and step each placement by its answer."""
-        answers = await self._submit(singles, gangs)
-        states = [*singles, *itertools.chain.from_iterable(gangs)]
-        now, lost = self._clock.time(), 0
-        after: list[PlacementState] = []
-        async for part in InParts(zip(states, answers, strict=True), ANSWERS_AT_ONCE):
-            for state, answer in part:
-                metrics.count_claim(answer, retried=state.choice is not None and is_lost(answer))
-                lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
-                stepped = step(state, answer, self._selector, now=now)
-                self._carry_out(stepped)
-                after.append(stepped.state)
-        self._spread = self._spread.after(len(states), lost)
-        return after
-
-    async def _submit(
-        self, singles: Sequence[PlacementState], gangs: Sequence[Sequence[PlacementState]]
+    async def _with_gangs(
+        self, claims: Sequence[Claim], gangs: Sequence[Sequence[PlacementState]]
     ) -> list[ClaimResult | Fault]:
-        """Placement's answers, in order: those of the singles, then those of each gang's members."""
-        claims = self._claims_of(singles)
-        if not gangs:
-            return await self._claims.submit(claims)
-        answers, of_gangs = await asyncio.gather(
-            self._claims.submit(claims), claim_gangs(self._claims, self._gang_claims(gangs))
+        """Submit claims, and those of each gang's members together; the answers in order."""
+        quota_of = self._selector.config.quota_of
+        of_gangs = [[claim_of(one, quota_of(one.request.project_id)) for one in members] for members in gangs]
+        answers, more = await asyncio.gather(
+            self._claims.submit(claims),
+            claim_gangs(self._claims, [ClaimAll(claims=within_bounds(claims)) for claims in of_gangs]),
         )
-        return [*answers, *of_gangs.values()]
-
-    def _carry_out(self, stepped: PlacementStep) -> None:
-        """Carry out the replica commands that an answer leads to."""
-        uuid = stepped.state.request.instance_uuid
-        for command in stepped.commands:
-            match command:
-                case Assume():
-                    self._selector.book.assume(uuid, command.allocations)
-                case Settle():
-                    self._selector.book.settle(uuid, command.generations, command.sequence)
-                case Forget():
-                    self._selector.book.forget(uuid)
-        if stepped.state.recovered is not None:
-            log.info("claim.recovered", instance=uuid, host=stepped.state.recovered)
-
-    def _claims_of(self, states: Sequence[PlacementState]) -> list[Claim]:
-        return [claim_of(one, self._config.quota_of(one.request.project_id)) for one in states]
-
-    def _gang_claims(self, gangs: Sequence[Sequence[PlacementState]]) -> list[ClaimAll]:
-        return [ClaimAll(claims=within_bounds(self._claims_of(members))) for members in gangs]
+        return [*answers, *more.values()]
 
     # --- what depends on other instances
 
@@ -290,8 +227,6 @@ class Placer:
         request whose record is lost, as after a restore. They may be why there is no room.
         """
         unsure = [one for one in states if is_without_host(one) or one.recovered is not None]
-        if not unsure:
-            return states
         held = await self._held.given_to(
             {(one.request.instance_uuid, one.request.project_id): one.run for one in unsure}
         )
@@ -305,6 +240,114 @@ class Placer:
                 after.append(replace(state, result=PlacementUnavailable("what the instance held is released")))
             elif found_now is not None and not is_as_held(state, found_now):
                 stepped = found(state, found_now, self._selector, now=self._clock.time())
-                self._carry_out(stepped)
+                stepped.carry_out(self._selector.book)
                 after.append(stepped.state)
-        return merged(states, after)
+        recovered = merged(states, after)
+        for state in recovered:
+            if state.recovered is not None:
+                log.info("claim.recovered", instance=state.request.instance_uuid, host=state.recovered)
+        return recovered
+
+
+class Dispatcher:
+    """Decides about builds that are on record, and writes the decisions. One per scheduler process."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        held: HeldClaims,
+        placer: Placer,
+        selector: Selector,
+        *,
+        clock: Clock,
+        process: str,
+    ) -> None:
+        self._store = store
+        self._held = held
+        self._placer = placer
+        self._selector = selector
+        self._clock = clock
+        self._who = process
+
+    async def dispatch(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
+        """Decide, claim and write builds: the outcomes by position."""
+        placing, concluded = await self._prepare(builds)
+        results = await self._placer.place([request for _, request in placing])
+        placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
+        nearest = self._selector.config.max_funnel_nearest
+        async for requests in InParts(by_request(placed), BUILDS_AT_ONCE):
+            author = Author(self._who, self._clock.time())
+            for members in requests:
+                concluded += conclude(members, author, nearest)
+        outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
+        decided = [end for _, end in concluded if isinstance(end, DecidedBuild)]
+        if not decided:
+            return outcomes
+        now, stages = self._clock.time(), dict[str, Stamps]()
+        writes: list[tuple[BuildDecision, Sequence[OutboxMessage]]] = []
+        async for part in InParts(decided, BUILDS_AT_ONCE):
+            for one in part:
+                stamps = stages[one.decision.build.instance_uuid] = one.pending.stamps(one.claimed, now)
+                decision = with_stages(one.decision, stamps) if one.decision.build.terminal else one.decision
+                writes.append((decision, messages_of(one, decision, now, stamps, self._selector.config)))
+        with metrics.timed_stage("write", self._clock):
+            written = await write_decided(self._store, writes, now)
+        metrics.observe_decisions([stages[uuid] for uuid in written])
+        metrics.count_ended(one.decision.build for one in decided if one.pending.instance_uuid in written)
+        unwritten = {uuid: one.pending.run for one in decided if (uuid := one.pending.instance_uuid) not in written}
+        forgotten = await self._withdraw(unwritten) if unwritten else set()
+        for one in decided:
+            build = one.decision.build
+            uuid = build.instance_uuid
+            outcomes[one.pending.position] = FORGOTTEN if uuid in forgotten else one.pending.accepted
+            if build.terminal and uuid in written:
+                log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
+        return outcomes
+
+    async def _prepare(
+        self, builds: Sequence[PendingBuild]
+    ) -> tuple[list[tuple[PendingBuild, PlacementRequest]], list[tuple[PendingBuild, Conclusion]]]:
+        """The builds to place, and the conclusions about the others."""
+        author = Author(self._who, self._clock.time())
+        placing: list[tuple[PendingBuild, PlacementRequest]] = []
+        concluded: list[tuple[PendingBuild, Conclusion]] = []
+        async for some in InParts(builds, BUILDS_AT_ONCE):
+            for pending in some:
+                spec = self._selector.request_spec(pending.request) if pending.delivery.why is None else None
+                if isinstance(spec, RequestSpec):
+                    request = PlacementRequest(request=pending.request, spec=spec, run=pending.run, gang=pending.gang)
+                    placing.append((pending, request))
+                else:
+                    concluded.append((pending, not_placed(pending, spec, self._selector, author)))
+        return placing, await self._ended_where_held(concluded) if concluded else []
+
+    async def _ended_where_held(
+        self, concluded: Sequence[tuple[PendingBuild, Conclusion]]
+    ) -> list[tuple[PendingBuild, Conclusion]]:
+        """The conclusions about builds that are not placed, where a claim is held: its cell is queried, and ends it."""
+        ended = {one.instance_uuid: (one, end) for one, end in concluded if isinstance(end, DecidedBuild)}
+        if not ended:
+            return list(concluded)
+        held = await self._held.given_to({(uuid, one.request.project_id): one.run for uuid, (one, _) in ended.items()})
+        author = Author(self._who, self._clock.time())
+        queried: dict[str, Conclusion] = {}
+        for uuid, one in held.items():
+            pending, end = ended[uuid]
+            result = unknown_after(one) if isinstance(one, Fault) else stranded(one, end.decision.build.reason)
+            if isinstance(result, PlacementUnavailable):
+                queried[uuid] = waits(result)
+            elif isinstance(one, Fault) or is_claim_of((uuid, pending.request.project_id), one):
+                queried[uuid] = ended_where_held(pending, result, author)
+        return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
+
+    async def _withdraw(self, runs: Mapping[str, str]) -> set[str]:
+        """Release the claims for builds ({instance: run}) that another scheduler, or a delete, has ended meanwhile. By
+        the run of this decision: where the record has another, nothing was ever dispatched for this one. Returns those
+        whose record is gone.
+        """
+        async with self._store.unit() as unit:
+            known = await unit.read(list(runs))
+            for uuid, one in known.items():
+                for message in releases_of(replace(one.build, run=runs[uuid])):
+                    unit.emit(message)
+        return runs.keys() - known.keys()

@@ -2,8 +2,8 @@
 
 Nearly always the cache is right: one process handles all messages of an instance. Then a unit costs one round trip
 instead of five. Every row that the unit has read is compared with its version at the end, whether it changes or not. A
-row that another process has written since raises `Conflict`; nothing is written, and `run_optimistic` runs the work
-again in a unit that locks what it reads.
+row that another process has written since raises `Conflict`; nothing is written, and the work is done again in a unit
+that locks what it reads (`OptimisticFirst`).
 
 A worker subclasses `WriteSet` with its writes and `OptimisticUnitOfWork` with the methods of its own unit, and writes a
 `RowStore` for each of its adapters.
@@ -12,8 +12,9 @@ A worker subclasses `WriteSet` with its writes and `OptimisticUnitOfWork` with t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from msgspec import Struct
@@ -29,7 +30,6 @@ Writes = TypeVar("Writes", bound="WriteSet")
 Writes_contra = TypeVar("Writes_contra", bound="WriteSet", contravariant=True)
 Unit = TypeVar("Unit")
 Emitting = TypeVar("Emitting", bound="EmittingUnit")
-Result = TypeVar("Result")
 
 
 # The bound of cached rows: more than are in use at once, and few enough to take little memory.
@@ -183,16 +183,39 @@ async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitt
     relay.send(begun.rows, begun.outbox)
 
 
-async def run_optimistic(
-    begin: Callable[[bool], AbstractAsyncContextManager[Unit]], work: Callable[[Unit], Awaitable[Result]]
-) -> Result:
-    """Run the work in an optimistic unit and, after a conflict, once more in one that locks.
+class OptimisticFirst(Generic[Unit]):
+    """The units of one piece of work: an optimistic one and, after a conflict, one more that locks.
 
-    begin: makes a unit, optimistic or not.
+    begin: makes a unit, optimistic or not. The work is a loop, so that it is in the place of its caller:
+
+        while units.go_on():
+            async with units as unit: ...
     """
-    try:
-        async with begin(True) as unit:
-            return await work(unit)
-    except Conflict:
-        async with begin(False) as unit:
-            return await work(unit)
+
+    def __init__(self, begin: Callable[[bool], AbstractAsyncContextManager[Unit]]) -> None:
+        self._begin = begin
+        self._unit: AbstractAsyncContextManager[Unit] | None = None
+        self._left = [False, True]  # the last is the next
+
+    def go_on(self) -> bool:
+        """Whether the work is to be done, or to be done once more."""
+        return bool(self._left)
+
+    async def __aenter__(self) -> Unit:
+        self._unit = self._begin(self._left.pop())
+        return await self._unit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        assert self._unit is not None
+        try:
+            await self._unit.__aexit__(kind, error, trace)
+        except Conflict:
+            if not self._left:
+                raise
+            return True
+        if isinstance(error, Conflict):
+            return bool(self._left)
+        self._left.clear()
+        return False

@@ -9,8 +9,7 @@ from cell_conductor.domain.report import UnexplainedKind
 from lab.simulation.plan import Action
 from lab.simulation.widening import Widening
 from lab.simulation.world import World
-from scheduler_worker.domain.builds import OPEN, RecordedBuild
-from scheduler_worker.domain.placement import STRANDED
+from scheduler_worker.domain.builds import OPEN, STRANDED, RecordedBuild
 
 
 def standing(world: World, build: RecordedBuild) -> str:

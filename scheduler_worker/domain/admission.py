@@ -5,7 +5,7 @@ One build request of a batch: the request as received, and its first record. Pur
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
 
 from msgspec import Struct
@@ -39,6 +39,8 @@ from scheduler_worker.domain.requests import (
 )
 
 DUPLICATE = "request.duplicate"
+# The most machines in one call of the engine: a larger batch is divided, and never within one request.
+MAX_MACHINES_PER_PASS = 512
 
 
 class Start(Struct, frozen=True):
@@ -82,14 +84,6 @@ def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild 
     return Done() if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
 
 
-def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:
-    """{instance: the first request for it}, in order: a second one in the same batch changes nothing."""
-    firsts: dict[str, PendingBuild] = {}
-    for pending in builds:
-        firsts.setdefault(pending.instance_uuid, pending)
-    return firsts
-
-
 def admit(
     pending: PendingBuild,
     firsts: Mapping[str, PendingBuild],
@@ -98,7 +92,8 @@ def admit(
 ) -> Admission:
     """How to go on with each request of a batch once the batch is on record.
 
-    firsts: as `first_of_each`. new: instances that this batch has put on record. known: the records of the others.
+    firsts: {instance: the first request for it}; a second one in the same batch changes nothing. new: instances that
+    this batch has put on record. known: the records of the others.
     """
     uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
     if pending.is_later_member and is_clash_of_first(pending, firsts, known):
@@ -218,6 +213,34 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         """The outcome once it is on record."""
         return Done(reply=BuildAccepted(instance_uuid=self.instance_uuid))
 
+    def first_record(self, author: Author) -> NewBuild:
+        """The first record of a new request: accepted, or refused at once.
+
+        Its timeline begins when it was sent: it may have waited in its queue. A client's clock may be ahead.
+        """
+        request, refusal = self.request, self.refusal
+        of_gang = "" if self.gang is None else f", one of {self.gang.size} of gang {self.gang.uuid}"
+        requested = replace(
+            author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}"),
+            at=min(self.requested_at, author.at),
+        )
+        return NewBuild(
+            request=request,
+            digest=self.digest,
+            build=RecordedBuild(
+                instance_uuid=request.instance_uuid,
+                project_id=request.project_id,
+                state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
+                sequence=FAILED_OR_REFUSED if refusal else ACCEPTED,
+                terminal=refusal is not None,
+                code=refusal.code if refusal else "",
+                reason=refusal.reason if refusal else "",
+                run=self.run,
+            ),
+            timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
+            gang=self.gang,
+        )
+
     def stamps(self, claimed: HostClaimed | None, now: float) -> Stamps:
         """When each stage so far has ended."""
         decided_at, claimed_at = (now, 0.0) if claimed is None else (claimed.decided_at, claimed.claimed_at)
@@ -325,30 +348,14 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
     ]
 
 
-def new_build(pending: PendingBuild, author: Author) -> NewBuild:
-    """The first record of a new request: accepted, or refused at once.
-
-    Its timeline begins when it was sent: it may have waited in its queue. A client's clock may be ahead.
-    """
-    request, refusal = pending.request, pending.refusal
-    of_gang = "" if pending.gang is None else f", one of {pending.gang.size} of gang {pending.gang.uuid}"
-    requested = replace(
-        author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}"),
-        at=min(pending.requested_at, author.at),
-    )
-    return NewBuild(
-        request=request,
-        digest=pending.digest,
-        build=RecordedBuild(
-            instance_uuid=request.instance_uuid,
-            project_id=request.project_id,
-            state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
-            sequence=FAILED_OR_REFUSED if refusal else ACCEPTED,
-            terminal=refusal is not None,
-            code=refusal.code if refusal else "",
-            reason=refusal.reason if refusal else "",
-            run=pending.run,
-        ),
-        timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
-        gang=pending.gang,
-    )
+def in_passes(requests: Mapping[int, PendingBuild]) -> list[dict[int, PendingBuild]]:
+    """The requests ({position in the batch: request}) in parts of at most MAX_MACHINES_PER_PASS machines."""
+    parts: list[dict[int, PendingBuild]] = []
+    machines = MAX_MACHINES_PER_PASS
+    for position, pending in requests.items():
+        machines += pending.request.members
+        if machines > MAX_MACHINES_PER_PASS:
+            parts.append({})
+            machines = pending.request.members
+        parts[-1][position] = pending
+    return parts

@@ -1,15 +1,19 @@
-"""A build as it is on record, and the changes to it: by the request, the decision, and its cell's announcements. Pure.
+"""A build as it is on record, the changes to it (by the request, the decision, and its cell's announcements), and what
+follows from a change: its messages, and what placement is told. Pure.
 
-A request has exactly one terminal event.
+A request has exactly one terminal event. Nothing but `effects` decides whether the claim of a build is released. The
+release is committed with what it follows from, is sent at least once, and nobody waits for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.bus import API
 from bus.contracts.build import (
     TERMINAL_STATES,
     AttemptRecord,
@@ -20,11 +24,19 @@ from bus.contracts.build import (
     FunnelStep,
     TimelineEntry,
 )
+from bus.contracts.cell import CellBuild, CellDelete
+from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.placement import ReleaseRun
+from bus.contracts.stages import Stamps
+from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.requests import is_newer
 
 # The scheduler's own sequence numbers, of builds and of moves; a conductor starts at 10, so the stream of one instance
 # always rises.
 ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 1, 2, 3, 4
+
+STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, and of no known cell
+FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
@@ -179,3 +191,71 @@ def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
     """
     applies = is_newer(event, build) and build.state is not BuildState.DELETED and build.cell == cell
     return applies and event.state is BuildState.FAILED and not event.terminal and not build.terminal
+
+
+def effects(  # noqa: PLR0917  (hot, so no keywords)
+    before: BuildState | None,
+    after: RecordedBuild,
+    at: float,
+    command: CellBuild | CellBuildQuery | None = None,
+    stamps: Stamps | None = None,
+    funnel: Sequence[FunnelStep] = (),
+) -> list[OutboxMessage]:
+    """The messages of a change to a record, which are published with it: to its cell, to clients, and to placement.
+
+    before: its state (None: it is new). command: to its cell, of one that is scheduled. stamps, funnel: of its event.
+    at: seconds since the epoch.
+    """
+    uuid = after.instance_uuid
+    if after.state is before:
+        return []
+    if after.state is BuildState.DELETING:
+        assert after.cell is not None, after
+        # A build that its cell has not announced may not have come there yet. One without a cell before is another
+        # record's, which was dispatched.
+        begun = before is not BuildState.SCHEDULED
+        delete = CellDelete(instance_uuid=uuid, project_id=after.project_id, begun=begun)
+        return [OutboxMessage(after.cell, delete, uuid)]
+    ends_well = after.state is BuildState.DELETED
+    event = BuildEvent(
+        instance_uuid=uuid,
+        project_id=after.project_id,
+        state=after.state,
+        sequence=after.sequence,
+        terminal=after.terminal,
+        cell=after.cell,
+        host=after.host,
+        attempt=after.attempt if after.host is not None else 0,
+        code="" if ends_well else after.code,
+        reason="" if ends_well else after.reason,
+        funnel=tuple(funnel),
+        at=at,
+        stamps=stamps if after.terminal else None,
+    )
+    to_clients = OutboxMessage(API, event, uuid)
+    if command is not None:
+        assert after.cell is not None, after
+        return [OutboxMessage(after.cell, command, uuid), to_clients]
+    if after.attempt and not _is_over(before, after):
+        return [to_clients, *releases_of(after)]
+    return [to_clients]
+
+
+def releases_of(build: RecordedBuild) -> list[OutboxMessage]:
+    """What placement is told of a record that another process may have claimed for, and of one that is read again: if
+    it has ended and no cell has it, no claim of its run is granted any more. Its instance held nothing when it ended,
+    so what it holds now was never dispatched.
+    """
+    if not _is_over(build.state, build) or not build.run:
+        return []
+    uuid = build.instance_uuid
+    release = ReleaseRun(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=build.run)
+    return [OutboxMessage(API, release, uuid)]
+
+
+def _is_over(state: BuildState | None, build: RecordedBuild) -> bool:
+    """Whether in this state of it the instance held nothing, and no cell has it. What a stranded one holds stays until
+    its delete finds nothing any more.
+    """
+    has_failed = state in (BuildState.FAILED, BuildState.REFUSED) and build.code != STRANDED
+    return build.cell is None and (has_failed or state is BuildState.DELETED)

@@ -6,7 +6,6 @@ The command to the cell that a build is dispatched to, and the query of it. Pure
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -21,15 +20,21 @@ from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, BuildDecision, RecordedBuild
-from scheduler_worker.domain.effects import effects
+from scheduler_worker.domain.builds import (
+    FAILED_OR_REFUSED,
+    FIRST_ATTEMPT,
+    SCHEDULED,
+    STRANDED,
+    Author,
+    BuildDecision,
+    RecordedBuild,
+    effects,
+)
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.fences import for_cell, policy_of
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.gangs import needed
 from scheduler_worker.domain.placement import (
-    FIRST_ATTEMPT,
-    STRANDED,
     ClaimsContended,
     ClaimStranded,
     DecidedResult,
@@ -38,7 +43,6 @@ from scheduler_worker.domain.placement import (
     PlacementRefused,
     PlacementRequest,
     PlacementResult,
-    PlacementState,
     PlacementUnavailable,
 )
 from scheduler_worker.domain.requests import HOSTS_UNKNOWN, waits
@@ -69,25 +73,20 @@ class DecidedBuild(Struct, frozen=True):
 Conclusion = DecidedBuild | Outcome
 
 
-def prepare(
-    pending: PendingBuild,
-    ahead: PlacementState | None,
-    selector: Selector,
-    author: Author,
-) -> PlacementRequest | Conclusion:
-    """The placement request of a build; or its conclusion, if it cannot be placed.
+def not_placed(
+    pending: PendingBuild, why: Unsatisfiable | None, selector: Selector, author: Author
+) -> DecidedBuild | Retry:
+    """The conclusion about a build that is not placed: its delivery ends it, or no host can take it as configured.
 
-    ahead: a choice made while it was recorded. author: who concludes, and when.
+    why: no host can take it. author: who concludes, and when.
     """
-    if pending.delivery.why is not None:
+    if why is None:
+        assert pending.delivery.why is not None
         return _decided_of(pending, given_up(pending.request, pending.delivery.why, author))
-    spec = selector.request_spec(pending.request) if ahead is None else ahead.spec
-    if isinstance(spec, RequestSpec):
-        return PlacementRequest(request=pending.request, spec=spec, run=pending.run, gang=pending.gang)
-    if spec.code == HOST_UNKNOWN and pending.delivery.awaits_hosts:
+    if why.code == HOST_UNKNOWN and pending.delivery.awaits_hosts:
         return HOSTS_UNKNOWN
     hosts = int(selector.book.rows_of_roots().size)
-    return _decided_of(pending, unsatisfiable(pending.request, spec, hosts, author))
+    return _decided_of(pending, unsatisfiable(pending.request, why, hosts, author))
 
 
 def _decided_of(pending: PendingBuild, one: BuildDecision, result: DecidedResult | None = None) -> DecidedBuild:
@@ -105,8 +104,13 @@ def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author)
 
 def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
     """The builds, one in a list, and the members of a gang together: they stand side by side."""
-    grouped = itertools.groupby(placed, key=lambda one: one.pending.gang or one.pending.instance_uuid)
-    return [list(members) for _, members in grouped]
+    requests: list[list[PlacedBuild]] = []
+    for one in placed:
+        if one.pending.gang is not None and requests and requests[-1][0].pending.gang == one.pending.gang:
+            requests[-1].append(one)
+        else:
+            requests.append([one])
+    return requests
 
 
 def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> list[tuple[PendingBuild, Conclusion]]:

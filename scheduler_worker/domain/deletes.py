@@ -27,14 +27,15 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     DELETED,
     FAILED_OR_REFUSED,
+    FIRST_ATTEMPT,
+    STRANDED,
     Author,
     BuildUpdate,
     NewBuild,
     ProjectsBuild,
     RecordedBuild,
+    effects,
 )
-from scheduler_worker.domain.effects import effects
-from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
 from scheduler_worker.domain.requests import HOSTS_UNKNOWN, RequestDelivery, refused_build
 
 UNKNOWN = "instance.unknown"

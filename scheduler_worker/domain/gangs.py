@@ -8,10 +8,12 @@ the gang; the others go on while they are at least `min_count`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from msgspec.structs import replace
 
+from bus.consuming.outcome import Done, Outcome
+from bus.contracts.build import BuildAccepted
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import MAX_GANG_PROVIDERS, Claim
 from placement_worker.replica.request import total_resources
@@ -31,8 +33,16 @@ LEFT_OUT = "gang.left_out"
 
 def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
     """Attempts in their order, those of one gang (which stand side by side) as one list, any other alone."""
-    grouped = groupby(states, key=lambda one: one.request.instance_uuid if one.gang is None else one.gang.uuid)
-    return [list(members) for _, members in grouped]
+    grouped: list[list[PlacementState]] = []
+    before: str | None = None
+    for one in states:
+        gang = None if one.gang is None else one.gang.uuid
+        if gang is not None and gang == before:
+            grouped[-1].append(one)
+        else:
+            grouped.append([one])
+        before = gang
+    return grouped
 
 
 def largest_first(states: Sequence[PlacementState]) -> list[PlacementState]:
@@ -71,13 +81,15 @@ def with_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
     If placement did not answer for one member, the whole gang is tried again. If members hold claims of an earlier run,
     that run has decided which start. If fewer than must start together are left, none starts.
     """
-    return [after for members in by_gang(states) for after in _with_results_of_gang(members)]
+    after: list[PlacementState] = []
+    for members in by_gang(states):
+        gang = members[0].gang
+        after += members if gang is None else _with_results_of_gang(gang, members)
+    return after
 
 
-def _with_results_of_gang(members: list[PlacementState]) -> list[PlacementState]:
-    gang, open_ = members[0].gang, [one for one in members if one.result is None]
-    if gang is None:
-        return members
+def _with_results_of_gang(gang: Gang, members: list[PlacementState]) -> list[PlacementState]:
+    open_ = [one for one in members if one.result is None]
     unanswered = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
     if unanswered is not None:
         return [replace(one, result=unanswered) if one.result is None else one for one in members]
@@ -129,3 +141,18 @@ def without_withdrawn(pending: PendingBuild, withdrawn_of: Mapping[str, int]) ->
         return pending
     left = gang.size - withdrawn_of[gang.uuid]
     return replace(pending, gang=replace(gang, size=left, min_count=min(gang.min_count, left)))
+
+
+def outcome_of_gang(members: Sequence[PendingBuild], outcomes: Mapping[int, Outcome]) -> Outcome:
+    """The outcome of a request with these members: a retry if one of them is retried, otherwise that of the first."""
+    first = outcomes[members[0].position]
+    for pending in members:
+        outcome = outcomes[pending.position]
+        if not isinstance(outcome, Done):
+            return outcome
+    if isinstance(first, Done) and isinstance(first.reply, BuildAccepted):
+        reply = BuildAccepted(
+            instance_uuid=first.reply.instance_uuid, members=tuple(one.instance_uuid for one in members)
+        )
+        return Done(reply=reply)
+    return first

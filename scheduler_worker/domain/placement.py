@@ -13,7 +13,8 @@ from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused, Transient
-from scheduler_worker.domain.builds import Gang
+from placement_worker.replica.book import Book
+from scheduler_worker.domain.builds import FIRST_ATTEMPT, Gang
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.ranking import Choice
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -22,8 +23,6 @@ from scheduler_worker.domain.view import RequestSpec
 T = TypeVar("T")
 
 CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client's: the scheduler never releases it
-STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, and of no known cell
-FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
 
 # Outcomes after which the request claims again.
 LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE})
@@ -167,9 +166,8 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     """How far one request has come.
 
     rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
-    selected one. speculative: the choice was made and assumed while the request was recorded; it is claimed first.
-    same_host: the chosen host's shape had changed; claim it again. needs_newest: nothing fitted; each later
-    choice is made on the newest state of the replica.
+    selected one. same_host: the chosen host's shape had changed; claim it again. needs_newest: nothing fitted; each
+    later choice is made on the newest state of the replica.
     partly_full: hosts of which only some children are known to be full. recovered: the host where a claim of an earlier
     run was found. run, gang: as in PlacementRequest.
     """
@@ -180,7 +178,6 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     rejected: Mapping[str, str]
     max_alternates: int
     choice: Choice | None = None
-    speculative: bool = False
     same_host: bool = False
     raced: int = 0
     claims: int = 0
@@ -288,3 +285,15 @@ class PlacementStep(Struct, frozen=True):
 
     state: PlacementState
     commands: tuple[Command, ...] = ()
+
+    def carry_out(self, book: Book) -> None:
+        """Carry out the commands in the replica."""
+        uuid = self.state.request.instance_uuid
+        for command in self.commands:
+            match command:
+                case Assume():
+                    book.assume(uuid, command.allocations)
+                case Settle():
+                    book.settle(uuid, command.generations, command.sequence)
+                case Forget():
+                    book.forget(uuid)

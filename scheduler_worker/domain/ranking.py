@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
+from placement_worker.replica.book import Book
 from placement_worker.replica.search import options
 from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import KEPT_HOSTS, Weighing, reweigh, score
@@ -137,6 +138,38 @@ class Choice(Struct, frozen=True):
     alternates: tuple[RankedHost, ...]
     passed: int
     weights: tuple[Weights, ...] = ()
+
+
+class GroupExclusions:
+    """The hosts that are full with members of one anti-affinity group, for all of its members in one round.
+
+    placed: {host uuid: members that this round has added, not claimed yet}. A full host stays full for the round.
+    """
+
+    __slots__ = ("_book", "_known", "_max_per_host", "_members", "_placed", "full_hosts")
+
+    def __init__(self, book: Book, placed: Mapping[str, int], max_per_host: int) -> None:
+        self._book = book
+        self._placed = placed
+        self._max_per_host = max_per_host
+        self._members: dict[str, int] = {}
+        self._known: Mapping[str, int] | None = None
+        self.full_hosts = 0
+
+    def learn(self, members: Mapping[str, int]) -> None:
+        """Add the members that placement reported to one of the group: {host uuid: count}."""
+        if members is self._known:  # most members of a batch have one answer
+            return
+        self._known = members
+        for uuid, count in members.items():
+            before = self._members.get(uuid, 0)
+            self._members[uuid] = max(before, count)
+            self.full_hosts += before < self._max_per_host <= count
+
+    def __contains__(self, row: object) -> bool:
+        assert isinstance(row, int)
+        uuid = self._book.uuid_of(row)
+        return self._members.get(uuid, 0) + self._placed.get(uuid, 0) >= self._max_per_host
 
 
 class Ranking:

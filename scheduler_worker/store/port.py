@@ -16,7 +16,7 @@ from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.relay import Relay
-from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
+from bus.persistence.unit_of_work import OptimisticFirst, OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
@@ -269,3 +269,20 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
     def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""
         self.writes.outbox.append(message)
+
+
+async def write_decided(
+    store: SchedulerStore, decided: Sequence[tuple[BuildDecision, Sequence[OutboxMessage]]], now: float
+) -> set[str]:
+    """Write the decisions that their records still await, each with its messages, in one transaction; returns the
+    instances of those written.
+    """
+    units = OptimisticFirst(lambda optimistic: store.unit(optimistic=optimistic))
+    while units.go_on():
+        async with units as unit:
+            written = await unit.write_decisions([decision for decision, _ in decided], now)
+            for decision, messages in decided:
+                if decision.build.instance_uuid in written:
+                    for message in messages:
+                        unit.emit(message)
+    return written

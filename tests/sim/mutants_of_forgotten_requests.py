@@ -19,11 +19,10 @@ from bus.contracts.placement import ReleaseRun
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import deletes
 from scheduler_worker.domain import decisions
-from scheduler_worker.domain.builds import Author, BuildDecision, ProjectsBuild, RecordedBuild
+from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildDecision, ProjectsBuild, RecordedBuild, effects
 from scheduler_worker.domain.decisions import NO_HOST, given_up
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
-from scheduler_worker.domain.effects import effects
-from scheduler_worker.domain.placement import FIRST_ATTEMPT, ClaimStranded, PlacementState
+from scheduler_worker.domain.placement import ClaimStranded, PlacementState
 from scheduler_worker.placing import Placer
 
 

@@ -28,9 +28,8 @@ from compute_sim.agent import Agent
 from placement_worker.domain import claims
 from scheduler_worker import engine as scheduling
 from scheduler_worker import placing
-from scheduler_worker.domain import effects, step
-from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.effects import releases_of
+from scheduler_worker.domain import builds, decision_round
+from scheduler_worker.domain.builds import RecordedBuild, releases_of
 from scheduler_worker.fleet import HostsListener
 
 
@@ -88,7 +87,7 @@ def releases(change: Callable[[RecordedBuild, list[OutboxMessage]], list[OutboxM
     def changed(build: RecordedBuild) -> list[OutboxMessage]:
         return change(build, releases_of(build))
 
-    with patch.object(effects, "releases_of", changed), patch.object(scheduling, "releases_of", changed):
+    with patch.object(builds, "releases_of", changed), patch.object(scheduling, "releases_of", changed):
         yield
 
 
@@ -103,7 +102,7 @@ def release_leaves_no_fence() -> AbstractContextManager[Any]:
     released = claims._release
 
     def release(ledger: Any, message: Any) -> Any:
-        known = ledger.consumer(message.consumer)
+        known = Consumer(ledger, message.consumer)
         if known is None or not known.holding:
             return claims.ClaimVerdict(outcome="absent")
         return released(ledger, message)
@@ -134,14 +133,14 @@ def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:
     def taken(state: Any, answer: Any, selector: Any, *, now: float) -> Any:
         if isinstance(answer, ClaimResult) and answer.outcome is ClaimOutcome.CLAIMED and answer.option is None:
             answer = replace(answer, option=0)
-        return step.step(state, answer, selector, now=now)
+        return decision_round.step(state, answer, selector, now=now)
 
     return patch.object(placing, "step", taken)
 
 
 def alternate_that_left() -> AbstractContextManager[Any]:
     """Alternates are named as they were chosen: it is not checked whether they left while the claim was under way."""
-    return patch.object(step, "_is_still_in", lambda cell, alternate, selector: True)
+    return patch.object(decision_round, "_is_still_in", lambda cell, alternate, selector: True)
 
 
 def overtaken_report_accepted() -> AbstractContextManager[Any]:

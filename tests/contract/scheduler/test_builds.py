@@ -15,7 +15,7 @@ from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.unit_of_work import run_optimistic
+from bus.persistence.unit_of_work import OptimisticFirst
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, SchedulerStore
@@ -263,7 +263,11 @@ def event(state: BuildState) -> OutboxMessage:
 async def optimistically(
     store: SchedulerStore, work: Callable[[BuildUnit], Awaitable[T]], *, durable: bool = True
 ) -> T:
-    return await run_optimistic(lambda optimistic: store.unit(durable=durable, optimistic=optimistic), work)
+    units = OptimisticFirst(lambda optimistic: store.unit(durable=durable, optimistic=optimistic))
+    while units.go_on():
+        async with units as unit:
+            result = await work(unit)
+    return result
 
 
 async def put(store: SchedulerStore, *uuids: str) -> set[str]:

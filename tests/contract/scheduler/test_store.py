@@ -29,7 +29,7 @@ from bus.contracts.objects import (
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.changes import RefusedCommands
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.admission import PendingBuild, new_build
+from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, BuildUpdate, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
@@ -55,7 +55,7 @@ async def built(store: SchedulerStore) -> SchedulerStore:
     build = BuildRequest(instance_uuid=BUILD, flavor="small", project_id="p", server_group=group)
     pending = PendingBuild(position=0, request=build, digest=b"", requested_at=1.0, taken_at=1.0)
     async with store.unit() as unit:
-        await unit.insert([new_build(pending, Author("test", 1.0))], 1.0)
+        await unit.insert([pending.first_record(Author("test", 1.0))], 1.0)
     return store
 
 

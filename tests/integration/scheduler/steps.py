@@ -29,7 +29,7 @@ ROOM_FOR_ONE = {"VCPU": 1, "MEMORY_MB": 4096, "DISK_GB": 100}
 class Gate:
     """Holds the first call of a method until it is opened. after: when it is done, and has not returned."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, *, after: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = False) -> None:
         self.reached, self.open = asyncio.Event(), asyncio.Event()
         real: Callable[..., Any] = getattr(owner, name)
 

@@ -17,9 +17,10 @@ from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.placement import Release, ReleaseResult, ReleaseRun
 from bus.contracts.queues import BY_QUEUE, QueueKind, lane_of
+from scheduler_worker import placing
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain import requests
-from scheduler_worker.engine import RequestRecorder, SchedulingEngine
+from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.steps import (
     BEGUN_S,
     CONFIG,
@@ -71,6 +72,7 @@ async def test_a_request_that_finds_a_claim_on_a_silent_host_keeps_it(
     await world.delete(request)
     ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid) == ("c1", request.instance_uuid)
+    assert host in await world.used()
 
 
 async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing(
@@ -83,7 +85,7 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
     await world.active(request)
     await forget(world, request.instance_uuid)
     await unannounce(world, host)
-    ended = Gate(monkeypatch, SchedulingEngine, "_write", after=True)
+    ended = Gate(monkeypatch, placing, "write_decided", after=True)
     await world.ask(request)
     await ended.wait()
     assert await world.queried(request) == "c1"
@@ -100,7 +102,7 @@ async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
     request, host = await running(world)
     await world.delete(request)
     await world.ended(request.instance_uuid, BuildState.REFUSED)
-    recording = Gate(monkeypatch, RequestRecorder, "record")
+    recording = Gate(monkeypatch, SchedulingEngine, "record")
     await world.ask(request)
     await recording.wait()
     await world.kill("s1")
@@ -157,7 +159,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
     await world.add_hosts("c1", 1)
     request = world.request()
     with monkeypatch.context() as patched:
-        writing = Gate(patched, SchedulingEngine, "_write")
+        writing = Gate(patched, placing, "write_decided")
         await world.expires(request, patience_s=BEGUN_S if has_deadline else None, after_s=BEGUN_S)
         await writing.wait()  # claimed, and not written
         assert await world.used()
@@ -195,7 +197,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
 async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As test_a_request_that_has_sent_no_claim_releases_none, and its scheduler dies before the acknowledgement."""
+    """No host has room, and that of the instance is not announced. Its scheduler dies before the acknowledgement."""
     monkeypatch.setattr(requests, "RETRIES", 0)
     request, host = await running(world)
     await world.stop("s1")
@@ -203,17 +205,15 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     await world.scheduler("s2", CONFIG)
     book = world.replicas["s2"]
     await until(lambda: book.row_of(host) is not None)
-    ended = Gate(monkeypatch, SchedulingEngine, "_write", after=True)
+    ended = Gate(monkeypatch, placing, "write_decided", after=True)
     await world.ask(request)
     await ended.wait()  # its end here is on record, and the message is not acknowledged
     cell = await world.queried(request)
     assert host in await world.used()
     await world.kill("s2")
-    queue = world.brokers["api"].queue(f"scheduler.requests.{lane_of(request.project_id)}")
-    await until(lambda: len(queue) == 1)
+    await until(lambda: len(world.brokers[API].queue(f"scheduler.requests.{lane_of(request.project_id)}")) == 1)
     await world.scheduler("s3", CONFIG)
-    await until(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
-    await asyncio.sleep(0.2)
+    await until_acknowledged(world)
     used = await world.used()
     assert (cell, host in used) == ("c1", True), f"the host of the running instance has {used.get(host)}"
 

@@ -19,11 +19,10 @@ from bus.contracts.queues import DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.memory import MemoryTransport
 from bus.wire import pack, single
-from scheduler_worker import engine
+from scheduler_worker import placing
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import requests
-from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import max_request_age_s, purge
 from tests.integration.scheduler.steps import (
@@ -59,7 +58,7 @@ async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
     await world.scheduler("s2", CONFIG)
     assert (await world.ended(request.instance_uuid)).state is BuildState.FAILED
     await world.answer(Release(consumer=other), ReleaseResult)
-    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
+    writing = Gate(monkeypatch, placing, "write_decided")
     asking.open.set()
     await writing.wait()  # the claim was asked for and answered, and s1 dies before it writes anything down
     await world.kill("s1")
@@ -71,7 +70,7 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_next_scheduler(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took itself for the first, found the host full, and failed the build; the claim stayed for ever."""
-    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
+    writing = Gate(monkeypatch, placing, "write_decided")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     request = world.request()
@@ -125,14 +124,14 @@ async def test_a_later_claim_of_the_cell_of_a_forgotten_record_goes_to_that_cell
 async def test_the_claim_of_a_forgotten_record_is_found_by_the_scheduler_that_made_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = engine.SchedulingEngine._write
+    write = placing.write_decided
 
-    async def crash(this: engine.SchedulingEngine, *arguments: Any) -> Any:
-        monkeypatch.setattr(engine.SchedulingEngine, "_write", write)
+    async def crash(this: Any, *arguments: Any) -> Any:
+        monkeypatch.setattr(placing, "write_decided", write)
         await forget(world, request.instance_uuid)
         raise DatabaseUnavailable("crashed")
 
-    monkeypatch.setattr(engine.SchedulingEngine, "_write", crash)
+    monkeypatch.setattr(placing, "write_decided", crash)
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     request = world.request()
@@ -159,7 +158,7 @@ async def test_a_refusal_is_on_disk_before_its_request_is_acknowledged(
 async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
+    writing = Gate(monkeypatch, placing, "write_decided")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     request = world.request()
@@ -170,7 +169,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     await until(lambda: world.builds)
     await world.delete(request)
     await until(lambda: world.deletes)
-    done = Gate(monkeypatch, engine.SchedulingEngine, "_withdraw")
+    done = Gate(monkeypatch, placing.Dispatcher, "_withdraw")
     done.open.set()
     writing.open.set()
     await done.wait()
@@ -183,7 +182,7 @@ async def test_a_claim_on_a_host_without_a_service_or_a_cell_blocks_no_request_a
 ) -> None:
     """No cell can be queried whether its machine runs: `berth audit` names it."""
     monkeypatch.setattr(requests, "RETRIES", 1)
-    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
+    writing = Gate(monkeypatch, placing, "write_decided")
     await world.scheduler("s1", CONFIG)
     (lost,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     stranded, healthy = world.request(), world.request(availability_zone=None)
@@ -244,25 +243,6 @@ async def test_a_request_that_expires_goes_to_the_cell_of_its_claim(world: World
     assert set(await world.used()) == {host}
 
 
-async def test_a_request_that_cannot_be_placed_is_left_to_the_cell_of_its_claim_and_so_is_its_delete(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host of the instance is not announced; the machine runs on there."""
-    monkeypatch.setattr(requests, "RETRIES", 1)
-    request, host = await running(world)
-    await unannounce(world, host)
-    await world.ask(request)
-    assert await world.queried(request) == "c1"
-    await world.answer(request, BuildAccepted)
-    assert set(await world.used()) == {host}, "a repeated request releases nothing either"
-    await world.delete(request)
-    ((cell, delete),) = await until(lambda: world.deletes)
-    assert (cell, delete.instance_uuid) == ("c1", request.instance_uuid)
-    assert host in await world.used()
-    await world.announced("c1", request, BuildState.DELETED, 12, terminal=True)
-    await world.ended(request.instance_uuid, BuildState.DELETED)
-
-
 @pytest.mark.parametrize(("on", "is_announced"), [("c1", False), (API, True), (API, False)])
 async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
     world: World, on: str, *, is_announced: bool
@@ -284,21 +264,6 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
         assert (failed.code, refused.code, refused.sequence) == ("claim.stranded", "claim.stranded", 0)
     assert set(await world.used()) == {host}
     assert BuildState.DELETED not in world.states(request.instance_uuid)
-
-
-async def test_a_request_that_has_sent_no_claim_releases_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No host has room, and that of the instance is not announced."""
-    monkeypatch.setattr(requests, "RETRIES", 0)
-    request, host = await running(world)
-    await world.stop("s1")
-    del world.hosts["c1"][host]
-    await world.scheduler("s2", CONFIG)
-    book = world.replicas["s2"]
-    await until(lambda: book.row_of(host) is not None)
-    await world.ask(request)
-    assert await world.queried(request) == "c1"
-    await world.answer(request, BuildAccepted)
-    assert set(await world.used()) == {host}
 
 
 async def test_a_delete_of_a_request_that_ended_before_any_look_up_reaches_the_cell(world: World) -> None:
@@ -368,7 +333,7 @@ async def test_a_copy_leaves_the_claim_of_the_copy_that_came_on_record_before_it
 ) -> None:
     """No cell has the build, and its claim is by the run on record. That it was not dispatched, its cell proves."""
     monkeypatch.setattr(requests, "RETRIES", 1)
-    writing = Gate(monkeypatch, SchedulingEngine, "_write")
+    writing = Gate(monkeypatch, placing, "write_decided")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
     request = world.request()
@@ -492,7 +457,7 @@ async def test_an_old_request_that_is_on_record_undecided_is_carried_out(
     world: World, late: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its scheduler died before it decided, and no scheduler ran for days: it was accepted, so it is built."""
-    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
+    writing = Gate(monkeypatch, placing, "write_decided")
     await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001, ended_retention_s=30 * DAY_S))
     await world.add_hosts("c1", 1)
     request = world.request()

@@ -26,10 +26,10 @@ from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import DatabaseUnavailable
+from scheduler_worker import placing
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.engine import RequestRecorder, SchedulingEngine
-from scheduler_worker.placing import Placer
+from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.steps import Gate, cut_request_consumer, fill
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
@@ -191,7 +191,7 @@ async def test_what_a_scheduler_claimed_before_it_died_is_found_and_built_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gang's own claims fill the hosts, so that nothing fits any more when the request is delivered again."""
-    writing = Gate(monkeypatch, SchedulingEngine, "_write")
+    writing = Gate(monkeypatch, placing, "write_decided")
     await world.scheduler("s1")
     await world.add_hosts("c1", 2, **room_for(2))
     request = world.request(count=4)
@@ -292,51 +292,19 @@ async def test_eight_schedulers_on_full_hosts_leave_no_partial_gang(world: World
     assert len(world.builds) == 228 + sum(started)
 
 
-# --- A few requests choose their hosts while they are put on record: nothing stays assumed that was not to be
-# built.
-
-
-async def test_a_repeat_leaves_its_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same request as a new message: known only when the record's statement comes back."""
-    chosen: list[str] = []
-    choose = Placer.choose_speculatively
-
-    def recorded(self: Placer, builds: Any) -> Any:
-        found = choose(self, builds)
-        chosen.extend(found)
-        return found
-
-    monkeypatch.setattr(Placer, "choose_speculatively", recorded)
+async def test_a_record_that_fails_leaves_nothing_assumed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     await world.scheduler()
     await world.add_hosts("c1", 2)
     book, request = world.replicas["s1"], world.request()
-    for _ in range(2):
-        await world.ask(request)
-        await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-        await until(lambda: not list(book.assumed_keys()))
-    await until(lambda: len(chosen) == 2)
-    other = world.request()
-    await world.ask(other)  # after the repeat has been settled
-    await world.ended(other.instance_uuid, BuildState.SCHEDULED)
-    await until(lambda: not list(book.assumed_keys()))
-    assert chosen == [request.instance_uuid, request.instance_uuid, other.instance_uuid]
-    assert [build.spec.instance_uuid for _, build in world.builds] == [request.instance_uuid, other.instance_uuid]
-
-
-async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
-    book, request = world.replicas["s1"], world.request()
-    record, seen = RequestRecorder.record, list[list[str]]()
+    record, seen = SchedulingEngine.record, list[list[str]]()
 
     async def fail_first(self: Any, builds: Any) -> Any:
         seen.append(list(book.assumed_keys()))
         if len(seen) == 1:
-            await record(self, builds[:0])  # the database is asked, as it is otherwise
             raise DatabaseUnavailable("it went away")
         return await record(self, builds)
 
-    monkeypatch.setattr(RequestRecorder, "record", fail_first)
+    monkeypatch.setattr(SchedulingEngine, "record", fail_first)
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert seen == [[], []], "assumed while the database was unavailable"

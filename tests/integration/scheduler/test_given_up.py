@@ -19,12 +19,12 @@ from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
+from scheduler_worker import placing
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission, PendingBuild
 from scheduler_worker.domain.deletes import PendingDelete
-from scheduler_worker.domain.placement import PlacementState
-from scheduler_worker.engine import RequestRecorder, SchedulingEngine
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.placing import Placer
 from tests.integration.scheduler.steps import BEGUN_S, one_active
 from tests.integration.scheduler.world import World
@@ -167,10 +167,10 @@ async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
     bad, good = world.request(), world.request()
     place = Placer.place
 
-    async def crashes(placer: Placer, asking: Sequence[object], ahead: dict[str, PlacementState]) -> object:
+    async def crashes(placer: Placer, asking: Sequence[object]) -> object:
         if any(getattr(one, "request", bad).instance_uuid == bad.instance_uuid for one in asking):
             raise RuntimeError("planted")
-        return await place(placer, asking, ahead)  # type: ignore[arg-type]
+        return await place(placer, asking)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Placer, "place", crashes)
     await world.ask(bad, good)
@@ -189,7 +189,7 @@ class Planted:
         self.begun = asyncio.Event()
         self.is_unavailable = True
 
-    def unavailable(self, owner: type, step: str) -> None:
+    def unavailable(self, owner: Any, step: str) -> None:
         original = getattr(owner, step)
 
         async def call(*arguments: Any, **more: Any) -> Any:
@@ -210,7 +210,7 @@ async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_wait
     await world.add_hosts("c1", 1)
     request: BuildRequest = world.request()
     planted = Planted(monkeypatch)
-    planted.unavailable(*((Placer, "place") if step == "claim" else (SchedulingEngine, "_write")))
+    planted.unavailable(*((Placer, "place") if step == "claim" else (placing, "write_decided")))
     asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
     await planted.begun.wait()
     with pytest.raises(RequestTimeout):
@@ -260,7 +260,7 @@ async def test_a_request_that_was_begun_goes_on_when_a_repeat_of_it_expires(
     await world.add_hosts("c1", 1)
     request: BuildRequest = world.request()
     planted = Planted(monkeypatch)
-    planted.unavailable(SchedulingEngine, "_write")
+    planted.unavailable(placing, "write_decided")
     await world.ask(request)
     await planted.begun.wait()
     await expires_with_deadline(world, request)
@@ -313,10 +313,10 @@ async def test_a_begun_build_whose_handling_crashes_after_it_expired_ends(
     request = await begun_and_expired(world, monkeypatch)
     place = Placer.place
 
-    async def crashes(placer: Placer, asking: Sequence[Any], ahead: dict[str, PlacementState]) -> object:
+    async def crashes(placer: Placer, asking: Sequence[Any]) -> object:
         if any(one.request.instance_uuid == request.instance_uuid for one in asking):
             raise RuntimeError("planted")
-        return await place(placer, asking, ahead)
+        return await place(placer, asking)
 
     monkeypatch.setattr(Placer, "place", crashes)
     await world.scheduler("s2")
@@ -358,22 +358,22 @@ async def test_a_build_that_comes_on_record_after_its_request_expired_goes_on(
     lost = [one for one in world.brokers[API].transports if one not in before]
     await world.add_hosts("c1", 1)
     request: BuildRequest = world.request()
-    record, place = RequestRecorder.record, Placer.place
+    record, place = SchedulingEngine.record, Placer.place
     begun, may_go_on, placed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def slow(recorder: RequestRecorder, builds: Sequence[PendingBuild]) -> list[Admission]:
+    async def slow(engine: SchedulingEngine, builds: Sequence[PendingBuild]) -> list[Admission]:
         if any(one.instance_uuid == request.instance_uuid for one in builds):
             begun.set()
             await may_go_on.wait()
-        return await record(recorder, builds)
+        return await record(engine, builds)
 
-    async def fails_once(placer: Placer, asking: Sequence[Any], ahead: dict[str, PlacementState]) -> object:
+    async def fails_once(placer: Placer, asking: Sequence[Any]) -> object:
         if any(one.request.instance_uuid == request.instance_uuid for one in asking) and not placed.is_set():
             placed.set()
             raise DatabaseUnavailable("planted")
-        return await place(placer, asking, ahead)
+        return await place(placer, asking)
 
-    monkeypatch.setattr(RequestRecorder, "record", slow)
+    monkeypatch.setattr(SchedulingEngine, "record", slow)
     monkeypatch.setattr(Placer, "place", fails_once)
     asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
     await begun.wait()

@@ -26,7 +26,7 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.persistence.database import Database
 from scheduler_worker import announcements, metrics
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.placement import PlacementRequest, PlacementState
+from scheduler_worker.domain.placement import PlacementRequest
 from scheduler_worker.placing import Placer
 from scheduler_worker.store.port import OptimisticBuildUnit
 from tests.integration.scheduler.world import World
@@ -355,11 +355,11 @@ async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_t
     died = asyncio.Event()
     place = Placer.place
 
-    async def dies(placer: Placer, asking: Sequence[PlacementRequest], ahead: dict[str, PlacementState]) -> object:
+    async def dies(placer: Placer, asking: Sequence[PlacementRequest]) -> object:
         if any(one.request.instance_uuid == request.instance_uuid for one in asking):
             died.set()
             await asyncio.Event().wait()  # until the process dies
-        return await place(placer, asking, ahead)
+        return await place(placer, asking)
 
     with monkeypatch.context() as patched:
         patched.setattr(Placer, "place", dies)

@@ -24,10 +24,8 @@ from scheduler_worker.domain.admission import (
     admit_expired,
     admit_known,
     clash,
-    first_of_each,
     is_clash_of_first,
     members_of,
-    new_build,
     pending_build,
 )
 from scheduler_worker.domain.builds import ACCEPTED as ACCEPTED_NUMBER
@@ -61,14 +59,14 @@ def on_record(pending: PendingBuild, state: BuildState = BuildState.ACCEPTED, **
 
 def test_the_second_of_two_in_a_batch_is_answered_and_not_begun() -> None:
     first, second = taken(), taken()
-    firsts = first_of_each([first, second])
+    firsts = {first.instance_uuid: first}
     assert [admit(one, firsts, [UUID], {}) == Start() for one in (first, second)] == [True, False]
 
 
 def test_members_of_a_gang_clash_by_what_is_on_record_of_the_first_alone() -> None:
     gang = members_of(taken(replace(REQUEST, count=2)), start=0)
     other = taken(replace(REQUEST, count=3))
-    firsts, later = first_of_each(gang), gang[1]
+    firsts, later = {one.instance_uuid: one for one in gang}, gang[1]
     assert not is_clash_of_first(later, firsts, {})
     assert not is_clash_of_first(later, firsts, {UUID: on_record(gang[0])})
     assert is_clash_of_first(later, firsts, {UUID: on_record(other)})
@@ -147,7 +145,7 @@ def test_a_later_member_is_refused_beside_its_first_without_an_event() -> None:
     alone = [admit(one, firsts, [UUID, later.instance_uuid], {}) for one in (later, first)]
     assert all(isinstance(one, Answered) and one.label == "duplicate" for one in alone)
     assert [one.event is None for one in alone if isinstance(one, Answered)] == [True, False]
-    assert admit(later, first_of_each(gang), [later.instance_uuid], {}) == Start()
+    assert admit(later, {one.instance_uuid: one for one in gang}, [later.instance_uuid], {}) == Start()
 
 
 @pytest.mark.parametrize(
@@ -239,7 +237,7 @@ def test_a_request_that_was_received_and_its_first_record(sent_at: float, reques
     assert (pending.position, pending.requested_at, pending.taken_at) == (0, requested_at, 1000.0)
     why = Refusal(code="x.y", reason="why")
     for refusal in (None, why):
-        new = new_build(replace(pending, refusal=refusal), Author("s", 1001.0))
+        new = replace(pending, refusal=refusal).first_record(Author("s", 1001.0))
         first = TimelineEntry(at=min(requested_at, 1001.0), who="s", what="requested", detail="m1.small for p")
         assert (new.request, new.digest, new.gang, new.timeline[0]) == (pending.request, pending.digest, None, first)
         build = RecordedBuild(
@@ -254,7 +252,7 @@ def test_a_request_that_was_received_and_its_first_record(sent_at: float, reques
 
 
 def test_the_record_of_a_member_names_its_gang() -> None:
-    new = new_build(members_of(taken(replace(REQUEST, count=2)), start=0)[1], Author("s", 1000.0))
+    new = members_of(taken(replace(REQUEST, count=2)), start=0)[1].first_record(Author("s", 1000.0))
     assert new.gang == Gang(uuid=UUID, size=2, min_count=2)
     assert new.timeline[0].detail == f"m1.small for p, one of 2 of gang {UUID}"
 

@@ -24,8 +24,7 @@ from bus.contracts.stages import Stamps
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.wire import Malformed
 from scheduler_worker.announcements import AnnouncementWriter, AppliedAnnouncements
-from scheduler_worker.domain.builds import NewBuild, RecordedBuild, apply_announcement
-from scheduler_worker.domain.effects import effects, releases_of
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild, apply_announcement, effects, releases_of
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
 from scheduler_worker.domain.recorded_moves import apply_announcement as apply_move_announcement
 from scheduler_worker.domain.requests import refused_unreadable, timeline_of

@@ -13,15 +13,16 @@ from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
 from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import (
+    STRANDED,
     Author,
     RecordedBuild,
     apply_announcement,
+    effects,
     is_early,
     is_known,
     is_search,
+    releases_of,
 )
-from scheduler_worker.domain.effects import effects, releases_of
-from scheduler_worker.domain.placement import STRANDED
 
 UUID, HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000001" for n in "abc")
 ACCEPTED, SCHEDULED, BUILDING, ACTIVE = (

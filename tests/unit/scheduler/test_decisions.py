@@ -28,7 +28,7 @@ from scheduler_worker import engine as engine_module
 from scheduler_worker import handlers, placing, queries
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round
-from scheduler_worker.domain.admission import PendingBuild, new_build
+from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, BuildDecision, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.placement import (
@@ -41,9 +41,9 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.ranking import CellRuns
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import HostsView, Peers, RequestSpec, room_for
-from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
-from scheduler_worker.placing import ANSWERS_AT_ONCE
+from scheduler_worker.placing import ANSWERS_AT_ONCE, BUILDS_AT_ONCE
 from scheduler_worker.store import rows
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -320,8 +320,9 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     28 ms when they were put on record.
     """
     cluster = cluster_of([WIDE] * 8)
-    counted = ("new_build", "admit", "effects", "prepare", "conclude", "messages_of")
-    steps = Turns(monkeypatch, *((engine_module, name) for name in counted))
+    counted = ("first_record", "effects", "conclude", "messages_of")
+    owners = (PendingBuild, engine_module, placing, placing)
+    steps = Turns(monkeypatch, *zip(owners, counted, strict=True), (engine_module, "admit"))
     monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
@@ -341,6 +342,10 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     for name in counted:
         assert steps.total(name) == BATCH and steps.most(name) <= BUILDS_AT_ONCE, name
     assert steps.total("step") >= BATCH and steps.most("step") <= ANSWERS_AT_ONCE
+    async with steps.counting():
+        repeated, _ = await engine.process(builds, [])
+    assert repeated == outcomes
+    assert steps.total("admit") == BATCH and steps.most("admit") <= BUILDS_AT_ONCE
 
 
 async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +388,7 @@ async def test_item_16_rows_are_made_so_many_a_turn(monkeypatch: pytest.MonkeyPa
     """The statements of 512 requests or decisions: their values were made in one turn of up to 19 ms."""
     cluster = cluster_of([WIDE])
     author = Author("scheduler", 1.0)
-    builds = [new_build(cluster.pending(cluster.hosts.request()), author) for _ in range(BATCH)]
+    builds = [cluster.pending(cluster.hosts.request()).first_record(author) for _ in range(BATCH)]
     decided = [BuildDecision(build=one.build, timeline=one.timeline) for one in builds]
     steps = Turns(monkeypatch, (rows, "_insert_row"), (rows, "_decide_row"))
     async with steps.counting():

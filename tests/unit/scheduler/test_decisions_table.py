@@ -26,7 +26,7 @@ from scheduler_worker.domain.decisions import (
     ended_where_held,
     instance_spec,
     messages_of,
-    prepare,
+    not_placed,
     with_stages,
 )
 from scheduler_worker.domain.explain import ClaimLoss
@@ -38,10 +38,10 @@ from scheduler_worker.domain.placement import (
     PlacementRefused,
     PlacementRequest,
     PlacementUnavailable,
-    initial_state,
 )
 from scheduler_worker.domain.requests import RequestDelivery
 from scheduler_worker.domain.selector import NoValidHost
+from scheduler_worker.domain.view import Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 UUID, HOST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ab")
@@ -149,25 +149,19 @@ def test_what_follows_for_the_members_of_a_gang(
 @pytest.mark.parametrize(
     ("request_of", "delivery", "expected"),
     [
-        ({}, {}, None),
         ({}, {"why": Refusal(code="given.up", reason="r")}, (FAILED, "given.up", None, None, 0)),
         ({"host": "nowhere"}, {"awaits_hosts": True}, "hosts.unknown"),
         ({"host": "nowhere"}, {}, (FAILED, "no_valid_host", None, None, 0)),
         ({"availability_zone": "moon"}, {"awaits_hosts": True}, (FAILED, "no_valid_host", None, None, 0)),
     ],
 )
-def test_which_builds_can_be_placed(request_of: Any, delivery: Any, expected: Any) -> None:
+def test_what_becomes_of_a_build_that_is_not_placed(request_of: Any, delivery: Any, expected: Any) -> None:
     one = replace(pending(), request=HOSTS.request(**request_of), delivery=RequestDelivery(**delivery))
-    prepared = prepare(one, None, HOSTS.selector, AUTHOR)
-    if expected is None:
-        assert isinstance(prepared, PlacementRequest) and (prepared.run, prepared.request) == ("r", one.request)
-        ahead = replace(initial_state(prepared, HOSTS.selector), spec=replace(prepared.spec, project_id="ahead"))
-        again = prepare(one, ahead, HOSTS.selector, AUTHOR)
-        assert isinstance(again, PlacementRequest) and again.spec is ahead.spec
-    else:
-        assert outcome(prepared) == expected
-        if isinstance(prepared, DecidedBuild) and expected[1] == "no_valid_host":
-            assert [(s.remaining, sum(s.rejected.values())) for s in prepared.decision.funnel] == [(0, 1)]
+    spec = HOSTS.selector.request_spec(one.request)
+    concluded = not_placed(one, spec if isinstance(spec, Unsatisfiable) else None, HOSTS.selector, AUTHOR)
+    assert outcome(concluded) == expected
+    if isinstance(concluded, DecidedBuild) and expected[1] == "no_valid_host":
+        assert [(s.remaining, sum(s.rejected.values())) for s in concluded.decision.funnel] == [(0, 1)]
 
 
 def test_the_members_of_a_gang_are_concluded_together() -> None:

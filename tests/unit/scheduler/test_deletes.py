@@ -18,7 +18,7 @@ from bus.contracts.cell import CellDelete
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import ClaimOutcome, ClaimResult, LocatePage, LocateRequest, ReleaseRun
 from bus.faults import Fault
-from scheduler_worker.domain.builds import Author, Gang, ProjectsBuild, RecordedBuild
+from scheduler_worker.domain.builds import STRANDED, Author, Gang, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.deletes import (
     UNKNOWN,
     PendingDelete,
@@ -29,7 +29,6 @@ from scheduler_worker.domain.deletes import (
 )
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
-    STRANDED,
     ClaimStranded,
     HostClaimed,
     PlacementRefused,

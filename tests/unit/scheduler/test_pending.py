@@ -26,7 +26,6 @@ from scheduler_worker.domain.admission import (
     admit_known,
     admit_new,
     admit_repeated,
-    new_build,
     pending_build,
 )
 from scheduler_worker.domain.builds import Author, BuildStatus, RecordedBuild
@@ -71,13 +70,13 @@ def test_a_new_request_is_accepted_or_refused_at_once() -> None:
     for pending, code in ((taken(replace(REQUEST, flavor="f")), "flavor.unknown"), (taken(sent_at=1.0), TOO_OLD.code)):
         outcome = admit_new(pending).outcome
         assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == code
-        build = new_build(pending, Author("s", 1.0)).build
+        build = pending.first_record(Author("s", 1.0)).build
         assert (build.state, build.terminal, build.code) == (BuildState.REFUSED, True, code)
 
 
 def test_a_request_goes_on_under_the_run_of_its_record() -> None:
     """A redelivery repeats its message's id, a copy has another, and a client may set none."""
-    assert new_build(taken(), Author("s", 1.0)).build.run == taken().run != ""
+    assert taken().first_record(Author("s", 1.0)).build.run == taken().run != ""
     assert admit_known(taken(), status(run="r")) == Continue("r")
     later = pending_build(
         Received(REQUEST, Meta(id="m"), "api", "q"), RequestDelivery(), now=1001.0, flavors=NO_FLAVORS
@@ -164,7 +163,7 @@ def test_what_was_deleted_before_it_came_never_had_a_claim() -> None:
 def test_the_timeline_begins_when_the_request_was_sent(sent_at: float, begins: float) -> None:
     """It hid how long the request had waited in its queue: 4.2 s of 20.8. A client's clock may be ahead."""
     pending = taken(sent_at=sent_at)
-    (line,) = new_build(pending, Author("s", 1000.0)).timeline
+    (line,) = pending.first_record(Author("s", 1000.0)).timeline
     assert (line.what, line.at) == ("requested", begins)
 
 

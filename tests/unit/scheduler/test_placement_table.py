@@ -17,7 +17,7 @@ from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round
 from scheduler_worker.domain.builds import Gang
-from scheduler_worker.domain.decision_round import DecisionRound, GroupExclusions
+from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (
     LOST,
@@ -39,7 +39,7 @@ from scheduler_worker.domain.placement import (
     unavailable_after,
     unknown_after,
 )
-from scheduler_worker.domain.ranking import Choice, RankedHost
+from scheduler_worker.domain.ranking import Choice, GroupExclusions, RankedHost
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.view import Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts

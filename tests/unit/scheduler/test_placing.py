@@ -456,32 +456,6 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster)
         assert [loss.what for loss in placed.lost] == [f"{cluster.host_of(claim)}: ruled_out" for claim in before]
 
 
-async def test_what_was_chosen_speculatively_is_claimed_first_and_only_once(cluster: Cluster) -> None:
-    """Chosen while the record is written: assumed at once, the first to be claimed, and never asked again when full."""
-    request = cluster.hosts.request()
-    chosen = cluster.placer.choose_speculatively([cluster.pending(request)])
-    assert list(chosen) == list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid]
-    choice = chosen[request.instance_uuid].choice
-    assert choice is not None and cluster.claims == []
-    outcomes = iter([ClaimOutcome.FULL])
-    cluster.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else cluster.claimed(claim)
-    (placed,) = await cluster.placer.place([cluster.asking(request)], chosen)
-    first, second = map(cluster.host_of, cluster.claims)
-    assert isinstance(placed, HostClaimed) and placed.claims == 2
-    assert first == cluster.hosts.name(choice.selected.row) != second == placed.selections[0].host
-    assert chosen == {}, "what is handed over is no longer the batch's to drop"
-    assert list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid], "what is claimed stays assumed"
-
-
-async def test_what_was_chosen_speculatively_and_is_not_claimed_is_not_assumed(cluster: Cluster) -> None:
-    request = cluster.hosts.request()
-    apart = cluster.hosts.request(server_group=ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=APART))
-    chosen = cluster.placer.choose_speculatively([cluster.pending(request), cluster.pending(apart)])
-    assert list(chosen) == [request.instance_uuid], "a request that depends on where others are is not chosen for ahead"
-    cluster.placer.drop(chosen.values())
-    assert list(cluster.hosts.book.assumed_keys()) == []
-
-
 async def test_the_members_of_a_group_are_located_once_for_all_of_them_again_after_a_fault(
     cluster: Cluster,
 ) -> None:

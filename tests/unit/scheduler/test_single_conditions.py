@@ -21,10 +21,10 @@ from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.admission import members_of, new_build, pending_again
+from scheduler_worker.domain.admission import members_of, pending_again
 from scheduler_worker.domain.builds import Author, Gang
-from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, prepare
+from scheduler_worker.domain.decision_round import ANOTHERS, FENCED, DecisionRound
+from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, not_placed
 from scheduler_worker.domain.explain import phrase
 from scheduler_worker.domain.gangs import with_gang_results
 from scheduler_worker.domain.hosts import HostTable
@@ -39,8 +39,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.requests import RETRIES
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.domain.step import ANOTHERS, FENCED
-from scheduler_worker.domain.view import Membership, Peers
+from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states, taken
 from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
@@ -245,12 +244,12 @@ def test_a_build_whose_claim_is_stranded_is_tried_again() -> None:
 def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attempt: int) -> None:
     pending = taken(BUILD_REQUEST)
     ended = replace(pending, attempt=attempt, delivery=replace(pending.delivery, why=Refusal(code="x", reason="")))
-    concluded = prepare(ended, None, Hosts([PLENTY]).selector, Author("s", 1.0))
+    concluded = not_placed(ended, None, Hosts([PLENTY]).selector, Author("s", 1.0))
     assert isinstance(concluded, DecidedBuild) and concluded.decision.build.attempt == attempt
 
 
 def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
-    new = new_build(taken(BUILD_REQUEST), Author("s", 1.0))
+    new = taken(BUILD_REQUEST).first_record(Author("s", 1.0))
     assert [
         (one.attempt, one.has_letter, one.last)
         for one in (pending_again(new, 0, tries=tries, now=1.0).delivery for tries in (0, RETRIES - 1, RETRIES))
@@ -261,12 +260,10 @@ def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
 def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_announced(host: str, waits: bool) -> None:
     pending = taken(replace(BUILD_REQUEST, host=host))
     delivery = replace(pending.delivery, awaits_hosts=waits)
-    concluded = prepare(
-        replace(pending, delivery=delivery),
-        None,
-        Hosts([PLENTY]).selector,
-        Author("s", 1.0),
-    )
+    selector = Hosts([PLENTY]).selector
+    spec = selector.request_spec(pending.request)
+    assert isinstance(spec, Unsatisfiable)
+    concluded = not_placed(replace(pending, delivery=delivery), spec, selector, Author("s", 1.0))
     assert isinstance(concluded, Retry) is waits
 
 

@@ -17,7 +17,7 @@ from bus.contracts.placement import ClaimHolder, ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Author, Gang
-from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.decision_round import DecisionRound, nothing_fits, step
 from scheduler_worker.domain.decisions import decision
 from scheduler_worker.domain.placement import (
     ClaimStranded,
@@ -35,7 +35,6 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns
 from scheduler_worker.domain.selector import Holds, NoValidHost
-from scheduler_worker.domain.step import nothing_fits, step
 from scheduler_worker.domain.view import HostsView, Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import Cluster

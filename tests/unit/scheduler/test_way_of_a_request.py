@@ -71,7 +71,7 @@ def drawn(what: str) -> list[str]:
     table = DRAWN.partition(f"## The way of a {what} through the scheduler\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \| `([\w./]+)` \|", table, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
-    assert re.search(rf"[Tt]here are {len(rows) - len({file for _, file in rows})}\b", table.replace("\n", " "))
+    assert re.search(rf"[Tt]here (?:is|are) {len(rows) - len({file for _, file in rows})}\b", table.replace("\n", " "))
     return [file for _, file in rows]
 
 
