@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -66,10 +65,13 @@ def alternates_without_limits() -> AbstractContextManager[Any]:
 def living_members_forgotten() -> AbstractContextManager[Any]:
     """The trimming of the book deletes members of server groups that hold something."""
 
-    def purge(table_: MemoryBookTable, gone: Sequence[Any]) -> None:
+    purged = MemoryBookTable.purge
+
+    def purge(table_: MemoryBookTable, *gone: Any) -> None:
+        purged(table_, *gone)
         table_.members.clear()
 
-    return patch.object(MemoryBookTable, "purge_members", purge)
+    return patch.object(MemoryBookTable, "purge", purge)
 
 
 def hints_not_looked_up() -> AbstractContextManager[Any]:
