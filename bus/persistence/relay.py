@@ -20,10 +20,9 @@ import structlog
 from msgspec import Struct
 from prometheus_client import Counter, Gauge
 
-from bus.clock import Clock, event_or_time, shared_delay_s
+from bus.clock import Clock, LogInterval, event_or_time, shared_delay_s
 from bus.contracts.base import Message
 from bus.faults import Transient
-from bus.log_interval import LogInterval
 from bus.persistence.group_flush import GATHER_S
 from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, Sweep, by_bus, decode_row, traced
 from bus.port import BusUnavailable

@@ -206,7 +206,7 @@ def _same(book: Book, state: ProviderState) -> bool:
     return (
         announced == true
         and book.traits_of(row) == state.traits
-        and book.generation_of(row) == state.generation
+        and book.generation[row] == state.generation
         and book.shape_of(row) == state.shape
         and book.uuid_of(book.root_of(row)) == state.root_uuid
     )

@@ -466,7 +466,7 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
     move = world.move(built, MoveKind.MIGRATE)
     await world.answer(move, MoveAccepted)
     await world.dispatched(move)
-    await until(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
+    await until(lambda: move.request_id not in list(world.replicas["s1"].assumptions.keys()))
     assert [one.request_id for _, one in world.moves] == [move.request_id], "given back, and not sent once more"
 
 
