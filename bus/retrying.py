@@ -117,14 +117,14 @@ class Retrying:
             return await function()
 
         def report_failure(state: tenacity.RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome is not None else None
-            if error is not None:
+            if state.outcome is not None and (error := state.outcome.exception()) is not None:
                 on_failure(error, state.attempt_number)
 
+        stop = self._stop()
         retrying = tenacity.AsyncRetrying(
             sleep=self._clock.sleep,
             wait=self._wait_s,
-            stop=self._stop(),
+            stop=lambda state: stop(state.attempt_number),
             retry=tenacity.retry_if_exception(passes),
             before_sleep=report_failure,
             reraise=True,
@@ -133,24 +133,25 @@ class Retrying:
 
     async def until(self, is_done: Callable[[], Awaitable[bool]]) -> bool:
         """Call the function until it returns True. Returns False when the policy stops before."""
-        retrying = tenacity.AsyncRetrying(
-            sleep=self._clock.sleep,
-            wait=self._wait_s,
-            stop=self._stop(),
-            retry=tenacity.retry_if_result(lambda done: not done),
-            retry_error_callback=lambda _: False,
-        )
-        return await retrying(is_done)
+        stop, calls = self._stop(), 0
+        while not await is_done():
+            calls += 1
+            wait_s = self.policy.wait_s(calls, self._rng)
+            if stop(calls):
+                return False
+            await self._clock.sleep(wait_s)
+        return True
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         return self.policy.wait_s(state.attempt_number, self._rng)
 
-    def _stop(self) -> Callable[[tenacity.RetryCallState], bool]:
+    def _stop(self) -> Callable[[int], bool]:
+        """Whether the policy stops after so many calls, of which the first begins now."""
         policy, clock = self.policy, self._clock
         until = None if policy.lasts_s is None else clock.monotonic() + policy.lasts_s
 
-        def stop(state: tenacity.RetryCallState) -> bool:
-            if policy.attempts is not None and state.attempt_number >= policy.attempts:
+        def stop(calls: int) -> bool:
+            if policy.attempts is not None and calls >= policy.attempts:
                 return True
             return until is not None and clock.monotonic() >= until
 
