@@ -92,11 +92,10 @@ _codes: set[str] = set()
 
 def count_ended(builds: Iterable[BuildEvent | RecordedBuild]) -> None:
     """Count those of the recorded states that end their request."""
-    for build in builds:
-        if build.terminal:
-            if build.code not in _codes and len(_codes) < MAX_CODES:
-                _codes.add(build.code)
-            BUILDS.labels(build.state.value, build.code if build.code in _codes else OTHER).inc()
+    for (state, code), count in Counts([(one.state, one.code) for one in builds if one.terminal]).items():
+        if code not in _codes and len(_codes) < MAX_CODES:
+            _codes.add(code)
+        BUILDS.labels(state.value, code if code in _codes else OTHER).inc(count)
 
 
 def observe_round(chosen: int, candidates: Iterable[int]) -> None:
