@@ -1,4 +1,4 @@
-"""The interface of one bus: publish, request, declare, consume."""
+"""The interface of one bus: publish, request, declare. `bus.consuming.consumer` consumes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import structlog
 from msgspec import structs
 
 from bus.clock import Clock, new_uuid
-from bus.consuming.batch_interval import BatchInterval
-from bus.consuming.consumer import Consumer
-from bus.consuming.outcome import Handler
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta
 from bus.contracts.catalogue import BY_TYPE, MessageRow, destination
@@ -27,7 +24,7 @@ from bus.retrying import QUEUE_LOCKED, Retrying
 from bus.topology import fill_in
 from bus.tracing.context import traceparent_of
 from bus.tracing.tracer import Tracer
-from bus.wire import Malformed, Packed, pack
+from bus.wire import Packed, pack
 
 __all__ = ["API", "Bus", "BusLimits"]
 
@@ -209,34 +206,6 @@ class Bus:
             await self.transport.declare_queue(row, name, bindings)
             names.append(name)
         return names[0]
-
-    def consumer(
-        self,
-        queue: str,
-        handler: Handler,
-        *,
-        max_batch: int = 64,
-        concurrency: int = 2,
-        prefetch: int = 256,
-        on_malformed: Callable[[Malformed], Sequence[Message]] | None = None,
-        paced: bool = False,
-        **fill: str,
-    ) -> Consumer:
-        """Return a consumer of a queue of the catalogue. It declares the queue when it starts.
-
-        paced: the consumer waits between two batches, so that the next one gathers (`bus.consuming.batch_interval`).
-        """
-        return Consumer(
-            self,
-            queue,
-            handler,
-            max_batch=max_batch,
-            concurrency=concurrency,
-            prefetch=prefetch,
-            on_malformed=on_malformed,
-            fill=fill,
-            batch_interval=BatchInterval() if paced else None,
-        )
 
     def _post(
         self,

@@ -18,7 +18,6 @@ from bus.metrics import CELLS_NOT_ENTERED
 from bus.port import BusError, BusUnavailable
 from bus.retrying import CELL_UNAVAILABLE, Retrying
 from bus.service.environment import CellAddressInvalid
-from bus.service.service import Reached
 
 log = structlog.get_logger(__name__)
 
@@ -77,17 +76,6 @@ class CellLink:
         await self._bus.close()
 
 
-async def wait_for(links: Sequence[CellLink], wait_s: float) -> None:
-    """Wait a bounded time (seconds) for the cells, so that in a system whose processes start together all cells are
-    served when it is ready.
-    """
-    try:
-        async with asyncio.timeout(wait_s):
-            await asyncio.gather(*(link.up.wait() for link in links))
-    except TimeoutError:
-        log.warning("cells.unavailable", cells=[link.name for link in links if not link.up.is_set()])
-
-
 class _CellSlot:
     """One cell. configured: the settings name it. problem: why it could not be entered; "": it is, or is tried."""
 
@@ -96,29 +84,16 @@ class _CellSlot:
         self.where = where
         self.configured = link is not None
         self.link = link
+        self.served = False  # by a task of `run`
         self.wanted = True
         self.problem = ""
         self.changed = asyncio.Event()
 
 
-class _ReachedCell:
-    def __init__(self, slot: _CellSlot, buses: Mapping[str, Bus]) -> None:
-        self._slot = slot
-        self._buses = buses
-
-    @property
-    def unavailable_reason(self) -> str:
-        """The reason why nothing can be published to the cell; "" when it can, or when the cell is not in use."""
-        if not self._slot.wanted:
-            return ""
-        bus = self._buses.get(self._slot.name)
-        return self._slot.problem or "not connected" if bus is None else bus.unavailable_reason
-
-
 class CellLinks:
     """The links of one worker. make: a function that makes the link of a bus, with its consumers. reach: opens buses
-    while the worker runs; None: the cells are those of the settings. opened, closed: called with a bus when the worker
-    connects to it or disconnects. buses: the buses of the cells that are in use, by name.
+    while the worker runs. opened, closed: called with a bus when the worker connects to it or disconnects. buses: the
+    buses of the cells that are in use, by name.
     """
 
     def __init__(
@@ -126,7 +101,7 @@ class CellLinks:
         make: Callable[[Bus], CellLink],
         *,
         clock: Clock,
-        reach: Reach | None = None,
+        reach: Reach,
         opened: Callable[[Bus], None] = lambda _: None,
         closed: Callable[[Bus], object] = lambda _: None,
     ) -> None:
@@ -137,27 +112,29 @@ class CellLinks:
         self._opened = opened
         self._closed = closed
         self._slots: dict[str, _CellSlot] = {}
-        self._held: set[str] = set()
         self._added = asyncio.Event()
         self._stopping = False
-
-    @property
-    def may_change(self) -> bool:
-        """Whether this worker can take cells into use while it runs."""
-        return self._reach is not None
 
     @property
     def configured(self) -> frozenset[str]:
         """The cells of the settings."""
         return frozenset(name for name, slot in self._slots.items() if slot.configured)
 
-    def configure(self, bus: Bus) -> CellLink:
-        """Add a cell of the settings, before the start. `hold` is its side task."""
-        link = self._make(bus)
-        self._slots[bus.name] = _CellSlot(bus.name, None, link)
+    def configure(self, bus: Bus) -> None:
+        """Add a cell of the settings, before the start."""
+        self._slots[bus.name] = _CellSlot(bus.name, None, self._make(bus))
         self.buses[bus.name] = bus
-        self._held.add(bus.name)
-        return link
+
+    async def entered(self, wait_s: float) -> None:
+        """Wait a bounded time (seconds) for the cells of the settings, so that in a system whose processes start
+        together all cells are served when it is ready.
+        """
+        links = [slot.link for slot in self._slots.values() if slot.configured and slot.link is not None]
+        try:
+            async with asyncio.timeout(wait_s):
+                await asyncio.gather(*(link.up.wait() for link in links))
+        except TimeoutError:
+            log.warning("cells.unavailable", cells=[link.name for link in links if not link.up.is_set()])
 
     def state_of(self, name: str) -> tuple[LinkState, str]:
         """Return the state of the link to one cell, and why the link is not up."""
@@ -168,13 +145,18 @@ class CellLinks:
             return LinkState.UP, ""
         return LinkState.CONNECTING, slot.problem
 
-    def reached(self, name: str) -> Reached:
-        """Return the state of a cell of the settings for /readyz."""
-        return _ReachedCell(self._slots[name], self.buses)
+    def unavailable_reason(self, name: str) -> str:
+        """The reason why nothing can be published to a cell of the settings; "" when it can, or when the cell is not in
+        use.
+        """
+        slot, bus = self._slots[name], self.buses.get(name)
+        if not slot.wanted:
+            return ""
+        return slot.problem or "not connected" if bus is None else bus.unavailable_reason
 
     def want(self, cells: Mapping[str, CellBus | None]) -> None:
         """Set the cells that are to be in use, with the addresses of their buses; None: the address in the settings."""
-        if self._reach is None or self._stopping:
+        if self._stopping:
             return
         for name, slot in self._slots.items():
             wanted = name in cells
@@ -191,22 +173,17 @@ class CellLinks:
             log.error("cells.too_many", most=MAX_ADDED, left_out=added[room : room + 10])
 
     async def run(self) -> None:
-        """Keep the links to added cells, until cancelled."""
+        """Keep the links to all cells, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
-                for name in sorted(self._slots.keys() - self._held):
-                    self._held.add(name)
-                    group.create_task(self.hold(name), name=f"cell {name}")
+                for slot in [slot for slot in self._slots.values() if not slot.served]:
+                    slot.served = True
+                    group.create_task(self._hold(slot), name=f"cell {slot.name}")
                 self._added.clear()
                 await self._added.wait()
 
-    async def hold(self, name: str) -> None:
+    async def _hold(self, slot: _CellSlot) -> None:
         """Serve one cell while it is in use."""
-        slot = self._slots[name]
-        if self._reach is None:
-            assert slot.link is not None, name
-            await slot.link.run()
-            return
         while not self._stopping:
             if slot.wanted:
                 await self._serve(slot)
@@ -214,8 +191,7 @@ class CellLinks:
                 await slot.changed.wait()
                 slot.changed.clear()
             else:
-                del self._slots[name]
-                self._held.discard(name)
+                del self._slots[slot.name]
                 return
 
     async def _serve(self, slot: _CellSlot) -> None:
@@ -256,7 +232,6 @@ class CellLinks:
             await asyncio.wait((running, changed))
 
     def _open(self, slot: _CellSlot) -> CellLink:
-        assert self._reach is not None, slot.name
         bus = self._reach(slot.name, slot.where)
         slot.link = self._make(bus)
         self.buses[slot.name] = bus
@@ -279,14 +254,7 @@ class CellLinks:
         links = [slot.link for slot in self._slots.values() if slot.link is not None]
         await asyncio.gather(*(link.drain(grace_s) for link in links))
 
-    async def close_cell(self, name: str) -> None:
-        """Close the connection to a cell of the settings."""
-        slot = self._slots[name]
-        if slot.link is not None:
-            await slot.link.close()
-
     async def close(self) -> None:
-        """Close the connections to added cells."""
+        """Close the connections to all cells."""
         self._stopping = True
-        added = [slot for slot in self._slots.values() if not slot.configured and slot.link is not None]
-        await asyncio.gather(*(slot.link.close() for slot in added if slot.link is not None))
+        await asyncio.gather(*(slot.link.close() for slot in self._slots.values() if slot.link is not None))

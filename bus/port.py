@@ -130,7 +130,6 @@ class Delivery(Protocol):
     headers: Mapping[str, object]
     redelivered: bool
     delivery_count: int  # earlier deliveries without an acknowledgement, where the broker counts them
-    timestamp: float | None
     expiration_s: float | None  # that its publisher gave it; None: none, or it is a dead letter, which has lost it
 
     @property

@@ -13,6 +13,7 @@ import structlog
 
 from bus.bus import API, Bus
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ReportHosts
@@ -111,7 +112,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("fences", fences.run)
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)
-    service.add_bus_check("bus", bus)
+    service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("database", lambda: store.ready)
     service.add_refresh(partial(_show_safety, store, cell))
     service.add_drain(relay.drain)
@@ -160,16 +161,16 @@ def _add_consumers(  # noqa: PLR0917  (one caller)
         (GIVEN_UP_QUEUE, requests.given_up),
         (RESULTS, requests.results),
     ):
-        consumer = bus.consumer(
-            queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
+        consumer = Consumer(
+            bus, queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
         )
         service.add_consumer(consumer)
         service.add_check(queue, lambda consumer=consumer: consumer.ready)  # type: ignore[misc]
     # One batch at a time: the newest report of a service decides, so the reports are kept in order.
-    service.add_consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
+    service.add_consumer(Consumer(bus, HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
     # Heartbeats have a queue of their own: a report waits for the database, and a heartbeat behind it would count as
     # missed.
-    service.add_consumer(bus.consumer(LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
+    service.add_consumer(Consumer(bus, LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
 
 
 log = structlog.get_logger(__name__)

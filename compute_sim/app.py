@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from bus.consuming.consumer import Consumer
 from bus.service.presence import announce_presence
 from bus.service.service import Service
 from compute_sim.config import ComputeConfig
@@ -54,7 +55,7 @@ def build(
     # once.
     result.add_declaration(lambda: parts.bus.declare("compute.{service}", service=service))
     _add_consumers(result, parts, service)
-    result.add_bus_check("bus", parts.bus)
+    result.add_bus_check("bus", lambda: parts.bus.unavailable_reason)
     return result
 
 
@@ -81,12 +82,12 @@ def _add_tasks(result: Service, env: Environment, parts: Parts) -> None:
 def _add_consumers(result: Service, parts: Parts, service: str) -> None:
     bus, handlers = parts.bus, parts.handlers
     # One batch at a time: a Destroy must not overtake the Spawn before it.
-    commands = bus.consumer(
-        "compute.{service}", handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
+    commands = Consumer(
+        bus, "compute.{service}", handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
     )
     result.add_consumer(commands)
-    control = bus.consumer(QUEUE, handlers.control, concurrency=1, service=service, source=source_of(service))
+    control = Consumer(bus, QUEUE, handlers.control, concurrency=1, service=service, source=source_of(service))
     result.add_consumer(control)
     if parts.ring is not None:
-        members = bus.consumer(RING_QUEUE, handlers.ring_members, concurrency=1, service=service, ring=parts.ring.name)
+        members = Consumer(bus, RING_QUEUE, handlers.ring_members, concurrency=1, service=service, ring=parts.ring.name)
         result.add_consumer(members)

@@ -8,6 +8,7 @@ import structlog
 
 from bus.bus import API, Bus
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.openstack.rest import auth_of, tls_of
 from bus.persistence.identity import watch_identity
 from bus.port import Transport
@@ -61,22 +62,18 @@ def build(
         config=config,
         tracer=env.tracer,
     )
-
-    async def open_nothing() -> None:
-        """The source connects with its first request."""
-
     service.add_resource(bus.open, bus.close)
     announce_presence(service, env, bus, "ironic-sync")
     if own_broker is not None:
         service.add_resource(own_broker.open, own_broker.close)
-    service.add_resource(open_nothing, reading.close)
+    service.add_resource(None, reading.close)  # it connects with its first request
     service.add_task("sync", loop.run)
     # One at a time: the positions belong to the term.
     service.add_consumer(
-        bus.consumer("ironic.outdated.{process}", loop.outdated, concurrency=1, source=source_of(config.name))
+        Consumer(bus, "ironic.outdated.{process}", loop.outdated, concurrency=1, source=source_of(config.name))
     )
     service.add_drain(loop.drain)
-    service.add_bus_check("bus", bus)
+    service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("ironic", lambda: loop.healthy)
     return service
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.bus import Bus
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, FeedChanges
 
@@ -17,7 +18,7 @@ class FeedWatch:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._by_number: dict[int, Change] = {}
-        self._consumer = bus.consumer("scheduler.feed.{process}", self._take, max_batch=1000, concurrency=1)
+        self._consumer = Consumer(bus, "scheduler.feed.{process}", self._take, max_batch=1000, concurrency=1)
 
     @property
     def changes(self) -> list[Change]:

@@ -11,7 +11,7 @@ from functools import partial
 import structlog
 
 from bus.bus import API, Bus
-from bus.cell_links import CellLink, CellLinks, wait_for
+from bus.cell_links import CellLink, CellLinks
 from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.objects import CellBus
@@ -70,9 +70,10 @@ def build(
     service.add_task("feed trim", publisher.trim)
     announce_presence(service, env, buses[API], "placement")
     links = _links(env, handlers, config, claim, in_use)
-    configured = [_add_link(service, buses[cell], links) for cell in cells]
+    for cell in cells:
+        links.configure(buses[cell])
     in_use |= {cell: buses[cell] for cell in cells}
-    _add_cells(service, buses[API], links)
+    _add_cells(service, env, buses[API], links)
     if rest is not None:
         _add_rest(service, rest)
     if answer is not None:
@@ -80,7 +81,7 @@ def build(
         service.add_task("rest in process", own.run)
         service.add_drain(own.drain)
         answer(own.application)
-    service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
+    service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_drain(publisher.drain)
     return service
 
@@ -128,17 +129,17 @@ def _add_book(service: Service, store: ResourceBook, api: Bus) -> None:
     service.add_resource(store.open, store.close)
     service.add_resource(api.open, api.close)
     service.add_check("database", lambda: store.rows.ready)
-    service.add_bus_check("bus api", api)
+    service.add_bus_check("bus api", lambda: api.unavailable_reason)
 
 
 def _add_consumers(service: Service, api: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> None:
     for consumer in _writers(api, handlers, config):
         service.add_consumer(consumer)
     service.add_consumer(
-        api.consumer("placement.releases", handlers.requests, max_batch=config.claim_batch, concurrency=1)
+        Consumer(api, "placement.releases", handlers.requests, max_batch=config.claim_batch, concurrency=1)
     )
     service.add_consumer(
-        api.consumer("placement.reads", handlers.reads, max_batch=config.read_batch, concurrency=config.concurrency)
+        Consumer(api, "placement.reads", handlers.reads, max_batch=config.read_batch, concurrency=config.concurrency)
     )
 
 
@@ -159,35 +160,27 @@ def _links(
     return CellLinks(
         lambda bus: CellLink(bus, _writers(bus, handlers, config)),
         clock=env.clock,
-        reach=reach if env.takes_cells else None,
+        reach=reach,
         opened=lambda bus: in_use.update({bus.name: bus}),
         closed=lambda bus: in_use.pop(bus.name, None),
     )
 
 
-def _add_link(service: Service, bus: Bus, links: CellLinks) -> CellLink:
-    """Add the link to a cell of the settings. It is no part of /readyz: a cell that refuses this worker, or is away,
-    takes neither the API bus nor the REST API nor the other cells out of service.
+def _add_cells(service: Service, env: Environment, api: Bus, links: CellLinks) -> None:
+    """Add the links to cells, and what takes cells into use and out of use, if this process can. They are no part of
+    /readyz: a cell that refuses this worker, or is away, takes neither the API bus nor the REST API nor the other cells
+    out of service.
     """
-    name = bus.name
-    link = links.configure(bus)
-    service.add_resource(open_nothing, partial(links.close_cell, name))
-    service.add_task(f"cell {name}", partial(links.hold, name))
-    return link
-
-
-def _add_cells(service: Service, api: Bus, links: CellLinks) -> None:
-    """Add the task that takes cells into use and out of use, if this process can."""
     service.add_drain(links.drain)
-    if not links.may_change:
+    service.add_resource(None, links.close)
+    service.add_task("cell links", links.run)
+    if not env.takes_cells:
         return
     follower = CellFollower(api, links)
     api.transport.on_reconnect(follower.on_reconnected)
-    service.add_resource(open_nothing, links.close)
-    service.add_task("added cells", links.run)
     service.add_task("cells", follower.run)
     service.add_consumer(
-        api.consumer("placement.control.{process}", follower, max_batch=64, concurrency=1, prefetch=64)
+        Consumer(api, "placement.control.{process}", follower, max_batch=64, concurrency=1, prefetch=64)
     )
 
 
@@ -209,14 +202,16 @@ def _rest(
 def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> list[Consumer]:
     """Return the consumers on every bus: of claims, and of inventory from the hosts there."""
     return [
-        bus.consumer(
+        Consumer(
+            bus,
             "placement.requests",
             handlers.requests,
             max_batch=config.claim_batch,
             concurrency=config.concurrency,
             prefetch=config.claim_prefetch,
         ),
-        bus.consumer(
+        Consumer(
+            bus,
             "placement.inventory",
             handlers.inventory,
             max_batch=config.inventory_batch,
@@ -224,7 +219,3 @@ def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> 
             prefetch=config.inventory_prefetch,
         ),
     ]
-
-
-async def open_nothing() -> None:
-    """Open nothing here: a side task opens the bus of a cell."""

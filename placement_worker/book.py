@@ -50,7 +50,9 @@ LEASE_S = 2.0
 
 
 class HoldersBusy(Transient):
-    """Another transaction is changing allocations that the report moves."""
+    """A consumer has claimed allocations that the report moves, after the holders were locked and before the providers
+    were. To lock it now could deadlock with a transaction that has locked it and waits for the providers.
+    """
 
     code = "inventory.holders_busy"
 
@@ -109,10 +111,10 @@ class ResourceBook:
         cells are refused.
         """
 
-        async def create_names() -> None:  # ahead of the transaction; names that were removed are created again
+        async def create_names() -> None:
             await self.names.ensure(*names_of_reports(updates, self.names.trait_ids))
 
-        return await self._write(lambda transaction: report(transaction, updates, bus), ahead=create_names)
+        return await self._write(lambda transaction: report(transaction, updates, bus), create_names)
 
     async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
         """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
@@ -150,21 +152,19 @@ class ResourceBook:
     async def _write(
         self,
         apply: Callable[[port.BookTransaction], Awaitable[Written]],
-        ahead: Callable[[], Awaitable[None]] | None = None,
+        create_names: Callable[[], Awaitable[None]] | None = None,
     ) -> Written:
         """Run one transaction. When it fails because of stale names, refresh them and run it once more.
 
-        ahead: called before each of the two.
+        create_names: creates those that may be missing, in transactions of its own, before the second.
         """
-        if ahead is not None:
-            await ahead()
         try:
             async with self.rows.transaction() as transaction:
                 return await apply(transaction)
         except StaleNames:
             await self.names.refresh()
-        if ahead is not None:
-            await ahead()
+        if create_names is not None:
+            await create_names()
         async with self.rows.transaction() as transaction:
             return await apply(transaction)
 
@@ -360,15 +360,19 @@ async def remove_retired_trees(transaction: port.BookTransaction, limit: int) ->
 async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) -> int:
     """Plan the fresh updates and write the result."""
     fresh = group.fresh()
+    if group.repeated:
+        await transaction.repeat_reports(group.repeated)
     updates = [group.updates[number] for number in fresh]
     if not updates:
-        return await transaction.write_trees({}, {}, sources=group.written())
+        return 0
     leaving = [pair for update in updates for pair in migrating_classes(update.providers)]
-    # Consumers are locked before providers, as everywhere.
-    locked = await _lock_holders(transaction, await transaction.holders(leaving) if leaving else ())
+    locked = port.Locked({}, {})
+    if leaving:  # consumers are locked before providers, as everywhere
+        holders = await transaction.holders(leaving)
+        locked = await transaction.lock_claims(dict.fromkeys(holders, NEW_HOLDER), None)
     shape, before = await transaction.lock_trees(trees_of_reports(updates))
-    if leaving:
-        locked = await _with_late_holders(transaction, leaving, locked)
+    if leaving and not locked.found.keys() >= set(await transaction.holders(leaving)):
+        raise HoldersBusy("a consumer has claimed what is to be moved")
     holdings = {uuid: consumer.holding for uuid, consumer in locked.found.items() if consumer.holding}
     earlier = [group.earlier(number) for number in fresh]
     outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape)
@@ -380,25 +384,6 @@ async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) 
         await transaction.write_claims(migrated(before, outcome.after, outcome.moved, locked.found), locked)
     changes = changes_of(before, outcome.after)
     return await transaction.write_trees(now, outcome.after, changes, sources=group.written())
-
-
-async def _lock_holders(transaction: port.BookTransaction, consumers: Sequence[str]) -> port.Locked:
-    if not consumers:
-        return port.Locked({}, {})
-    return await transaction.lock_claims(dict.fromkeys(consumers, NEW_HOLDER), None)
-
-
-async def _with_late_holders(
-    transaction: port.BookTransaction, leaving: Sequence[port.Leaving], locked: port.Locked
-) -> port.Locked:
-    """Lock the consumers that appeared before the providers were locked, too. To wait for one could deadlock with a
-    transaction that has locked the consumer and waits for the providers. Raises HoldersBusy.
-    """
-    late = [uuid for uuid in await transaction.holders(leaving) if uuid not in locked.found]
-    if late and not await transaction.lock_free(late):
-        raise HoldersBusy("an allocation that is to be moved is being changed")
-    more = await _lock_holders(transaction, late)
-    return port.Locked({**locked.inserted, **more.inserted}, {**locked.found, **more.found})
 
 
 async def write_trees(transaction: port.BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:

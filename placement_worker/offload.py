@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import copy
 from typing import Any, TypeVar
 
@@ -77,7 +76,7 @@ MAX_WAITING = 16
 
 # The interpreter's switch interval, after which the event loop gets the interpreter from a thread. An answer takes a
 # dozen turns of the loop (sockets, the database), each of which may wait this long; with the default of 5 ms that would
-# add up.
+# add up. While no thread works, no switch is asked for.
 SWITCH_S = 0.0005
 
 
@@ -90,15 +89,13 @@ class TooBusy(Transient):
 class OffloadThread:
     """One thread and the calls that wait for it, a bounded number. name: the kind of work, for metric and errors."""
 
-    _busy = 0  # of all instances, which belong to one event loop
-    _usual_s = 0.0
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._one = asyncio.Semaphore(1)
         self._present = 0
         self._closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rest-{name}")
+        sys.setswitchinterval(SWITCH_S)
 
     async def run(self, work: Callable[..., Result], book: Book | None = None) -> Result:
         """Run the work when its turn comes, on a copy of the book that is made then. Returns its result or raises its
@@ -112,25 +109,11 @@ class OffloadThread:
                 if self._closed:
                     raise TooBusy("the service is stopping")
                 metrics.OFFLOADED.labels(self._name).inc()
-                with self._quick_switches():
-                    # There is no await before the copy is made, and the event loop is the only writer.
-                    copies = () if book is None else (copy_of(book),)
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, work, *copies)
+                # There is no await before the copy is made, and the event loop is the only writer.
+                copies = () if book is None else (copy_of(book),)
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work, *copies)
         finally:
             self._present -= 1
-
-    @contextmanager
-    def _quick_switches(self) -> Iterator[None]:
-        if not OffloadThread._busy:
-            OffloadThread._usual_s = sys.getswitchinterval()
-            sys.setswitchinterval(SWITCH_S)
-        OffloadThread._busy += 1
-        try:
-            yield
-        finally:
-            OffloadThread._busy -= 1
-            if not OffloadThread._busy:
-                sys.setswitchinterval(OffloadThread._usual_s)
 
     def close(self) -> None:
         """Accept no further work. Running work ends by its own bound."""

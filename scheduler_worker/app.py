@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from bus.bus import API, Bus
-from bus.cell_links import CellLink, CellLinks, wait_for
+from bus.cell_links import CellLink, CellLinks
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
 from bus.consuming.lanes import LANE_PREFETCH
@@ -103,8 +103,10 @@ def build(
         engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
     )
     _add_watch(parts, requests, links)
-    configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
-    service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
+    for cell, bus in parts.cell_buses.items():
+        links.configure(bus)
+        service.add_bus_check(f"bus {cell}", partial(links.unavailable_reason, cell))
+    service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
     keeper = _add_cells(parts, registry, links)
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
@@ -295,9 +297,9 @@ def _add_objects(
     service.add_task("objects", registry.run)
     service.add_task("aggregates", AggregateKeeper(registry, parts.selector, bus, clock=bus.clock).run)
     service.add_consumer(
-        bus.consumer("scheduler.control.{process}", listener, max_batch=64, concurrency=1, prefetch=64)
+        Consumer(bus, "scheduler.control.{process}", listener, max_batch=64, concurrency=1, prefetch=64)
     )
-    service.add_consumer(bus.consumer("scheduler.changes", changes, max_batch=16, concurrency=1, prefetch=16))
+    service.add_consumer(Consumer(bus, "scheduler.changes", changes, max_batch=16, concurrency=1, prefetch=16))
 
 
 def _add_host_metrics(parts: SchedulerParts) -> asyncio.Event:
@@ -350,7 +352,7 @@ def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measur
     return CellLinks(
         lambda bus: _link(parts, bus, registry, measured),
         clock=env.clock,
-        reach=reach if env.takes_cells else None,
+        reach=reach,
         opened=relay.add_bus,
         closed=lambda bus: relay.remove_bus(bus.name),
     )
@@ -372,7 +374,8 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
     bus.transport.on_reconnect(listener.on_reconnected)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.
     consumers = [
-        bus.consumer(
+        Consumer(
+            bus,
             "scheduler.builds",
             AnnouncementHandler(
                 parts.store,
@@ -386,8 +389,8 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
             prefetch=config.prefetch,
         ),
         _asks_consumer(parts, bus),
-        bus.consumer(
-            "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
+        Consumer(
+            bus, "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
         ),
         _metrics_consumer(bus, parts.selector, measured),
     ]
@@ -398,17 +401,7 @@ def _asks_consumer(parts: SchedulerParts, bus: Bus) -> Consumer:
     config = parts.config
     claims = BusClaims(parts.api, timeout_s=config.claim_timeout_s)
     handler = CellAsksHandler(parts.store, bus.name, claims=claims)
-    return bus.consumer("scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
-
-
-def _add_link(parts: SchedulerParts, bus: Bus, links: CellLinks) -> CellLink:
-    """The link to a cell of the settings."""
-    service, name = parts.service, bus.name
-    link = links.configure(bus)
-    service.add_resource(open_nothing, partial(links.close_cell, name))
-    service.add_task(f"cell {name}", partial(links.hold, name))
-    service.add_bus_check(f"bus {name}", links.reached(name))
-    return link
+    return Consumer(bus, "scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
 
 
 def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> CellKeeper:
@@ -417,9 +410,9 @@ def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks
     keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), clock=parts.env.clock)
     service.add_drain(links.drain)
     service.add_refresh(partial(_count_letters, links))  # of the buses as they are now: a cell may be entered anew
-    if links.may_change:
-        service.add_resource(open_nothing, links.close)
-        service.add_task("added cells", links.run)
+    service.add_resource(None, links.close)
+    service.add_task("cell links", links.run)
+    if parts.env.takes_cells:
         service.add_task("cells", keeper.run)
     return keeper
 
@@ -437,10 +430,11 @@ def _add_requests(
 ) -> None:
     """The queues of clients' requests, queries, and requests whose retries are exhausted."""
     service, bus, config = parts.service, parts.api, parts.config
-    service.add_consumer(bus.consumer("scheduler.records", queries, max_batch=64, concurrency=2, prefetch=128))
-    service.add_consumer(bus.consumer("scheduler.status", status, max_batch=64, concurrency=2, prefetch=128))
+    service.add_consumer(Consumer(bus, "scheduler.records", queries, max_batch=64, concurrency=2, prefetch=128))
+    service.add_consumer(Consumer(bus, "scheduler.status", status, max_batch=64, concurrency=2, prefetch=128))
     service.add_consumer(
-        bus.consumer(
+        Consumer(
+            bus,
             "scheduler.requests",
             requests,
             max_batch=config.batch,
@@ -451,7 +445,8 @@ def _add_requests(
         )
     )
     service.add_consumer(
-        bus.consumer(
+        Consumer(
+            bus,
             "scheduler.given_up",
             requests,
             max_batch=16,
@@ -460,16 +455,12 @@ def _add_requests(
             on_malformed=refused_unreadable,
         )
     )
-    service.add_bus_check("bus api", bus)
+    service.add_bus_check("bus api", lambda: bus.unavailable_reason)
 
 
 def _metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
     listener = HostMetricsListener(selector.metrics, bus.name, clock=bus.clock, first=measured)
-    return bus.consumer(METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)
-
-
-async def open_nothing() -> None:
-    """Open nothing: each cell's bus is opened by its own side task."""
+    return Consumer(bus, METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)
 
 
 async def _export_fleet(selector: Selector) -> None:

@@ -28,6 +28,7 @@ from berth.audit.invariants import (
 )
 from berth.site import Site, process_name, with_added_cells
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
@@ -364,7 +365,7 @@ async def reported(
 async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
     bus = site.bus(process_name("check"), cell)  # two checks may be under way
     reports = Reports(site.clock, missing, deployment)
-    consumer = bus.consumer("client.hosts.{process}", reports.take, concurrency=1, prefetch=1000)
+    consumer = Consumer(bus, "client.hosts.{process}", reports.take, concurrency=1, prefetch=1000)
     await bus.open()
     try:
         await consumer.start()

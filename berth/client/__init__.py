@@ -11,7 +11,8 @@ from msgspec import Struct
 from berth.client.host_pages import read_hosts
 from berth.client.request_spans import RequestSpans, TracedRequest
 from bus.bus import Bus
-from bus.clock import Clock
+from bus.clock import Clock, event_or_time
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import (
     BuildEvent,
@@ -134,8 +135,8 @@ class BuildClient:
     async def open(self) -> None:
         """Connect, declare the listening queue and start to listen."""
         await self.bus.open()
-        self._consumer = self.bus.consumer(
-            self._queue, self._on_events, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
+        self._consumer = Consumer(
+            self.bus, self._queue, self._on_events, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
         )
         await self._consumer.start()
 
@@ -382,12 +383,7 @@ class BuildClient:
 
     async def _event_within(self, timeout_s: float) -> bool:
         self._changed.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await event_or_time(self._changed, self._clock, timeout_s)
 
     def _learn(self, track: Track, record: BuildRecord) -> None:
         """A scheduler's record of one build, instead of the event that was missed."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from berth.client.request_spans import RequestSpans, TracedRequest
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.moves import MoveAccepted, MoveEvent, MovePage, MoveQuery, MoveRecord, MoveRequest
 from bus.faults import Transient
@@ -40,7 +41,8 @@ class MoveClient:
 
     async def open(self) -> None:
         """Declare the listening queue and start to listen; the bus is open."""
-        self._consumer = self._bus.consumer(
+        self._consumer = Consumer(
+            self._bus,
             "client.moves.{process}",
             self._on_events,
             max_batch=1000,

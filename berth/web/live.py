@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 
@@ -118,7 +119,8 @@ class Live:
 
     async def open(self) -> None:
         """Listen."""
-        self._consumer = self._bus.consumer(
+        self._consumer = Consumer(
+            self._bus,
             "client.feed.{process}",
             self._on_events,
             max_batch=1000,

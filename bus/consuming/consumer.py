@@ -17,13 +17,14 @@ import contextlib
 import math
 from collections import Counter as Counted
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
 from prometheus_client import Counter
 
 from bus import metrics
+from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.in_flight import (
@@ -35,14 +36,15 @@ from bus.consuming.in_flight import (
     may_be_begun,
     of_use_until,
 )
-from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
+from bus.consuming.lanes import ArrivedDelivery, ConsumerLane
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
-from bus.consuming.outcome_handling import ConsumedBus, OutcomeHandler, RetryUntilAvailable, UntrustedMessages
+from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
 from bus.contracts.queues import BY_QUEUE, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.gather import Gather
+from bus.in_turn import InTurn
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
@@ -86,23 +88,28 @@ SUSPECT_WAIT_S = 0.1
 
 
 class Consumer:
-    """Consumes the queues of one row. start(), then run() as a side task, then drain()."""
+    """Consumes the queues of one row of the catalogue, which it declares. start(), then run() as a side task, then
+    drain().
+
+    paced: it waits between two batches, so that the next one gathers (`bus.consuming.batch_interval`). fill: the
+    placeholders in the name of the row, as in `Bus.declare`.
+    """
 
     def __init__(
         self,
-        bus: ConsumedBus,
+        bus: Bus,
         queue: str,
         handler: Handler,
         *,
-        max_batch: int,
-        concurrency: int,
-        prefetch: int,
-        on_malformed: Callable[[Malformed], Sequence[Message]] | None,
-        fill: Mapping[str, str],
-        batch_interval: BatchInterval | None,
+        max_batch: int = 64,
+        concurrency: int = 2,
+        prefetch: int = 256,
+        on_malformed: Callable[[Malformed], Sequence[Message]] | None = None,
+        paced: bool = False,
+        **fill: str,
     ) -> None:
         self.queue = queue
-        self._batch_interval = batch_interval
+        self._batch_interval = BatchInterval() if paced else None
         self._bus = bus
         self._row = BY_QUEUE[queue]
         self._handler = handler
@@ -110,9 +117,10 @@ class Consumer:
         self._prefetch = prefetch
         self._until_available = RetryUntilAvailable(bus, queue)
         self._outcome_handler = OutcomeHandler(bus, self._row, self._until_available, on_malformed)
-        self._fill = dict(fill)
+        self._fill = fill
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._lanes = ConsumerLanes([ConsumerLane(row.name) for row in self._row.queues])
+        self._lanes = [ConsumerLane(row.name) for row in self._row.queues]
+        self._arrived: InTurn[ArrivedDelivery] = InTurn()  # in a line for each lane, and not taken yet
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
@@ -161,7 +169,7 @@ class Consumer:
         """Declare the queues and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
-        for lane in self._lanes.every:
+        for lane in self._lanes:
             if self._draining or lane.subscription is not None:
                 continue
             queue = self.queue + lane.name.removeprefix(self._row.name)
@@ -191,8 +199,8 @@ class Consumer:
         """
         self._draining = True
         await self._end_subscriptions()
-        while self._lanes:
-            self._lanes.take().delivery.nack(requeue=True)
+        while self._arrived:
+            self._arrived.take().delivery.nack(requeue=True)
         self._gather.wake()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(grace_s, 0.0)):
@@ -208,7 +216,7 @@ class Consumer:
             self._failed.set_result(None)
 
     async def _end_subscriptions(self) -> None:
-        await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
+        await asyncio.gather(*(lane.subscription.cancel() for lane in self._lanes if lane.subscription is not None))
 
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._is_ending():
@@ -218,7 +226,8 @@ class Consumer:
         now = self._bus.clock.monotonic()
         given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
         since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
-        self._lanes.add(ArrivedDelivery(delivery, now, since, lane))
+        lane.hold(delivery)
+        self._arrived.put(lane.name, ArrivedDelivery(delivery, now, since, lane))
         if self._tries(delivery) >= SUSPECT_FROM:
             self._suspect_until = now + SUSPECT_WAIT_S
         self._gather.wake()
@@ -247,7 +256,7 @@ class Consumer:
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""
-        return len(self._lanes) + len(self._items) + len(self._suspects)
+        return len(self._arrived) + len(self._items) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
         """Take at most `max_batch` of the messages that have arrived. Suspects are taken separately, and later than
@@ -259,10 +268,10 @@ class Consumer:
         """
         self._drop_lost()
         opened_bytes = unreadable = 0
-        while self._lanes and len(self._items) < self._max_batch and not self._draining:
+        while self._arrived and len(self._items) < self._max_batch and not self._draining:
             if self._items and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE):
                 break
-            arrival = self._lanes.take()
+            arrival = self._arrived.take()
             opened_bytes += len(arrival.delivery.body)
             unreadable += self._open(arrival)
         count = min(len(self._items), self._max_batch)
@@ -297,8 +306,9 @@ class Consumer:
         """
         if self._row.kind is not QueueKind.DURABLE:
             return
-        for delivery in self._lanes.take_lost():
-            self._note_untried(delivery)
+        for arrival in self._arrived.take_first(lambda arrival: arrival.delivery.is_lost):
+            arrival.lane.release(arrival.delivery)
+            self._note_untried(arrival.delivery)
         lost: dict[InFlightDelivery, None] = {}
         while self._items and self._items[0].in_flight.delivery.is_lost:
             lost[self._items[0].in_flight] = None

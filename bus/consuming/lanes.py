@@ -6,10 +6,8 @@ so a message waits for one delivery of each other lane at most, however many wai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bus.in_turn import InTurn
 from bus.port import Delivery, Subscription
 
 # The unacknowledged messages of each lane that the broker delivers ahead: with 32 requests each, as a busy client sends
@@ -66,34 +64,3 @@ class ConsumerLane:
         if self._paused and self.held <= MAX_LANE_BYTES // 2 and self.subscription is not None:
             self._paused = False
             self.subscription.resume()
-
-
-class ConsumerLanes:
-    """All lanes of one consumer."""
-
-    def __init__(self, every: Sequence[ConsumerLane]) -> None:
-        self.every = every
-        self._waiting: InTurn[ArrivedDelivery] = InTurn()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def subscriptions(self) -> list[Subscription]:
-        """The subscriptions of all lanes, as far as they have begun."""
-        return [lane.subscription for lane in self.every if lane.subscription is not None]
-
-    def add(self, arrival: ArrivedDelivery) -> None:
-        """A delivery has arrived."""
-        arrival.lane.hold(arrival.delivery)
-        self._waiting.put(arrival.lane.name, arrival)
-
-    def take(self) -> ArrivedDelivery:
-        """The next delivery, of the next lane; then it is another lane's turn. One waits."""
-        return self._waiting.take()
-
-    def take_lost(self) -> Iterator[Delivery]:
-        """The waiting deliveries whose connections are lost. They are the first of their lane."""
-        for lost in self._waiting.take_first(lambda arrival: arrival.delivery.is_lost):
-            lost.lane.release(lost.delivery)
-            yield lost.delivery

@@ -8,29 +8,27 @@ that other programs have published take no more than their share of it.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 from msgspec import structs
 
 from bus import metrics
-from bus.clock import Clock, new_uuid
+from bus.bus import Bus
+from bus.clock import new_uuid
 from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
-from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
 from bus.contracts.queues import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
 from bus.key_trust import CODE, ORIGINAL_KEY, UNTRUSTED, letters_code, published_key
 from bus.log_interval import LogInterval
-from bus.port import BusError, BusForbidden, Delivery, PublishRefused, Transport
-from bus.publishing import Confirmation, Mode, Publisher, Waiter
+from bus.port import BusError, BusForbidden, Delivery, PublishRefused
+from bus.publishing import Confirmation, Mode, Waiter
 from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
 from bus.topology import delay_exchange
-from bus.tracing.tracer import Tracer
 from bus.wire import (
     MAX_LETTER_BYTES,
     REPLY_PREFIX,
@@ -54,30 +52,6 @@ MAX_CLIENT_LETTERS = 10_000
 DEPTH_VALID_S = 1.0
 
 
-class ConsumedBus(Protocol):
-    """The bus of a consumer."""
-
-    name: str
-    clock: Clock
-    rng: random.Random
-    transport: Transport
-    publisher: Publisher
-    tracer: Tracer | None
-    stall_watch: StallWatch
-
-    async def declare(self, queue: str, **fill: str) -> str:
-        """Declare a queue of the catalogue by its row's name; returns its real name."""
-
-    def post_all(
-        self,
-        messages: Sequence[tuple[Message, str]],
-        traceparents: Sequence[str],
-        waiters: Sequence[Waiter],
-        line: Callable[[Message], Hashable],
-    ) -> None:
-        """Publish many messages, each with its cause, its trace and the waiter that is told of its confirm."""
-
-
 class OutcomeMessage(NamedTuple):
     """A message that the outcome of an item sends. post: hands it to the publisher. is_reply: its requester has a
     time-out when it is lost. letter: the dead letter that it is. is_clients: the letter's bytes are a client's choice,
@@ -96,7 +70,7 @@ class OutcomeHandler:
 
     def __init__(
         self,
-        bus: ConsumedBus,
+        bus: Bus,
         row: QueueRow,
         until_available: RetryUntilAvailable,
         on_malformed: Callable[[Malformed], Sequence[Message]] | None,
@@ -340,7 +314,7 @@ def _cut(body: bytes, size: int) -> tuple[bytes, int]:
 class ClientLetters:
     """The letters that one consumer makes of messages of clients, which could be as many as a client can publish."""
 
-    def __init__(self, bus: ConsumedBus) -> None:
+    def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._room = 0
         self._read_at = -math.inf
@@ -366,7 +340,7 @@ class ClientLetters:
 class RetryUntilAvailable:
     """The calls of one consumer. Each of its batches may wait for a server that it depends on."""
 
-    def __init__(self, bus: ConsumedBus, row: str) -> None:
+    def __init__(self, bus: Bus, row: str) -> None:
         self.queue = row
         self._row = row
         self._bus = bus
@@ -398,7 +372,7 @@ class RetryUntilAvailable:
 class UntrustedMessages:
     """Drops the untrusted messages of one queue. row: the name of the queue's row."""
 
-    def __init__(self, bus: ConsumedBus, row: str) -> None:
+    def __init__(self, bus: Bus, row: str) -> None:
         self._row = row
         self._dropped = metrics.OUTCOMES.labels(bus.name, row, UNTRUSTED)
         self._log = LogInterval(bus.clock)

@@ -48,6 +48,7 @@ class Connection(Protocol):
     """The part of a connected transport that the broker and its queues use."""
 
     names: QueueNames
+    subscriptions: list[Consumption]
 
     def lose(self) -> None:
         """The connection is cut."""
@@ -70,12 +71,13 @@ class Stored(Struct, eq=False):
 class MemoryDelivery:
     """One message handed to a consumer."""
 
-    __slots__ = ("_consumer", "_stored", *DELIVERY_FIELDS)
+    __slots__ = ("_consumer", "_held", "_stored", *DELIVERY_FIELDS)
 
     def __init__(self, stored: Stored, consumer: Consumption) -> None:
         message = stored.message
         self._stored = stored
         self._consumer = consumer
+        self._held = consumer.unacked
         self.body = message.body
         self.exchange = consumer.transport.names.local(message.exchange)
         self.routing_key = consumer.transport.names.local_key(self.exchange, message.routing_key)
@@ -92,57 +94,70 @@ class MemoryDelivery:
             self.headers = {**self.headers, "x-death": [dict(death) for death in stored.deaths], **first}
         self.redelivered = stored.redelivered
         self.delivery_count = stored.returns
-        self.timestamp: float | None = None
         self.expiration_s = message.expiration_s
 
     @property
     def is_lost(self) -> bool:
         """Whether its connection is lost."""
-        return self._consumer.is_lost
+        return self._held is not self._consumer.unacked
 
     def ack(self) -> None:
         """Done with it."""
-        self._consumer.settle(self._stored)
+        if self._held.pop(self._stored.number, None) is not None:
+            self._consumer.queue.wake()
 
     def nack(self, *, requeue: bool) -> None:
         """Give it back, or let it die."""
-        self._consumer.give_up(self._stored, requeue=requeue)
+        if self._held.pop(self._stored.number, None) is None:
+            return
+        queue = self._consumer.queue
+        if requeue:
+            queue.requeue(self._stored)
+        else:
+            queue.die(self._stored, "rejected")
+        queue.wake()
 
 
 class Consumption:
-    """One consumption of one queue by one transport; also stands for a transport's single gets."""
+    """One consumption of one queue by one transport, which takes it up again after a lost connection. prefetch: 0 for a
+    transport's single gets, and for one that was cancelled. unacked: what the present connection holds.
+    """
 
     def __init__(self, queue: Queue, transport: Connection, prefetch: int, on: Callable[[Delivery], None]) -> None:
-        self.queue = queue
         self.transport = transport
         self.prefetch = prefetch
         self.on_delivery = on
-        self.unacked: dict[int, Stored] = {}
-        self.active = True
         self.paused = False
-        self.is_lost = False  # its connection is
+        self.attach(queue)
 
-    def settle(self, stored: Stored) -> None:
-        """Its holder is done with it."""
-        if self.unacked.pop(stored.number, None) is not None:
-            self.queue.wake()
+    def attach(self, queue: Queue) -> None:
+        """Begin, on a connection that is up."""
+        self.queue = queue
+        self.unacked: dict[int, Stored] = {}
+        queue.consumers.append(self)
+        queue.wake()
 
-    def give_up(self, stored: Stored, *, requeue: bool) -> None:
-        """Its holder is not: back in line, or to the dead letters."""
-        if self.unacked.pop(stored.number, None) is None:
-            return
-        if requeue:
+    def lose(self) -> None:
+        """The connection is lost: everything unacknowledged goes back in line."""
+        held, self.unacked = self.unacked, {}
+        for stored in held.values():
             self.queue.requeue(stored)
-        else:
-            self.queue.die(stored, "rejected")
+        held.clear()
         self.queue.wake()
 
-    def requeue_all(self) -> None:
-        """Everything unacknowledged goes back in line."""
-        unacked, self.unacked = list(self.unacked.values()), {}
-        for stored in unacked:
-            self.queue.requeue(stored)
+    def pause(self) -> None:
+        """No new deliveries until `resume`."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Deliver again."""
+        self.paused = False
         self.queue.wake()
+
+    async def cancel(self) -> None:
+        """No new deliveries; those handed over may still be acknowledged."""
+        self.transport.subscriptions = [one for one in self.transport.subscriptions if one is not self]
+        self.prefetch = 0
 
 
 class Queue:
@@ -155,13 +170,13 @@ class Queue:
         self.ready: deque[Stored] = deque()
         self.returned: list[tuple[int, Stored]] = []
         self.consumers: list[Consumption] = []
-        self.holders: list[Consumption] = []  # cancelled, or single gets, with something unacknowledged
         self.dying: deque[tuple[Stored, str]] = deque()  # given up, and no room for it among the dead letters
         self.bytes = 0  # of the bodies in line
         self.next_number = 0
         self.woken = False
         self.shut = 0  # how many planned faults make it count as full
-        self.alarm_at: float | None = None
+        self.alarm: asyncio.TimerHandle | None = None  # its messages are looked at again
+        self.alarm_at = 0.0
 
     def __len__(self) -> int:
         return len(self.ready) + len(self.returned)
@@ -177,20 +192,20 @@ class Queue:
             or bool(self.plan.max_bytes and self.bytes >= self.plan.max_bytes)
         )
 
-    def put(self, message: Outgoing, now: float, deaths: Deaths = ()) -> None:
+    def put(self, message: Outgoing, deaths: Deaths = ()) -> None:
         """A new message, last in line."""
         if self.plan.drop_head and len(self) >= self.plan.max_length:
             self.die(self.pop(), "maxlen")
         waits = [wait for wait in (self.plan.ttl_s, message.expiration_s) if wait is not None]
-        stored = Stored(message, self.next_number, now + min(waits) if waits else None)
-        stored.deaths = deaths
+        expires_at = self.broker.clock.monotonic() + min(waits) if waits else None
+        stored = Stored(message, self.next_number, expires_at, deaths=deaths)
         self.next_number += 1
         self.ready.append(stored)
         self.bytes += len(message.body)
         if self.consumers:
             self.wake()
-        if stored.expires_at is not None:
-            self.broker.set_alarm(self, stored.expires_at)
+        if expires_at is not None:
+            self.set_alarm(expires_at)
 
     def pop(self) -> Stored:
         """The first in line, out of it."""
@@ -225,14 +240,15 @@ class Queue:
         """To the dead letters; while they are full it waits here, as in RabbitMQ (at-least-once)."""
         if self.dying or not self.dead_letter(stored, reason):
             self.dying.append((stored, reason))
-            self.broker.set_alarm(self, self.broker.clock.monotonic() + ROOM_AGAIN_S)
+            self.set_alarm(self.broker.clock.monotonic() + ROOM_AGAIN_S)
 
     def dead_letter(self, stored: Stored, reason: str) -> bool:
         """To the dead letters, where this queue has some. False: the queue is full; who ignores it loses it."""
         return self.plan.dead_exchange is None or self.broker.dead_letter(self.plan, stored, reason)
 
-    def expire(self, now: float) -> None:
+    def expire(self) -> None:
         """Expired messages leave from the head of the line, as in RabbitMQ; never for a queue that is full."""
+        now = self.broker.clock.monotonic()
         if self.dying:
             self.dying = deque(one for one in self.dying if not self.dead_letter(*one))
         while (first := self.head()) is not None and first.expires_at is not None and first.expires_at <= now:
@@ -242,9 +258,22 @@ class Queue:
             if not self.dead_letter(first, "expired"):
                 self.dying.append((first, "expired"))
         if self.dying:
-            self.broker.set_alarm(self, now + ROOM_AGAIN_S)
+            self.set_alarm(now + ROOM_AGAIN_S)
         if first is not None and first.expires_at is not None and first.expires_at > now:
-            self.broker.set_alarm(self, first.expires_at)
+            self.set_alarm(first.expires_at)
+
+    def set_alarm(self, due: float) -> None:
+        """Look at the messages at a time, if not before. due: by the broker's monotonic clock, in seconds."""
+        if self.alarm is not None:
+            if self.alarm_at <= due:
+                return
+            self.alarm.cancel()
+        self.alarm_at, wait_s = due, due - self.broker.clock.monotonic()
+        self.alarm = asyncio.get_running_loop().call_later(wait_s, self._ring, context=self.broker.context)
+
+    def _ring(self) -> None:
+        self.alarm = None
+        self.expire()
 
     def wake(self) -> None:
         """Deliver the ready messages, on the next turn of the loop."""
@@ -254,7 +283,7 @@ class Queue:
 
     def _fill_consumers(self) -> None:
         self.woken = False
-        self.expire(self.broker.clock.monotonic())
+        self.expire()
         idle = handed = 0
         while (self.ready or self.returned) and idle < len(self.consumers):
             if handed == MAX_PER_TURN:
@@ -277,13 +306,10 @@ class Queue:
 
     def disconnect(self, transport: Connection) -> None:
         """A connection is gone: its consumers leave, and their messages go back in line."""
-        mine = [one for one in (*self.consumers, *self.holders) if one.transport is transport]
+        mine = [one for one in self.consumers if one.transport is transport]
         self.consumers = [one for one in self.consumers if one.transport is not transport]
-        self.holders = [one for one in self.holders if one.transport is not transport]
         for consumer in mine:
-            consumer.active = False
-            consumer.is_lost = True
-            consumer.requeue_all()
+            consumer.lose()
 
 
 class MemoryBroker:
@@ -301,10 +327,6 @@ class MemoryBroker:
         self._alternates: dict[str, str] = {}
         self._queues: dict[str, Queue] = {}
         self.marks: dict[str, str] = {}  # durable: {name: owner}
-        self._alarms: list[tuple[float, int, Queue]] = []
-        self._alarm_number = 0
-        self._alarm_task: asyncio.Task[None] | None = None
-        self._alarm_sleeps_until = 0.0
 
     def drop_connections(self) -> None:
         """Cut every connection; each comes back by itself, as after a network fault."""
@@ -374,14 +396,13 @@ class MemoryBroker:
             names = tuple(dict.fromkeys((*names, *self._targets(message.exchange, message.also))))
         if not names and message.mandatory:
             raise Unroutable(f"{message.exchange!r} {message.routing_key!r}")
-        now = self.clock.monotonic()
         refused = False
         for name in names:
             queue = self._queues[name]
             if queue.full:
                 refused = True
             else:
-                queue.put(message, now, deaths)
+                queue.put(message, deaths)
         if refused:
             raise PublishRefused(f"{message.exchange!r} {message.routing_key!r}: the queue is full")
 
@@ -402,57 +423,12 @@ class MemoryBroker:
             return True
         return True
 
-    def arrive(self, transport: Connection) -> None:
-        """A connection begins. Where there was none, expired messages are still there."""
-        if not self.transports:
-            for queue in self._queues.values():
-                queue.expire(self.clock.monotonic())
-        if transport not in self.transports:
-            self.transports.append(transport)
-
     def leave(self, transport: Connection) -> None:
         """A connection ends: its unacknowledged messages go back, its private queues are deleted."""
         for name, queue in list(self._queues.items()):
+            queue.disconnect(transport)
             if queue.owner is transport:
                 self._delete(name)
-            else:
-                queue.disconnect(transport)
-
-    def set_alarm(self, queue: Queue, due: float) -> None:
-        """Expire the messages of a queue at this time. due: by the broker's monotonic clock, in seconds."""
-        if queue.alarm_at is not None and queue.alarm_at <= due:
-            return
-        queue.alarm_at = due
-        self._alarm_number += 1
-        heapq.heappush(self._alarms, (due, self._alarm_number, queue))
-        task = self._alarm_task
-        if task is not None and not task.done():
-            if due >= self._alarm_sleeps_until:
-                return
-            task.cancel()
-        self._alarm_task = asyncio.get_running_loop().create_task(self._ring(), context=self.context)
-
-    def clear_alarm(self) -> None:
-        """Stop the alarm when the last connection is gone, so that no task outlives its users."""
-        if not self.transports and self._alarm_task is not None:
-            self._alarm_task.cancel()
-            self._alarm_task = None
-            for queue in self._queues.values():
-                queue.alarm_at = None
-            self._alarms.clear()
-
-    async def _ring(self) -> None:
-        while self._alarms:
-            due, _, queue = self._alarms[0]
-            self._alarm_sleeps_until = due
-            wait = due - self.clock.monotonic()
-            if wait > 0:
-                await self.clock.sleep(wait)
-                continue
-            heapq.heappop(self._alarms)
-            if queue.alarm_at == due:
-                queue.alarm_at = None
-            queue.expire(self.clock.monotonic())
 
     def _delete(self, name: str) -> None:
         del self._queues[name]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from bus.contracts.queues import QueueRow
-from bus.memory.broker import Consumption, MemoryBroker
-from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing, call_back
+from bus.memory.broker import Consumption, MemoryBroker, Queue
+from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing, Subscription, call_back
 from bus.topology import (
     FOREIGN,
     MARK,
@@ -26,57 +26,13 @@ from bus.topology import (
 LOCKED_AGAIN_S = 0.1
 
 
-class MemorySubscription:
-    """A consumption that is taken up again after a lost connection."""
-
-    def __init__(
-        self, transport: MemoryTransport, queue: str, prefetch: int, on_delivery: Callable[[Delivery], None]
-    ) -> None:
-        self._transport = transport
-        self._queue = queue
-        self._prefetch = prefetch
-        self._on_delivery = on_delivery
-        self._consumer: Consumption | None = None
-        self._paused = False
-
-    def attach(self) -> None:
-        """Begin, on a connection that is up."""
-        queue = self._transport.broker.queue(self._queue)
-        self._consumer = Consumption(queue, self._transport, self._prefetch, self._on_delivery)
-        self._consumer.paused = self._paused
-        queue.consumers.append(self._consumer)
-        queue.wake()
-
-    def pause(self) -> None:
-        """No new deliveries until `resume`."""
-        self._paused = True
-        if self._consumer is not None:
-            self._consumer.paused = True
-
-    def resume(self) -> None:
-        """Deliver again."""
-        self._paused = False
-        if self._consumer is not None and self._consumer.active:
-            self._consumer.paused = False
-            self._consumer.queue.wake()
-
-    async def cancel(self) -> None:
-        """No new deliveries; those handed over may still be acknowledged."""
-        self._transport.subscriptions = [one for one in self._transport.subscriptions if one is not self]
-        consumer, self._consumer = self._consumer, None
-        if consumer is not None and consumer.active:
-            consumer.active = False
-            consumer.queue.consumers = [one for one in consumer.queue.consumers if one is not consumer]
-            consumer.queue.holders.append(consumer)
-
-
 class MemoryTransport:
     """One connection to a MemoryBroker."""
 
     def __init__(self, broker: MemoryBroker, name: str, prefix: str = "") -> None:
         self.broker = broker
         self.name = name
-        self.subscriptions: list[MemorySubscription] = []
+        self.subscriptions: list[Consumption] = []
         self.names = QueueNames(prefix)
         self._plain = not prefix
         self._marks: dict[str, str] = {}
@@ -100,7 +56,8 @@ class MemoryTransport:
     async def open(self) -> None:
         """Connect; waits while the broker is stopped."""
         self._opened = True
-        self.broker.arrive(self)
+        if self not in self.broker.transports:
+            self.broker.transports.append(self)
         if self.broker.up:
             self._connected.set()
         await self._connected.wait()
@@ -111,7 +68,6 @@ class MemoryTransport:
             self.broker.transports.remove(self)
         self.end()
         self.subscriptions.clear()
-        self.broker.clear_alarm()
 
     def end(self) -> None:
         """Its process is gone: the connection is lost, and does not come back."""
@@ -144,7 +100,7 @@ class MemoryTransport:
             return
         self._connected.set()
         for subscription in self.subscriptions:
-            subscription.attach()
+            subscription.attach(self.broker.queue(subscription.queue.plan.name))
         for callback in self._callbacks:
             call_back(callback)
 
@@ -204,43 +160,32 @@ class MemoryTransport:
         self.broker.route(self._outward(message))
         await asyncio.sleep(0)
 
-    async def consume(
-        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
-    ) -> MemorySubscription:
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
         """Deliver messages of a queue to a callback."""
-        self._check()
-        subscription = MemorySubscription(self, self.names.queue(queue), prefetch, on_delivery)
-        subscription.attach()
+        subscription = Consumption(self._queue(queue), self, prefetch, on_delivery)
         self.subscriptions.append(subscription)
         return subscription
 
     async def get(self, queue: str) -> Delivery | None:
         """Take one message."""
-        self._check()
-        found = self.broker.queue(self.names.queue(queue))
-        found.expire(self.broker.clock.monotonic())
+        found = self._queue(queue)
         if not len(found):
             return None
         taken: list[Delivery] = []
         getter = self._getters.get(queue)
-        if getter is None or not getter.active or getter.queue is not found:
+        if getter is None or getter.queue is not found:
             getter = self._getters[queue] = Consumption(found, self, 0, taken.append)
-            found.holders.append(getter)
         getter.on_delivery = taken.append
         found.deliver_to(getter)
         return taken[0]
 
     async def depth(self, queue: str) -> int:
         """Messages ready in a queue."""
-        self._check()
-        found = self.broker.queue(self.names.queue(queue))
-        found.expire(self.broker.clock.monotonic())
-        return len(found)
+        return len(self._queue(queue))
 
     async def purge(self, queue: str) -> int:
         """Drop the ready messages of a queue."""
-        self._check()
-        found = self.broker.queue(self.names.queue(queue))
+        found = self._queue(queue)
         dropped = len(found)
         found.clear()
         return dropped
@@ -256,6 +201,13 @@ class MemoryTransport:
     def _check(self) -> None:
         if not self._connected.is_set():
             raise BusUnavailable(f"{self.name}: not connected")
+
+    def _queue(self, name: str) -> Queue:
+        """A queue as it is now. Raises QueueMissing."""
+        self._check()
+        found = self.broker.queue(self.names.queue(name))
+        found.expire()
+        return found
 
     def _declare(self, planned: QueuePlan) -> None:
         real = self.names.plan(planned)

@@ -165,7 +165,6 @@ class RabbitDelivery:
         # At the first delivery the broker writes none: one that is there is its publisher's.
         count = self.headers.get("x-delivery-count", 0) if self.redelivered else 0
         self.delivery_count = count if isinstance(count, int) else 0
-        self.timestamp: float | None = properties.timestamp.timestamp() if properties.timestamp else None
         self.expiration_s = _seconds(properties.expiration)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -32,14 +32,6 @@ class SideTaskEnded(Fault):
     code = "service.task_ended"
 
 
-class Reached(Protocol):
-    """The operations that the lifecycle needs of a bus."""
-
-    @property
-    def unavailable_reason(self) -> str:
-        """Why nothing can be published on it now; "": it can."""
-
-
 class Service:
     """The lifecycle of one worker. Register all parts, then call `run(stop)`; `ready` is set while the worker
     consumes.
@@ -52,7 +44,7 @@ class Service:
         self.log = log if log is not None else structlog.get_logger("service").bind(service=name)
         self.ready = asyncio.Event()
         self.phase = "new"
-        self._resources: list[tuple[Callable[[], Awaitable[Any]], Callable[[], Awaitable[Any]]]] = []
+        self._resources: list[tuple[Callable[[], Awaitable[Any]] | None, Callable[[], Awaitable[Any]]]] = []
         self._declarations: list[Callable[[], Awaitable[Any]]] = []
         self._preparations: list[Callable[[], Awaitable[Any]]] = []
         self._consumers: list[Consumer] = []
@@ -64,9 +56,9 @@ class Service:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failed: asyncio.Future[None] | None = None
 
-    def add_resource(self, opening: Callable[[], Awaitable[Any]], closing: Callable[[], Awaitable[Any]]) -> None:
+    def add_resource(self, opening: Callable[[], Awaitable[Any]] | None, closing: Callable[[], Awaitable[Any]]) -> None:
         """Add a resource. Resources are opened in order before anything else, and those that were opened are closed in
-        the opposite order at the end.
+        the opposite order at the end. opening: None when it opens later, or by itself.
         """
         self._resources.append((opening, closing))
 
@@ -100,11 +92,9 @@ class Service:
         """Add a line of /readyz, which is true while that part can do its work."""
         self._checks[name] = lambda: "" if fn() else name
 
-    def add_bus_check(self, name: str, bus: Reached) -> None:
-        """Add a line of /readyz for a bus: whether it is connected and its broker accepts messages, otherwise the
-        reason.
-        """
-        self._checks[name] = lambda: f"{name}: {bus.unavailable_reason}" if bus.unavailable_reason else ""
+    def add_bus_check(self, name: str, reason: Callable[[], str]) -> None:
+        """Add a line of /readyz for a bus. reason: why nothing can be published on it now; "": it can."""
+        self._checks[name] = lambda: f"{name}: {why}" if (why := reason()) else ""
 
     def add_refresh(self, refreshing: Callable[[], Awaitable[Any]]) -> None:
         """Add a function that sets gauges whose value must be queried. It is called before metrics are scraped and must
@@ -161,7 +151,8 @@ class Service:
         self._enter_phase("opening")
         for opening, closing in self._resources:
             self._closings.append(closing)  # before it is opened: half open still needs closing
-            await opening()
+            if opening is not None:
+                await opening()
         self._enter_phase("declaring")
         for step in self._declarations:
             await step()

@@ -48,9 +48,9 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
         # In doubt a complete machine at the destination of a move that is undone has arrived.
         is_spared = is_queried or (desire.source is Wish.STAY and is_doubted(instance, context))
         orders.append(destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_spared))
-    if instance.source_host_uuid is None:
+    if move is None or instance.source_host_uuid is None:
         return tuple(orders)
-    assert move is not None and move.source is not None
+    assert move.source is not None
     if not move.source_gone and (desire.source is Wish.DESTROY or (is_queried and desire.here is Wish.RUN)):
         orders.append(destroy_at(instance, move.source, move.source_attempt, context, unless_built=is_queried))
     return tuple(orders)
@@ -83,9 +83,10 @@ def repeat_at(instance: Instance, at: float, context: StepContext) -> float:
 
 def change_of(instance: Instance) -> ChangeKind | None:
     """The change of one machine that is awaited in this state; None: none is."""
-    move, kind = instance.move, desire_of(instance).change
+    move = instance.move
     if move is None:
         return None
+    kind = desire_of(instance).change
     if instance.state is State.CHANGING:
         return CHANGES[move.kind]
     if kind is ChangeKind.RESIZE:  # the only one that is undone where it was done

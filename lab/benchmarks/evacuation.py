@@ -25,6 +25,7 @@ from berth.site import Site
 from berth.trial.servers import SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest, HostRecord
 from bus.contracts.fences import EvacuationPolicy
@@ -108,7 +109,7 @@ class Drill:
     async def listen(self) -> None:
         """Note when instances are claimed elsewhere, and active there."""
         bus = self.client.bus
-        consumer = bus.consumer("client.moves.{process}", self._on_events, concurrency=1, process=self.client.process)
+        consumer = Consumer(bus, "client.moves.{process}", self._on_events, concurrency=1, process=self.client.process)
         await consumer.start()
         self._listening = asyncio.create_task(consumer.run())
 

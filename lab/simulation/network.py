@@ -72,7 +72,7 @@ class Broker(MemoryBroker):
     def add_foreign_tenant(self) -> None:
         """Another tenant of the broker has a queue with something in it, and never looks."""
         self.declare(foreign_plan(THEIRS), None)
-        self.queue(THEIRS).put(Outgoing(exchange="", routing_key=THEIRS, body=FOREIGN_BODY), self.clock.monotonic())
+        self.queue(THEIRS).put(Outgoing(exchange="", routing_key=THEIRS, body=FOREIGN_BODY))
 
     def theirs_differ(self) -> str:
         """The change of the other tenant's queue; "" when it is as it was."""

@@ -538,7 +538,7 @@ def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
         return f"the replica is at {replica.sequence}, the book at {book.head}"
     if len(replica) != len(book.providers):
         return f"the replica has {len(replica)} providers, the book {len(book.providers)}"
-    assumed = sorted(replica.assumed_keys())
+    assumed = sorted(replica.assumptions.keys())
     if assumed:
         return f"still assumed: {assumed[:3]}"
     for uuid, provider in book.providers.items():
@@ -547,7 +547,7 @@ def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
             return f"the replica has no {provider.name}"
         mine = {name: int(used) for name, (_, used, _) in replica.inventory_of(row).items() if used}
         theirs = {name: used for name, used in provider.used.items() if used and name in provider.inventories}
-        if replica.generation_of(row) != provider.generation or mine != theirs:
+        if replica.generation[row] != provider.generation or mine != theirs:
             return f"{provider.name}: the replica has {mine}, the book {theirs}"
     return ""
 

@@ -84,6 +84,7 @@ class ReportGroup:
         self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
         self.results: dict[int, InventoryResult | ReportRefusal] = {}
         self._written: dict[Key, ReportSource] = {}
+        self.repeated: dict[Key, int] = {}  # the versions of settled reports of the same content
         self._changed: dict[str, list[str]] = {}  # by root: the sources whose reports have changed its tree
         self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
@@ -96,7 +97,7 @@ class ReportGroup:
         The other providers of a report, and roots that no source ever reported, are checked when the report is planned.
         """
         for number, update in enumerate(self.updates):
-            wrong = flaw(update, known_traits)
+            wrong = None if self._is_settled(number) else flaw(update, known_traits)
             if wrong is None and is_foreign(self._cells.get(update.root_uuid), self.bus):
                 wrong = foreign(update.root_uuid)
             if wrong is not None:
@@ -160,13 +161,17 @@ class ReportGroup:
         for number in range(len(self.updates)):
             if number in self.results:
                 continue
-            known = self.source(number)
-            if self._is_bound(number) and known.settled and known.digest == self._digests[number]:
+            if self._is_bound(number) and self._is_settled(number):
                 self.results[number] = InventoryResult(outcome="unchanged")
-                self._write(number, True, known.providers)
+                self.repeated[self.keys[number]] = self.updates[number].version
             else:
                 fresh.append(number)
         return fresh
+
+    def _is_settled(self, number: int) -> bool:
+        """Whether the book holds exactly this report: its source has reported the same before."""
+        known = self.source(number)
+        return known.settled and known.digest == self._digests[number]
 
     def _is_bound(self, number: int) -> bool:
         """Whether the root's cell is settled, so that a report of the same content changes nothing."""

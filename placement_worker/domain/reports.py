@@ -214,7 +214,7 @@ class _Draft:
         self, update: InventoryUpdate, earlier: Sequence[str], giving: Set[str] = frozenset()
     ) -> Applied | ReportRefusal:
         """giving: providers that updates beside this one give other names."""
-        for uuid in (update.root_uuid, *(report.uuid for report in update.providers)):
+        for uuid in [report.uuid for report in update.providers] or (update.root_uuid,):  # the first is the root
             if is_foreign(self._cell(uuid), self._bus):
                 return foreign(uuid)
         if self._is_anothers(update, earlier):
@@ -243,10 +243,7 @@ class _Draft:
             touched[uuid] = _strand(replace(self.providers[uuid], used=used[uuid]))
         self._follow_moves(touched)
         classes = [
-            f"{u}/{n}"
-            for u in reported
-            for n, inventory in sorted(touched[u].inventories.items())
-            if inventory.stranded
+            f"{u}/{n}" for u in reported for n in sorted(n for n, one in touched[u].inventories.items() if one.stranded)
         ]
         self.moved.update(moved)
         return Applied(reported, (*stranded, *classes), self._commit(touched, gone))
@@ -341,8 +338,9 @@ class _Draft:
         """Set the root of the descendants that were not reported: they stay under their parent, which may have moved to
         another tree.
         """
-        trees = {self.providers[uuid].root for uuid in touched if uuid in self.providers}
-        for root in sorted(trees):
+        known = [(self.providers[uuid], new) for uuid, new in touched.items() if uuid in self.providers]
+        left = {old.root for old, new in known if old.parent != new.parent or old.root != new.root}
+        for root in sorted(left):
             for uuid in sorted(self.trees[root]):
                 provider = touched.get(uuid, self.providers[uuid])
                 top = provider
@@ -364,14 +362,16 @@ class _Draft:
             if before == provider:
                 continue
             changed = True
-            if before is not None:
-                self.trees[before.root].discard(uuid)
-                if self.names.get(before.name) == uuid:
-                    del self.names[before.name]
             # A provider that one update removes and another one reports continues its generation, so that older states
             # can be recognised.
             generation = provider.generation if before is not None else self._generations.get(uuid, 0)
             self.providers[uuid] = replace(provider, generation=generation + 1, shape=self._shape)
+            if before is not None and before.root == provider.root and before.name == provider.name:
+                continue
+            if before is not None:
+                self.trees[before.root].discard(uuid)
+                if self.names.get(before.name) == uuid:
+                    del self.names[before.name]
             self.trees.setdefault(provider.root, set()).add(uuid)
             renamed.append((provider.name, uuid))
         self.names.update(renamed)

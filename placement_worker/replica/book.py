@@ -151,10 +151,6 @@ class Book(Trees):
         ]
         self._restore(self.assumptions.settle(key, generations, reached, sequence))
 
-    def assumed_keys(self) -> Iterator[str]:
-        """Keys of the claims in flight."""
-        return self.assumptions.keys()
-
     # --- reading
 
     def cache(self, kind: type[Cache]) -> Cache:
@@ -165,10 +161,6 @@ class Book(Trees):
         if kept is None:
             kept = self._caches[kind] = kind()
         return kept
-
-    def generation_of(self, row: int) -> int:
-        """The provider's generation, as Placement's API has it."""
-        return int(self.generation[row])
 
     def shape_of(self, row: int) -> int:
         """The provider's shape generation: inventory, traits, aggregates, parentage."""
@@ -214,16 +206,18 @@ class Book(Trees):
         column = self._columns.get(resource_class)
         if column is None:
             return np.zeros(len(roots), dtype=np.int64)
-        capacity = column.kinds.columns()[CAPACITY]
-        return self._sum_over_trees(capacity[column.kind[: self.top]], roots)
+        return self._sum_over_trees(self._capacity(column), roots)
 
     def usage(self, resource_class: str, roots: Rows) -> Amounts:
         """Per root, the usage of its tree, including the claims in flight."""
         column = self._columns.get(resource_class)
         if column is None:
             return np.zeros(len(roots), dtype=np.int64)
-        capacity = column.kinds.columns()[CAPACITY]
-        return self._sum_over_trees(capacity[column.kind[: self.top]] - column.free[: self.top], roots)
+        return self._sum_over_trees(self._capacity(column) - column.free[: self.top], roots)
+
+    def _capacity(self, column: ClassColumns) -> Amounts:
+        capacity: Amounts = column.kinds.columns()[CAPACITY][column.kind[: self.top]]
+        return capacity
 
     def inventory_of(self, row: int) -> dict[str, tuple[InventoryNumbers, int, int]]:
         """The provider's inventories by class: their numbers, usage, and free amounts, which take the claims in flight
@@ -250,9 +244,7 @@ class Book(Trees):
 
     def _put(self, state: ProviderState) -> None:
         """Write a whole provider, unless the known generation is newer."""
-        row = self._rows.get(state.uuid)
-        if row is None:
-            row = self._new_row(state.uuid)
+        row = self._named(state.uuid)
         if self.live[row] and self.generation[row] > state.generation:
             return
         if not self.live[row]:

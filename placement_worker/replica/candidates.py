@@ -94,8 +94,6 @@ def candidates(
     QueryTooWide, TooLong.
     """
     compiled = compiled_for(book, request)
-    if not compiled.possible:
-        return CandidateSet(book, compiled, np.zeros((0, len(compiled.slots)), dtype=np.intp), exhausted=True)
     search = _CandidateSearch(book, compiled, budget, time_budget)
     rows = search.rows(None if rng is not None else limit)
     exhausted = search.exhausted
@@ -125,7 +123,7 @@ class _CandidateSearch:
         self._late = False  # the time budget is used up, and the search returns the candidates that it has found
         self._compiled = compiled
         self._budget = budget
-        self._most = MAX_CELLS // len(compiled.slots)
+        self._most = MAX_CELLS // max(1, len(compiled.slots))
         self._patterns: dict[bytes, TreePattern] = {}
         self._flat: list[Rows] = []
         self._may_repeat = False  # whether one candidate may be found on several roots
@@ -134,9 +132,9 @@ class _CandidateSearch:
     def rows(self, limit: int | None) -> Rows:
         """Return, for each candidate and slot, the row of the provider that gives the slot."""
         book = self._book
-        if limit is not None and limit <= 0:
-            self.exhausted = False
-            return self._empty()
+        if not self._compiled.possible or (limit is not None and limit <= 0):
+            self.exhausted = not self._compiled.possible
+            return self._compiled.no_rows()
         reach = self._most if limit is None else min(limit, self._most)
         roots = book.rows_of_roots()
         sharing = sharing_of(book)
@@ -236,6 +234,3 @@ class _CandidateSearch:
             return rows
         _, first = np.unique(rows[shared], axis=0, return_index=True)
         return np.delete(rows, np.setdiff1d(shared, shared[first]), axis=0)
-
-    def _empty(self) -> Rows:
-        return np.zeros((0, len(self._compiled.slots)), dtype=np.intp)

@@ -53,9 +53,7 @@ class TreePattern:
 
     def gather(self) -> tuple[Rows, Rows]:
         """Return all trees of the pattern: the rows of their roots, and the rows of their members."""
-        if len(self.anchors) > 1:
-            self.anchors, self.rows = [np.concatenate(self.anchors)], [np.concatenate(self.rows)]
-        return self.anchors[0], self.rows[0]
+        return np.concatenate(self.anchors), np.concatenate(self.rows)
 
 
 class SolversCache(Recent[bytes, TreeSolver]):
@@ -233,17 +231,18 @@ class CompiledRequest:
         """
         roots = np.array([root], dtype=np.intp)
         if not self.possible or not self.book.is_root[root] or self.anchor_codes(roots)[0] != self.reasons.passes:
-            return self._none()
+            return self.no_rows()
         members = self._ordered_members(roots)
         if members is None:
-            return self._none()
+            return self.no_rows()
         key, _, indices = next(members.alike())
         solver = self._solvers.value(key, lambda: TreeSolver(self._problem(members, indices[0])))
         solver.find(limit, BUDGET)
         found: Rows = members.rows[np.array(solver.found[:limit], dtype=np.intp).reshape(-1, len(self.slots))]
         return found
 
-    def _none(self) -> Rows:
+    def no_rows(self) -> Rows:
+        """No assignment."""
         return np.zeros((0, len(self.slots)), dtype=np.intp)
 
     def given_by(self, rows: Rows) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ import structlog
 from msgspec import Struct
 
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges, FeedHead, SnapshotPage, SnapshotRequest
 from bus.faults import RequestRefused, RequestTimeout
@@ -95,7 +96,7 @@ class Follower:
         self._rng = bus.rng
         self._limits = limits
         # One batch at a time, so that changes are applied in the order in which they arrive.
-        self._consumer = bus.consumer(QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
+        self._consumer = Consumer(bus, QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
         source = PlacementFeed(bus, limits.request_timeout_s)
         self._catch_up = CatchUp(book, source, page=limits.page, pages=limits.pages)
         self._catch_up.on_stale = self._drop_buffered

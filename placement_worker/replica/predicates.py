@@ -4,7 +4,7 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -20,7 +20,6 @@ from placement_worker.replica.columns import (
     TOTAL,
     UNRESERVED,
     Amounts,
-    Distinct,
     Flags,
     LookupTable,
     Recent,
@@ -186,9 +185,11 @@ class GroupRules:
         self._group = group
         self._any_traits = bool(required or forbidden)
         self._everything = (1 << len(every)) - 1
-        self._traits = flags(book.trait_sets, lambda own: meets_all(own, required) and not meets_any(own, forbidden))
-        self._member = flags(book.aggregate_sets, lambda own: meets_all(own, members))
-        self._is_excluded = flags(book.aggregate_sets, lambda own: meets_any(own, excluded))
+        self._traits = lookup_table(
+            book.trait_sets, lambda own: meets_all(own, required) and not meets_any(own, forbidden)
+        )
+        self._member = lookup_table(book.aggregate_sets, lambda own: meets_all(own, members))
+        self._is_excluded = lookup_table(book.aggregate_sets, lambda own: meets_any(own, excluded))
         self._covers = lookup_table(
             book.trait_sets,
             lambda own: sum(1 << bit for bit, names in enumerate(every) if meets_any(own, names)),
@@ -205,10 +206,10 @@ class GroupRules:
         """Per member, whether it meets all requirements, except the required traits of the un-numbered group, which
         members meet together (`covers`).
         """
-        allowed = np.ones(len(members.rows), dtype=np.bool_)
+        rejected = np.zeros(len(members.rows), dtype=np.bool_)
         for _, wrong in self.unmet(members):
-            allowed &= ~wrong
-        return allowed
+            rejected |= wrong
+        return ~rejected
 
     def unmet(self, members: MemberRows) -> Iterator[tuple[int, Flags]]:
         """For each kind of requirement that the group has, the fit level of a member that does not meet it, and which
@@ -261,11 +262,6 @@ class GroupRules:
         """The row of the root of the requested tree; NO_ROW when the tree does not exist."""
         row = None if self._group.in_tree is None else self._book.row_of(self._group.in_tree)
         return NO_ROW if row is None else self._book.root_of(row)
-
-
-def flags(values: Distinct[tuple[str, ...]], answer: Callable[[tuple[str, ...]], bool]) -> LookupTable:
-    """Return the answers for these values as 1 and 0."""
-    return lookup_table(values, lambda value: int(answer(value)))
 
 
 def meets_all(own: Sequence[str], groups: Iterable[frozenset[str]]) -> bool:

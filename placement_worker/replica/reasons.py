@@ -31,7 +31,7 @@ class Reasons:
 
     def __init__(self, request: CandidatesRequest, slots: Sequence[Slot]) -> None:
         self._request = request
-        own = next((group for group in request.groups if group.suffix == UNNUMBERED), Group())
+        self._own = own = next((group for group in request.groups if group.suffix == UNNUMBERED), Group())
         self.named: list[Reason] = [Reason("", "")]  # NOT_A_ROOT
         self.root_lacks = [self._code("traits", f"root lacks {_any_of(group)}") for group in request.root_required]
         self.root_has = self._code("traits", f"root has {_any_of(request.root_forbidden)}")
@@ -56,12 +56,11 @@ class Reasons:
 
     def steps(self) -> list[str]:
         """The steps that this request has, in order."""
-        found = dict.fromkeys(self.named[int(codes[0])].step for codes in self.of_level)
-        own = next((group for group in self._request.groups if group.suffix == UNNUMBERED), Group())
-        request = self._request
+        own, request = self._own, self._request
         traits = own.required or own.forbidden or request.root_required or request.root_forbidden
         aggregates = own.member_of or own.forbidden_aggregates
         aggregates = aggregates or request.root_member_of or request.root_forbidden_aggregates
+        found = dict.fromkeys(self.named[int(codes[0])].step for codes in self.of_level)
         return [*(["traits"] if traits else []), *(["aggregates"] if aggregates else []), *found]
 
     def of_root_traits(self, traits: tuple[str, ...]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.build import FunnelStep
 from placement_worker.replica.columns import Rows
@@ -76,50 +77,33 @@ def slots_of(request: CandidatesRequest) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-class Query(Group, frozen=True, kw_only=True):
+class Query(CandidatesRequest, frozen=True, kw_only=True):
     """The requirements on one host: its un-numbered group, whose amounts each come from one provider of its tree or one
     that shares with it, and further groups.
 
-    A class with an amount of zero or less is not requested (a bare-metal flavor's VCPU=0). root_required,
-    root_forbidden: traits of the root (from 1.35). root_member_of, root_forbidden_aggregates: conditions on the root's
-    own aggregates, such as those of an availability zone. only_roots, ignore_roots: uuids of roots; an empty only_roots
-    means any. groups: numbered groups, each from one provider; group_policy and same_subtree as in CandidatesRequest.
+    The fields of the un-numbered group are those of a Group. A class with an amount of zero or less is not requested (a
+    bare-metal flavor's VCPU=0). The conditions on the root's own aggregates are such as those of an availability zone.
+    only_roots, ignore_roots: uuids of roots; an empty only_roots means any. groups: numbered groups.
     """
 
-    root_required: tuple[tuple[str, ...], ...] = ()
-    root_forbidden: tuple[str, ...] = ()
-    root_member_of: tuple[tuple[str, ...], ...] = ()
-    root_forbidden_aggregates: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = ()
+    resources: dict[str, int] = {}
+    required: tuple[tuple[str, ...], ...] = ()
+    forbidden: tuple[str, ...] = ()
+    member_of: tuple[tuple[str, ...], ...] = ()
+    forbidden_aggregates: tuple[str, ...] = ()
+    in_tree: str | None = None
     only_roots: tuple[str, ...] = ()
     ignore_roots: tuple[str, ...] = ()
-    groups: tuple[Group, ...] = ()
-    group_policy: Literal["none", "isolate"] | None = None
-    same_subtree: tuple[tuple[str, ...], ...] = ()
 
 
 def request_of(query: Query) -> CandidatesRequest:
-    """Return the query as a candidates request without its pins (only_roots, ignore_roots), which the caller
-    applies.
+    """Return the query as a candidates request, with the un-numbered group among the others. Its pins (only_roots,
+    ignore_roots) are applied by the caller.
     """
-    own = Group(
-        suffix=UNNUMBERED,
-        resources=query.resources,
-        required=query.required,
-        forbidden=query.forbidden,
-        member_of=query.member_of,
-        forbidden_aggregates=query.forbidden_aggregates,
-        in_tree=query.in_tree,
-    )
+    own = Group(**{name: getattr(query, name) for name in Group.__struct_fields__ if name != "suffix"})
     requested = any(amount > 0 for amount in query.resources.values())
-    return CandidatesRequest(
-        groups=(*((own,) if requested else ()), *query.groups),
-        group_policy=query.group_policy,
-        root_required=query.root_required,
-        root_forbidden=query.root_forbidden,
-        root_member_of=query.root_member_of,
-        root_forbidden_aggregates=query.root_forbidden_aggregates,
-        same_subtree=query.same_subtree,
-    )
+    return replace(query, groups=(own, *query.groups)) if requested else query
 
 
 def total_resources(query: Query) -> dict[str, int]:

@@ -11,7 +11,7 @@ import numpy.ma  # numpy.unique imports it when it is first called: 8 ms of the 
 
 from placement_worker.domain.values import SHARING
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import Flags, Rows
+from placement_worker.replica.columns import Flags, Recent, Rows
 
 
 class Sharing:
@@ -20,7 +20,6 @@ class Sharing:
     """
 
     def __init__(self, book: Book) -> None:
-        self.true_at = book.shape_moves.end
         self.rows = _sharers(book)
         self._is_sharer = np.zeros(book.top, dtype=np.bool_)
         self._is_sharer[self.rows] = True
@@ -66,19 +65,15 @@ class Sharing:
         return self._is_sharer[rows]
 
 
-class LatestSharing:
+class SharingCache(Recent[int, Sharing]):
     """The pairs that a book caches until a shape changes."""
 
-    def __init__(self) -> None:
-        self.pairs: Sharing | None = None
+    MOST = 1
 
 
 def sharing_of(book: Book) -> Sharing:
     """Return the sharing providers and the trees that they serve, by the present shapes."""
-    latest = book.cache(LatestSharing)
-    if latest.pairs is None or latest.pairs.true_at != book.shape_moves.end:
-        latest.pairs = Sharing(book)
-    return latest.pairs
+    return book.cache(SharingCache).value(book.shape_moves.end, lambda: Sharing(book))
 
 
 def _sharers(book: Book) -> Rows:

@@ -112,7 +112,7 @@ class RootVerdicts:
             self._evaluate_shapes(shaped[self.book.is_root[shaped]])
         before, after = self.verdicts[moved], self._evaluate(moved)
         self.verdicts[moved] = after
-        if not np.array_equal(before == self.passes, after == self.passes):
+        if ((before == self.passes) != (after == self.passes)).any():
             self._roots = None
 
     def _evaluate_shapes(self, roots: Rows) -> None:

@@ -74,16 +74,21 @@ class Api:
         self.searches.close()
         self.texts.close()
 
-    async def parse(self, kind: Body[T], body: bytes) -> T:
-        """Decode a body as its type. A long invalid one is examined in a thread. Raises HttpFault 400 and 413,
-        TooBusy.
+    async def parse(self, kind: Body[T], body: bytes, about: str = "") -> T:
+        """Decode a body as its type. A long invalid one is examined in a thread. about: the provider that the body is
+        about, which must exist before the body must be valid. Raises HttpFault 400, 404 and 413, TooBusy.
         """
-        parsed = kind.decode(body)
-        if parsed is not None:
-            return parsed
-        if len(body) <= EXPLAINED_AT_ONCE:
-            return kind.explain(body)
-        return await self.texts.run(lambda: kind.explain(body))
+        try:
+            parsed = kind.decode(body)
+            if parsed is not None:
+                return parsed
+            if len(body) <= EXPLAINED_AT_ONCE:
+                return kind.explain(body)
+            return await self.texts.run(lambda: kind.explain(body))
+        except HttpFault:
+            if about:
+                await self.provider(about)
+            raise
 
     async def listed(self, rows: Iterable[Row], text: Callable[[Row], bytes]) -> bytes:
         """Return the rows as text, separated by commas. Other requests are answered while many rows are rendered."""

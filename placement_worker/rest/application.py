@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import structlog
+from starlette.types import Message, Receive, Scope, Send
 
 from bus.clock import new_uuid
 from bus.faults import BrokenInvariant, Transient
@@ -15,7 +15,7 @@ from placement_worker.rest import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import Auth
 from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query
-from placement_worker.rest.http import HEADER, JSON, RANGE, SERVICE, HttpRequest, Response, render, version_of
+from placement_worker.rest.http import HEADER, JSON, SERVICE, HttpRequest, Response, render, version_of
 from placement_worker.rest.keystone import KeystoneForbidden
 from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import Policy
@@ -23,11 +23,6 @@ from placement_worker.rest.routes import ROUTES, USAGES, Route, Router, parts_of
 from placement_worker.store.port import Unstorable
 
 log = structlog.get_logger("placement.rest")
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # The pattern of oslo.middleware. Other values of the header are ignored.
 _GLOBAL_ID = re.compile(r"req-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -57,31 +52,33 @@ class Application:
         """Answer one request."""
         assert scope["type"] == "http", scope["type"]
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        exchange = _Exchange(scope, headers, f"req-{new_uuid(self._api.rng)}")
+        request = _request(scope, headers, f"req-{new_uuid(self._api.rng)}")
         began = self._api.clock.monotonic()
-        exchange.bind_ids()
+        _bind_ids(request.id, headers)
         try:
-            response = await self._answer(exchange, headers, receive)
+            response = await self._answer(request, scope, headers, receive)
         except Gone:
             return
         except HttpFault as fault:
-            response = exchange.error(fault)
+            response = render(fault, request)
         except BrokenInvariant as error:
             self._broken(error)
-            response = exchange.error(_unexpected(error))
+            response = render(_unexpected(error), request)
         except Exception as error:  # no request may take the process down
-            response = exchange.error(_unexpected(error))
-        metrics.count_answer(
-            exchange.request.method, exchange.route, response.status, self._api.clock.monotonic() - began
-        )
-        if not exchange.request.parts:
+            response = render(_unexpected(error), request)
+        metrics.count_answer(request.method, request.route, response.status, self._api.clock.monotonic() - began)
+        if not request.parts:
             # The version document, or why there is none: keystoneauth requests it in the parent of a nova-scheduler's
             # workers, which would share the connection and read each other's answers.
             response.headers.append((b"connection", b"close"))
-        await _send(send, exchange, response)
+        if response.path:
+            base = scope.get("scheme", "http").encode() + b"://" + headers.get(b"host", b"")
+            response.headers.append((b"location", base + response.path.encode()))
+        await _send(send, request, response)
 
-    async def _answer(self, exchange: _Exchange, headers: Mapping[bytes, bytes], receive: Receive) -> Response:
-        request = exchange.request
+    async def _answer(
+        self, request: HttpRequest, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> Response:
         if not self.opened:
             raise HttpFault(503, "The book is not open yet.", **{"retry-after": RETRY_AFTER_S})
         if request.parts:
@@ -89,13 +86,15 @@ class Application:
             if caller is None:
                 raise HttpFault(401)
             request.caller = caller
-        request.version = version_of(exchange.versions)
-        exchange.version_known = True
+        # A header that occurs several times, here once for each service's version, equals one header with commas.
+        versions = b",".join(value for name, value in scope["headers"] if name == HEADER)
+        request.version = version_of(versions.decode("latin-1"))
+        request.version_known = True
         length = _length(headers)
         if length and not request.content_type:
             raise HttpFault(400, "content-type header required when content-length > 0")
         route = self._router.find(request.method, request.parts, request.version)
-        exchange.route = route.path
+        request.route = route.path
         _check_types(route, request)
         self._check_policy(route, request)
         if len(request.query_string) > self._api.config.max_query_bytes:
@@ -118,16 +117,10 @@ class Application:
             raise _too_large(limit)
         if not length:
             return b""
-        message = await self._next(receive, self._api.config.body_timeout_s)
-        body: bytes = message.get("body", b"")
-        return await self._rest(receive, body) if message.get("more_body") else body
-
-    async def _rest(self, receive: Receive, body: bytes) -> bytes:
-        """Read the rest of a body. Returns the body with its first part."""
         config, clock = self._api.config, self._api.clock
         until = clock.monotonic() + BODY_TIMEOUTS * config.body_timeout_s
-        parts, size = [body], len(body)
-        self._gather(size)
+        parts: list[bytes] = []
+        size = 0
         try:
             more = True
             while more:  # ends: bounded in bytes, and in time
@@ -135,8 +128,8 @@ class Application:
                 part = message.get("body", b"")
                 size += len(part)
                 self._gather(len(part))
-                if size > config.max_body_bytes:
-                    raise _too_large(config.max_body_bytes)
+                if size > limit:
+                    raise _too_large(limit)
                 if self._gathering > config.max_bodies_bytes:
                     raise HttpFault(503, "Too many bodies are on their way at once.", **{"retry-after": RETRY_AFTER_S})
                 parts.append(part)
@@ -149,7 +142,7 @@ class Application:
         self._gathering += size
         metrics.GATHERING.set(self._gathering)
 
-    async def _next(self, receive: Receive, timeout_s: float) -> MutableMapping[str, Any]:
+    async def _next(self, receive: Receive, timeout_s: float) -> Message:
         try:
             async with asyncio.timeout(timeout_s):
                 message = await receive()
@@ -160,48 +153,31 @@ class Application:
         return message
 
 
-class _Exchange:
-    """A request that is being answered, with the fields that an error about it needs."""
+def _request(scope: Scope, headers: Mapping[bytes, bytes], request_id: str) -> HttpRequest:
+    accept = headers.get(b"accept", b"").decode("latin-1")
+    return HttpRequest(
+        scope["method"],
+        parts_of(scope["path"]),
+        scope["query_string"],
+        JSON if accept in {"", "*/*"} else accept,
+        headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip(),
+        request_id,
+    )
 
-    def __init__(self, scope: Scope, headers: Mapping[bytes, bytes], request_id: str) -> None:
-        accept = headers.get(b"accept", b"").decode("latin-1")
-        content_type = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip()
-        self.request = HttpRequest(
-            scope["method"],
-            parts_of(scope["path"]),
-            scope["query_string"],
-            JSON if accept in {"", "*/*"} else accept,
-            content_type,
-            request_id,
-        )
-        self.version_known = False
-        self.base = scope.get("scheme", "http").encode() + b"://" + headers.get(b"host", b"")
-        self.route = "none"
-        # A header that occurs several times, here once for each service's version, equals one header with commas.
-        self.versions = b",".join(value for name, value in scope["headers"] if name == HEADER).decode("latin-1")
-        header = headers.get(b"x-openstack-request-id", b"").decode("latin-1")
-        self._global_id = header if _GLOBAL_ID.fullmatch(header) else ""
 
-    def bind_ids(self) -> None:
-        """Bind the fields that every log line of this request has. They need not be unbound: each request is a task
-        with a context of its own. For a pipelined request that context is a copy of the preceding request's, so every
-        field is set or unbound.
-        """
-        CAUSE.set(self._global_id or self.request.id)
-        structlog.contextvars.bind_contextvars(request_id=self.request.id)
-        if self._global_id:
-            structlog.contextvars.bind_contextvars(global_request_id=self._global_id)
-        else:
-            structlog.contextvars.unbind_contextvars("global_request_id")
-
-    def error(self, fault: HttpFault) -> Response:
-        """Return the answer to a fault."""
-        request = self.request
-        version = request.version if self.version_known else None
-        content_type, body = render(fault, request, version, RANGE)
-        response = Response(fault.status, body, content_type)
-        response.headers += [(name.encode(), value.encode()) for name, value in fault.headers.items()]
-        return response
+def _bind_ids(request_id: str, headers: Mapping[bytes, bytes]) -> None:
+    """Bind the fields that every log line of this request has. They need not be unbound: each request is a task with a
+    context of its own. For a pipelined request that context is a copy of the preceding request's, so every field is set
+    or unbound.
+    """
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    header = headers.get(b"x-openstack-request-id", b"").decode("latin-1")
+    if _GLOBAL_ID.fullmatch(header):
+        CAUSE.set(header)
+        structlog.contextvars.bind_contextvars(global_request_id=header)
+    else:
+        CAUSE.set(request_id)
+        structlog.contextvars.unbind_contextvars("global_request_id")
 
 
 def _length(headers: Mapping[bytes, bytes]) -> int:
@@ -241,19 +217,17 @@ def _unexpected(error: Exception) -> HttpFault:
     return HttpFault(500)
 
 
-async def _send(send: Send, exchange: _Exchange, response: Response) -> None:
+async def _send(send: Send, request: HttpRequest, response: Response) -> None:
     headers = response.headers
     if response.body:
         headers.append((b"content-type", response.content_type.encode()))
     if response.status != 204:
         headers.append((b"content-length", str(len(response.body)).encode()))
-    if response.path:
-        headers.append((b"location", exchange.base + response.path.encode()))
-    headers.append((b"x-openstack-request-id", exchange.request.id.encode()))
-    if exchange.version_known:
-        headers.append((HEADER, f"{SERVICE} 1.{exchange.request.version}".encode()))
+    headers.append((b"x-openstack-request-id", request.id.encode()))
+    if request.version_known:
+        headers.append((HEADER, f"{SERVICE} 1.{request.version}".encode()))
         headers.append((b"vary", HEADER))
     assert response.status in STATUS or response.status < 400, response.status
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    body = response.body if exchange.request.method != "HEAD" else b""
+    body = response.body if request.method != "HEAD" else b""
     await send({"type": "http.response.body", "body": body})

@@ -7,9 +7,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -34,17 +34,18 @@ class Caller(Struct, frozen=True, kw_only=True):
     system_scope: str | None = None
 
 
-class Auth(Protocol):
+class Auth(ABC):
     """Identifies callers by their headers."""
 
+    @abstractmethod
     async def identify(self, headers: Headers) -> Caller | None:
         """Return the caller, or None when the token is missing or invalid. Raises Transient."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  (most have no resources)
         """Release the resources of this object."""
 
 
-class NoAuth2:
+class NoAuth2(Auth):
     """Placement's test mode: the token is `user[:project]`, and all other attributes are taken from the caller's
     headers.
     """
@@ -68,9 +69,6 @@ class NoAuth2:
             user_id=user, project_id=project_id, roles=roles, system_scope=scope.decode("latin-1") if scope else None
         )
 
-    async def close(self) -> None:
-        """Do nothing: there are no resources."""
-
 
 class TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One token of the file: its owner, and the SHA-256 of the token in hex, so that the file contains no secret."""
@@ -81,7 +79,7 @@ class TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     roles: tuple[str, ...] = ()
 
 
-class TokenFile:
+class TokenFile(Auth):
     """A fixed list of tokens, for small sites."""
 
     def __init__(self, path: Path) -> None:
@@ -107,9 +105,6 @@ class TokenFile:
             if hmac.compare_digest(known, digest):
                 found = caller
         return found
-
-    async def close(self) -> None:
-        """Do nothing: there are no resources."""
 
 
 def local_auth(config: RestConfig, host: str) -> Auth:

@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec import Meta as Bound
 
 from bus.contracts.base import MAX_AMOUNT
-from bus.json_values import has_more_values
+from bus.json_values import has_more_values, has_nul
 from placement_worker.domain.claim_ledger import ANY, ConsumerWrite, Expected
 from placement_worker.domain.values import StoredInventory, capacity
 from placement_worker.rest import schemas
@@ -285,8 +285,10 @@ class Body(Generic[T]):
 
     def decode(self, body: bytes) -> T | None:
         """Return the body as its type, in a few milliseconds for each megabyte; None when `explain` must examine the
-        body. Raises HttpFault 413.
+        body. Raises HttpFault 400 for a NUL, which the database does not store, and 413.
         """
+        if has_nul(body):
+            raise HttpFault(400, "JSON does not validate: NUL characters are not allowed")
         try:
             parsed: T = self._decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -309,6 +311,7 @@ class Body(Generic[T]):
         if wrong is not None:
             raise HttpFault(400, f"JSON does not validate: {_words(wrong, body)}")
         try:
+            msgspec.json.encode(data)  # no half of a surrogate pair
             parsed: T = msgspec.convert(_canonical(data), self._kind, strict=False)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise HttpFault(400, f"JSON does not validate: {error}") from error
@@ -387,17 +390,6 @@ def _canonical(data: Any, key: str = "") -> Any:
     return canonical(data) if is_uuid_field and is_uuid(data) else data
 
 
-def text_of(value: str) -> str:
-    """Return a name that the database can store. Raises HttpFault 400."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise HttpFault(400, f"JSON does not validate: {error}") from error
-    if "\x00" in value:
-        raise HttpFault(400, "JSON does not validate: NUL characters are not allowed")
-    return value
-
-
 POST_PROVIDER: Body[PostProvider] = Body(PostProvider)
 POST_PROVIDER_14: Body[PostProvider] = Body(PostProvider14)
 PUT_PROVIDER: Body[PutProvider] = Body(PutProvider)
@@ -456,7 +448,7 @@ def consumer_write(consumer: str, body: AllocationBody, unowned: tuple[str, str]
     if isinstance(body, Allocations0):
         project, user = unowned
     else:
-        project, user = text_of(body.project_id), text_of(body.user_id)
+        project, user = body.project_id, body.user_id
     if isinstance(body, Allocations0 | Allocations8):
         holding = {item.resource_provider.uuid: item.resources for item in body.allocations}
     else:

@@ -226,10 +226,11 @@ def _by_inventory(rows: Rows, classes: Sequence[ClassColumns]) -> Iterator[tuple
 
 def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequence[str], version: int) -> list[bytes]:
     """Render the summaries of providers that have inventory of the same classes, and the same traits."""
-    names, figures = _figures(rows, classes)
-    resources = ",".join(f'"{name}":{{"capacity":%s,"used":%s}}' for name in names)
+    resources = ",".join(f'"{column.name}":{{"capacity":%s,"used":%s}}' for column in classes)
     template = f'"%s":{{"resources":{{{resources}}}'
-    columns: list[list[object]] = [[book.uuid_of(row) for row in rows.tolist()], *figures]
+    columns: list[Sequence[object]] = [book.uuids_of(rows)]
+    for column in classes:
+        columns += column.kinds.columns()[CAPACITY][column.kind[rows]].tolist(), column.used[rows].tolist()
     if version >= SINCE_TRAITS:
         listed = sorted(traits, key=lambda trait: (is_custom(trait), trait))  # Placement lists standard traits first
         template += f',"traits":{msgspec.json.encode(listed).decode()}'
@@ -238,15 +239,6 @@ def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequ
         columns.append(
             ["null" if up == NO_ROW else f'"{book.uuid_of(up)}"' for up in book.parent[rows].tolist()],
         )
-        columns.append([book.uuid_of(row) for row in book.root[rows].tolist()])
+        columns.append(book.uuids_of(book.root[rows].astype(np.intp)))
     template += "}"
     return [(template % values).encode() for values in zip(*columns, strict=True)]
-
-
-def _figures(rows: Rows, classes: Sequence[ClassColumns]) -> tuple[list[str], list[list[object]]]:
-    """Return (the classes, and for each class a column of capacities and a column of usage)."""
-    figures: list[list[object]] = []
-    for column in classes:
-        figures.append(column.kinds.columns()[CAPACITY][column.kind[rows]].tolist())
-        figures.append(column.used[rows].tolist())
-    return [column.name for column in classes], figures

@@ -51,7 +51,7 @@ class Checked:
 
     def check(self, query: QueryString) -> None:
         """Check a query string. Raises HttpFault 400 with the text of python-jsonschema."""
-        wrong = best_match(self._validator.iter_errors(query.last()))
+        wrong = best_match(self._validator.iter_errors(dict(query.pairs)))
         if wrong is not None:
             raise invalid_query(str(wrong))
 
@@ -246,21 +246,18 @@ def _limit(values: list[str]) -> int | None:
 def _groups(query: QueryString, version: int) -> list[Group]:
     """Return the request groups by suffix, in the order in which they appear."""
     pattern = at(_KEYS, version)
-    found: dict[str, set[str]] = {}
-    for key, _ in query.pairs:
-        match = pattern.fullmatch(key)
-        if match is not None:
-            found.setdefault(match[2] or UNNUMBERED, set()).add(match[1])
+    keys = (pattern.fullmatch(key) for key, _ in query.pairs)
+    found = dict.fromkeys(match[2] or UNNUMBERED for match in keys if match is not None)
     if len(found) > MAX_GROUPS:
         raise invalid_query(f"more than {MAX_GROUPS} request groups")
-    return [_group(query, version, suffix, kinds) for suffix, kinds in found.items()]
+    return [_group(query, version, suffix) for suffix in found]
 
 
-def _group(query: QueryString, version: int, suffix: str, kinds: set[str]) -> Group:
-    resources = resources_of(query.get("resources" + suffix) or "") if "resources" in kinds else {}
-    traits = traits_of(query.all("required" + suffix), version) if "required" in kinds else Conditions()
-    members = members_of(query.all("member_of" + suffix), version, suffix) if "member_of" in kinds else Conditions()
-    in_tree = in_tree_of(query.get("in_tree" + suffix) or "") if "in_tree" in kinds else None
+def _group(query: QueryString, version: int, suffix: str) -> Group:
+    resources = {} if (text := query.get("resources" + suffix)) is None else resources_of(text)
+    traits = traits_of(query.all("required" + suffix), version)
+    members = members_of(query.all("member_of" + suffix), version, suffix)
+    in_tree = None if (text := query.get("in_tree" + suffix)) is None else in_tree_of(text)
     return Group(
         suffix=suffix,
         resources=resources,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from placement_worker.rest.auth import Caller
 from placement_worker.rest.faults import SINCE_CODES, STATUS, HttpFault, best, invalid_query
@@ -69,7 +69,9 @@ class HttpRequest(Struct):
     accept: str
     content_type: str
     id: str
-    version: int = 0
+    version: int = OLDEST
+    version_known: bool = False
+    route: str = "none"  # the path of the route table
     body: bytes = b""
     caller: Caller = Caller(user_id="")
     parsed: QueryString | None = None
@@ -86,9 +88,6 @@ class QueryString:
     """A query string's parameters in order; a name may repeat."""
 
     def __init__(self, raw: bytes) -> None:
-        if not raw:
-            self.pairs: list[tuple[str, str]] = []
-            return
         try:
             self.pairs = parse_qsl(
                 raw.decode("ascii", "surrogateescape"),
@@ -103,10 +102,6 @@ class QueryString:
         if any("\x00" in name or "\x00" in value for name, value in self.pairs):
             raise invalid_query("NUL characters are not allowed")
 
-    def last(self) -> dict[str, str]:
-        """Each parameter's last value."""
-        return dict(self.pairs)
-
     def get(self, name: str) -> str | None:
         """The last value of a parameter."""
         values = self.all(name)
@@ -118,18 +113,13 @@ class QueryString:
 
 
 class Response(Struct):
-    """An answer: a status, a body (JSON text or empty), and headers."""
+    """An answer: a status, a body (JSON text or empty), and headers. path: for the Location header."""
 
     status: int
     body: bytes = b""
     content_type: str = JSON
     headers: list[tuple[bytes, bytes]] = []
     path: str = ""
-
-    def set_location(self, path: str) -> Response:
-        """Set the Location header."""
-        self.path = path
-        return self
 
     def set_modified(self, request: HttpRequest, at: float | None) -> Response:
         """From 1.15 on, set Cache-Control: no-cache, and Last-Modified. at: seconds since the epoch; None: no
@@ -150,21 +140,51 @@ def _http_date(second: int) -> bytes:
     return formatdate(second, usegmt=True).encode()
 
 
-def json_response(data: Any, status: int = 200) -> Response:
+def json_response(data: Any, status: int = 200, path: str = "") -> Response:
     """Return a response with this data as JSON."""
-    return Response(status, msgspec.json.encode(data))
+    return Response(status, msgspec.json.encode(data), path=path)
 
 
-def render(fault: HttpFault, about: HttpRequest, version: int | None, versions: tuple[str, str]) -> tuple[str, bytes]:
-    """Return (content type, body) of an error. version: the minor microversion, None before it is known."""
+class ErrorBody(Struct, kw_only=True):
+    """An error as JSON. code: stable and dotted, from 1.23. min_version, max_version: those that are served, where the
+    requested one is not.
+    """
+
+    status: int
+    title: str
+    detail: str
+    code: str | UnsetType = UNSET
+    request_id: str
+    min_version: str | UnsetType = UNSET
+    max_version: str | UnsetType = UNSET
+
+
+class ErrorsBody(Struct):
+    """The errors of an answer."""
+
+    errors: list[ErrorBody]
+
+
+def render(fault: HttpFault, about: HttpRequest) -> Response:
+    """Return the answer to a fault, in the form that the client accepts."""
+    kind, body = _rendered(fault, about)
+    headers = [(name.encode(), value.encode()) for name, value in fault.headers.items()]
+    return Response(fault.status, body, kind, headers)
+
+
+def _rendered(fault: HttpFault, about: HttpRequest) -> tuple[str, bytes]:
     title, explanation = STATUS[fault.status]
     explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
     kind = best(about.accept, ("text/html", "application/json")) or "text/plain"
     if kind == "application/json":
-        error = _json(fault, about, version, explanation)
-        if fault.status == 406 and version is None:
-            error["min_version"], error["max_version"] = versions
-        return kind, msgspec.json.encode({"errors": [error]})
+        words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
+        detail = f"{explanation}\n\n {words}  "
+        error = ErrorBody(status=fault.status, title=title, detail=detail, request_id=about.id)
+        if about.version_known and about.version >= SINCE_CODES:
+            error.code = fault.code
+        if fault.status == 406 and not about.version_known:
+            error.min_version, error.max_version = RANGE
+        return kind, msgspec.json.encode(ErrorsBody([error]))
     status = f"{fault.status} {title}"
     if kind == "text/html":
         page = (
@@ -173,16 +193,3 @@ def render(fault: HttpFault, about: HttpRequest, version: int | None, versions: 
         )
         return "text/html; charset=UTF-8", page.encode("utf-8", "replace")
     return "text/plain; charset=UTF-8", f"{status}\n\n{explanation}\n\n {fault.words}  ".encode("utf-8", "replace")
-
-
-def _json(fault: HttpFault, about: HttpRequest, version: int | None, explanation: str) -> dict[str, object]:
-    words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
-    error: dict[str, object] = {
-        "status": fault.status,
-        "title": STATUS[fault.status][0],
-        "detail": f"{explanation}\n\n {words}  ",
-    }
-    if version is not None and version >= SINCE_CODES:
-        error["code"] = fault.code
-    error["request_id"] = about.id
-    return error

@@ -9,7 +9,7 @@ from placement_worker.domain.trees import DeleteInventory, SetInventories, Write
 from placement_worker.domain.values import StoredInventory
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api
-from placement_worker.rest.bodies import Body, InventoryBody, T
+from placement_worker.rest.bodies import InventoryBody
 from placement_worker.rest.faults import CONCURRENT_UPDATE, HttpFault, RefusedAnswer
 from placement_worker.rest.http import HttpRequest, Response, json_response
 
@@ -35,15 +35,6 @@ def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
     return f"Invalid inventory for '{name}' on resource provider '{uuid}'. The reserved value is {how} total."
 
 
-async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
-    """Decode the body. An unknown provider is reported before an invalid body."""
-    try:
-        return await api.parse(kind, body)
-    except HttpFault:
-        await api.provider(uuid)
-        raise
-
-
 async def show_all(api: Api, request: HttpRequest) -> Response:
     """GET all inventories of a provider."""
     provider, updated_at = await api.provider(request.parts[1], "{0} : {0}")
@@ -67,7 +58,7 @@ async def show(api: Api, request: HttpRequest) -> Response:
 async def set_all(api: Api, request: HttpRequest) -> Response:
     """PUT all inventories of a provider."""
     uuid = request.parts[1]
-    body = await _parsed(api, uuid, bodies.PUT_INVENTORIES, request.body)
+    body = await api.parse(bodies.PUT_INVENTORIES, request.body, uuid)
     flaws = (flaw_of(name, inventory, uuid, request.version) for name, inventory in body.inventories.items())
     stored = {name: inventory.inventory() for name, inventory in body.inventories.items()}
     flaw = next(filter(None, flaws), "")
@@ -88,7 +79,7 @@ async def set_all(api: Api, request: HttpRequest) -> Response:
 async def create(api: Api, request: HttpRequest) -> Response:
     """POST an inventory that does not exist."""
     uuid = request.parts[1]
-    body = await _parsed(api, uuid, bodies.POST_INVENTORY, request.body)
+    body = await api.parse(bodies.POST_INVENTORY, request.body, uuid)
     name = body.resource_class
     flaw = flaw_of(name, body, uuid, request.version)
     unable = RefusedAnswer(f"Unable to create inventory for resource provider {uuid}: {{}}")
@@ -97,13 +88,13 @@ async def create(api: Api, request: HttpRequest) -> Response:
     provider = await api.write_tree(WriteInventory(uuid, name, body.inventory(), flaw=flaw), answers)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     path = f"/resource_providers/{uuid}/inventories/{name}"
-    return json_response(data, 201).set_location(path).set_modified(request, api.clock.time())
+    return json_response(data, 201, path).set_modified(request, api.clock.time())
 
 
 async def update(api: Api, request: HttpRequest) -> Response:
     """PUT an existing inventory."""
     uuid, name = request.parts[1], request.parts[3]
-    body = await _parsed(api, uuid, bodies.PUT_INVENTORY, request.body)
+    body = await api.parse(bodies.PUT_INVENTORY, request.body, uuid)
     flaw = flaw_of(name, body, uuid, request.version)
     no_inventory = f"No inventory record with resource class for resource provider {uuid}: {{}}"
     answers = {

@@ -17,7 +17,7 @@ from bus.contracts.patterns import reason_of
 from bus.faults import Fault, Transient
 from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInRefused, SignInUnavailable
 from bus.openstack.rest import tls_of
-from placement_worker.rest.auth import TOKEN, Caller, Headers
+from placement_worker.rest.auth import TOKEN, Auth, Caller, Headers
 from placement_worker.rest.config import KeystoneConfig
 
 MAX_KNOWN = 10_000
@@ -67,7 +67,7 @@ class CachedToken(Struct, frozen=True):
     until: float
 
 
-class Keystone:
+class Keystone(Auth):
     """Identifies callers by their Keystone tokens, without blocking the event loop. A token is validated once at a
     time.
     """

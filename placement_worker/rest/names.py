@@ -32,6 +32,13 @@ def _absent(kind: NameKind, name: str) -> HttpFault:
     return HttpFault(404, f"No such {'resource class' if kind is NameKind.CLASS else 'trait(s):'} {name}.")
 
 
+async def _ensured(api: Api, kind: NameKind, name: str) -> tuple[Response, NameRow | None]:
+    """Create a class or trait if it does not exist. Returns the answer, and the row that existed."""
+    row = await api.store.reads.name(kind, name)
+    created = row is None and await api.store.create_name(kind, name)
+    return Response(201 if created else 204, path=f"/{kind}/{name}"), row
+
+
 # --- traits
 
 
@@ -44,10 +51,8 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
             "The trait is invalid. A valid trait must be no longer than 255 characters, start with the prefix "
             '"CUSTOM_" and use following characters: "A"-"Z", "0"-"9" and "_"',
         )
-    row = await api.store.reads.name(NameKind.TRAIT, name)
-    created = row is None and await api.store.create_name(NameKind.TRAIT, name)
-    at = row.updated_at if row is not None else api.clock.time()
-    return Response(201 if created else 204).set_location(f"/traits/{name}").set_modified(request, at)
+    answer, row = await _ensured(api, NameKind.TRAIT, name)
+    return answer.set_modified(request, row.updated_at if row is not None else api.clock.time())
 
 
 async def show_trait(api: Api, request: HttpRequest) -> Response:
@@ -118,7 +123,7 @@ async def create_class(api: Api, request: HttpRequest) -> Response:
     name = (await api.parse(bodies.RESOURCE_CLASS, request.body)).name
     if not await api.store.create_name(NameKind.CLASS, name):
         raise HttpFault(409, f"Conflicting resource class already exists: {name}")
-    return Response(201).set_location(f"/resource_classes/{name}")
+    return Response(201, path=f"/resource_classes/{name}")
 
 
 async def show_class(api: Api, request: HttpRequest) -> Response:
@@ -147,9 +152,7 @@ async def ensure_class(api: Api, request: HttpRequest) -> Response:
     """PUT from 1.7 on. The status is 201 when the class is new, and 204 when it exists."""
     name = request.parts[1]
     bodies.RESOURCE_CLASS.parse(msgspec.json.encode({"name": name.encode("utf-8", "replace").decode()}))
-    known = await api.store.reads.name(NameKind.CLASS, name)
-    created = known is None and await api.store.create_name(NameKind.CLASS, name)
-    return Response(201 if created else 204).set_location(f"/resource_classes/{name}")
+    return (await _ensured(api, NameKind.CLASS, name))[0]
 
 
 async def delete_class(api: Api, request: HttpRequest) -> Response:

@@ -10,9 +10,9 @@ import msgspec
 
 from placement_worker.rest.api import Api
 from placement_worker.rest.faults import STATUS
-from placement_worker.rest.http import NEWEST, RANGE, SERVICE, HttpRequest, Response
+from placement_worker.rest.http import NEWEST, RANGE, SERVICE, ErrorsBody, HttpRequest, Response
 from placement_worker.rest.routes import ROUTES, Route
-from placement_worker.rest.schemas import Schema
+from placement_worker.rest.schemas import Schema, schema_of
 
 # The parameters of a granular request, which may have the suffix of a group.
 _GROUPED = ("resources", "required", "member_of", "in_tree")
@@ -24,27 +24,6 @@ _ANSWERS = {
     "DELETE": (204, 400, 404, 409),
 }
 _EVERYWHERE = (401, 403, 405, 406, 408, 500, 503)
-
-_ERROR: Schema = {
-    "type": "object",
-    "required": ["errors"],
-    "properties": {
-        "errors": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["status", "title", "detail", "request_id"],
-                "properties": {
-                    "status": {"type": "integer"},
-                    "title": {"type": "string"},
-                    "detail": {"type": "string"},
-                    "code": {"type": "string", "description": "stable and dotted, from 1.23"},
-                    "request_id": {"type": "string"},
-                },
-            },
-        }
-    },
-}
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
@@ -79,7 +58,7 @@ def document() -> dict[str, Any]:
         "security": [{"token": []}],
         "components": {
             "securitySchemes": {"token": {"type": "apiKey", "in": "header", "name": "X-Auth-Token"}},
-            "schemas": {"Error": _ERROR},
+            "schemas": {"Error": schema_of(ErrorsBody)},
         },
     }
 

@@ -76,12 +76,9 @@ def _enforcer(config: PolicyConfig) -> policy.Enforcer:
     conf = cfg.ConfigOpts()
     conf([], project="placement", default_config_files=[], default_config_dirs=[])
     opts.set_defaults(conf)
-    if config.policy_file:
-        if not Path(config.policy_file).is_file():
-            raise SettingsError("rest.policy_file", f"there is no policy file {config.policy_file}")
-        conf.set_override("policy_file", config.policy_file, "oslo_policy")
-    else:
-        conf.set_override("policy_file", "berth-has-no-policy-file", "oslo_policy")
+    if config.policy_file and not Path(config.policy_file).is_file():
+        raise SettingsError("rest.policy_file", f"there is no policy file {config.policy_file}")
+    conf.set_override("policy_file", config.policy_file or "berth-has-no-policy-file", "oslo_policy")
     # The default would also read /etc/placement/policy.d, whatever berth's settings name.
     conf.set_override("policy_dirs", [config.policy_dir] if config.policy_dir else [], "oslo_policy")
     conf.set_override("enforce_new_defaults", config.enforce_new_defaults, "oslo_policy")

@@ -14,7 +14,6 @@ from placement_worker.domain.trees import CreateProvider, DeleteProvider, SetAgg
 from placement_worker.domain.values import Provider
 from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
-from placement_worker.rest.bodies import text_of
 from placement_worker.rest.candidates_query import Checked, members_of, resources_of, traits_of
 from placement_worker.rest.faults import HttpFault, RefusedAnswer
 from placement_worker.rest.http import HttpRequest, QueryString, Response, at, json_response
@@ -60,11 +59,11 @@ async def create(api: Api, request: HttpRequest) -> Response:
         Why.DUPLICATE: RefusedAnswer("Conflicting resource provider {} already exists."),
         Why.BAD_PARENT: RefusedAnswer(unable + "{}"),
     }
-    provider = await api.write_tree(CreateProvider(uuid, text_of(body.name), parent), answers)
+    provider = await api.write_tree(CreateProvider(uuid, body.name, parent), answers)
     path = f"/resource_providers/{uuid}"
     if request.version < SINCE_BODY:
-        return Response(201).set_location(path)
-    return json_response(shown(provider, request.version)).set_location(path).set_modified(request, api.clock.time())
+        return Response(201, path=path)
+    return json_response(shown(provider, request.version), path=path).set_modified(request, api.clock.time())
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
@@ -77,13 +76,9 @@ async def update(api: Api, request: HttpRequest) -> Response:
     """PUT a provider with another name or another parent."""
     uuid = request.parts[1]
     kind = bodies.PUT_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.PUT_PROVIDER
-    try:
-        body = await api.parse(kind, request.body)
-    except HttpFault:
-        await api.provider(uuid)  # an unknown provider is reported first
-        raise
+    body = await api.parse(kind, request.body, uuid)
     parent = body.parent_provider_uuid if isinstance(body, bodies.PutProvider14) else UNSET
-    write = UpdateProvider(uuid, text_of(body.name), parent, may_move=request.version >= SINCE_MOVES)
+    write = UpdateProvider(uuid, body.name, parent, may_move=request.version >= SINCE_MOVES)
     answers = {
         Why.DUPLICATE: RefusedAnswer(f"Conflicting resource provider {body.name} already exists."),
         Why.BAD_PARENT: RefusedAnswer(f"Unable to save resource provider {uuid}: {{}}"),
@@ -161,15 +156,11 @@ async def set_aggregates(api: Api, request: HttpRequest) -> Response:
     """
     uuid = request.parts[1]
     generation: int | None = None
-    try:
-        if request.version >= SINCE_AGGREGATE_GENERATION:
-            body = await api.parse(bodies.AGGREGATES_19, request.body)
-            listed, generation = body.aggregates, body.resource_provider_generation
-        else:
-            listed = await api.parse(bodies.AGGREGATES, request.body)
-    except HttpFault:
-        await api.provider(uuid)
-        raise
+    if request.version >= SINCE_AGGREGATE_GENERATION:
+        body = await api.parse(bodies.AGGREGATES_19, request.body, uuid)
+        listed, generation = body.aggregates, body.resource_provider_generation
+    else:
+        listed = await api.parse(bodies.AGGREGATES, request.body, uuid)
     provider = await api.write_tree(SetAggregates(uuid, listed, generation))
     return _aggregates(api, request, listed, provider.generation)
 
@@ -191,7 +182,7 @@ async def show_traits(api: Api, request: HttpRequest) -> Response:
 async def set_traits(api: Api, request: HttpRequest) -> Response:
     """PUT the traits of a provider."""
     body = await api.parse(bodies.PROVIDER_TRAITS, request.body)
-    write = SetTraits(request.parts[1], [*map(text_of, body.traits)], body.resource_provider_generation)
+    write = SetTraits(request.parts[1], body.traits, body.resource_provider_generation)
     provider = await api.write_tree(write)
     data = {"traits": list(provider.traits), "resource_provider_generation": provider.generation}
     return json_response(data).set_modified(request, api.clock.time())

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bus.clock import Clock
 from bus.faults import BrokenInvariant, Forbidden
@@ -23,7 +24,7 @@ from placement_worker.book import ResourceBook
 from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.rest import metrics
 from placement_worker.rest.api import Api
-from placement_worker.rest.application import App, Application, Receive, Scope, Send
+from placement_worker.rest.application import Application
 from placement_worker.rest.auth import Auth, NoAuth2, local_auth
 from placement_worker.rest.candidates import warm_up
 from placement_worker.rest.config import CorsConfig, RestConfig, with_oslo_conf
@@ -101,7 +102,7 @@ class _Cors(CORSMiddleware):
         return response
 
 
-def with_cors(application: App, config: CorsConfig) -> App:
+def with_cors(application: ASGIApp, config: CorsConfig) -> ASGIApp:
     """Return the application for pages of the allowed origins, too; unchanged when there is none."""
     if not config.allowed_origin:
         return application
@@ -116,17 +117,15 @@ def with_cors(application: App, config: CorsConfig) -> App:
     )
 
 
-def with_health(application: App, health: Health) -> App:
+def with_health(application: ASGIApp, health: Health) -> ASGIApp:
     """Return the application with /healthz, /readyz and /metrics, which need neither a token nor the book."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in PATHS:
-            await application(scope, receive, send)
-            return
-        status, kind, body = health.answer(scope["method"], scope["path"])
-        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+        answer = application
+        if scope["path"] in PATHS:
+            status, kind, body = health.answer(scope["method"], scope["path"])
+            answer = Response(body, status, {"content-type": kind})
+        await answer(scope, receive, send)
 
     return served
 
@@ -169,7 +168,7 @@ class RestServer(InProcessRest):
         self.host, self.port = address_of(self.config.listen)
         self._auth = _auth_of(self.config, self.host, clock)
         super().__init__(store, self.config, clock=clock, rng=rng, committed=committed, auth=self._auth)
-        self._served: App = with_cors(self.application, self.config.cors)
+        self._served: ASGIApp = with_cors(self.application, self.config.cors)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()

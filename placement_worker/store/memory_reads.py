@@ -148,10 +148,9 @@ class MemoryReads:
         table = self._table
         async with self._session.transaction():
             top = table.providers.get(listing.in_tree or "")
-            rows = [table.providers[uuid] for uuid in table.by_number(list(table.providers))]
             return [
                 (p.uuid, p.name, p.generation, p.parent, p.root, table.written[p.uuid])
-                for p in rows
+                for p in table.providers.values()
                 if (listing.in_tree is None or (top is not None and p.root == top.root)) and _is_listed(p, listing)
             ]
 
@@ -166,7 +165,7 @@ class MemoryReads:
         table = self._table
         async with self._session.transaction():
             row = table.consumers.get(uuid)
-            held = table.by_number(list(row.consumer.holding)) if row is not None else []
+            held = table.by_number(row.consumer.holding) if row is not None else []
             return [each for provider in held if row is not None for each in self._allocations(uuid, row, provider)]
 
     async def allocations_of_provider(self, uuid: str) -> tuple[int, list[port.AllocationRow]] | None:

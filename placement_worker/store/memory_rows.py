@@ -19,7 +19,7 @@ from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.claim_ledger import Decision, Lacking
-from placement_worker.domain.report_group import Key, ReportSource, Sources, is_retired
+from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources, is_retired
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import (
@@ -114,6 +114,7 @@ class MemoryBookRows:
         """Delete rows that are not needed any more."""
         table = self.table
         async with self.session.transaction() as transaction:
+            await transaction.lock([TREES])  # a report that a writer has read is not trimmed under it
             until = min(table.head - keep_changes, table.position)
             before = table.clock.time() - keep_fences_s
             old = [uuid for uuid, kept in table.consumers.items() if kept.is_over(before)][:limit]
@@ -125,8 +126,7 @@ class MemoryBookRows:
             gone = [
                 (key, uuid) for key, mates in table.members.items() for uuid in mates if uuid not in table.consumers
             ]
-            transaction.will(lambda: table.purge(until, before, old, sources))
-            transaction.will(lambda: table.purge_members(gone[:limit]))
+            transaction.will(lambda: table.purge(until, before, old, sources, gone[:limit]))
         return max(len(old), len(sources), len(changes), len(gone)) >= limit
 
 
@@ -181,7 +181,7 @@ class MemoryBookTransaction:
     async def _lock_providers(self, wanted: Iterable[str]) -> dict[str, Provider]:
         """Lock these providers in the order of their numbers. Returns those that exist."""
         await self._rows.statement()
-        found = self._table.by_number(list(wanted))
+        found = self._table.by_number(set(wanted))
         await self._rows.lock([provider_key(uuid) for uuid in found])
         await self._rows.statement()
         return {uuid: self._table.providers[uuid] for uuid in found if uuid in self._table.providers}
@@ -266,27 +266,32 @@ class MemoryBookTransaction:
         """The sources that have removed a tree which was in use and is not any more."""
         table = self._table
         await self._rows.statement()
-        keys = [key for key in sorted(table.sources) if table.is_taken_out(key) and is_retired(table.tree(key[0]))]
+        keys = [
+            key
+            for key in sorted(table.sources)
+            if table.is_taken_out(key) and is_retired(p for p in table.providers.values() if p.root == key[0])
+        ]
         return {key: table.sources[key] for key in keys[:limit]}
 
     async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
         """Record that another compute service may take over these roots of a source, those of the cell."""
         await self._rows.statement()
-        keys = [(root, source) for root in roots if self._table.cell(root) == cell]
-        self._rows.will(lambda: self._table.free_roots(keys))
+        table = self._table
+        found = {(root, source): table.sources.get((root, source)) for root in roots if table.cell(root) == cell}
+        owned = {key: last for key, last in found.items() if last is not None and last.digest != TAKEN_OUT}
+        released = {key: replace(last, digest=RELEASED, settled=False) for key, last in owned.items()}
+        self._rows.will(lambda: table.sources.update(released))
+
+    async def repeat_reports(self, versions: Mapping[Key, int]) -> None:
+        """Record newer versions of the last reports of these sources."""
+        await self._rows.statement()
+        reports = {key: replace(self._table.sources[key], version=version) for key, version in versions.items()}
+        self._rows.will(lambda: self._table.put_sources(reports, ()))
 
     async def holders(self, leaving: Sequence[port.Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
         await self._rows.statement()
         return self._table.holders(leaving)
-
-    async def lock_free(self, consumers: Sequence[str]) -> bool:
-        """Lock consumers without waiting. Returns whether all are locked now."""
-        await self._rows.statement()
-        keys = [("consumer", uuid) for uuid in consumers]
-        free = [key for key in keys if self._rows.is_free(key)]
-        await self._rows.lock(free)
-        return len(free) == len(keys)
 
     async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
         """Become the only writer of trees, and lock and read providers."""

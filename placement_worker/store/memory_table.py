@@ -14,7 +14,7 @@ from bus.contracts.feed import Change, FeedHead
 from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
 from bus.persistence.memory_database import MemoryDatabase
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources
+from placement_worker.domain.report_group import TAKEN_OUT, Key, ReportSource, Sources
 from placement_worker.domain.server_groups import hosts_of, usage_changes
 from placement_worker.domain.values import ConsumerState, GroupKey, Provider
 from placement_worker.store.port import Leaving, NameKind
@@ -43,7 +43,7 @@ class ConsumerRow(Struct):
 
 
 class MemoryBookTable(MemoryDatabase):
-    """The committed book, which outlives the placement workers. numbers: the row ids of providers, which order the
+    """The committed book, which outlives the placement workers. providers: oldest first, which is the order of their
     locks.
     """
 
@@ -52,7 +52,6 @@ class MemoryBookTable(MemoryDatabase):
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.providers: dict[str, Provider] = {}
-        self.numbers: dict[str, int] = {}
         self.consumers: dict[str, ConsumerRow] = {}
         self.project_usage: dict[str, dict[str, int]] = {}  # by class; each amount stands for a row
         self.members: dict[GroupKey, dict[str, None]] = {}
@@ -72,7 +71,6 @@ class MemoryBookTable(MemoryDatabase):
         self.history = "history-1"
         self.position = 0
         self.taken_until = -math.inf  # the end of the publishing process's lease
-        self._next_number = 0
         self._next_name = len(self.classes) + len(self.traits)
         self._shapes = 0
 
@@ -91,13 +89,6 @@ class MemoryBookTable(MemoryDatabase):
         self._shapes += 1
         return self._shapes
 
-    def number(self, uuid: str) -> int:
-        """The row id of a provider, which is given at its first use."""
-        if uuid not in self.numbers:
-            self._next_number += 1
-            self.numbers[uuid] = self._next_number
-        return self.numbers[uuid]
-
     def alive(self, key: GroupKey) -> dict[str, tuple[str, ...]]:
         """The members of a server group that hold allocations, and their hosts."""
         return {
@@ -110,12 +101,6 @@ class MemoryBookTable(MemoryDatabase):
         """Insert members of server groups."""
         for key, consumers in joined.items():
             self.members.setdefault(key, {}).update(dict.fromkeys(consumers))
-
-    def purge_members(self, gone: Sequence[tuple[GroupKey, str]]) -> None:
-        """Delete members whose consumers are not on record."""
-        for key, uuid in gone:
-            if uuid not in self.consumers:
-                self.members[key].pop(uuid, None)
 
     def held_by(self, project: str) -> dict[str, int]:
         """The amounts that a project's consumers hold by class, and the number of consumers."""
@@ -141,9 +126,9 @@ class MemoryBookTable(MemoryDatabase):
         provider = self.providers.get(uuid)
         return self.providers[provider.root].cell if provider is not None else None
 
-    def by_number(self, uuids: Sequence[str]) -> list[str]:
+    def by_number(self, uuids: Collection[str]) -> list[str]:
         """The existing ones of these providers, in lock order."""
-        return sorted((uuid for uuid in uuids if uuid in self.providers), key=self.numbers.__getitem__)
+        return [uuid for uuid in self.providers if uuid in uuids]
 
     def mark_published(self, number: int, lease: float) -> None:
         """Record that changes up to this number are published, and end the lease if it still belongs to this turn."""
@@ -178,7 +163,6 @@ class MemoryBookTable(MemoryDatabase):
 
     def put_provider(self, provider: Provider) -> None:
         """Write a provider, and the time."""
-        self.number(provider.uuid)
         self.providers[provider.uuid] = provider
         self.written[provider.uuid] = self.clock.time()
 
@@ -199,7 +183,6 @@ class MemoryBookTable(MemoryDatabase):
         for provider in gone:
             del self.providers[provider.uuid]
             del self.written[provider.uuid]
-            del self.numbers[provider.uuid]  # a provider that is created again is the newest one
         for provider in changed:
             known = self.providers.get(provider.uuid)
             self.put_provider(replace(provider, used={} if known is None else known.used))
@@ -217,12 +200,6 @@ class MemoryBookTable(MemoryDatabase):
         for key, source in sources.items():
             self.sources[key] = source
             self.reported_at[key] = self.clock.time()
-
-    def free_roots(self, keys: Iterable[Key]) -> None:
-        """Release the roots of these sources: another compute service may take them over."""
-        for key in keys:
-            if key in self.sources and self.sources[key].digest != TAKEN_OUT:
-                self.sources[key] = replace(self.sources[key], digest=RELEASED, settled=False)
 
     def add_names(self, kind: NameKind, names: Iterable[str]) -> None:
         """Add the names that are missing."""
@@ -281,13 +258,16 @@ class MemoryBookTable(MemoryDatabase):
             )
         )
 
-    def tree(self, root: str) -> list[Provider]:
-        """The providers of a root's tree."""
-        return [provider for provider in self.providers.values() if provider.root == root]
-
-    def purge(self, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:
+    def purge(
+        self,
+        until: int,
+        before: float,
+        fences: Sequence[str],
+        sources: Sequence[Key],
+        members: Sequence[tuple[GroupKey, str]],
+    ) -> None:
         """Delete rows that are no longer kept: changes up to `until`, fences released before `before` (seconds since
-        the epoch), and sources.
+        the epoch), sources, and members whose consumers are not on record.
         """
         for key in sources:
             self.sources.pop(key, None)
@@ -298,6 +278,9 @@ class MemoryBookTable(MemoryDatabase):
             kept = self.consumers.get(uuid)
             if kept is not None and kept.is_over(before):
                 del self.consumers[uuid]
+        for key, uuid in members:
+            if uuid not in self.consumers:
+                self.members[key].pop(uuid, None)
 
 
 def renamed_key(amounts: Mapping[str, Amount], old: str, new: str) -> dict[str, Amount]:

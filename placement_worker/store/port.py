@@ -224,11 +224,11 @@ class BookTransaction(NameRows, Protocol):
     async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
         """Record that another compute service may take over these roots of a source, those of the cell."""
 
+    async def repeat_reports(self, versions: Mapping[Key, int]) -> None:
+        """Record newer versions of the last reports of these sources, which are otherwise the same."""
+
     async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
-
-    async def lock_free(self, consumers: Sequence[str]) -> bool:
-        """Lock those of these consumers that no other transaction has locked. Returns whether all are locked now."""
 
     async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
         """Become the only writer of trees, and lock and read providers, by number. Returns (a shape that no provider
@@ -247,8 +247,8 @@ class BookTransaction(NameRows, Protocol):
         """Write the differences between `before` and `after`, but not the usage, and append the changes. Returns the
         number of the last one, 0 without changes.
 
-        A provider that is the same object in both is skipped. The last reports of every source of a changed tree no
-        longer prove what the book holds; then `sources` are written. disowned: roots that were deleted, and for which
+        A provider that is the same object in both is skipped. sources: the last reports to write; those of every other
+        source of a changed tree no longer prove what the book holds. disowned: roots that were deleted, and for which
         no source answers any more.
         """
 

@@ -71,6 +71,8 @@ class PostgresBookTransaction:
         self.names = names
         self._ids: dict[str, int] = {}  # the row ids of the providers that were read or created
         self._new_ids: list[int] = []
+        self._roots: set[str] = set()  # those whose sources were read
+        self._settled: set[Key] = set()  # the sources of these roots whose last reports were settled
 
     # --- claims
 
@@ -162,7 +164,10 @@ class PostgresBookTransaction:
     async def lock_sources(self, roots: Collection[str]) -> tuple[Sources, Mapping[str, str | None]]:
         """Become the only writer of trees, and read the last reports of the sources of these roots."""
         rows = await self.connection.fetch(trees.LOCK_SOURCES, list(roots))
-        return {(row[0], row[1]): ReportSource(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
+        found = {(row[0], row[1]): ReportSource(*row[3:]) for row in rows}
+        self._roots.update(roots)
+        self._settled.update(key for key, last in found.items() if last.settled)
+        return found, {row[0]: row[2] for row in rows}
 
     async def retired_sources(self, limit: int) -> Sources:
         """The sources that have removed a tree which was in use and is not any more."""
@@ -173,15 +178,16 @@ class PostgresBookTransaction:
         """Record that another compute service may take over these roots of a source, those of the cell."""
         await fetch(self.connection, trees.release(source, roots, cell))
 
+    async def repeat_reports(self, versions: Mapping[Key, int]) -> None:
+        """Record newer versions of the last reports of these sources."""
+        columns = transposed([(*key, version) for key, version in versions.items()], 3)
+        await self.connection.execute(trees.REPEAT, *columns)
+
     async def holders(self, leaving: Sequence[port.Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
-        known = [(uuid, self.names.class_ids[name]) for uuid, name in leaving if name in self.names.class_ids]
+        known = [(uuid, self.names.class_ids[name]) for uuid, name in leaving]
         rows = await self.connection.fetch(trees.HOLDERS, [uuid for uuid, _ in known], [number for _, number in known])
         return [row[0] for row in rows]
-
-    async def lock_free(self, consumers: Sequence[str]) -> bool:
-        """Lock consumers without waiting. Returns whether all are locked now."""
-        return len(await self.connection.fetch(trees.LOCK_WITHOUT_WAITING, consumers)) == len(consumers)
 
     async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
         """Become the only writer of trees, and lock and read providers."""
@@ -208,13 +214,14 @@ class PostgresBookTransaction:
         del self._new_ids[: len(new)]
         await self.ids_of(trees.named_above(before, after))
         await turn_for(len(before) + len(after))
-        rows = trees.rows_of(self._ids, before, after, (self.names.class_ids, self.names.trait_ids))
-        rows |= {"sources": trees.rows_of_sources(sources)} if sources else {}
+        numbers = (self.names.class_ids, self.names.trait_ids)
+        reported = self._roots.difference(root for root, _ in self._settled - sources.keys())
+        rows = trees.rows_of(self._ids, before, after, numbers, sources=sources, reported=reported)
         rows |= {"disowned": list(disowned)} if disowned else {}
         if not rows:
             return 0
-        answer = await self.connection.fetchval(trees.WRITE, msgspec.json.encode(rows).decode(), *feed.rows(changes))
-        number: int = answer
+        written = [msgspec.json.encode(of_kind).decode() for of_kind in rows.values()]
+        number: int = await self.connection.fetchval(trees.WRITE, list(rows), written, *feed.rows(changes))
         return number
 
     async def append(self, changes: Sequence[Change]) -> int:
@@ -421,6 +428,7 @@ class PostgresBookRows:
             limits.purge_empty(limit),
         ):
             async with self.database.raw() as connection:
+                await fetch(connection, trees.ONE_WRITER_OF_TREES)  # a report that it has read is not trimmed under it
                 more |= len(await fetch(connection, statement)) >= limit
         async with self.database.raw() as connection:
             left = await connection.fetch(members.LOCK_LEFT, limit)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import asyncpg
 import msgspec
 import sqlalchemy as sa
+from msgspec import Struct
 from sqlalchemy.sql.selectable import FromClause
 
-from placement_worker.domain.values import SHARING, Provider
+from placement_worker.domain.values import SHARING, Provider, StoredInventory
 from placement_worker.store.port import NameKind
 from placement_worker.store.tables import (
     allocations,
@@ -58,10 +60,44 @@ def one_of(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
     return column == sa.any_(sa.bindparam(name, type_=sa.ARRAY(column.type)))
 
 
-# A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row,
-# and when it was last written, in seconds since the epoch.
-ProviderRow = tuple[int, int | None, int, Provider, float]
-_decode = msgspec.json.Decoder(list[ProviderRow]).decode
+class ProviderRows(Struct, array_like=True):
+    """What the function `read_providers` returns, in the order of the providers' numbers.
+
+    providers: (its number, its parent's, its root's, when it was last written (seconds since the epoch), uuid, name,
+    parent, root, generation, shape, cell). The others begin with the provider's number: inventories: class, amount
+    used, and the fields of StoredInventory; traits: name, lasting; aggregates: uuid.
+    """
+
+    providers: list[tuple[int, int | None, int, float, str, str, str | None, str, int, int, str | None]]
+    inventories: list[tuple[int, str, int, int, int, int, int, int, float, int, bool]]
+    traits: list[tuple[int, str, bool]]
+    aggregates: list[tuple[int, str]]
+
+    def whole(self) -> dict[str, Provider]:
+        """The whole providers by uuid."""
+        stocks: dict[int, tuple[dict[str, StoredInventory], dict[str, int]]] = defaultdict(lambda: ({}, {}))
+        traits: dict[int, list[str]] = defaultdict(list)
+        lasting: dict[int, list[str]] = defaultdict(list)
+        aggregates: dict[int, list[str]] = defaultdict(list)
+        for stock in self.inventories:
+            inventories, used = stocks[stock[0]]
+            inventories[stock[1]] = StoredInventory(*stock[3:])
+            if stock[2]:
+                used[stock[1]] = stock[2]
+        for number, name, lasts in self.traits:
+            traits[number].append(name)
+            if lasts:
+                lasting[number].append(name)
+        for number, aggregate in self.aggregates:
+            aggregates[number].append(aggregate)
+        found: dict[str, Provider] = {}
+        for row in self.providers:
+            names = tuple(traits[row[0]]), tuple(aggregates[row[0]])
+            found[row[4]] = Provider(*row[4:10], *stocks[row[0]], *names, row[10], tuple(lasting[row[0]]))
+        return found
+
+
+_decode = msgspec.json.Decoder(ProviderRows).decode
 
 READ_PROVIDERS = "SELECT read_providers($1::bigint[])"
 READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1))"
@@ -69,15 +105,13 @@ READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid
 
 async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> dict[str, Provider]:
     """Whole providers by uuid, in the order of their numbers."""
-    answer: str = await connection.fetchval(READ_PROVIDERS, ids)
-    return {row[3].uuid: row[3] for row in _decode(answer)}
+    return _decode(await connection.fetchval(READ_PROVIDERS, ids)).whole()
 
 
 async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Provider, float] | None:
     """One provider, and when it was last written; None when it does not exist."""
-    for *_, provider, updated_at in _decode(await connection.fetchval(READ_PROVIDER, uuid)):
-        return provider, updated_at
-    return None
+    rows = _decode(await connection.fetchval(READ_PROVIDER, uuid))
+    return (rows.whole()[uuid], rows.providers[0][3]) if rows.providers else None
 
 
 def holdings_of(rows: Iterable[Sequence[Any]]) -> dict[str, dict[str, dict[str, int]]]:

@@ -115,6 +115,7 @@ sources = sa.Table(
     needed("providers", sa.ARRAY(UUID)),
     needed("updated_at", MOMENT, default=sa.func.now()),
     sa.Index("sources_unsettled", "root", postgresql_where=sa.text("NOT settled")),  # read with every trimming
+    postgresql_with={"fillfactor": 60},  # every report updates its row
 )
 
 

@@ -7,7 +7,8 @@ in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,16 +17,19 @@ from msgspec.structs import asdict
 
 from bus.persistence.tables import UUID
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Sources
-from placement_worker.domain.values import Provider, StoredInventory
-from placement_worker.store.rows import ProviderRow
+from placement_worker.domain.values import Provider
+from placement_worker.store.rows import ProviderRows
 from placement_worker.store.tables import inventories, providers, sources
 
 ONE_WRITER_OF_TREES = sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended("berth.placement.trees", 0)))
 
 # Functions of 0001_functions.sql.
-LOCK_SOURCES = "SELECT root, source, cell, version, digest, settled, providers FROM lock_sources($1::uuid[])"
-LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4::uuid[])"
-WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
+LOCK_SOURCES = """
+SELECT root::text, source, cell, version, digest, settled, providers::text[] FROM lock_sources($1::text[]::uuid[])
+"""
+REPEAT = "SELECT repeat_reports($1::text[]::uuid[], $2::text[], $3::bigint[])"
+LOCK = "SELECT lock_trees($1::text[]::uuid[], $2::text[], $3::text[]::uuid[], $4::text[]::uuid[])"
+WRITE = "SELECT write_trees($1::text[], $2::text[], $3::bigint[], $4::bigint[], $5::bytea[])"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
 
@@ -76,10 +80,8 @@ HOLDERS = """
 SELECT DISTINCT a.consumer FROM unnest($1::uuid[], $2::int[]) AS n (provider, class_id)
 JOIN providers p ON p.uuid = n.provider JOIN allocations a ON a.provider_id = p.id AND a.class_id = n.class_id
 """
-# To wait here could deadlock with a transaction that has locked the consumer and waits for the providers.
-LOCK_WITHOUT_WAITING = "SELECT uuid FROM consumers WHERE uuid = ANY($1::uuid[]) FOR NO KEY UPDATE SKIP LOCKED"
 
-_decode = msgspec.json.Decoder(tuple[int, list[int], list[ProviderRow]]).decode
+_decode = msgspec.json.Decoder(tuple[int, list[int], ProviderRows]).decode
 
 
 def rows_of(
@@ -87,91 +89,78 @@ def rows_of(
     before: Mapping[str, Provider],
     after: Mapping[str, Provider],
     numbers: tuple[Mapping[str, int], Mapping[str, int]],
-) -> dict[str, object]:
+    *,
+    sources: Sources,
+    reported: Collection[str],
+) -> dict[str, list[object]]:
     """Return the rows for the SQL function `write_trees`, by kind. A kind without rows is left out.
 
     ids: the row ids of all providers, and of parents and roots of those that are written. numbers: of (classes,
-    traits).
+    traits). sources: the last reports to write. reported: roots of which no other settled reports are to be unsettled.
     """
-    changed = [(before.get(uuid), new) for uuid, new in after.items() if before.get(uuid) is not new]
-    gone = [ids[uuid] for uuid in before if uuid not in after]
-    created = [_columns(ids, new) | {"uuid": new.uuid} for old, new in changed if old is None]
-    kept = [_columns(ids, new) for old, new in changed if old is not None]
-    renamed = any(old is not None and old.name != new.name for old, new in changed)
-    dropped, inventories = _inventories(
-        [(ids[n.uuid], o.inventories if o else _NO_INVENTORIES, n.inventories) for o, n in changed], numbers[0]
-    )
-    trait_ids = numbers[1]
-    lost, won = difference([(ids[n.uuid], o.traits if o else (), n.traits) for o, n in changed], trait_ids.__getitem__)
-    lasting = {(ids[new.uuid], trait_ids[trait]) for _, new in changed for trait in new.lasting}
-    won = [row | {"lasting": (row["provider_id"], row["member"]) in lasting} for row in won]
-    left, joined = difference([(ids[n.uuid], o.aggregates if o else (), n.aggregates) for o, n in changed], str)
-    roots = {new.root for _, new in changed} | {p.root for uuid, p in before.items() if after.get(uuid) is not p}
-    rows: dict[str, object] = {
-        "created": created,
-        "kept": kept,
-        "gone": gone,
-        "dropped": dropped,
-        "inventories": inventories,
-        "lost": lost,
-        "won": won,
-        "left": left,
-        "joined": joined,
-        "roots": sorted(roots),
-        "names_pass": renamed or bool(created),
-    }
-    return {kind: value for kind, value in rows.items() if value}
+    rows: dict[str, list[object]] = defaultdict(list)
+    rows["gone"] += [ids[uuid] for uuid in before if uuid not in after]
+    roots = {old.root for uuid, old in before.items() if after.get(uuid) is not old}
+    for uuid, new in after.items():
+        old = before.get(uuid)
+        if old is not new:
+            roots.add(new.root)
+            _add_provider(rows, ids, old, new)
+            _add_parts(rows, ids[uuid], old or _NEW, new, numbers)
+    rows["roots"] += sorted(roots.difference(reported))
+    rows["sources"] += _rows_of_sources(sources)
+    rows["names_pass"] += [True] * bool(rows["moved"] or rows["created"])
+    return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
 
 
-_NO_INVENTORIES: Mapping[str, StoredInventory] = {}
+_NEW = Provider("", "", None, "", 0, 0, {}, {}, (), ())
 
 
-def _columns(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
-    parent = provider.parent
-    return {
-        "id": ids[provider.uuid],
-        "name": provider.name,
-        "parent_id": None if parent is None else ids[parent],
-        "root_id": ids[provider.root],
-        "generation": provider.generation,
-        "shape": provider.shape,
-        "cell": provider.cell,
-    }
+def _add_provider(rows: dict[str, list[object]], ids: Mapping[str, int], old: Provider | None, new: Provider) -> None:
+    state = {"id": ids[new.uuid], "generation": new.generation, "shape": new.shape}
+    if old is not None:
+        rows["kept"].append(state)
+        if old.name == new.name and old.parent == new.parent and old.root == new.root and old.cell == new.cell:
+            return
+    parent_id = None if new.parent is None else ids[new.parent]
+    place = {"name": new.name, "parent_id": parent_id, "root_id": ids[new.root], "cell": new.cell}
+    rows["moved" if old is not None else "created"].append({**state, **place, "uuid": new.uuid})
 
 
-def _inventories(
-    rows: Iterable[tuple[int, Mapping[str, StoredInventory], Mapping[str, StoredInventory]]],
-    class_ids: Mapping[str, int],
-) -> tuple[list[object], list[object]]:
-    """Return (inventories to delete, inventories that are new or changed)."""
-    dropped: list[object] = []
-    stored: list[object] = []
-    for number, before, after in rows:
-        dropped += [{"provider_id": number, "class_id": class_ids[name]} for name in before if name not in after]
-        stored += [
-            {"provider_id": number, "class_id": class_ids[name], **asdict(inventory)}
-            for name, inventory in after.items()
-            if before.get(name) != inventory
-        ]
-    return dropped, stored
+def _add_parts(
+    rows: dict[str, list[object]],
+    number: int,
+    old: Provider,
+    new: Provider,
+    numbers: tuple[Mapping[str, int], Mapping[str, int]],
+) -> None:
+    class_ids, trait_ids = numbers
+    rows["dropped"] += [
+        {"provider_id": number, "class_id": class_ids[name]} for name in old.inventories if name not in new.inventories
+    ]
+    rows["inventories"] += [
+        {"provider_id": number, "class_id": class_ids[name], **asdict(inventory)}
+        for name, inventory in new.inventories.items()
+        if old.inventories.get(name) != inventory
+    ]
+    lost, won = difference(old.traits, new.traits)
+    lasting = set(new.lasting)
+    rows["lost"] += [{"provider_id": number, "member": trait_ids[trait]} for trait in lost]
+    rows["won"] += [{"provider_id": number, "member": trait_ids[one], "lasting": one in lasting} for one in won]
+    left, joined = difference(old.aggregates, new.aggregates)
+    rows["left"] += [{"provider_id": number, "member": aggregate} for aggregate in left]
+    rows["joined"] += [{"provider_id": number, "member": aggregate} for aggregate in joined]
 
 
-def difference(
-    rows: Iterable[tuple[int, Sequence[str], Sequence[str]]], number: Callable[[str], object]
-) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Return (rows to delete, rows to insert) for the traits or aggregates of providers."""
-    gone: list[dict[str, object]] = []
-    come: list[dict[str, object]] = []
-    for provider_id, before, after in rows:
-        if before != after:
-            old, new = set(before), set(after)  # there may be 26,000: compared pair by pair they took 10 s
-            gone += [{"provider_id": provider_id, "member": number(member)} for member in before if member not in new]
-            come += [{"provider_id": provider_id, "member": number(member)} for member in after if member not in old]
-    return gone, come
+def difference(before: Sequence[str], after: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (the traits or aggregates to delete, those to insert)."""
+    if before == after:
+        return [], []
+    old, new = set(before), set(after)  # there may be 26,000: compared pair by pair they took 10 s
+    return [one for one in before if one not in new], [one for one in after if one not in old]
 
 
-def rows_of_sources(sources: Sources) -> list[dict[str, object]]:
-    """Return the rows of sources for the SQL function `write_trees`."""
+def _rows_of_sources(sources: Sources) -> list[dict[str, object]]:
     return [
         {
             "root": root,
@@ -203,9 +192,9 @@ def loaded(answer: str) -> tuple[int, list[int], dict[str, int], dict[str, Provi
     """
     shape, fresh_ids, rows = _decode(answer)
     ids: dict[str, int] = {}
-    for number, parent_id, root_id, provider, _ in rows:
-        ids[provider.uuid] = number
-        ids[provider.root] = root_id
-        if provider.parent is not None and parent_id is not None:
-            ids[provider.parent] = parent_id
-    return shape, fresh_ids, ids, {row[3].uuid: row[3] for row in rows}
+    for number, parent_id, root_id, _, uuid, _, parent, root, *_ in rows.providers:
+        ids[uuid] = number
+        ids[root] = root_id
+        if parent is not None and parent_id is not None:
+            ids[parent] = parent_id
+    return shape, fresh_ids, ids, rows.whole()

@@ -326,7 +326,7 @@ class House:
         return bus
 
     async def consume(self, bus: Bus, queue: str, handler: Handler, **options: object) -> Consumer:
-        consumer = bus.consumer(queue, handler, **options)  # type: ignore[arg-type]
+        consumer = Consumer(bus, queue, handler, **options)  # type: ignore[arg-type]
         await consumer.start()
         self._closing.append(lambda: consumer.drain(0.1))
         return consumer

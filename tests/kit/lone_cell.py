@@ -14,6 +14,7 @@ import cell_conductor.app
 import compute_sim.app
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
@@ -92,7 +93,7 @@ class LoneCell:
     async def open(self) -> None:
         await self.bus.open()
         for queue in ("placement.requests", "scheduler.builds", "conductor.hosts.{process}", "client.alarms.{process}"):
-            consumer = self.bus.consumer(queue, self._receive, concurrency=1)
+            consumer = Consumer(self.bus, queue, self._receive, concurrency=1)
             await consumer.start()
             task = asyncio.create_task(consumer.run())
             self._stack.push_async_callback(_cancel, task)

@@ -106,7 +106,7 @@ def release_leaves_no_fence() -> AbstractContextManager[Any]:
     released = claims._release
 
     def release(ledger: Any, message: Any) -> Any:
-        known = ledger.consumer(message.consumer)
+        known = Consumer(ledger, message.consumer)
         if known is None or not known.holding:
             return claims.ClaimVerdict(outcome="absent")
         return released(ledger, message)

@@ -18,6 +18,7 @@ import pytest
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.batch_interval import BatchInterval
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import CellDelete
@@ -53,8 +54,8 @@ class Cluster:
     async def open(self) -> None:
         for bus in (self._api, self._cell):
             await bus.open()
-        entry = self._api.consumer("scheduler.requests", self._schedule, max_batch=512, prefetch=4096, paced=True)
-        stage = self._cell.consumer("conductor.requests", self._build, max_batch=128, prefetch=4096)
+        entry = Consumer(self._api, "scheduler.requests", self._schedule, max_batch=512, prefetch=4096, paced=True)
+        stage = Consumer(self._cell, "conductor.requests", self._build, max_batch=128, prefetch=4096)
         for consumer in (entry, stage):
             await consumer.start()
 

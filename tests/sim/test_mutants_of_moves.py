@@ -15,9 +15,7 @@ from lab.simulation.draw import plan_of
 from lab.simulation.run import simulate
 from lab.simulation.widening import Widening
 from tests.sim.mutants_of_moves import FOUND_BY, FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
-from tests.unit.conductor import test_table_changes as changes
-from tests.unit.conductor import test_table_moves as table
-from tests.unit.conductor import test_way_back as way_back
+from tests.unit.conductor import test_moves as moves
 
 MOVES = frozenset({Widening.MOVES})
 MAX_SEEDS = 30
@@ -25,23 +23,23 @@ MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_MOVES}
 OF_THE_TABLE = {mutant.__name__: mutant for mutant in FOUND_BY_THE_TABLE}
 TESTS: dict[str, Callable[[], None]] = {
     "migration_of_a_deleted_instance_forgotten": partial(
-        table.test_a_delete_in_every_state_destroys_both_and_releases_both, "resized"
+        moves.test_a_delete_in_every_state_destroys_both_and_releases_both, "resized"
     ),
     "migration_released_only_if_its_claim_was_answered": partial(
-        table.test_a_delete_after_a_refused_claim_releases_both_because_a_copy_may_have_succeeded, deleted_first=False
+        moves.test_a_delete_after_a_refused_claim_releases_both_because_a_copy_may_have_succeeded, deleted_first=False
     ),
     "delete_does_not_await_the_destination": partial(
-        table.test_a_delete_in_every_state_destroys_both_and_releases_both, "finishing"
+        moves.test_a_delete_in_every_state_destroys_both_and_releases_both, "finishing"
     ),
     "machine_under_change_not_wanted": partial(
-        changes.test_a_machine_that_is_being_changed_is_wanted_where_it_is, State.RESTARTING
+        moves.test_a_machine_that_is_being_changed_is_wanted_where_it_is, State.RESTARTING
     ),
-    "late_answers_accepted": table.test_a_source_that_does_not_hand_over_is_started_again,
+    "late_answers_accepted": moves.test_a_source_that_does_not_hand_over_is_started_again,
     "undone_in_place_keeps_the_new_size": partial(
-        changes.test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded, answered=False
+        moves.test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded, answered=False
     ),
-    "reverted_without_its_source": way_back.test_a_revert_queries_for_its_source_first_and_gives_nothing_up,
-    "stopped_machine_started_by_its_move": table.test_a_stopped_machine_is_stopped_where_it_has_been_moved_to,
+    "reverted_without_its_source": moves.test_a_revert_queries_for_its_source_first_and_gives_nothing_up,
+    "stopped_machine_started_by_its_move": moves.test_a_stopped_machine_is_stopped_where_it_has_been_moved_to,
 }
 
 

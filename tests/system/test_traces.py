@@ -28,6 +28,7 @@ from berth.trial.worker_processes import NO_TLS, WorkerProcesses
 from berth.web.access import Access
 from berth.web.server import WebServer
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, BuildRequest
 from bus.port import Outgoing
@@ -284,7 +285,7 @@ async def test_the_last_event_carries_the_trace_that_a_foreign_client_began(
 
         listener = running.site.bus("listener")
         await listener.open()
-        consumer = listener.consumer("client.feed.{process}", note, process="listener")
+        consumer = Consumer(listener, "client.feed.{process}", note, process="listener")
         await consumer.start()
         uuid = new_uuid(RNG)
         body = b'{"instance_uuid": "%s", "flavor": "m1.small", "project_id": "p"}' % uuid.encode()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from bus.bus import Bus
-from bus.consuming.consumer import SUSPECT_WAIT_S
+from bus.consuming.consumer import SUSPECT_WAIT_S, Consumer
 from bus.consuming.lanes import ConsumerLane
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
@@ -290,7 +290,7 @@ async def test_no_suspect_is_taken_before_the_wait_for_others_is_over(house: Hou
         return [Done()] * len(batch)
 
     arrived: list[float] = []
-    consumer = bus.consumer(REQUESTS, handle, concurrency=concurrency)
+    consumer = Consumer(bus, REQUESTS, handle, concurrency=concurrency)
     plain = consumer._on_delivery
 
     def on_delivery(lane: ConsumerLane, delivery: Delivery) -> None:
@@ -323,7 +323,7 @@ async def test_the_first_to_arrive_is_not_always_the_first_taken(house: House, c
             taken += [one.message.instance_uuid for one in batch]  # type: ignore[attr-defined]
             return [Done()] * len(batch)
 
-        consumer = bus.consumer(REQUESTS, handle, concurrency=concurrency, max_batch=1)
+        consumer = Consumer(bus, REQUESTS, handle, concurrency=concurrency, max_batch=1)
         plain, arrivals = consumer._on_delivery, itertools.count()
 
         def apart(lane: ConsumerLane, delivery: Delivery, plain=plain, arrivals=arrivals) -> None:  # type: ignore[no-untyped-def]

@@ -15,6 +15,7 @@ from bus import metrics, topology
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters, outcome_handling
+from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import DIED_AT, DeadLetter
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, encode
@@ -382,7 +383,7 @@ async def attacked(amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Atta
             arguments = {bound: 0, "x-dead-letter-exchange": prefix + COMMANDS, "x-dead-letter-routing-key": KEY}
             answer = await channel.queue_declare("", exclusive=True, arguments=arguments)
             made.private[how] = answer.queue or ""
-        consumer = bus.consumer(REQUESTS, made.handler, concurrency=1, on_malformed=made.on_malformed)
+        consumer = Consumer(bus, REQUESTS, made.handler, concurrency=1, on_malformed=made.on_malformed)
         await consumer.start()
         running = asyncio.create_task(consumer.run())
         try:

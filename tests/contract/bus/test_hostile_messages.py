@@ -135,7 +135,7 @@ async def watched(amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Watch
     await bus.open()
     async with raw_publisher(url) as raw:
         made = Watched(bus, raw, prefix + COMMANDS)
-        consumer = bus.consumer(REQUESTS, made.handler, concurrency=1)
+        consumer = Consumer(bus, REQUESTS, made.handler, concurrency=1)
         await consumer.start()
         running = asyncio.create_task(consumer.run())
         try:

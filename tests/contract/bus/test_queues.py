@@ -401,7 +401,7 @@ async def test_a_consumers_hands_hold_few_bytes_however_large_the_bodies_are(
     await bus.declare(REQUESTS)
     handler = Gated()
     consumer = await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1)
-    (lane,) = (one for one in consumer._lanes.every if one.name == f"{REQUESTS}.{lane_of(NOISY)}")
+    (lane,) = (one for one in consumer._lanes if one.name == f"{REQUESTS}.{lane_of(NOISY)}")
     most = 0
     for number in range(30):
         message = structs.replace(boot(number), project_id=NOISY, name="n" * 200)
@@ -416,6 +416,25 @@ async def test_a_consumers_hands_hold_few_bytes_however_large_the_bodies_are(
     await until(lambda: len(handler.batches) == 30)
     await until(lambda: depth_is(bus, REQUESTS, 0))
     await until(lambda: lane.held == 0)
+
+
+@KINDS
+async def test_a_lane_whose_deliveries_were_lost_holds_none_of_them(house: House, bus: Bus) -> None:
+    await bus.declare(REQUESTS)
+    handler = Gated()
+    consumer = await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1)
+    (lane,) = (one for one in consumer._lanes if one.name == f"{REQUESTS}.{lane_of(NOISY)}")
+    for number in range(3):
+        await bus.publish(structs.replace(boot(number), project_id=NOISY))
+    await until(lambda: len(handler.batches) == 1 and consumer._waiting() == 2)
+    back = asyncio.Event()
+    bus.transport.on_reconnect(back.set)
+    await house.rig.cut()
+    await back.wait()
+    handler.gate.set()
+    await settled(bus)
+    await until(lambda: lane.held == 0)
+    assert len(handler.batches) >= 3
 
 
 async def not_all_taken(bus: Bus) -> bool:

@@ -26,6 +26,7 @@ from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus import metrics
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
@@ -107,7 +108,7 @@ async def test_a_broker_short_of_memory_shows_on_readyz_and_what_waits_for_it_le
     bus = bus_on(own_broker.url())
     service = Service("p", clock=SystemClock())
     service.add_resource(bus.open, bus.close)
-    service.add_bus_check("bus api", bus)
+    service.add_bus_check("bus api", lambda: bus.unavailable_reason)
     health = Health(service.not_ready)
     stop = asyncio.Event()
     running = asyncio.create_task(service.run(stop))
@@ -156,7 +157,7 @@ async def test_a_killed_broker_loses_nothing_that_it_confirmed(own_broker: Rabbi
             outcomes.append(Done(BuildAccepted(instance_uuid=one.message.instance_uuid)))
         return outcomes
 
-    consumer = consumer_bus.consumer("scheduler.requests", handler)
+    consumer = Consumer(consumer_bus, "scheduler.requests", handler)
     await consumer.start()
     running = asyncio.create_task(consumer.run())
     confirmed: list[str] = []
@@ -249,7 +250,7 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: Rabbit
         got.extend(received)
         return [Done()] * len(received)
 
-    consumer = bus.consumer("scheduler.requests", handler)
+    consumer = Consumer(bus, "scheduler.requests", handler)
     await consumer.start()
     await asyncio.to_thread(own_broker.evaluate, DELETE_REQUESTS)
     async with asyncio.timeout(PATIENCE_S):
@@ -288,7 +289,7 @@ async def test_properties_that_cannot_be_read_cost_no_connection(
         got.extend(received)
         return [Done()] * len(received)
 
-    consumer = bus.consumer("scheduler.requests", handler)
+    consumer = Consumer(bus, "scheduler.requests", handler)
     await consumer.start()
     await until(lambda: len(got) >= 2 or lost)
     assert [(one.message, one.redelivered) for one in got] == [(boot(1), False), (boot(2), False)]

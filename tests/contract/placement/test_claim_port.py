@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
@@ -74,8 +75,8 @@ class BusRig(Rig):
         ]
         handlers = PlacementHandlers(book, clock=clock, committed=lambda: None, claimed=lambda: None)
         self.consumers = [
-            self.buses[1].consumer("placement.requests", handlers.requests),
-            self.buses[1].consumer("placement.reads", handlers.reads),
+            Consumer(self.buses[1], "placement.requests", handlers.requests),
+            Consumer(self.buses[1], "placement.reads", handlers.reads),
         ]
         self.tasks: list[asyncio.Task[None]] = []
         super().__init__(BusClaims(self.buses[0], timeout_s=PATIENCE_S))

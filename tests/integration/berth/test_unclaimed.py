@@ -19,6 +19,7 @@ from berth.settings import DatabaseSettings, Settings
 from berth.site import Site
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import InstanceSpec, Selection
@@ -146,7 +147,7 @@ async def requests_to(store: ResourceBook, clock: SystemClock, rng: random.Rando
     handlers = PlacementHandlers(store, clock=clock, committed=lambda: None, claimed=lambda: None)
     bus = Bus("cell1", MemoryTransport(MemoryBroker(clock), "cell1"), process="both", clock=clock, rng=rng)
     await bus.open()
-    consumer = bus.consumer("placement.requests", handlers.requests)
+    consumer = Consumer(bus, "placement.requests", handlers.requests)
     await consumer.start()
     yield PlacementRequests(bus, clock, ASK_S)
     await consumer.drain(ASK_S)

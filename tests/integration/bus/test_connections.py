@@ -108,6 +108,7 @@ async def test_expected_rows_are_written_whole(connection: asyncpg.Connection) -
 
 
 SOON_S = 10.0
+PID = "SELECT pg_backend_pid()"
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 NEW = NewBuild(
     request=BuildRequest(instance_uuid=UUID, flavor="f", project_id="p", name="n"),
@@ -118,7 +119,7 @@ NEW = NewBuild(
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("way", ["raw", "single"])
+@pytest.mark.parametrize("way", ["transaction", "raw", "single"])
 async def test_a_primary_that_was_made_read_only_is_left_for_the_promoted_stand_by(way: str) -> None:
     manager = database_pair()
     pair = await asyncio.to_thread(manager.__enter__)
@@ -149,8 +150,7 @@ async def test_a_primary_that_was_made_read_only_is_left_for_the_promoted_stand_
 async def _written_at(database: Database, way: str) -> int:
     """The port of the server that took a write; 0: none did."""
     try:
-        async with getattr(database, way)() as connection:
-            return int(await connection.fetchval("INSERT INTO written VALUES (1) RETURNING inet_server_port()"))
+        return await _scalar(database, way, "INSERT INTO written VALUES (1) RETURNING inet_server_port()")
     except DatabaseUnavailable:
         return 0
 
@@ -163,19 +163,19 @@ async def test_a_connection_that_takes_no_writes_is_dropped(empty_database: str,
     await database.open()
     try:
         await _execute(database, way, "CREATE TABLE written (pid int)")
-        before = await _backend_pid(database, way)
+        before = await _scalar(database, way, PID)
         await _execute(database, way, "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
         with pytest.raises(DatabaseUnavailable):
             await _execute(database, way, "INSERT INTO written VALUES (1)")
         await _execute(database, way, "INSERT INTO written VALUES (1)")
-        assert await _backend_pid(database, way) != before
+        assert await _scalar(database, way, PID) != before
     finally:
         await database.close()
 
 
-async def _backend_pid(database: Database, way: str) -> int:
+async def _scalar(database: Database, way: str, statement: str) -> int:
     async with getattr(database, way)() as connection:
-        return int(await connection.fetchval("SELECT pg_backend_pid()"))
+        return int(await connection.fetchval(statement))
 
 
 async def _execute(database: Database, way: str, statement: str) -> None:
@@ -193,7 +193,7 @@ async def test_idle_connections_to_a_server_that_takes_no_writes_are_dropped_and
     try:
         async with database.raw() as one, database.raw() as two, database.raw() as three:
             await one.execute("CREATE TABLE written (n int)")
-            before = {await each.fetchval("SELECT pg_backend_pid()") for each in (one, two, three)}
+            before = {await each.fetchval(PID) for each in (one, two, three)}
             for each in (one, two, three):
                 await each.execute("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
         losses = database.losses
@@ -202,7 +202,7 @@ async def test_idle_connections_to_a_server_that_takes_no_writes_are_dropped_and
                 await connection.execute("INSERT INTO written VALUES (1)")
         assert database.losses > losses
         async with database.raw() as one, database.raw() as two, database.raw() as three:
-            after = {await each.fetchval("SELECT pg_backend_pid()") for each in (one, two, three)}
+            after = {await each.fetchval(PID) for each in (one, two, three)}
             for each in (one, two, three):
                 await each.execute("INSERT INTO written VALUES (1)")
         assert len(after) == 3 and not before & after
@@ -217,14 +217,14 @@ async def test_a_connection_in_use_when_its_server_is_left_is_not_used_again(emp
     await database.open()
     try:
         async with database.raw() as reader:
-            former = await reader.fetchval("SELECT pg_backend_pid()")
+            former = await reader.fetchval(PID)
             with pytest.raises(DatabaseUnavailable):
                 async with database.raw() as writer:
                     await writer.execute("CREATE TABLE written (n int)")
                     await writer.execute("SET TRANSACTION READ ONLY")
                     await writer.execute("INSERT INTO written VALUES (1)")
         async with database.raw() as reader:
-            assert await reader.fetchval("SELECT pg_backend_pid()") != former
+            assert await reader.fetchval(PID) != former
     finally:
         await database.close()
 

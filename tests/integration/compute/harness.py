@@ -83,7 +83,7 @@ class Cell:
             "placement.inventory",
             "scheduler.metrics.{process}",
         ):
-            consumer = self.bus.consumer(queue, self._receive, max_batch=1000, concurrency=1)
+            consumer = Consumer(self.bus, queue, self._receive, max_batch=1000, concurrency=1)
             await consumer.start()
             self._tasks.append(asyncio.create_task(consumer.run()))
             self._consumers.append(consumer)

@@ -232,13 +232,13 @@ class Cell:
         relay = asyncio.create_task(self.relay.run())
         stack.push_async_callback(_cancel, [relay])
         for consumer in (
-            self.around.bus.consumer("placement.requests", self.around.placement),
-            self.around.bus.consumer("compute.{service}", self.around.compute, service="s1"),
-            self.around.bus.consumer("scheduler.builds", self.around.scheduler),
-            self.bus.consumer("conductor.requests", requests.requests),
-            self.bus.consumer("conductor.given_up", requests.given_up),
-            self.bus.consumer("conductor.results", requests.results),
-            self.bus.consumer("conductor.hosts.{process}", self.hosts.hosts, process="conductor"),
+            Consumer(self.around.bus, "placement.requests", self.around.placement),
+            Consumer(self.around.bus, "compute.{service}", self.around.compute, service="s1"),
+            Consumer(self.around.bus, "scheduler.builds", self.around.scheduler),
+            Consumer(self.bus, "conductor.requests", requests.requests),
+            Consumer(self.bus, "conductor.given_up", requests.given_up),
+            Consumer(self.bus, "conductor.results", requests.results),
+            Consumer(self.bus, "conductor.hosts.{process}", self.hosts.hosts, process="conductor"),
         ):
             await consumer.start()
             self.consumers.append(consumer)

@@ -22,6 +22,7 @@ from berth.audit import quarantine
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API, Bus
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
@@ -79,9 +80,9 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
         return [Done()] * len(batch)
 
     consumers = [
-        around.bus.consumer("compute.control.{service}", report_requested, service="s1", source="compute-s1"),  # type: ignore[arg-type]
-        around.bus.consumer("placement.requests", around.placement),
-        around.bus.consumer("compute.{service}", around.compute, service="s1"),
+        Consumer(around.bus, "compute.control.{service}", report_requested, service="s1", source="compute-s1"),  # type: ignore[arg-type]
+        Consumer(around.bus, "placement.requests", around.placement),
+        Consumer(around.bus, "compute.{service}", around.compute, service="s1"),
     ]
     for consumer in consumers:
         await consumer.start()
@@ -94,7 +95,7 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
     await around.bus.publish(made)
     # The scheduler comes late: what was announced before has waited for it.
     await until(lambda: len(around.spawns) == 1)
-    late = around.bus.consumer("scheduler.builds", around.scheduler)
+    late = Consumer(around.bus, "scheduler.builds", around.scheduler)
     await late.start()
     await until(lambda: around.ends(made.spec.instance_uuid) == [BuildState.ACTIVE])
     stop.set()
@@ -142,9 +143,9 @@ async def test_with_its_cells_credentials_it_builds_and_reaches_nothing_above(
     around.fails = {cell.host(1)}
     await around.bus.open()
     consumers = [
-        around.bus.consumer("placement.requests", around.placement),
-        around.bus.consumer("compute.{service}", around.compute, service="s1"),
-        around.bus.consumer("scheduler.builds", around.scheduler),
+        Consumer(around.bus, "placement.requests", around.placement),
+        Consumer(around.bus, "compute.{service}", around.compute, service="s1"),
+        Consumer(around.bus, "scheduler.builds", around.scheduler),
     ]
     for consumer in consumers:
         await consumer.start()
@@ -231,7 +232,7 @@ class World:
     async def open(self) -> None:
         await self.bus.open()
         for queue in ("placement.inventory", "conductor.hosts.{process}"):
-            consumer = self.bus.consumer(queue, self._receive, concurrency=1)
+            consumer = Consumer(self.bus, queue, self._receive, concurrency=1)
             await consumer.start()
             self._tasks.append(asyncio.create_task(consumer.run()))
 

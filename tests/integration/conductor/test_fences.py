@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
@@ -44,12 +45,12 @@ class FencedCell(Cell):
         stack.push_async_callback(self._stop, running)
         requests = RequestHandlers(self.engine, self.clock, self.fences)
         for consumer in (
-            self.around.bus.consumer("placement.requests", self.around.placement),
-            self.around.bus.consumer("compute.{service}", self.around.compute, service="s1"),
-            self.around.bus.consumer("scheduler.builds", self._receive),
-            self.bus.consumer("conductor.requests", requests.requests),
-            self.bus.consumer("conductor.results", requests.results),
-            self.bus.consumer("conductor.hosts.{process}", self._compare, process="conductor"),
+            Consumer(self.around.bus, "placement.requests", self.around.placement),
+            Consumer(self.around.bus, "compute.{service}", self.around.compute, service="s1"),
+            Consumer(self.around.bus, "scheduler.builds", self._receive),
+            Consumer(self.bus, "conductor.requests", requests.requests),
+            Consumer(self.bus, "conductor.results", requests.results),
+            Consumer(self.bus, "conductor.hosts.{process}", self._compare, process="conductor"),
         ):
             await consumer.start()
             self.consumers.append(consumer)

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from bus.contracts.base import Message, Refusal, encode
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import CellBuild, CellDelete
+from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, Running
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.moves import CellMove, MoveKind, MoveState
 from bus.contracts.queues import DEAD
@@ -20,12 +20,23 @@ from bus.port import Outgoing
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import differences, is_over
+from cell_conductor.domain.steps import Step
 from cell_conductor.engine import Engine
-from scheduler_worker.domain.builds import RecordedBuild
+from cell_conductor.store.port import Brief
+from scheduler_worker.domain.builds import RecordedBuild, apply_announcement
 from tests.integration.conductor.neighbours import Cell, opened
 from tests.kit.waiting import until
-from tests.unit.conductor.scenario import DEPLOYMENT, RELEASED, UUID, announced, host, spawned
-from tests.unit.conductor.test_doubted import SET_BACK_AT, announced_to, brief, report_of, requested, run_after
+from tests.unit.conductor.scenario import (
+    DEPLOYMENT,
+    RELEASED,
+    SET_BACK_AT,
+    UUID,
+    announced,
+    host,
+    requested,
+    run_after,
+    spawned,
+)
 
 # --- A message that a cell's queue of requests gives up ends with one event: its client does not wait for ever.
 
@@ -138,6 +149,35 @@ async def hand_over_as_given_up(cell: Cell, message: Message) -> None:
 
 
 WHY = Refusal(code="broker.delivery_limit", reason="r")
+
+
+def brief(record: Instance) -> Brief:
+    return Brief(
+        record.uuid,
+        record.state,
+        record.host_uuid,
+        "s1",
+        record.attempt,
+        record.since,
+        newest=record.newest,
+        doubted=record.doubted,
+        reused_from=record.reused_from,
+        machine_exists=record.machine_exists,
+        then=record.then,
+    )
+
+
+def report_of(attempt: int, on: int = 1) -> ComputeHosts:
+    machine = Running(instance_uuid=UUID, attempt=attempt, deployment=DEPLOYMENT)
+    hosts = (HostReport(uuid=host(on), name=f"host-{on}", running=(machine,)),)
+    return ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True)
+
+
+def announced_to(build: RecordedBuild, *stepped: Step) -> RecordedBuild:
+    for one in stepped:
+        for event in announced(one):
+            build = apply_announcement(build, event, "c1")[0]
+    return build
 
 
 def known_at_the_top() -> tuple[RecordedBuild, Instance]:

@@ -15,6 +15,7 @@ import placement_worker.app
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
@@ -85,7 +86,7 @@ class Rig:
             await self.start(name)
         await self.cell.open()
         await self.api.open()
-        self._ears = self.cell.consumer("scheduler.builds", self._receive)
+        self._ears = Consumer(self.cell, "scheduler.builds", self._receive)
         await self._ears.start()
         for name in SERVICES:
             await self._until_reported(name)

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
@@ -358,7 +359,7 @@ async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by
                 looks.put_nowait(received.message)
         return [Done()] * len(batch)
 
-    listening = around.bus.consumer("compute.control.{service}", heir, service="heir", source="heir")
+    listening = Consumer(around.bus, "compute.control.{service}", heir, service="heir", source="heir")
     await listening.start()
     running = asyncio.create_task(listening.run())
     build = cell.build(1)

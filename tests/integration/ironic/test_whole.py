@@ -31,6 +31,7 @@ from berth.trial.ironic_stand_in import (
 )
 from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.placement import InventoryUpdate
@@ -116,7 +117,7 @@ async def book_on(site: Site) -> AsyncIterator[Book]:
     bus = environment(site, "book").bus()
     await bus.open()
     book = Book()
-    consumer = bus.consumer("placement.inventory", book.take)
+    consumer = Consumer(bus, "placement.inventory", book.take)
     await consumer.start()
     try:
         yield book

@@ -10,6 +10,7 @@ import pytest
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges, FeedHead, SnapshotPage, SnapshotRequest
@@ -96,7 +97,7 @@ async def test_inventory_claims_feed_and_reads_over_the_bus(postgres_url: str, r
     await api.open()
     await cell.open()
     listener = Listener()
-    consumer = api.consumer("scheduler.feed.{process}", listener.handle)
+    consumer = Consumer(api, "scheduler.feed.{process}", listener.handle)
     await consumer.start()
     async with asyncio.timeout(TIMEOUT_S):
         await asyncio.wait({running, asyncio.ensure_future(service.ready.wait())}, return_when="FIRST_COMPLETED")

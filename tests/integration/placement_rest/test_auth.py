@@ -20,6 +20,7 @@ from berth.trial.embedded.process import free_port
 from berth.trial.worker_processes import NO_TLS
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, FeedChanges
 from bus.memory import MemoryTransport
@@ -387,7 +388,7 @@ async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Receive
         "api", MemoryTransport(placement.broker, "listener"), process="listener", clock=SystemClock(), rng=placement.rng
     )
     await bus.open()
-    consumer = bus.consumer("scheduler.feed.{process}", listen)
+    consumer = Consumer(bus, "scheduler.feed.{process}", listen)
     await consumer.start()
     try:
         async with asyncio.timeout(PATIENCE_S):

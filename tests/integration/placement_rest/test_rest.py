@@ -113,7 +113,7 @@ async def test_every_write_is_on_the_feed_once_and_in_order(placement: Placement
         assert book.traits_of(low) == ("CUSTOM_FAST",)
         assert book.aggregates_of(top) == (parent,)
         assert book.inventory_of(low)["SRIOV_NET_VF"][1:] == (3, 1)
-        assert (book.generation_of(top), book.generation_of(low)) == (2, 3)
+        assert (book.generation[top], book.generation[low]) == (2, 3)
     await placement.call("DELETE", f"/allocations/{consumer}", status=204)
     await placement.call("DELETE", f"/resource_providers/{child}", status=204)
     book = await replica.fresh()

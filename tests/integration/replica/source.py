@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from bus.bus import Bus
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import (
     Change,
@@ -77,11 +78,11 @@ class Source:
         self.on_page: Callable[[], None] = lambda: None
         self.busy = False  # each answer is followed by one more change, published before the answer is sent
         self.unpublished: list[Change] = []
-        self._consumer = bus.consumer("placement.reads", self._answer)
+        self._consumer = Consumer(bus, "placement.reads", self._answer)
 
     def reopen(self) -> None:
         """A new consumer, after close()."""
-        self._consumer = self.bus.consumer("placement.reads", self._answer)
+        self._consumer = Consumer(self.bus, "placement.reads", self._answer)
 
     async def open(self) -> None:
         await self._consumer.start()
@@ -205,7 +206,7 @@ def _same(book: Book, state: ProviderState) -> bool:
     return (
         announced == true
         and book.traits_of(row) == state.traits
-        and book.generation_of(row) == state.generation
+        and book.generation[row] == state.generation
         and book.shape_of(row) == state.shape
         and book.uuid_of(book.root_of(row)) == state.root_uuid
     )

@@ -258,7 +258,7 @@ async def test_a_claim_result_before_and_after_its_change() -> None:
         await stage.source.bus.publish(FeedChanges(rows=feed_rows([used(1, 0, 4, {"VCPU": 2})])))
         await until(lambda: book.sequence == 1, stage.clock)
         assert book.free("VCPU", roots)[0] == 6
-        assert list(book.assumed_keys()) == []
+        assert list(book.assumptions.keys()) == []
         assert set(published) == {6}
 
 
@@ -332,7 +332,7 @@ async def test_a_settled_claim_of_another_history_is_not_waited_for() -> None:
         stage.source.states[state.uuid] = state
         await stage.source.announce_head()
         await until(lambda: stage.book.history == "h2", stage.clock)
-        assert list(stage.book.assumed_keys()) == []
+        assert list(stage.book.assumptions.keys()) == []
 
 
 @pytest.mark.parametrize("announced", ["changes", "head"])

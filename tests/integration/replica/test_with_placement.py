@@ -123,7 +123,7 @@ async def boot(bus: Bus, book: Book, rng: random.Random) -> ClaimOutcome | None:
 def as_published(book: Book) -> dict[str, object]:
     rows = [row for root in book.rows_of_roots() for row in book.tree(int(root))]
     return {
-        book.uuid_of(row): (book.generation_of(row), book.shape_of(row), book.traits_of(row), book.inventory_of(row))
+        book.uuid_of(row): (book.generation[row], book.shape_of(row), book.traits_of(row), book.inventory_of(row))
         for row in rows
     }
 
@@ -165,7 +165,7 @@ async def test_two_schedulers_fill_the_hosts_and_all_replicas_agree(site: Site) 
         assert set(outcomes) <= {ClaimOutcome.CLAIMED, ClaimOutcome.FULL}, "usage alone never races"
         for follower, book in (one, two):
             await follower.refresh(timeout_s=TIMEOUT_S)
-            await until(lambda book=book: not list(book.assumed_keys()), follower)  # type: ignore[misc]
+            await until(lambda book=book: not list(book.assumptions.keys()), follower)  # type: ignore[misc]
         async with site.replica("s3") as (_, fresh):
             truth = as_published(fresh)
             assert as_published(one[1]) == truth

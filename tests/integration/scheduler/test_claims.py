@@ -72,6 +72,7 @@ async def test_a_request_that_finds_a_claim_on_a_silent_host_keeps_it(
     await world.delete(request)
     ((cell, delete),) = await until(lambda: world.deletes)
     assert (cell, delete.instance_uuid) == ("c1", request.instance_uuid)
+    assert host in await world.used()
 
 
 async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing(
@@ -196,7 +197,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
 async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As test_a_request_that_has_sent_no_claim_releases_none, and its scheduler dies before the acknowledgement."""
+    """No host has room, and that of the instance is not announced. Its scheduler dies before the acknowledgement."""
     monkeypatch.setattr(requests, "RETRIES", 0)
     request, host = await running(world)
     await world.stop("s1")
@@ -210,11 +211,9 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     cell = await world.queried(request)
     assert host in await world.used()
     await world.kill("s2")
-    queue = world.brokers["api"].queue(f"scheduler.requests.{lane_of(request.project_id)}")
-    await until(lambda: len(queue) == 1)
+    await until(lambda: len(world.brokers[API].queue(f"scheduler.requests.{lane_of(request.project_id)}")) == 1)
     await world.scheduler("s3", CONFIG)
-    await until(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
-    await asyncio.sleep(0.2)
+    await until_acknowledged(world)
     used = await world.used()
     assert (cell, host in used) == ("c1", True), f"the host of the running instance has {used.get(host)}"
 

@@ -174,7 +174,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     stop = world.move(busy, MoveKind.STOP)
     await world.ask(stop)
     await world.dispatched(stop)
-    await until(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
+    await until(lambda: not list(world.replicas["s1"].assumptions.keys()))  # the builds' claims have come
     for _ in range(2):  # the second is not misled by what the first has left behind
         plan = await plan_of(world, "c1-0")
         assert (plan.host_uuid, plan.host, plan.more) == (host, "c1-0", False)
@@ -185,7 +185,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
         assert sorted(firsts) == [(), ("c1-1",), ("c1-2",)]
         assert [one.code for one in plan.moves if not one.hosts and one.code != "instance.busy"] == ["no_valid_host"]
     assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
-    assert not list(world.replicas["s1"].assumed_keys())
+    assert not list(world.replicas["s1"].assumptions.keys())
     few = await plan_of(world, host, limit=2)
     assert (len(few.moves), few.more) == (2, True)
     with pytest.raises(RequestRefused) as unknown:
@@ -209,7 +209,7 @@ async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drai
     apart = [*await active(world, 1, "c1-0", server_group=group), *await active(world, 1, "c1-1", server_group=group)]
     large = await active(world, 1, "c1-0", flavor="m1.large")
     small = await active(world, 2, "c1-1")
-    await until(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
+    await until(lambda: not list(world.replicas["s1"].assumptions.keys()))  # the builds' claims have come
     plan = await plan_of(world, "rack")
     assert (plan.target, plan.hosts, len(plan.moves)) == (DrainTarget.AGGREGATE, 2, 5)
     to = {one.instance_uuid: one.hosts for one in plan.moves}
@@ -218,7 +218,7 @@ async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drai
     order = [one.instance_uuid for one in plan.moves]
     assert {*order[:2]} == {one.instance_uuid for one in apart} and order[2] == large[0].instance_uuid
     assert {*order[3:]} == {one.instance_uuid for one in small}
-    assert not list(world.replicas["s1"].assumed_keys())
+    assert not list(world.replicas["s1"].assumptions.keys())
     cell = await plan_of(world, "c1", target=DrainTarget.CELL)
     assert (cell.hosts, {one.code for one in cell.moves}) == (4, {"no_valid_host"})
     assert (await plan_of(world, "compute-c1")).target is DrainTarget.SERVICE

@@ -243,25 +243,6 @@ async def test_a_request_that_expires_goes_to_the_cell_of_its_claim(world: World
     assert set(await world.used()) == {host}
 
 
-async def test_a_request_that_cannot_be_placed_is_left_to_the_cell_of_its_claim_and_so_is_its_delete(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host of the instance is not announced; the machine runs on there."""
-    monkeypatch.setattr(requests, "RETRIES", 1)
-    request, host = await running(world)
-    await unannounce(world, host)
-    await world.ask(request)
-    assert await world.queried(request) == "c1"
-    await world.answer(request, BuildAccepted)
-    assert set(await world.used()) == {host}, "a repeated request releases nothing either"
-    await world.delete(request)
-    ((cell, delete),) = await until(lambda: world.deletes)
-    assert (cell, delete.instance_uuid) == ("c1", request.instance_uuid)
-    assert host in await world.used()
-    await world.announced("c1", request, BuildState.DELETED, 12, terminal=True)
-    await world.ended(request.instance_uuid, BuildState.DELETED)
-
-
 @pytest.mark.parametrize(("on", "is_announced"), [("c1", False), (API, True), (API, False)])
 async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
     world: World, on: str, *, is_announced: bool
@@ -283,21 +264,6 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
         assert (failed.code, refused.code, refused.sequence) == ("claim.stranded", "claim.stranded", 0)
     assert set(await world.used()) == {host}
     assert BuildState.DELETED not in world.states(request.instance_uuid)
-
-
-async def test_a_request_that_has_sent_no_claim_releases_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No host has room, and that of the instance is not announced."""
-    monkeypatch.setattr(requests, "RETRIES", 0)
-    request, host = await running(world)
-    await world.stop("s1")
-    del world.hosts["c1"][host]
-    await world.scheduler("s2", CONFIG)
-    book = world.replicas["s2"]
-    await until(lambda: book.row_of(host) is not None)
-    await world.ask(request)
-    assert await world.queried(request) == "c1"
-    await world.answer(request, BuildAccepted)
-    assert set(await world.used()) == {host}
 
 
 async def test_a_delete_of_a_request_that_ended_before_any_look_up_reaches_the_cell(world: World) -> None:

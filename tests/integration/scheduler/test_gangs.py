@@ -219,7 +219,7 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
     assert codes(await ends(world, request)) == {"no_valid_host": 1, "gang.incomplete": 1}
     await world.answer(Release(consumer=other), ReleaseResult)
     claiming.open.set()
-    await until(lambda: not list(world.replicas["s1"].assumed_keys()))
+    await until(lambda: not list(world.replicas["s1"].assumptions.keys()))
     assert await world.used() == {} and world.builds == []
 
 
@@ -299,7 +299,7 @@ async def test_a_record_that_fails_leaves_nothing_assumed(world: World, monkeypa
     record, seen = SchedulingEngine.record, list[list[str]]()
 
     async def fail_first(self: Any, builds: Any) -> Any:
-        seen.append(list(book.assumed_keys()))
+        seen.append(list(book.assumptions.keys()))
         if len(seen) == 1:
             raise DatabaseUnavailable("it went away")
         return await record(self, builds)
@@ -308,4 +308,4 @@ async def test_a_record_that_fails_leaves_nothing_assumed(world: World, monkeypa
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert seen == [[], []], "assumed while the database was unavailable"
-    await until(lambda: not list(book.assumed_keys()))
+    await until(lambda: not list(book.assumptions.keys()))

@@ -466,7 +466,7 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
     move = world.move(built, MoveKind.MIGRATE)
     await world.answer(move, MoveAccepted)
     await world.dispatched(move)
-    await until(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
+    await until(lambda: move.request_id not in list(world.replicas["s1"].assumptions.keys()))
     assert [one.request_id for _, one in world.moves] == [move.request_id], "given back, and not sent once more"
 
 
@@ -512,6 +512,33 @@ async def to_be_unshelved_elsewhere(world: World, config: SchedulerConfig) -> tu
     return built, world.move(built, MoveKind.UNSHELVE, host="c2-0")
 
 
+def departure_of(leaving: CellMove) -> Departure:
+    """As its cell announces it to the one that the instance leaves for."""
+    assert leaving.spec is not None
+    last = Selection(
+        host_uuid=leaving.instance_uuid,
+        host="c1-0",
+        service="compute-c1",
+        allocations={leaving.request_id: {"VCPU": 1}},
+    )
+    return Departure(
+        cell="c2",
+        spec=leaving.spec,
+        image="snapshot",
+        last=last,
+        selections=leaving.selections,
+        newest=4,
+        sequence=16,
+    )
+
+
+def book_question(move: MoveRequest) -> CellAsks:
+    """The cell asks placement, by way of the schedulers, to release what the move has claimed elsewhere."""
+    asked = AskedBy(cell="c1", request_id=move.request_id, project_id=move.project_id, kind=move.kind)
+    question = Release(consumer=move.instance_uuid, attempt=1000)
+    return CellAsks(message=CellBook(asked_by=asked, instance_uuid=move.instance_uuid, question=question))
+
+
 async def test_an_offloaded_instance_is_unshelved_in_its_own_cell_unless_moves_across_cells_are_allowed(
     world: World,
 ) -> None:
@@ -535,19 +562,7 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
     await world.ask(move)
     leaving = await world.dispatched(move)
     assert (leaving.to_cell, [one.host for one in leaving.selections], leaving.arrival) == ("c2", ["c2-0"], None)
-    assert leaving.spec is not None
-    last = Selection(
-        host_uuid=new_uuid(world.rng), host="c1-0", service="compute-c1", allocations={new_uuid(world.rng): {"VCPU": 1}}
-    )
-    departure = Departure(
-        cell="c2",
-        spec=leaving.spec,
-        image="snapshot",
-        last=last,
-        selections=leaving.selections,
-        newest=4,
-        sequence=16,
-    )
+    departure = departure_of(leaving)
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
     found = await until(lambda: [one for cell, one in world.moves if cell == "c2"])
     assert (found[0].request_id, found[0].arrival, found[0].to_cell) == (move.request_id, departure, None)
@@ -605,22 +620,7 @@ async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(wor
     _, move = await to_be_unshelved_elsewhere(world, config)
     await world.ask(move)
     leaving = await world.dispatched(move)
-    assert leaving.spec is not None
-    last = Selection(
-        host_uuid=new_uuid(world.rng),
-        host="c1-0",
-        service="compute-c1",
-        allocations={new_uuid(world.rng): {"VCPU": 1}},
-    )
-    departure = Departure(
-        cell="c2",
-        spec=leaving.spec,
-        image="snapshot",
-        last=last,
-        selections=leaving.selections,
-        newest=4,
-        sequence=16,
-    )
+    departure = departure_of(leaving)
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
     found = await until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
     assert (found[0].arrival, found[0].request_id) == (departure, move.request_id)
@@ -636,16 +636,7 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
     await world.ask(move)
     leaving = await world.dispatched(move)
     await world.claim_destination(leaving)
-    assert leaving.spec is not None
-    departure = Departure(
-        cell="c2",
-        spec=leaving.spec,
-        image="snapshot",
-        last=leaving.selections[0],
-        selections=leaving.selections,
-        newest=4,
-        sequence=16,
-    )
+    departure = departure_of(leaving)
 
     def arrivals() -> list[CellMove]:
         return [one for cell, one in world.moves if cell == "c2" and one.arrival is not None]
@@ -653,12 +644,7 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
     if has_left:
         await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
         await until(arrivals)
-    book = CellBook(
-        asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
-        instance_uuid=built.instance_uuid,
-        question=Release(consumer=built.instance_uuid, attempt=1000),
-    )
-    await world.buses["c1"].publish(CellAsks(message=book))
+    await world.buses["c1"].publish(book_question(move))
     ((cell, answered),) = await until(lambda: world.books)
     assert isinstance(answered.answer, ReleaseResult)
     assert (cell, answered.answer.outcome) == ("c1", "consumer_changed" if has_left else "released")
@@ -675,16 +661,11 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
 async def test_what_a_cell_asks_of_placement_holds_up_nothing_that_it_announces(world: World) -> None:
     """A batch of announcements waited for each such question by itself, for as long as placement was away."""
     config = replace(WARM, moves_across_cells=True, claim_timeout_s=600.0)
-    built, move = await to_be_unshelved_elsewhere(world, config)
+    _, move = await to_be_unshelved_elsewhere(world, config)
     await world.ask(move)
     leaving = await world.dispatched(move)
     await world.kill("p1")
-    book = CellBook(
-        asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
-        instance_uuid=built.instance_uuid,
-        question=Release(consumer=built.instance_uuid, attempt=1000),
-    )
-    await world.buses["c1"].publish(CellAsks(message=book))
+    await world.buses["c1"].publish(book_question(move))
     await world.move_announced("c1", move, MoveState.CLAIMING, 16)
     event = await until(lambda: [one for one in world.move_events if one.state is MoveState.CLAIMING])
     assert (event[0].request_id, world.books, leaving.to_cell) == (move.request_id, [], "c2")

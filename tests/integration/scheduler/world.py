@@ -191,7 +191,7 @@ class World:
         return self.services.pop(name)
 
     async def _consume(self, bus: str, queue: str, handler: Callable[..., Any], **fill: str) -> None:
-        consumer = self.buses[bus].consumer(queue, handler, max_batch=1000, concurrency=1, **fill)
+        consumer = Consumer(self.buses[bus], queue, handler, max_batch=1000, concurrency=1, **fill)
         await consumer.start()
         self._consumers.append(consumer)
         self._tasks.append(asyncio.create_task(consumer.run()))

@@ -332,7 +332,7 @@ async def started() -> Consumer:
         return [Done()] * len(received)
 
     await bus.open()
-    consumer = bus.consumer("scheduler.requests", handle, max_batch=1, concurrency=1)  # type: ignore[arg-type]
+    consumer = Consumer(bus, "scheduler.requests", handle, max_batch=1, concurrency=1)  # type: ignore[arg-type]
     await consumer.start()
     return consumer
 

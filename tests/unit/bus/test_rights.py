@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bus import wire
 from bus.consuming import lanes
-from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
+from bus.consuming.lanes import ConsumerLane
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest
 from bus.contracts.catalogue import (
@@ -28,6 +28,7 @@ from bus.contracts.catalogue import (
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
 from bus.contracts.moves import MoveKind, MoveRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, LANES, lane_of
+from bus.in_turn import InTurn
 from bus.key_trust import BROKERS_OWN, letters_code, letters_key, published_key
 from bus.port import UNREAD, Delivery, Outgoing
 from bus.topology import matches, plan
@@ -305,17 +306,8 @@ class Regulated:
         self.calls.append("resume")
 
 
-def lanes_of(count: int) -> ConsumerLanes:
-    return ConsumerLanes([ConsumerLane(str(number)) for number in range(count)])
-
-
-def arrive(into: ConsumerLanes, lane: int, delivery: Sent) -> None:
-    given: Any = delivery
-    into.add(ArrivedDelivery(given, 0.0, 0.0, into.every[lane]))
-
-
-def taken(of: ConsumerLanes, count: int) -> list[str]:
-    return [of.take().delivery.name for _ in range(count)]  # type: ignore[attr-defined]
+def taken(of: InTurn[Sent], count: int) -> list[str]:
+    return [of.take().name for _ in range(count)]
 
 
 def test_a_client_in_any_language_computes_the_lane() -> None:
@@ -365,21 +357,21 @@ def test_a_lane_is_bounded_as_the_queue_was_and_the_queue_of_the_name_is_for_no_
 
 def test_a_quiet_lane_waits_for_one_delivery_of_each_other() -> None:
     """In one line its request stood behind all that a noisy neighbour had sent before."""
-    waiting = lanes_of(4)
+    waiting = InTurn[Sent]()
     for lane in (0, 1):
         for number in range(100):
-            arrive(waiting, lane, Sent(f"{lane}.{number}"))
+            waiting.put(lane, Sent(f"{lane}.{number}"))
     assert taken(waiting, 5) == ["0.0", "1.0", "0.1", "1.1", "0.2"]
-    arrive(waiting, 3, Sent("quiet"))
+    waiting.put(3, Sent("quiet"))
     assert "quiet" in taken(waiting, 3)
     assert len(waiting) == 193
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
 def test_all_are_taken_each_lane_in_its_order_and_none_twice_while_another_waits(arrivals: list[int]) -> None:
-    waiting = lanes_of(4)
+    waiting = InTurn[Sent]()
     for number, lane in enumerate(arrivals):
-        arrive(waiting, lane, Sent(f"{lane}.{number}"))
+        waiting.put(lane, Sent(f"{lane}.{number}"))
     order = [tuple(map(int, name.split("."))) for name in taken(waiting, len(waiting))]
     for lane in range(4):
         assert [number for one, number in order if one == lane] == [
@@ -394,12 +386,12 @@ def test_all_are_taken_each_lane_in_its_order_and_none_twice_while_another_waits
 
 
 def test_the_lost_deliveries_of_each_lane_are_dropped() -> None:
-    waiting = lanes_of(2)
-    arrive(waiting, 0, Sent("a", is_lost=True))
-    arrive(waiting, 1, Sent("b", is_lost=True))
-    arrive(waiting, 1, Sent("c"))
-    assert [one.name for one in waiting.take_lost()] == ["a", "b"]  # type: ignore[attr-defined]
-    assert (taken(waiting, 1), len(waiting), waiting.every[0].held) == (["c"], 0, 0)
+    waiting = InTurn[Sent]()
+    waiting.put(0, Sent("a", is_lost=True))
+    waiting.put(1, Sent("b", is_lost=True))
+    waiting.put(1, Sent("c"))
+    assert [one.name for one in waiting.take_first(lambda one: one.is_lost)] == ["a", "b"]
+    assert (taken(waiting, 1), len(waiting)) == (["c"], 0)
 
 
 def test_a_lane_with_many_bytes_in_hand_is_paused_until_half_of_them_are_settled(

@@ -15,6 +15,7 @@ from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from bus.bus import API, Bus
 from bus.cell_links import REOPEN_S, CellLink, CellLinks
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
 from bus.contracts.cells import LinkState
@@ -23,10 +24,9 @@ from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.queues import BY_QUEUE, lane_of
 from bus.faults import DatabaseForbidden, DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.memory.transport import MemorySubscription
 from bus.persistence.address import parse_database_url
 from bus.persistence.group_flush import GroupFlush
-from bus.port import BusForbidden, BusUnavailable, Delivery
+from bus.port import BusForbidden, BusUnavailable, Delivery, Subscription
 from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url, patches
 from bus.rabbitmq.patches import KNOWN, UnknownLibrary, install
 from bus.server_url import Endpoint
@@ -244,7 +244,7 @@ async def test_a_cell_that_disconnects_again_at_once_is_served_when_it_comes() -
     async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
         return [Done(ReleaseResult(outcome="absent"))] * len(batch)
 
-    link = CellLink(theirs, [theirs.consumer("placement.requests", answer)])
+    link = CellLink(theirs, [Consumer(theirs, "placement.requests", answer)])
     running = asyncio.create_task(link.run())
     async with asyncio.timeout(PATIENCE_S):
         while not broker.fell:  # noqa: ASYNC110  (a broker does not announce it)
@@ -283,21 +283,23 @@ async def test_a_cell_of_the_settings_whose_broker_refuses_is_entered_when_it_no
     def reach(name: str, _: CellBus | None) -> Bus:
         return Bus(name, Refusing(broker, name), process="worker", clock=clock, rng=random.Random(1))
 
-    links = CellLinks(lambda bus: CellLink(bus, [bus.consumer("placement.requests", answer)]), clock=clock, reach=reach)
+    links = CellLinks(
+        lambda bus: CellLink(bus, [Consumer(bus, "placement.requests", answer)]), clock=clock, reach=reach
+    )
     links.configure(reach("c1", None))
-    running = asyncio.create_task(links.hold("c1"))
+    running = asyncio.create_task(links.run())
     try:
         await clock.sleep(1.0)
         assert not running.done(), "it ended the worker"
         assert links.state_of("c1") == (LinkState.CONNECTING, "vhost not found")
-        assert links.reached("c1").unavailable_reason == "vhost not found"
+        assert links.unavailable_reason("c1") == "vhost not found"
         await clock.sleep(REOPEN_S)
         assert links.state_of("c1") == (LinkState.UP, "")
-        assert links.reached("c1").unavailable_reason == ""
+        assert links.unavailable_reason("c1") == ""
     finally:
         running.cancel()
         await asyncio.wait((running,))
-        await links.close_cell("c1")
+        await links.close()
 
 
 class Slow(MemoryTransport):
@@ -307,9 +309,7 @@ class Slow(MemoryTransport):
         super().__init__(broker, "c1")
         self.asked, self.go_on = asyncio.Event(), asyncio.Event()
 
-    async def consume(
-        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
-    ) -> MemorySubscription:
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
         self.asked.set()
         await self.go_on.wait()
         return await super().consume(queue, on_delivery, prefetch=prefetch)
@@ -326,7 +326,7 @@ async def test_a_consumer_that_is_starting_when_its_link_is_drained_takes_nothin
         taken.extend(batch)
         return [Done()] * len(batch)
 
-    link = CellLink(bus, [bus.consumer(queue, take) for queue in ("placement.requests", "placement.inventory")])
+    link = CellLink(bus, [Consumer(bus, queue, take) for queue in ("placement.requests", "placement.inventory")])
     running = asyncio.create_task(link.run())
     await transport.asked.wait()
     await link.drain(1.0)
@@ -346,9 +346,7 @@ class Once(MemoryTransport):
 
     asked = 0
 
-    async def consume(
-        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
-    ) -> MemorySubscription:
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
         self.asked += 1
         if self.asked == 2:
             raise BusUnavailable("lost")
@@ -367,7 +365,7 @@ async def test_a_consumer_whose_start_was_interrupted_starts_the_rest_and_nothin
         taken.extend(batch)
         return [Done()] * len(batch)
 
-    consumer = bus.consumer("scheduler.requests", take)
+    consumer = Consumer(bus, "scheduler.requests", take)
     with pytest.raises(BusUnavailable):
         await consumer.start()
     assert not consumer.started

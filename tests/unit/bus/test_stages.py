@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from bus.bus import Bus, BusLimits
 from bus.clock import SystemClock, shared_delay_s
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.queues import BUILD_EVENTS
@@ -114,7 +115,7 @@ async def test_a_request_is_answered_by_a_worker_whose_clock_is_minutes_off(ahea
 
     await asker.open()
     await server.open()
-    consumer = server.consumer("scheduler.requests", answer)
+    consumer = Consumer(server, "scheduler.requests", answer)
     await consumer.start()
     try:
         reply = await asker.request(REQUEST, BuildAccepted, timeout_s=60.0)

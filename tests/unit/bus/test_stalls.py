@@ -21,8 +21,7 @@ from bus.contracts.catalogue import routing_key
 from bus.contracts.operations import ForgetHost
 from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.memory.transport import MemorySubscription
-from bus.port import Delivery, Outgoing
+from bus.port import Delivery, Outgoing, Subscription
 from bus.wire import headers_of, pack
 from tests.contract.rig import REQUESTS, Answering, accepted, boot
 from tests.kit.waiting import until
@@ -53,9 +52,7 @@ class Connection(MemoryTransport):
         self.arrived = 0
         self.waiting: list[tuple[Callable[[Delivery], None], Delivery]] = []
 
-    async def consume(
-        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
-    ) -> MemorySubscription:
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
         def arrive(delivery: Delivery) -> None:
             self.arrived += 1
             if self.stands_still:
@@ -89,7 +86,7 @@ class House:
         self._requests: list[asyncio.Task[BuildAccepted]] = []
 
     async def consume(self, handler: Handler) -> None:
-        self.consumer = self.server.consumer(REQUESTS, handler, concurrency=1)
+        self.consumer = Consumer(self.server, REQUESTS, handler, concurrency=1)
         await self.consumer.start()
 
     def look(self) -> None:
@@ -238,7 +235,7 @@ async def test_a_retried_command_whose_operator_waits_no_longer_is_dropped_and_n
     """It has no expiration: it was given back until the broker gave it up."""
     handler = Answering(lambda _: Done())
     await house.consumer.drain(1.0)
-    house.consumer = house.server.consumer("scheduler.changes", handler, concurrency=1)
+    house.consumer = Consumer(house.server, "scheduler.changes", handler, concurrency=1)
     await house.consumer.start()
     await house.stand_still()
     before, sent_at = house.connection.arrived, house.clock.time() - 20.0

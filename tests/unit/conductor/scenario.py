@@ -5,12 +5,13 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildEvent
-from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
+from bus.contracts.cell import InstanceSpec, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import rescan_id
+from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 
@@ -95,16 +96,8 @@ def announced(stepped: Step) -> list[BuildEvent]:
     return [command for command in stepped.commands if isinstance(command, BuildEvent)]
 
 
-def destroys(stepped: Step) -> list[tuple[int, str]]:
-    return [(c.attempt, c.host_uuid) for c in stepped.commands if isinstance(c, Destroy)]
-
-
 def spawns(stepped: Step) -> list[tuple[int, str]]:
     return [(c.attempt, c.host_uuid) for c in stepped.commands if isinstance(c, Spawn)]
-
-
-def orders(stepped: Step) -> list[tuple[str, str, int]]:
-    return [(c.service, c.host_uuid, c.attempt) for c in stepped.commands if isinstance(c, Destroy)]
 
 
 def missed(instance: Instance, n: int = 1, service: str = "s1") -> e.HostMissing:
@@ -119,3 +112,23 @@ def listed(instance: Instance, attempt: int = 1, n: int = 1, service: str = "s1"
 
 def reported(service: str, attempt: int = 1, n: int = 1) -> e.HostRuns:
     return e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(n), service=service)
+
+
+# --- a cell whose database was set back
+
+
+SET_BACK_AT = 1_000.0
+LIMIT_S = 3_600.0
+S1_SILENT = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")}
+AFTER = replace(PATIENCE, set_back=SetBack(SET_BACK_AT), doubt_limit_s=LIMIT_S)
+
+
+def run_after(*happened: e.Event, start: Instance | None = None, down: bool = False) -> Step:
+    stepped = Step(start or Instance(uuid=UUID))
+    for event in happened:
+        stepped = step(stepped.instance, event, replace(AFTER, down=S1_SILENT if down else {}))
+    return stepped
+
+
+def requested(at: float) -> e.BuildRequested:
+    return replace(queried(hosts=2, at=SET_BACK_AT + 100.0), requested_at=at)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -16,7 +15,6 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import (
     MAX_RESCANS,
     MAX_RESERVED_AT_ONCE,
-    MAX_RESERVED_MACHINES,
     ComputeHosts,
     HostReport,
     InstanceSpec,
@@ -25,38 +23,27 @@ from bus.contracts.cell import (
     Running,
     Selection,
 )
-from bus.contracts.moves import MoveKind
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import (
     Breaker,
-    CountedAs,
     Finding,
-    RecentFindings,
-    assess,
-    misreserved,
     pages,
     reserved_on,
 )
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
-from cell_conductor.domain.instance import MAX_ENDED_ATTEMPTS, Instance, State
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import (
-    NO_MARK,
     NO_RECORD,
     Differences,
     Unexplained,
     UnexplainedKind,
     differences,
-    is_ordered,
     rescan_id,
 )
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard, QuarantineReservations
 from cell_conductor.handlers import HostHandlers
-from cell_conductor.store import rows
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, request, seen, to_resized
-from tests.unit.conductor.scenario import UUID, host, spawned
 from tests.unit.conductor.test_report import (
     CONFIG,
     MANY,
@@ -85,80 +72,6 @@ def over(*numbers: int) -> list[Finding]:
 
 def unknown(*numbers: int) -> list[Unexplained]:
     return [Unexplained(f"i{n}", 1, HOST, UnexplainedKind.QUARANTINED, "no record") for n in numbers]
-
-
-def test_a_few_go_on() -> None:
-    found = [*lost(1, 2), *over(3)]
-    verdict = assess("s", found, unknown(4, 5), None, limit=5, now=7.0)
-    assert verdict.go == tuple(found) and verdict.tripped is None and verdict.held == 0
-
-
-def test_more_than_a_few_trip_it_and_none_of_them_goes_on() -> None:
-    verdict = assess("s", [*lost(1, 2), *over(3)], unknown(4, 5, 6), None, limit=5, now=7.0)
-    assert verdict.go == () and verdict.held == 3
-    tripped = verdict.tripped
-    assert tripped is not None and tripped.is_open and tripped.tripped_at == 7.0
-    assert (tripped.lost, tripped.over, tripped.quarantined) == (2, 1, 3)
-    assert tripped.machines == tuple(f"i{n}@{HOST}" for n in range(1, 7))
-
-
-def test_while_it_is_open_nothing_goes_on() -> None:
-    is_open = Breaker(service="s", tripped_at=1.0, machines=(f"i1@{HOST}",))
-    for found in (lost(1), over(9)):
-        verdict = assess("s", found, [], is_open, limit=5, now=7.0)
-        assert verdict.go == () and verdict.held == 1 and verdict.tripped is None
-
-
-def test_go_is_for_the_machines_that_tripped_it_and_no_others() -> None:
-    keys = tuple(f"i{n}@{HOST}" for n in range(1, 7))
-    gone = Breaker(service="s", tripped_at=1.0, machines=keys, reset_at=2.0, reset_by="op")
-    found = [*lost(*range(1, 7)), *lost(7, 8, 9)]
-    assert assess("s", found, [], gone, limit=3, now=7.0).go == tuple(found)
-    more = assess("s", lost(*range(1, 11)), [], gone, limit=3, now=7.0)
-    assert more.go == () and more.tripped is not None and more.tripped.lost == 4
-    assert assess("s", lost(1), [], replace(gone, reset_at=0.0), limit=3, now=7.0).go == ()
-
-
-def test_a_second_go_is_for_the_first_ones_machines_too() -> None:
-    """Seed 7027: one report named one host and the next two. Each go was for what was new, and forgot the others:
-    the breaker tripped with every report, for ever."""
-    first = Breaker(service="s", tripped_at=1.0, machines=tuple(f"i{n}@{HOST}" for n in (1, 2, 3)), reset_at=2.0)
-    found = lost(1, 2, 3, 4, 5, 6)
-    second = assess("s", found, [], first, limit=1, now=7.0).tripped
-    assert second is not None and second.lost == 3, "three of them are new"
-    gone = replace(second, reset_at=8.0)
-    assert assess("s", found, [], gone, limit=1, now=9.0).go == tuple(found)
-
-
-def test_machines_that_vanish_one_report_after_the_other_trip_it_too() -> None:
-    """Seed 1795422696: a service reported each of its hosts as soon as it had changed, three within 0.3 s."""
-    recent = RecentFindings(window_s=60.0)
-    for number in (1, 2, 3):
-        verdict = assess("s", lost(number), [], None, limit=3, now=7.0, recent=recent.of("s", 100.0 + number))
-        assert verdict.tripped is None
-        recent.add("s", verdict.counted, 100.0 + number)
-    verdict = assess("s", lost(4), unknown(5), None, limit=3, now=7.0, recent=recent.of("s", 104.0))
-    assert verdict.go == () and verdict.tripped is not None
-    assert (verdict.tripped.lost, verdict.tripped.quarantined) == (4, 1)
-    assert verdict.tripped.machines == (f"i4@{HOST}", f"i5@{HOST}")
-    assert recent.of("other", 104.0) == {}
-    assert set(recent.of("s", 161.5)) == {f"i2@{HOST}", f"i3@{HOST}"}
-    recent.clear("s")
-    assert recent.of("s", 104.0) == {}
-
-
-def test_a_machine_that_is_reported_again_counts_once_and_one_that_was_passed_not_at_all() -> None:
-    gone = Breaker(service="s", tripped_at=1.0, machines=(f"i9@{HOST}",), reset_at=2.0, reset_by="op")
-    recent = {f"i1@{HOST}": CountedAs.LOST, f"i9@{HOST}": CountedAs.LOST}
-    assert assess("s", lost(1, 9), [], gone, limit=1, now=7.0, recent=recent).go == tuple(lost(1, 9))
-    assert assess("s", lost(2), [], gone, limit=1, now=7.0, recent=recent).go == ()
-
-
-def test_a_report_without_findings_that_count_does_not_trip_it() -> None:
-    """The limit was lowered at a restart of the conductor."""
-    recent = {f"i{n}@{HOST}": CountedAs.LOST for n in range(3)}
-    ordered = [replace(one, ordered=True) for one in lost(7)]
-    assert assess("s", ordered, [], None, limit=1, now=7.0, recent=recent).go == tuple(ordered)
 
 
 # --- A busy cell's records are ahead of its hosts' reports: that is no loss, and opens no breaker.
@@ -325,60 +238,6 @@ async def test_a_machine_that_its_record_ordered_destroyed_is_not_counted_as_ove
         assert [breaker.over for breaker in breakers] == ([over] if over else [])
 
 
-def lists(made: Scenario, attempt: int, n: int) -> bool:
-    """Whether a report that lists that machine only repeats what the record has ordered."""
-    return is_ordered(made.instance, e.HostRuns(at=300.0, attempt=attempt, host_uuid=host(n), service="s1"))
-
-
-def confirmed() -> Scenario:
-    made = to_resized()
-    made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
-    return made
-
-
-def test_the_source_of_a_move_is_no_finding_from_its_confirm_on() -> None:
-    """5,000 moves with a fault every two seconds: a scan that began before six sources of one service were destroyed
-    listed them after that, and its breaker opened. All four did."""
-    made = to_resized()
-    assert not lists(made, 1, 1)
-    made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
-    assert (made.instance.phase, lists(made, 1, 1)) == ((State.DESTROYING, State.ACTIVE), True)
-    made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1), service="s1"))
-    assert (made.instance.phase, lists(made, 1, 1)) == ((State.RELEASING, State.ACTIVE), True)
-    made.apply(e.Released(at=221.0, consumer=MOVE))
-    assert (made.instance.state, made.instance.ended_attempts, lists(made, 1, 1)) == (State.ACTIVE, (1,), True)
-    assert not lists(made, 2, 2)  # what runs is none
-
-
-def test_the_destination_of_a_move_that_is_reverted_is_no_finding() -> None:
-    made = to_resized()
-    made.apply(
-        request(MoveKind.REVERT, request_id=OTHER),
-        seen(),
-        e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"),
-        e.Reverted(at=221.0, attempt=3, consumer_generation=11),
-    )
-    made.end(1, 1, runs=True)
-    assert (made.instance.state, made.instance.attempt) == (State.ACTIVE, 1)
-    assert lists(made, 2, 2)
-    assert not lists(made, 1, 1)
-
-
-def test_so_many_attempts_of_moves_stay_on_record() -> None:
-    made = confirmed()
-    made.instance = replace(made.instance, ended_attempts=tuple(range(101, 101 + MAX_ENDED_ATTEMPTS)))
-    made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1), service="s1"), e.Released(at=221.0, consumer=MOVE))
-    assert made.instance.ended_attempts == (*range(102, 101 + MAX_ENDED_ATTEMPTS), 1)
-    made.apply(spawned(attempt=2, at=230.0))
-    assert len(made.instance.ended_attempts) == MAX_ENDED_ATTEMPTS
-
-
-def test_ended_attempts_of_records_of_earlier_versions_are_read() -> None:
-    stored = b'{"uuid":"%s","left":[1,3]}' % UUID.encode()
-    assert rows.decode(stored).ended_attempts == (1, 3)
-    assert msgspec.json.encode(rows.decode(stored)) == stored
-
-
 # --- Which machines of a report are to be kept out of their host's inventory.
 
 
@@ -387,47 +246,12 @@ KEPT_OTHER = "10000000-0000-4000-8000-000000000002"
 A = "00000000-0000-4000-8000-00000000000a"
 B = "00000000-0000-4000-8000-00000000000b"
 OURS = Running(instance_uuid=A, attempt=1, deployment="dddddddd-0000-4000-8000-000000000001")
-RESERVED = replace(OURS, reserved=True)
 QUARANTINED = Unexplained(A, 1, KEPT_HOST, UnexplainedKind.QUARANTINED, NO_RECORD)
-FOREIGN = Unexplained(A, 1, KEPT_HOST, UnexplainedKind.FOREIGN, NO_MARK)
 
 
 def report(*running: Running) -> ComputeHosts:
     hosts = (HostReport(uuid=KEPT_HOST, name="h", running=running), HostReport(uuid=KEPT_OTHER, name="o", running=()))
     return ComputeHosts(service="s", cell="c", epoch=1, sequence=1, hosts=hosts)
-
-
-@pytest.mark.parametrize(
-    ("running", "unexplained", "wanted"),
-    [
-        (OURS, [], None),
-        (OURS, [QUARANTINED], [A]),
-        (RESERVED, [QUARANTINED], None),
-        (RESERVED, [], []),
-        (replace(RESERVED, destroying=True), [], None),
-        (replace(OURS, destroying=True), [], None),
-        (OURS, [FOREIGN], None),
-        (RESERVED, [FOREIGN], None),
-        (replace(OURS), [replace(QUARANTINED, host_uuid=KEPT_OTHER)], None),
-    ],
-    ids=[
-        "explained", "quarantined", "reserved already", "explained again", "reserved until it is destroyed",
-        "being destroyed", "foreign", "its mark was taken away", "in quarantine elsewhere",
-    ],
-)  # fmt: skip
-def test_of_a_host_whose_report_disagrees_all_are_named(
-    running: Running, unexplained: list[Unexplained], wanted: list[str] | None
-) -> None:
-    found = misreserved(report(running), unexplained)
-    assert {host: [one.instance_uuid for one in machines] for host, machines in found.items()} == (
-        {} if wanted is None else {KEPT_HOST: wanted}
-    )
-
-
-def test_with_one_more_the_others_are_named_again() -> None:
-    both = [QUARANTINED, replace(QUARANTINED, uuid=B)]
-    found = misreserved(report(RESERVED, replace(OURS, instance_uuid=B)), both)
-    assert [one.instance_uuid for one in found[KEPT_HOST]] == [A, B]
 
 
 def test_what_its_record_had_chosen_there_is_what_it_takes() -> None:
@@ -446,11 +270,6 @@ def test_what_its_record_had_chosen_there_is_what_it_takes() -> None:
     assert named.allocations == {KEPT_HOST: {"VCPU": 1}}
     (named,) = reserved_on(KEPT_HOST, [OURS], {A: replace(record, selections=(there,))}).machines
     assert named.allocations is None
-
-
-def test_one_host_is_named_no_more_machines_than_a_message_holds() -> None:
-    many = [replace(OURS, instance_uuid=f"{A[:-5]}{n:05d}") for n in range(MAX_RESERVED_MACHINES + 1)]
-    assert len(reserved_on(KEPT_HOST, many, {}).machines) == MAX_RESERVED_MACHINES
 
 
 def test_item_16_the_machines_of_one_page_of_a_report_are_named_in_several_messages() -> None:

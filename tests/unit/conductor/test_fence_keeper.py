@@ -27,7 +27,7 @@ from cell_conductor.fences import FenceKeeper
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
 from tests.unit.conductor.scenario import PATIENCE, UUID, host
-from tests.unit.conductor.test_table_fences import fenced
+from tests.unit.conductor.test_single_conditions import fences_on
 
 # --- One conductor's copy of its cell's fences, while reads and decisions overlap.
 
@@ -280,7 +280,7 @@ class Relay:
 
 def evacuated(uuid: str, source: int) -> Instance:
     """Its destination was claimed, and is checked."""
-    made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
+    made = Scenario(active(), replace(PATIENCE, fences=fences_on(1)))
     made.apply(request(MoveKind.EVACUATE, 2, 3), claimed())
     one = made.instance
     assert one.move is not None and one.move.source is not None and one.spec is not None
@@ -321,17 +321,3 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     async with store.transaction() as transaction:
         states = {uuid: one.state for uuid, one in (await transaction.lock([UUID, SECOND])).items()}
     assert states == {UUID: State.REVERTING, SECOND: State.FINISHING}
-
-
-def test_a_fence_that_is_being_lifted_proves_nothing() -> None:
-    """The host is on then, to destroy its losses."""
-    lifting = {uuid: replace(fence, lifting=True) for uuid, fence in fenced(1).items()}
-    made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
-    made.apply(request(MoveKind.EVACUATE, 2, 3), claimed())
-    made.context = replace(PATIENCE, fences=lifting)
-    made.end(2, 2)
-    assert made.instance.state is State.REVERTING
-    assert not made.spawns
-    late = Scenario(active(), replace(PATIENCE, fences=lifting))
-    late.apply(request(MoveKind.EVACUATE, 2))
-    assert late.instance.state is State.ACTIVE

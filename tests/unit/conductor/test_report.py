@@ -16,15 +16,13 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, InstanceSpec, RescanHosts, Running, Selection
+from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, RescanHosts, Running, Selection
 from bus.faults import DatabaseUnavailable
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.breaker import Listings
-from cell_conductor.domain.events import Event, HostMissing, HostRuns
+from cell_conductor.domain.events import Event, HostMissing
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.report import (
     NO_RECORD,
-    UNTRIED,
     Differences,
     Newest,
     Unexplained,
@@ -44,13 +42,10 @@ from tests.unit.conductor.world import Quiet, Relay, Silent, listing
 
 
 HOST = "10000000-0000-4000-8000-000000000001"
-OTHER = "10000000-0000-4000-8000-000000000002"
 A = "00000000-0000-4000-8000-00000000000a"
 SINCE = 100.0
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
-ANOTHER = "dddddddd-0000-4000-8000-000000000002"
 DELETING: Phase = (State.DESTROYING, State.DELETED)
-CONFIRMING: Phase = (State.DESTROYING, State.ACTIVE)
 
 
 def report(
@@ -99,89 +94,6 @@ def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> N
         looked = compared(replace(report(), rescans=(rescan_id(record),)), record)
         (event,) = [event for _, event in (*looked.events, *looked.harmful)]
         assert isinstance(event, HostMissing) and (event.rescans, demanded(looked)) == ((rescan_id(record),), ())
-
-
-def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None:
-    """A client may build under the uuid of another's machine: that machine is never taken for the build's."""
-    for deployment in (None, ANOTHER):
-        for record in ([], [brief(State.BUILDING)], [brief(State.ACTIVE, OTHER)], [brief(State.FAILED)]):
-            differs = compared(report((A, UNKNOWN_ATTEMPT), deployment=deployment), *record)
-            assert [event for _, event in (*differs.events, *differs.harmful) if isinstance(event, HostRuns)] == []
-            (one,) = differs.unexplained
-            assert (one.kind, one.uuid, one.host_uuid) == (UnexplainedKind.FOREIGN, A, HOST)
-
-
-def test_a_machine_whose_mark_was_removed_is_neither_lost_nor_destroyed() -> None:
-    for state in (State.ACTIVE, DELETING):
-        assert compared(report((A, 1), deployment=None), brief(state)) == Differences()
-
-
-def test_a_machine_of_ours_that_no_record_proves_over_is_quarantined() -> None:
-    """The record may be a backup: what was commanded after it is not in it."""
-    for record, why in (
-        ([], "no record"),
-        ([brief(State.ACTIVE, attempt=2)], "newer than its record"),
-        ([brief(State.FAILED, attempt=2)], "newer than its record"),
-        ([brief(State.ACTIVE, OTHER, attempt=3)], "its record has this attempt on another host"),
-    ):
-        assert compared(report((A, 3)), *record) == Differences(
-            (), (), (Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, why),)
-        )
-
-
-def test_a_host_that_changed_its_service_is_reported() -> None:
-    """The heir of a dead service: what was sent to the dead one has to be sent again."""
-    for state in (State.ACTIVE, DELETING):
-        (event,) = found(report((A, 1)), brief(state, service="dead"))
-        assert isinstance(event, HostRuns) and event.service == "s"
-
-
-@pytest.mark.parametrize("made", [report(), report((A, 1))], ids=["missing", "over"])
-def test_a_record_of_a_clock_that_was_a_day_ahead_is_no_young_one(made: ComputeHosts) -> None:
-    """The machine that its host had lost was not looked for until that day had passed."""
-    record = brief(State.ACTIVE, attempt=2)
-    assert compared(made, record, now=SINCE - 86_400.0).harmful_rescans == ((HOST, rescan_id(record)),)
-
-
-@pytest.mark.parametrize("lists", [False, True])
-def test_neither_machine_of_a_move_is_missing_where_the_service_on_record_lists_the_host(lists: bool) -> None:
-    """Two hosts of one uuid: the brief named no service of a source, so another one's report released it."""
-    for record in (
-        brief(DELETING, service="other"),
-        replace(brief(CONFIRMING, OTHER, 2), source_host_uuid=HOST, source_service="other", source_attempt=1),
-    ):
-        made = replace(report(), rescans=(rescan_id(record),))
-        differs = differences(made, [record], deployment=DEPLOYMENT, now=201.0, grace_s=30.0, may_have=lambda *_: lists)
-        assert len(differs.events) == (not lists)
-
-
-@pytest.mark.parametrize("lists", [False, True])
-@pytest.mark.parametrize("state", [State.ACTIVE, DELETING, CONFIRMING])
-def test_a_machine_is_not_followed_while_the_service_on_record_lists_its_host(
-    state: State | Phase, lists: bool
-) -> None:
-    """Two services that were up listed the same host: the orders were sent again at each report of one of them."""
-    record = brief(state, service="other")
-    if state == CONFIRMING:
-        record = replace(brief(state, OTHER, 2), source_host_uuid=HOST, source_service="other", source_attempt=1)
-    made = replace(report((A, 1)), rescans=(rescan_id(record),))
-    differs = differences(made, [record], deployment=DEPLOYMENT, now=201.0, grace_s=30.0, may_have=lambda *_: lists)
-    assert bool(differs.events or differs.harmful) is not lists
-
-
-def test_a_machine_on_a_host_that_its_record_has_not_tried_is_quarantined() -> None:
-    """Seed 13006: attempt 1 counted as over, because the set-back record had passed over its host."""
-    for state, at, attempt in (
-        ((State.CLAIMING, State.BUILDING), HOST, 1),
-        (State.FAILED, HOST, 1),
-        (State.ACTIVE, OTHER, 2),
-    ):
-        record = replace(brief(state, host=at, attempt=attempt), first_not_tried=True)
-        differs = compared(report((A, 1)), record)
-        assert [(one.kind, one.why) for one in differs.unexplained] == [(UnexplainedKind.QUARANTINED, UNTRIED)]
-        assert not differs.harmful and HostRuns not in [type(event) for _, event in differs.events]
-    gone = replace(brief(State.DELETED, host=OTHER, attempt=2), first_not_tried=True)
-    assert [type(event) for event in found(report((A, 1)), gone)] == [HostRuns]
 
 
 # --- A host's report that meets an outage of the database.
@@ -328,56 +240,6 @@ async def test_a_machine_that_a_backup_has_on_record_again_is_taken_off_with_its
 
 
 BOTH = ("s1", "s2")
-
-
-def listings_of(*reports: ComputeHosts) -> Listings:
-    listings = Listings()
-    for report in reports:
-        listings.note(report)
-    return listings
-
-
-def test_a_host_that_two_services_list_is_contested_while_the_other_one_is_up() -> None:
-    second = listing("s2", 1, 2)
-    listings = listings_of(listing("s1", 1), second)
-    assert listings.contested(second, BOTH) == {host(1): "s1"}
-    assert listings.contested(second, ("s2",)) == {}
-    listings.note(listing("s1", 3, sequence=2))
-    assert listings.contested(second, BOTH) == {}, "it has handed it over"
-
-
-def test_a_service_has_left_a_host_out_only_when_all_pages_of_a_report_came() -> None:
-    listings = listings_of(listing("s1", 1, 2))
-    last = listing("s1", 2, sequence=3, first_sequence=2, pages=2)
-    listings.note(last)
-    listings.note(last)
-    assert listings.may_have("s1", host(1)), "a page is missing"
-    listings.note(listing("s1", 3, sequence=2, first_sequence=2, pages=2, complete=False))
-    listings.note(last)
-    assert not listings.may_have("s1", host(1)) and listings.may_have("s1", host(3))
-    assert listings.may_have("s9", host(1)), "nothing came from it yet"
-    listings.note(listing("s1", 3, epoch=2, complete=False))
-    assert listings.may_have("s1", host(2)), "it has started again, and has not listed all its hosts"
-
-
-@pytest.mark.parametrize("at", [State.ACTIVE, (State.DESTROYING, State.DELETED)])
-def test_nothing_is_missing_by_the_report_of_one_while_the_other_one_may_have_it(at: State | Phase) -> None:
-    state, then = phase_of(at)
-    record = Brief(UUID, state, host(1), "s1", 1, 100.0, then=then)
-    report = replace(listing("s2", 1), rescans=(rescan_id(record),))
-    found = {
-        may_have: differences(
-            report,
-            [record],
-            deployment="d",
-            now=300.0,
-            grace_s=30.0,
-            may_have=lambda _service, _host, may_have=may_have: may_have,  # type: ignore[misc]
-        )
-        for may_have in (True, False)
-    }
-    assert not (found[True].events or found[True].harmful or found[True].rescans or found[True].harmful_rescans)
-    assert found[False].events or found[False].harmful
 
 
 @pytest.mark.parametrize("up", [BOTH, ("s2",)], ids=["both are up", "the first one is down"])

@@ -29,8 +29,7 @@ from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
-from tests.unit.conductor.test_leaving import leaving
-from tests.unit.conductor.test_transfers_set_back import held
+from tests.unit.conductor.test_transfers import held, leaving
 from tests.unit.conductor.world import BUILD, Conductor, Services
 
 # --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is

@@ -1,17 +1,18 @@
-"""Compute services that are gone, that have each other's hosts, or are lost in a cell that was set back."""
+"""Compute services: their leases, those that are gone, and those that have each other's hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Message, Meta
+from bus.contracts.build import BuildEvent
 from bus.contracts.cell import (
     CellDelete,
     ComputeHosts,
@@ -24,38 +25,176 @@ from bus.contracts.cell import (
     ServiceGone,
     ServicesDigest,
 )
-from bus.contracts.moves import MoveKind
 from bus.contracts.placement import InventoryReleased
+from bus.contracts.stages import Stamps
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Listings
-from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
-from cell_conductor.domain.report import is_at
-from cell_conductor.domain.set_back import SetBack
-from cell_conductor.domain.steps import Step
 from cell_conductor.engine import Engine
 from cell_conductor.guard import HostOwners
 from cell_conductor.handlers import RequestHandlers
-from cell_conductor.lease_keeper import AFTER_LOSS_S, LeaseForgetter, LeaseKeeper, pages_of
+from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseForgetter, LeaseKeeper, pages_of
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.move_scenario import Scenario, active, begun, request, to_resized
 from tests.unit.conductor.scenario import (
-    DELETE,
-    PATIENCE,
     SILENT,
     UUID,
+    announced,
+    claimed,
+    failed,
     host,
     on,
-    orders,
-    phase_of,
     queried,
-    reported,
     run,
+    spawned,
 )
-from tests.unit.conductor.test_transfers_set_back import at_state, held
+from tests.unit.conductor.test_transfers import held
 from tests.unit.conductor.world import Queried, Quiet, Relay, Services, listing
+
+# --- The failure detector of a cell: who is suspected, and who never is.
+
+
+MISSED = 5
+
+
+class LeaseScenario:
+    """A conductor that receives its keeper's digest each second, and services that beat each second unless left out."""
+
+    def __init__(self, *services: str) -> None:
+        self.table = LeaseTable(MISSED)
+        self.services = dict.fromkeys(services, 1)  # the epoch
+        self.now = 1000.0
+        self.sequence = 0
+        self.run(1)
+
+    def run(self, seconds: int, *, without: str = "") -> list[str]:
+        silent: list[str] = []
+        for _ in range(seconds):
+            self.now += 1.0
+            self.sequence += 1
+            self.table.advance_clock(self.now)  # the digest
+            for service, epoch in self.services.items():
+                if service not in without.split():
+                    self.beat(service, epoch)
+            silent += [lease.service for lease in self.table.assess(self.now)]
+        return silent
+
+    def beat(self, service: str, epoch: int, *, stopping: bool = False) -> bool:
+        self.table.advance_clock(self.now)
+        return self.table.renew(service, epoch, self.sequence, at=self.now, interval_s=1.0, stopping=stopping)
+
+    def state(self, service: str) -> LeaseState:
+        return self.table.leases[service].state
+
+
+def test_so_many_missing_heartbeats_in_a_row_make_a_service_silent_with_a_reason() -> None:
+    scenario = LeaseScenario("a", "b")
+    assert scenario.run(10) == []
+    assert scenario.run(MISSED, without="a") == []
+    assert scenario.run(1, without="a") == ["a"]
+    lease = scenario.table.leases["a"]
+    assert (lease.state, lease.code, lease.since) == (LeaseState.SILENT, "service.silent", scenario.now)
+    assert "for 6.0 s" in lease.reason and "every 1 s" in lease.reason
+    assert list(scenario.table.down) == list(scenario.table.abandoned) == ["a"]
+    assert scenario.run(3, without="a") == [], "published once"
+
+
+def test_what_comes_late_or_twice_renews_nothing() -> None:
+    scenario = LeaseScenario("a", "b")
+    first = scenario.sequence
+    for _ in range(MISSED):
+        scenario.run(1, without="a")
+        assert not scenario.table.renew("a", 1, first, at=scenario.now, interval_s=1.0)
+        assert not scenario.table.renew("a", 0, first + 99, at=scenario.now, interval_s=1.0)
+    assert scenario.run(1, without="a") == ["a"]
+
+
+def test_purged_services_are_not_published_and_living_ones_are_not_purged() -> None:
+    scenario = LeaseScenario("a", "b")
+    scenario.run(MISSED + 1, without="a")
+    scenario.table.remove(["a", "b", "c"])
+    assert list(scenario.table.leases) == ["b"]
+
+
+# --- A keeper's messages must be readable for its listeners.
+
+
+def test_a_digest_that_names_services_is_read_by_every_receiver() -> None:
+    """Its codes were not of the declared form, and each scheduler dropped it."""
+    down = {
+        name: Lease(service=name, epoch=1, state=state, since=2.0, reason="why")
+        for name, state in (("a", LeaseState.SILENT), ("b", LeaseState.STOPPED))
+    }
+    (page,) = pages_of(down)
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=page, up=3, at=4.0)
+    parsed = msgspec.json.decode(msgspec.json.encode(digest), type=ServicesDigest)
+    assert parsed == digest and [one.code for one in parsed.down] == ["service.silent", "service.stopped"]
+
+
+def test_a_digest_has_one_page_at_least_and_pages_of_bounded_length() -> None:
+    assert pages_of({}) == [()]
+    many = {f"s{n:06}": Lease(service=f"s{n:06}", epoch=1, state=LeaseState.STOPPED) for n in range(PER_PAGE + 1)}
+    assert [len(page) for page in pages_of(many)] == [PER_PAGE, 1]
+    more = {f"s{n:06}": next(iter(many.values())) for n in range(PER_PAGE * MAX_PAGES + 1)}
+    assert len(pages_of(more)) == MAX_PAGES
+
+
+async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was_down_before_it_started() -> None:
+    """Seed 10005: restarted beside a keeper it did not know the dead service, and took alternates there."""
+    nothing: Any = None
+    keeper = LeaseKeeper(
+        nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
+    )
+
+    async def receive(message: ServicesDigest | Heartbeat) -> None:
+        await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
+
+    (page,) = pages_of(
+        {
+            "a": Lease(service="a", epoch=5, state=LeaseState.SILENT, since=2.0, reason="why"),
+            "b": Lease(service="b", epoch=5, state=LeaseState.STOPPED, since=2.0, reason="why"),
+        }
+    )
+    await receive(ServicesDigest(cell="c2", term=1, number=1, down=page))
+    assert keeper.down() == {}, "another cell's"
+    await receive(ServicesDigest(cell="c1", term=1, number=1, down=page))
+    assert {name: lease.state for name, lease in keeper.down().items()} == {
+        "a": LeaseState.SILENT,
+        "b": LeaseState.STOPPED,
+    }
+    await receive(Heartbeat(service="a", cell="c1", epoch=5, sequence=9))
+    assert list(keeper.down()) == ["b"], "its heartbeat shows that it is up"
+    await receive(ServicesDigest(cell="c1", term=1, number=2, down=page))
+    assert list(keeper.down()) == ["b"], "what arrives here counts for more"
+
+
+# --- A cell's additions to the stages of a build: when the first host began, and when the last attempt ended.
+
+
+SO_FAR = Stamps(requested=90.0, queued=91.0, decided=92.0, claimed=93.0)
+BEGIN = replace(queried(), stamps=SO_FAR)  # at 100
+
+
+def ended(*happened: e.Event) -> BuildEvent:
+    (event,) = announced(run(BEGIN, *happened))
+    assert event.terminal
+    return event
+
+
+@pytest.mark.parametrize(
+    ("first", "dispatched"),
+    [
+        ((replace(failed(), started_at=101.0, ended_at=104.0),), 101.0),
+        (SILENT, 100.0),
+        ((e.Destroyed(at=105.0, attempt=1, host_uuid=host(1), service="s1"),), 100.0),
+    ],
+)
+def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...], dispatched: float) -> None:
+    event = ended(*first, claimed(), replace(spawned(2), started_at=205.0, ended_at=206.0))
+    assert event.stamps == replace(SO_FAR, dispatched=dispatched, built=206.0)
+
 
 # --- A compute service that an operator has stated to be gone for good: who drops it, what keeps it, what it
 # releases.
@@ -123,39 +262,6 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
     _, waits = await search.find_moved(moved, keeper.down(), ())
     assert waits == set()
-
-
-@pytest.mark.parametrize(
-    ("at", "here"),
-    [
-        (State.ACTIVE, True),
-        (State.BUILDING, True),
-        ((State.DESTROYING, State.DELETED), True),
-        ((State.CLAIMING, State.PREPARING), False),
-        ((State.RELEASING, State.OFFLOADED), False),
-        (State.OFFLOADED, False),
-        (State.DELETED, False),
-    ],
-)
-def test_an_instance_is_at_a_service_by_the_host_of_its_attempt_unless_that_is_fenced(
-    at: State | Phase, *, here: bool
-) -> None:
-    state, then = phase_of(at)
-    instance = replace(run(on("s3", "s1")).instance, state=state, then=then)
-    assert is_at(instance, "s3", ()) is here
-    assert not is_at(instance, "s1", ()), "an alternate"
-    assert not is_at(instance, "s3", {instance.selections[0].host_uuid})
-    assert not is_at(Instance(uuid=UUID), "s3", ())
-
-
-def test_the_source_of_a_move_is_at_its_service() -> None:
-    there = at_state(State.FINISHING)
-    move = there.instance.move
-    assert move is not None and move.source is None
-    source = replace(there.instance.selections[0], service="s3", host_uuid=host(9))
-    moving = replace(there.instance, move=replace(move, source=source))
-    assert is_at(moving, "s3", ()) and not is_at(moving, "s3", {host(9)})
-    assert not is_at(replace(moving, state=State.DEPARTED), "s3", ())
 
 
 class Published:
@@ -241,97 +347,6 @@ async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, wa
     assert forgotten == ([ORDER] if waits else [])
 
 
-# --- A machine whose host is under another compute service by now: which service's word counts, and which is
-# commanded.
-
-
-def changing() -> Instance:
-    made = Scenario(active())
-    made.apply(request(MoveKind.STOP))
-    return made.instance
-
-
-def offloading() -> Instance:
-    made = Scenario(active())
-    made.apply(request(MoveKind.SHELVE, offload=True))
-    made.end(1, 1, done=True, image="image")
-    return made.instance
-
-
-def undoing() -> Instance:
-    made = begun(MoveKind.MIGRATE, 2)
-    made.apply(e.Claimed(at=201.0, attempt=2, option=0, consumer_generation=9))
-    made.end(2, 2)
-    made.end(1, 1)
-    made.apply(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), service="s1", code="spawn.no_disk"))
-    return made.instance
-
-
-def confirming() -> Instance:
-    made = to_resized(MoveKind.MIGRATE, auto_confirm_s=0.0)
-    return made.instance
-
-
-# (what follows when the host has destroyed it, the record that waits for that, the host, the attempt there)
-AWAITED = [
-    (State.DELETED, lambda: run(DELETE, start=active()).instance, 1, 1),
-    (State.OFFLOADED, offloading, 1, 1),
-    (State.REVERTING, undoing, 2, 2),
-    (State.ACTIVE, confirming, 1, 1),
-]
-
-
-@pytest.mark.parametrize(("then", "made", "n", "attempt"), AWAITED, ids=[str(one[0]) for one in AWAITED])
-def test_the_answer_of_a_service_that_had_the_host_before_proves_nothing_destroyed(
-    then: State, made: Callable[[], Instance], n: int, attempt: int
-) -> None:
-    """Its machine runs under the service that has the host now: its allocation was released."""
-    waiting = made()
-    assert waiting.phase == (State.DESTROYING, then)
-    moved = run(reported("s2", attempt, n), start=waiting).instance
-    gone = e.Destroyed(at=300.0, attempt=attempt, host_uuid=host(n), service="s1")
-    assert run(gone, start=moved) == Step(moved)
-    assert run(replace(gone, service="s2"), start=moved).instance.state is not State.DESTROYING
-
-
-def test_the_answer_of_a_service_that_had_the_host_before_ends_no_build() -> None:
-    asking = run(queried(hosts=1), *SILENT[:1]).instance
-    gone = e.Destroyed(at=180.0, attempt=1, host_uuid=host(1), service="s9")
-    assert run(gone, start=asking) == Step(asking)
-    assert run(replace(gone, service="s1"), start=asking).instance.phase == (State.RELEASING, State.FAILED)
-
-
-def test_the_answer_of_a_service_that_had_the_host_before_ends_no_change() -> None:
-    """It has stopped nothing: the machine runs under the service that has the host now."""
-    moved = run(reported("s2"), start=changing()).instance
-    assert moved.move is not None
-    done = e.ChangeEnded(at=300.0, attempt=1, order=moved.move.order, host_uuid=host(1), service="s1", done=True)
-    assert run(done, start=moved) == Step(moved)
-    assert run(replace(done, service="s2"), start=moved).instance.state is State.ACTIVE
-
-
-def test_the_orders_of_a_doubted_move_that_has_arrived_go_to_the_service_that_has_the_host_now() -> None:
-    """Both machines ran: the confirm, and the revert, commanded the service that had the host before."""
-    made = to_resized()
-    made.instance = replace(made.instance, doubted=True)
-    made.context = replace(PATIENCE, set_back=SetBack(1_000.0))
-    made.apply(reported("s2", 1, 1), reported("s3", 2, 2))
-    move = made.instance.move
-    assert move is not None and move.source is not None
-    assert (made.instance.here.service, move.source.service) == ("s3", "s2")
-    assert not made.instance.doubted, "both were seen"
-
-
-@pytest.mark.parametrize("service", ["s1", "s2"])
-def test_the_order_to_end_a_build_unless_it_is_complete_goes_to_the_service_that_has_the_host_now(service: str) -> None:
-    asking = run(queried(hosts=1), *SILENT[:1])
-    assert orders(asking) == [("s1", host(1), 1)]
-    unbuilt = replace(reported(service), built=False)
-    found = run(unbuilt, start=asking.instance)
-    assert orders(found) == ([] if service == "s1" else [("s2", host(1), 1)])
-    assert found.instance.here.service == service
-
-
 # --- A conductor answers reports of hosts that are another service's: it notifies the owner, or releases the hosts.
 
 
@@ -396,28 +411,6 @@ async def test_nothing_is_released_by_a_conductor_that_is_not_the_keeper_or_has_
     assert not published and left.hosts[0].running is None
     published, _ = await answered(Known())
     assert [type(one) for one in published] == [HostsContested], "its list has not come yet"
-
-
-@pytest.mark.parametrize(
-    ("state", "since", "listened_s", "is_gone"),
-    [
-        (LeaseState.UP, 0.0, 0.0, False),
-        (LeaseState.SILENT, 950.0, 30.0, False),
-        (LeaseState.SILENT, 400.0, 30.0, True),
-        (LeaseState.STOPPED, 999.0, 20.0, False),
-        (LeaseState.STOPPED, 999.0, 80.0, True),
-    ],
-)
-def test_a_service_is_gone_when_it_is_silent_for_long_or_has_left(
-    state: LeaseState, since: float, listened_s: float, is_gone: bool
-) -> None:
-    table = LeaseTable(5)
-    table.adopt([Lease(service="s1", epoch=1, interval_s=10.0, state=state, since=since)])
-    assert not table.is_gone("s1", 1000.0, 600.0) and not table.is_gone("purged", 1000.0, 600.0), "not known yet"
-    for second in range(20 + int(listened_s)):
-        table.advance_clock(float(second))
-    assert table.is_gone("s1", 1000.0, 600.0) is is_gone
-    assert table.is_gone("purged", 1000.0, 600.0)
 
 
 # --- A compute service that is lost in a cell whose database was set back: no build fails over from what it forgot.

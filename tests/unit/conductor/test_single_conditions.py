@@ -1,4 +1,4 @@
-"""Decisions with several conditions: a row for each condition that alone makes the difference."""
+"""Single conditions of the cell's rules that no table of a decision holds."""
 
 from __future__ import annotations
 
@@ -6,27 +6,34 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, HostReport, Running
+from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, Spawn
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain import way_back
 from cell_conductor.domain.breaker import pages
 from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.fence_steps import FenceSteps
-from cell_conductor.domain.fences import Fence
+from cell_conductor.domain.fences import Fence, losses_of
 from cell_conductor.domain.instance import NOT_TRIED, Instance, Phase, State, summary_of
 from cell_conductor.domain.move_events import DONE, MoveEnd, close
+from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import step
+from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.move_scenario import (
+    SERVICE_DOWN,
     Scenario,
+    active,
     begun,
     claimed,
+    request,
     to_resized,
 )
 from tests.unit.conductor.scenario import (
     DELETE,
+    DEPLOYMENT,
     PATIENCE,
+    RELEASED,
     SPEC,
     TIMED_OUT,
     UUID,
@@ -37,22 +44,17 @@ from tests.unit.conductor.scenario import (
     run,
     selection,
     spawned,
+    spawns,
+)
+from tests.unit.conductor.scenario import (
+    claimed as claimed_alternate,
 )
 
-ACTIVE = Instance(
-    uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, consumer_generation=7
-)
-
-
-def gone(n: int, attempt: int, service: str = "s1") -> e.Destroyed:
-    return e.Destroyed(at=310.0, attempt=attempt, host_uuid=host(n), service=service)
+# --- decisions with several conditions: a row for each condition that alone makes the difference
 
 
 def fenced(n: int) -> e.HostFenced:
     return e.HostFenced(at=300.0, host_uuid=host(n))
-
-
-# --- builds
 
 
 # --- moves
@@ -166,22 +168,101 @@ def test_a_fenced_source_is_gone_by_the_service_that_has_it() -> None:
 # --- reports, leases, quarantine
 
 
-def page(service: str, *uuids: str, ring: tuple[int, int] = (0, 0)) -> ComputeHosts:
-    hosts = tuple(HostReport(uuid=uuid, name=uuid[:2]) for uuid in uuids)
-    return ComputeHosts(
-        service=service,
-        cell="c",
-        epoch=1,
-        sequence=1,
-        hosts=hosts,
-        complete=True,
-        ring_term=ring[0],
-        ring_number=ring[1],
-    )
-
-
 def test_reservations_fill_a_message_to_its_bound() -> None:
     machine = Running(instance_uuid=UUID, attempt=1)
     half = [machine] * (MAX_RESERVED_AT_ONCE // 2)
     assert pages({host(1): half, host(2): half}) == [[host(1), host(2)]]
     assert pages({host(1): half, host(2): [*half, machine]}) == [[host(1)], [host(2)]]
+
+
+# --- The instance state machine: builds, their alternates, and how they end.
+
+
+def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew() -> None:
+    """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim."""
+    over = run(queried(hosts=1), failed(), RELEASED).instance
+    copy = run(queried(), start=over)
+    assert (copy.instance, spawns(copy)) == (over, []), "a copy of the same request"
+    anew = run(replace(queried(), requested_at=9e5, at=9e5), start=over)
+    assert spawns(anew) == [(1, host(1))] and anew.instance.state is State.BUILDING
+    assert not anew.instance.history and not anew.instance.answered and not anew.instance.code
+    (event,) = announced(anew)
+    assert event.sequence == over.sequence, "higher than all that was announced of it"
+
+
+# --- The instance state machine: what a host's own report of its machines changes.
+
+
+def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.HostRuns:
+    return e.HostRuns(at=320.0, attempt=attempt, host_uuid=host(n), service="s1", built=built)
+
+
+def test_what_its_record_proves_over_is_destroyed() -> None:
+    second = run(queried(), failed(), claimed_alternate(), spawned(2)).instance
+    over = run(queried(hosts=1), failed(), RELEASED).instance
+    gone = run(
+        queried(), spawned(), DELETE, e.Destroyed(at=1.0, attempt=1, host_uuid=host(1), service="s1"), RELEASED
+    ).instance
+    buried = run(DELETE).instance
+    for before, older in ((second, runs(1)), (over, runs(1)), (gone, runs(1)), (gone, runs(5, 3)), (buried, runs(1))):
+        event = replace(older, rescans=(rescan_id(before),))
+        if before.state in (State.ACTIVE, State.FAILED):
+            assert step(before, older, PATIENCE) == Step(before), "it may be gone by now"
+        (order,) = step(before, event, PATIENCE).commands
+        assert isinstance(order, Destroy) and (order.attempt, order.host_uuid) == (event.attempt, event.host_uuid)
+        assert order.deployment == DEPLOYMENT
+
+
+# --- a fence of a host: what waits for the host's word ends, what is active stays, and what it may have kept is a loss
+
+
+def fences_on(*numbers: int) -> dict[str, Fence]:
+    return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
+
+
+def lost(before: Instance, after: Instance, n: int) -> list[tuple[str, int]]:
+    return [(one.host_uuid, one.attempt) for one in losses_of(before, after, host(n), 300.0)]
+
+
+def test_nothing_is_commanded_on_a_fenced_host() -> None:
+    context = replace(PATIENCE, fences=fences_on(1, 2))
+    stepped = step(Instance(uuid=UUID), queried(), context)
+    claim = question_of(stepped.instance)
+    assert not [one for one in stepped.commands if isinstance(one, Spawn)]
+    assert isinstance(claim, Claim)
+    assert [list(option.allocations) for option in claim.options] == [[host(3)]]
+    alone = step(Instance(uuid=UUID), queried(hosts=2), context)
+    assert (alone.instance.phase, alone.instance.code) == ((State.RELEASING, State.FAILED), "max_retries_exceeded")
+    assert not alone.commands
+
+
+def test_an_evacuation_on_a_clients_statement_is_undone_when_the_service_is_back() -> None:
+    there = replace(selection(2), service="s2")
+    made = Scenario(active(), SERVICE_DOWN)
+    made.apply(request(MoveKind.EVACUATE, fenced=True, selections=(there,)), claimed())
+    down = made.instance
+    made.context = PATIENCE
+    made.end(2, 2)
+    assert made.instance.move is not None
+    assert made.instance.move.lost_code == "evacuate.service_up"
+    assert not made.spawns
+    still = Scenario(down, SERVICE_DOWN)
+    still.end(2, 2)
+    assert still.instance.state is State.FINISHING
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
+    made = begun(MoveKind.MIGRATE, *((2,) if is_last else (2, 3)))
+    made.apply(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    assert made.instance.state is State.FINISHING
+    before = made.instance
+    made.apply(fenced(2))
+    follows = (State.DESTROYING, State.REVERTING) if is_last else (State.CLAIMING, State.PREPARING)
+    assert (made.instance.phase, made.destroys) == (follows, [(2, host(2))])
+    if is_last:
+        made.apply(fenced(2))
+        assert isinstance(question_of(made.instance), Revert)
+    assert lost(before, made.instance, 2) == [(host(2), 2)]

@@ -38,6 +38,7 @@ from berth.trial.up_processes import (
 )
 from berth.trial.worker_processes import Worker, WorkerProcesses
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.service.health import Health
 from placement_worker.rest.config import RestConfig
@@ -339,7 +340,7 @@ class House:
         handler = StatusHandler(self.hosts.selector, WorkerTable(), unused, clock=SystemClock())
         bus = self.site.bus("scheduler1")
         await bus.open()
-        consumer = bus.consumer("scheduler.status", handler)
+        consumer = Consumer(bus, "scheduler.status", handler)
         await consumer.start()
         try:
             yield

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from berth.client import BuildClient
 from bus.bus import API, Bus
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import (
@@ -81,9 +82,9 @@ class ClientWorld:
     async def open(self) -> None:
         await self.scheduler.open()
         self._consumers = [
-            self.scheduler.consumer("scheduler.requests", self._requests),
-            self.scheduler.consumer("scheduler.records", self._queries),
-            self.scheduler.consumer("scheduler.status", self._queries),
+            Consumer(self.scheduler, "scheduler.requests", self._requests),
+            Consumer(self.scheduler, "scheduler.records", self._queries),
+            Consumer(self.scheduler, "scheduler.status", self._queries),
         ]
         for consumer in self._consumers:
             await consumer.start()

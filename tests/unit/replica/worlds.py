@@ -361,7 +361,7 @@ def _row(book: Book, row: int) -> tuple[object, ...]:
     parent = int(book.parent[row])
     return (
         book.name_of(row),
-        book.generation_of(row),
+        book.generation[row],
         book.shape_of(row),
         book.traits_of(row),
         book.aggregates_of(row),

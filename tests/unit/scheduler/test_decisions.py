@@ -119,7 +119,7 @@ async def test_item_16_a_gang_that_fits_on_no_host_tries_the_one_with_most_room(
     assert {one.placed for one in incomplete} == {90}
     assert sum(isinstance(one, NoValidHost) for one in placed) == 10
     assert calls.total("choose") <= 2 * (GANG + 1), "one host a round, of two rounds"
-    assert not list(cluster.hosts.book.assumed_keys())
+    assert not list(cluster.hosts.book.assumptions.keys())
 
 
 async def test_item_16_the_one_host_with_room_for_a_gang_is_found_behind_any_number_of_others(
@@ -293,12 +293,12 @@ async def test_a_pass_that_is_cancelled_between_two_parts_leaves_nothing_assumed
     assumed = 0
     while not assumed:
         await asyncio.sleep(0)
-        assumed = len(list(cluster.hosts.book.assumed_keys()))
+        assumed = len(list(cluster.hosts.book.assumptions.keys()))
     assert 0 < assumed <= MOST_CHOICES
     placing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await placing
-    assert not list(cluster.hosts.book.assumed_keys()) and not cluster.claims
+    assert not list(cluster.hosts.book.assumptions.keys()) and not cluster.claims
     (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed), "the next pass is not kept waiting"
 

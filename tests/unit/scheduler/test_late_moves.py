@@ -12,6 +12,7 @@ import pytest
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal, encode
 from bus.contracts.build import BuildRequest, BuildState
@@ -131,7 +132,7 @@ def requested(patience_s: float, away_s: float, *, waits: bool = True) -> tuple[
             warmup=Warmup(selector, clock=clock),
             keep_up=keep_up,
         )
-        consumer = scheduler.consumer(REQUESTS, handler, concurrency=2)
+        consumer = Consumer(scheduler, REQUESTS, handler, concurrency=2)
         await consumer.start()
         running = asyncio.create_task(consumer.run())
         answer = None

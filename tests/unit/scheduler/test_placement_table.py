@@ -127,7 +127,7 @@ def test_where_the_members_of_a_group_go(
     assert [one.request.instance_uuid for one in after] == [one.request.instance_uuid for one in states]
     assert chosen(hosts, after) == on
     placed = [one.request.instance_uuid for one in after if one.choice is not None]
-    assert sorted(hosts.book.assumed_keys()) == sorted(placed)
+    assert sorted(hosts.book.assumptions.keys()) == sorted(placed)
     assert all(one.rejected == rejected for one in after)
     assert [isinstance(one.result, NoValidHost) for one in after] == [host is None for host in on]
 
@@ -153,7 +153,7 @@ def test_so_many_hosts_are_tried_for_a_gang_where_none_is_known_to_be_too_small(
     hosts = world(room)
     after = decided(hosts, members(hosts, [SMALL] * 4, AFFINITY, needs_newest=True))
     assert chosen(hosts, after) == [*on, *[None] * (4 - len(on))]
-    assert len(list(hosts.book.assumed_keys())) == len(on)
+    assert len(list(hosts.book.assumptions.keys())) == len(on)
     assert all(not one.rejected for one in after)
 
 
@@ -172,7 +172,7 @@ def test_choices_that_are_held_are_let_go_before_it_is_said_that_no_host_is_left
     (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, needs_newest=newest))
     assert (after.choice is not None) is found
     left = after.request.instance_uuid if found else "move" if is_held else "another"
-    assert list(hosts.book.assumed_keys()) == [left]
+    assert list(hosts.book.assumptions.keys()) == [left]
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,9 @@ async def test_claimed_as_attempt_one_and_assumed_until_the_feed_has_it(cluster:
     assert len(placed.selections) == 3 and placed.consumer_generation == 1
     assert {selection.host[1] in "012" for selection in placed.selections} == {placed.cell == "c1"}
     book, host = cluster.hosts.book, placed.selections[0].host_uuid
-    assert list(book.assumed_keys()) == [request.instance_uuid]
+    assert list(book.assumptions.keys()) == [request.instance_uuid]
     book.apply([Change(sequence=1, provider=host, generation=2, used={"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20})])
-    assert list(book.assumed_keys()) == []
+    assert list(book.assumptions.keys()) == []
 
 
 @pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE])
@@ -150,7 +150,7 @@ async def test_full_or_gone_walks_the_whole_list_and_never_claims_a_host_twice(
     assert isinstance(ended, NoValidHost)
     assert sorted(cluster.host_of(claim) for claim in cluster.claims) == ["h0", "h1", "h2", "h3", "h4", "h5"]
     assert ended.funnel[-1].step == "claim" and ended.funnel[-1].rejected == {f"claim.{outcome}": 6}
-    assert list(cluster.hosts.book.assumed_keys()) == []
+    assert list(cluster.hosts.book.assumptions.keys()) == []
     assert cluster.refreshes >= 1  # "none" is only answered on the newest state
 
 
@@ -220,13 +220,13 @@ async def test_a_foreign_consumer_and_the_impossible_stop_at_once(
     cluster.answer = lambda _: result(outcome)
     (stopped,) = await cluster.place(cluster.hosts.request())
     assert isinstance(stopped, PlacementRefused) and stopped.code == code
-    assert len(cluster.claims) == 1 and list(cluster.hosts.book.assumed_keys()) == []
+    assert len(cluster.claims) == 1 and list(cluster.hosts.book.assumptions.keys()) == []
 
 
 async def test_no_answer_is_not_no_host(cluster: Cluster) -> None:
     cluster.answer = lambda _: None
     (unreachable,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(unreachable, PlacementUnavailable) and list(cluster.hosts.book.assumed_keys()) == []
+    assert isinstance(unreachable, PlacementUnavailable) and list(cluster.hosts.book.assumptions.keys()) == []
 
 
 async def test_a_refusal_stops_with_its_code(cluster: Cluster) -> None:
@@ -262,7 +262,7 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -
     main = placed.selections[0]
     assert main.host_uuid == held and main.allocations == holding
     assert held not in [selection.host_uuid for selection in placed.selections[1:]]
-    assert list(hosts.book.assumed_keys()) == []
+    assert list(hosts.book.assumptions.keys()) == []
 
 
 async def test_an_earlier_claim_that_is_released_before_it_is_taken_over_is_built_nowhere(cluster: Cluster) -> None:

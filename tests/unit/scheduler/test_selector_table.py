@@ -366,7 +366,7 @@ def test_what_is_used_before_a_hold_ends_no_hold() -> None:
     hosts.book.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
     holds.add("b", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
     holds.settle()
-    assert list(hosts.book.assumed_keys()) == ["b"]
+    assert list(hosts.book.assumptions.keys()) == ["b"]
 
 
 def test_what_is_used_after_a_hold_ends_it_though_another_one_has_come() -> None:
@@ -376,7 +376,7 @@ def test_what_is_used_after_a_hold_ends_it_though_another_one_has_come() -> None
     hosts.book.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
     holds.add("b", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
     holds.settle()
-    assert list(hosts.book.assumed_keys()) == ["b"]
+    assert list(hosts.book.assumptions.keys()) == ["b"]
 
 
 def test_a_hold_on_a_host_that_the_book_does_not_have_stays() -> None:
@@ -469,11 +469,11 @@ def test_holds_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) 
     holds = Holds(hosts.book)
     for at, key in enumerate("abc"):
         holds.add(key, {hosts.uuids[0]: {"VCPU": 1}}, float(at))
-    assert list(hosts.book.assumed_keys()) == ["b", "c"] and holds.next_until == 1.0
+    assert list(hosts.book.assumptions.keys()) == ["b", "c"] and holds.next_until == 1.0
     holds.expire(0.9)
-    assert list(hosts.book.assumed_keys()) == ["b", "c"]
+    assert list(hosts.book.assumptions.keys()) == ["b", "c"]
     holds.expire(1.0)
-    assert list(hosts.book.assumed_keys()) == ["c"]
+    assert list(hosts.book.assumptions.keys()) == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -499,6 +499,6 @@ def test_a_hold_ends_when_the_usage_has_risen_by_its_amounts(held: Any, used: An
     states = [replace(state, used=used.get(at, {}), generation=2) for at, state in enumerate(hosts.states)]
     hosts.book.load(states, 1)
     holds.settle()
-    assert (len(list(hosts.book.assumed_keys())), holds.next_until is None) == (left, left == 0)
+    assert (len(list(hosts.book.assumptions.keys())), holds.next_until is None) == (left, left == 0)
     holds.settle()
-    assert len(list(hosts.book.assumed_keys())) == left, "what has risen counts once"
+    assert len(list(hosts.book.assumptions.keys())) == left, "what has risen counts once"

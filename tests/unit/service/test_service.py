@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from bus.bus import API
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.workers import STOPPED, WorkerHeartbeat
 from bus.faults import BrokenInvariant, Fault
@@ -101,7 +102,7 @@ async def test_a_bus_reports_why_nothing_can_be_published_on_it() -> None:
         unavailable_reason = "not connected"
 
     service, bus = service_of(Recorder()), UnavailableBusPort()
-    service.add_bus_check("bus api", bus)
+    service.add_bus_check("bus api", lambda: bus.unavailable_reason)
     assert service.not_ready() == ["service is new", "bus api: not connected"]
     bus.unavailable_reason = ""
     assert service.not_ready() == ["service is new"]
@@ -323,7 +324,7 @@ async def test_heartbeats_carry_the_phase_what_is_waited_for_and_what_is_in_hand
 
     listening = environment(broker, "listener", None).bus(API)
     await listening.open()
-    listener = listening.consumer("scheduler.control.{process}", receive)  # type: ignore[arg-type]
+    listener = Consumer(listening, "scheduler.control.{process}", receive)  # type: ignore[arg-type]
     await listener.start()
     running = asyncio.create_task(listener.run())
 
@@ -334,7 +335,7 @@ async def test_heartbeats_carry_the_phase_what_is_waited_for_and_what_is_in_hand
     announce_presence(service, env, bus, "placement")
     is_fine = False
     service.add_check("book", lambda: is_fine)
-    service.add_consumer(bus.consumer("placement.reads", receive))  # type: ignore[arg-type]
+    service.add_consumer(Consumer(bus, "placement.reads", receive))  # type: ignore[arg-type]
     stop = asyncio.Event()
     task = asyncio.create_task(service.run(stop))
     async with asyncio.timeout(PATIENCE_S):
@@ -367,7 +368,7 @@ async def test_it_is_heard_at_once_that_a_worker_is_ready_and_that_it_has_stoppe
 
     listening = environment(broker, "listener", None).bus(API)
     await listening.open()
-    listener = listening.consumer("scheduler.control.{process}", receive)  # type: ignore[arg-type]
+    listener = Consumer(listening, "scheduler.control.{process}", receive)  # type: ignore[arg-type]
     await listener.start()
     running = asyncio.create_task(listener.run())
     env = environment(broker, "w1", 3600.0)

@@ -29,43 +29,39 @@ END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
--- Whole providers, by number: [[number, parent's number, root's number, provider, when it was written last], ...], as
--- `store.rows` reads them.
-CREATE FUNCTION read_providers(ids bigint[]) RETURNS json AS $$
+-- Record newer versions of the last reports of sources, which are otherwise the same.
+CREATE FUNCTION repeat_reports(roots uuid[], names text[], versions bigint[]) RETURNS void AS $$
 BEGIN
-    RETURN (
-        SELECT coalesce(json_agg(json_build_array(p.id, p.parent_id, p.root_id, json_build_object(
-            'uuid', p.uuid, 'name', p.name, 'parent', parent.uuid, 'root', root.uuid, 'generation', p.generation,
-            'shape', p.shape, 'cell', p.cell, 'inventories', stock.inventories, 'used', stock.used,
-            'traits', own.traits, 'lasting', own.lasting, 'aggregates', member.aggregates
-        ), extract(epoch FROM p.updated_at)) ORDER BY p.id), '[]')
+    UPDATE sources s SET version = n.version, updated_at = now()
+    FROM unnest(roots, names, versions) AS n (root, source, version) WHERE s.root = n.root AND s.source = n.source;
+END
+$$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off;
+
+-- Providers by number, their inventories, traits and aggregates: four lists, as `store.rows` reads them. Their JSON is
+-- put together as text; to build it value by value, or a provider at a time, takes two to three times as long.
+CREATE FUNCTION read_providers(ids bigint[]) RETURNS text AS $$
+BEGIN
+    RETURN concat_ws(',', '[[' || coalesce((
+        SELECT string_agg(concat_ws(',', '[' || p.id, coalesce(p.parent_id::text, 'null'), p.root_id,
+            extract(epoch FROM p.updated_at), '"' || p.uuid || '"', to_json(p.name),
+            coalesce('"' || parent.uuid || '"', 'null'), '"' || root.uuid || '"', p.generation, p.shape,
+            coalesce(to_json(p.cell)::text, 'null') || ']'), ',' ORDER BY p.id)
         FROM providers p JOIN providers root ON root.id = p.root_id
-        LEFT JOIN providers parent ON parent.id = p.parent_id
-        CROSS JOIN LATERAL (
-            SELECT coalesce(json_object_agg(i.name, json_build_object('total', i.total, 'reserved', i.reserved,
-                    'min_unit', i.min_unit, 'max_unit', i.max_unit, 'step_size', i.step_size,
-                    'allocation_ratio', i.allocation_ratio, 'capacity', i.capacity, 'stranded', i.stranded)), '{}')
-                    AS inventories,
-                coalesce(json_object_agg(i.name, i.used) FILTER (WHERE i.used <> 0), '{}') AS used
-            FROM (
-                SELECT c.name, i.* FROM inventories i JOIN resource_classes c ON c.id = i.class_id
-                WHERE i.provider_id = p.id ORDER BY c.name
-            ) AS i
-        ) AS stock
-        CROSS JOIN LATERAL (
-            SELECT coalesce(json_agg(t.name), '[]') AS traits,
-                coalesce(json_agg(t.name) FILTER (WHERE t.lasting), '[]') AS lasting
-            FROM (
-                SELECT t.name, pt.lasting FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id
-                WHERE pt.provider_id = p.id ORDER BY t.name
-            ) AS t
-        ) AS own
-        CROSS JOIN LATERAL (
-            SELECT coalesce(json_agg(a.aggregate ORDER BY a.aggregate), '[]') AS aggregates
-            FROM provider_aggregates a WHERE a.provider_id = p.id
-        ) AS member
-        WHERE p.id = ANY(ids)
-    );
+        LEFT JOIN providers parent ON parent.id = p.parent_id WHERE p.id = ANY(ids)
+    ), '') || ']', '[' || coalesce((
+        SELECT string_agg(concat_ws(',', '[' || i.provider_id, to_json(c.name), i.used, i.total, i.reserved, i.min_unit,
+            i.max_unit, i.step_size, i.allocation_ratio, i.capacity, i.stranded::text || ']'), ',')
+        FROM inventories i JOIN resource_classes c ON c.id = i.class_id WHERE i.provider_id = ANY(ids)
+    ), '') || ']', '[' || coalesce((
+        SELECT string_agg(concat_ws(',', '[' || t.provider_id, to_json(t.name), t.lasting::text || ']'), ',') FROM (
+            SELECT o.provider_id, t.name, o.lasting FROM provider_traits o JOIN traits t ON t.id = o.trait_id
+            WHERE o.provider_id = ANY(ids) ORDER BY t.name
+        ) AS t
+    ), '') || ']', '[' || coalesce((
+        SELECT string_agg('[' || a.provider_id || ',"' || a.aggregate || '"]', ',' ORDER BY a.aggregate)
+        FROM provider_aggregates a WHERE a.provider_id = ANY(ids)
+    ), '') || ']]');
 END
 $$ LANGUAGE plpgsql STABLE SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
@@ -82,8 +78,10 @@ BEGIN
     PERFORM pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0));
     SELECT array_agg(meant.id) INTO locked FROM (
         SELECT id FROM providers WHERE uuid = ANY(uuids)
-        UNION ALL SELECT p.id FROM providers m JOIN providers p ON p.root_id = m.root_id WHERE m.uuid = ANY(whole)
-        UNION ALL SELECT p.id FROM providers m JOIN providers p ON p.root_id = m.root_id WHERE m.name = ANY(names)
+        UNION ALL SELECT p.id FROM (
+            SELECT root_id FROM providers WHERE uuid = ANY(whole)
+            UNION SELECT root_id FROM providers WHERE name = ANY(names)
+        ) AS m JOIN providers p ON p.root_id = m.root_id
     ) AS meant;
     -- By number alone: of a condition with UNION ALL a row that had to be waited for is found false, and left out.
     SELECT array_agg(found.id) INTO locked FROM (
@@ -91,44 +89,55 @@ BEGIN
     ) AS found;
     SELECT json_agg(nextval(pg_get_serial_sequence('providers', 'id'))) INTO numbers
     FROM unnest(creating) AS n (uuid) WHERE NOT EXISTS (SELECT FROM providers p WHERE p.uuid = n.uuid);
-    RETURN json_build_array(nextval('shapes'), coalesce(numbers, '[]'), read_providers(locked));
+    RETURN '[' || nextval('shapes') || ',' || coalesce(numbers, '[]') || ',' || read_providers(locked) || ']';
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
+CREATE FUNCTION of_kind(kind text, kinds text[], written text[]) RETURNS json AS $$
+    SELECT written[array_position(kinds, kind)]::json
+$$ LANGUAGE sql IMMUTABLE;
+
 -- Write rows by kind, each kind only where there are any, and the changes. Returns the last change's number, or 0.
+-- written: the rows of each kind as JSON. They are parsed once each, where one document would be parsed for all.
 -- names_pass: names may pass from one provider to another in any order; the constraint is checked at the commit.
-CREATE FUNCTION write_trees(written text, firsts bigint[], lasts bigint[], bodies bytea[]) RETURNS bigint AS $$
-DECLARE
-    it jsonb := written::jsonb;
+CREATE FUNCTION write_trees(kinds text[], written text[], firsts bigint[], lasts bigint[], bodies bytea[])
+RETURNS bigint AS $$
 BEGIN
-    IF it ? 'names_pass' THEN
+    IF 'names_pass' = ANY(kinds) THEN
         SET CONSTRAINTS providers_name_key DEFERRED;
     END IF;
-    IF it ? 'created' THEN
+    IF 'created' = ANY(kinds) THEN
         INSERT INTO providers (id, uuid, name, parent_id, root_id, generation, shape, cell)
-        SELECT * FROM jsonb_to_recordset(it -> 'created') AS n (id bigint, uuid uuid, name text, parent_id bigint,
+        SELECT * FROM json_to_recordset(of_kind('created', kinds, written))
+            AS n (id bigint, uuid uuid, name text, parent_id bigint,
             root_id bigint, generation bigint, shape bigint, cell text);
     END IF;
-    IF it ? 'kept' THEN
-        UPDATE providers p SET name = n.name, parent_id = n.parent_id, root_id = n.root_id, generation = n.generation,
-            shape = n.shape, cell = n.cell, updated_at = now()
-        FROM jsonb_to_recordset(it -> 'kept') AS n (id bigint, name text, parent_id bigint, root_id bigint,
-            generation bigint, shape bigint, cell text)
+    IF 'kept' = ANY(kinds) THEN
+        UPDATE providers p SET generation = n.generation, shape = n.shape, updated_at = now()
+        FROM json_to_recordset(of_kind('kept', kinds, written)) AS n (id bigint, generation bigint, shape bigint)
         WHERE p.id = n.id;
     END IF;
-    IF it ? 'gone' THEN
-        DELETE FROM providers WHERE id IN (SELECT value::bigint FROM jsonb_array_elements_text(it -> 'gone'));
+    IF 'moved' = ANY(kinds) THEN
+        UPDATE providers p SET name = n.name, parent_id = n.parent_id, root_id = n.root_id, cell = n.cell
+        FROM json_to_recordset(of_kind('moved', kinds, written)) AS n (id bigint, name text, parent_id bigint,
+            root_id bigint, cell text)
+        WHERE p.id = n.id;
     END IF;
-    IF it ? 'dropped' THEN
+    IF 'gone' = ANY(kinds) THEN
+        DELETE FROM providers
+        WHERE id IN (SELECT value::bigint FROM json_array_elements_text(of_kind('gone', kinds, written)));
+    END IF;
+    IF 'dropped' = ANY(kinds) THEN
         DELETE FROM inventories i
-        USING jsonb_to_recordset(it -> 'dropped') AS n (provider_id bigint, class_id integer)
+        USING json_to_recordset(of_kind('dropped', kinds, written)) AS n (provider_id bigint, class_id integer)
         WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id;
     END IF;
-    IF it ? 'inventories' THEN
+    IF 'inventories' = ANY(kinds) THEN
         INSERT INTO inventories (provider_id, class_id, total, reserved, min_unit, max_unit, step_size,
             allocation_ratio, capacity, stranded)
-        SELECT * FROM jsonb_to_recordset(it -> 'inventories') AS n (provider_id bigint, class_id integer, total integer,
+        SELECT * FROM json_to_recordset(of_kind('inventories', kinds, written))
+            AS n (provider_id bigint, class_id integer, total integer,
             reserved integer, min_unit integer, max_unit integer, step_size integer, allocation_ratio float8,
             capacity bigint, stranded boolean)
         ON CONFLICT (provider_id, class_id) DO UPDATE SET total = EXCLUDED.total, reserved = EXCLUDED.reserved,
@@ -136,37 +145,41 @@ BEGIN
             allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity,
             stranded = EXCLUDED.stranded;
     END IF;
-    IF it ? 'lost' THEN
-        DELETE FROM provider_traits t USING jsonb_to_recordset(it -> 'lost') AS n (provider_id bigint, member integer)
+    IF 'lost' = ANY(kinds) THEN
+        DELETE FROM provider_traits t USING json_to_recordset(of_kind('lost', kinds, written))
+            AS n (provider_id bigint, member integer)
         WHERE t.provider_id = n.provider_id AND t.trait_id = n.member;
     END IF;
-    IF it ? 'won' THEN
+    IF 'won' = ANY(kinds) THEN
         INSERT INTO provider_traits (provider_id, trait_id, lasting)
         SELECT n.provider_id, n.member, n.lasting
-        FROM jsonb_to_recordset(it -> 'won') AS n (provider_id bigint, member integer, lasting boolean);
+        FROM json_to_recordset(of_kind('won', kinds, written))
+            AS n (provider_id bigint, member integer, lasting boolean);
     END IF;
-    IF it ? 'left' THEN
-        DELETE FROM provider_aggregates a USING jsonb_to_recordset(it -> 'left') AS n (provider_id bigint, member uuid)
+    IF 'left' = ANY(kinds) THEN
+        DELETE FROM provider_aggregates a USING json_to_recordset(of_kind('left', kinds, written))
+            AS n (provider_id bigint, member uuid)
         WHERE a.provider_id = n.provider_id AND a.aggregate = n.member;
     END IF;
-    IF it ? 'joined' THEN
+    IF 'joined' = ANY(kinds) THEN
         INSERT INTO provider_aggregates (provider_id, aggregate)
-        SELECT * FROM jsonb_to_recordset(it -> 'joined') AS n (provider_id bigint, member uuid);
+        SELECT * FROM json_to_recordset(of_kind('joined', kinds, written)) AS n (provider_id bigint, member uuid);
     END IF;
-    IF it ? 'roots' THEN
+    IF 'roots' = ANY(kinds) THEN
         UPDATE sources SET settled = false
-        WHERE root IN (SELECT value::uuid FROM jsonb_array_elements_text(it -> 'roots')) AND settled;
+        WHERE root IN (SELECT value::uuid FROM json_array_elements_text(of_kind('roots', kinds, written))) AND settled;
     END IF;
     -- A root that was deleted with its tree belongs to no source: the compute service that reports it next has it. The
     -- versions stay, so that a late copy of an older report does not bring it back.
-    IF it ? 'disowned' THEN
+    IF 'disowned' = ANY(kinds) THEN
         UPDATE sources SET digest = '', settled = false, providers = '{}'
-        WHERE root IN (SELECT value::uuid FROM jsonb_array_elements_text(it -> 'disowned'));
+        WHERE root IN (SELECT value::uuid FROM json_array_elements_text(of_kind('disowned', kinds, written)));
     END IF;
-    IF it ? 'sources' THEN
+    IF 'sources' = ANY(kinds) THEN
         INSERT INTO sources (root, source, version, digest, settled, providers)
         SELECT n.root, n.source, n.version, decode(n.digest, 'hex'), n.settled, n.providers
-        FROM jsonb_to_recordset(it -> 'sources') AS n (root uuid, source text, version bigint, digest text,
+        FROM json_to_recordset(of_kind('sources', kinds, written))
+            AS n (root uuid, source text, version bigint, digest text,
             settled boolean, providers uuid[])
         ON CONFLICT (root, source) DO UPDATE SET version = EXCLUDED.version, digest = EXCLUDED.digest,
             settled = EXCLUDED.settled, providers = EXCLUDED.providers, updated_at = now();

@@ -1,0 +1,56 @@
+"""Deliberate defects of one kind of world are found, each by the seed on record, and the same seeds find nothing
+without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import pytest
+
+from lab.simulation.draw import plan_of
+from lab.simulation.plan import Plan
+from lab.simulation.run import run
+from lab.simulation.widening import Widening
+from tests.sim import mutants_of_cells as cells
+from tests.sim import mutants_of_forgotten_builds as builds
+from tests.sim import mutants_of_forgotten_requests as requests
+from tests.sim import mutants_of_gangs as gangs
+from tests.sim import mutants_of_transfers as moves
+from tests.sim.mutants import Mutant
+from tests.sim.test_fences import KINDS
+from tests.sim.test_forgotten_builds import builds_forgotten, requests_forgotten, transfers
+
+PlanOf = Callable[[int], Plan]
+OF_CELLS: PlanOf = partial(plan_of, kinds=KINDS)
+OF_GANGS: PlanOf = partial(plan_of, kinds=frozenset({Widening.GANGS}))
+ANY: dict[str, str] = {}  # of these the breach is not always the same
+
+
+def rows(
+    plan: PlanOf, mutants: Iterable[Mutant], found_by: Mapping[str, int], breaks: Mapping[str, str] = ANY
+) -> list[tuple[PlanOf, Mutant, int, str]]:
+    return [(plan, one, found_by[one.__name__], breaks.get(one.__name__, "")) for one in mutants]
+
+
+DEFECTS = [
+    *rows(OF_CELLS, cells.MUTANTS_OF_CELLS, cells.FOUND_BY),
+    *rows(OF_GANGS, gangs.MUTANTS_OF_GANGS, gangs.FOUND_BY),
+    *rows(transfers, moves.MUTANTS_OF_TRANSFERS, moves.FOUND_BY),
+    *rows(builds_forgotten, builds.MUTANTS_OF_FORGOTTEN_BUILDS, builds.FOUND_BY, builds.BREAKS),
+    *rows(requests_forgotten, requests.MUTANTS_OF_FORGOTTEN_REQUESTS, requests.FOUND_BY, requests.BREAKS),
+]
+
+
+@pytest.mark.parametrize(("plan", "mutant", "seed", "breach"), DEFECTS, ids=[one.__name__ for _, one, *_ in DEFECTS])
+def test_a_defect_is_found(plan: PlanOf, mutant: Mutant, seed: int, breach: str) -> None:
+    with mutant():
+        found = run(plan(seed)).breach
+    assert found == breach if breach else found
+
+
+@pytest.mark.parametrize(("plan", "seed"), dict.fromkeys((plan, seed) for plan, _, seed, _ in DEFECTS))
+def test_without_a_defect_the_same_seeds_find_nothing(plan: PlanOf, seed: int) -> None:
+    held = run(plan(seed))
+    assert held.breach == "", held.detail

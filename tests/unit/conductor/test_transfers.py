@@ -1,0 +1,432 @@
+"""An instance moves to another cell, also amid a set-back: it never runs in both, and no machine is doubled."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
+
+from bus.contracts.cell import CellDelete, Destroy, FoundMachine, InstanceSpec
+from bus.contracts.moves import (
+    ChangeKind,
+    ChangeMachine,
+    Condition,
+    Departure,
+    MoveEvent,
+    MoveKind,
+    MoveState,
+)
+from bus.contracts.placement import Claim, Release, Revert
+from cell_conductor.domain import events as e
+from cell_conductor.domain import rules
+from cell_conductor.domain.adopt_rules import is_searched
+from cell_conductor.domain.instance import Instance, Power, State
+from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
+from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import question_of
+from cell_conductor.search import LOGGED_MOVES
+from tests.unit.conductor.move_scenario import (
+    MOVE,
+    OTHER,
+    SERVICE_DOWN,
+    Scenario,
+    active,
+    begun,
+    claimed,
+    request,
+    unbegun,
+)
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+from tests.unit.conductor.world import Conductor, Services
+
+# --- an instance moves to another cell: it never runs in both, and is destroyed only for a place that reads its image
+
+
+THERE = replace(PATIENCE, cell="c2")
+LARGER = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", flavor="m1.large")
+
+
+def leaves(kind: MoveKind = MoveKind.MIGRATE, *hosts: int, **fields: object) -> e.MoveRequested:
+    """The other cell has hosts 2 and 3."""
+    return request(kind, *(hosts or (2, 3)), to_cell="c2", **fields)
+
+
+def leaving(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
+    """On host 1 as attempt 1, while host 2 is claimed."""
+    made = Scenario(active())
+    made.apply(leaves(kind, **fields))
+    return made
+
+
+def stopping(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
+    """Host 2 is claimed, and host 1 was commanded to keep its image."""
+    made = leaving(kind, **fields)
+    made.apply(claimed(made.instance.next_attempt))
+    return made
+
+
+def checking(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
+    """Its image is kept, and host 2 is checked by way of the schedulers."""
+    made = stopping(kind, **fields)
+    made.end(1, 1, image="snapshot-1", runs=False)
+    return made
+
+
+def given_away(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
+    """Host 2 reads the image, and host 1 was commanded to destroy."""
+    made = checking(kind, **fields)
+    made.end(2, made.instance.attempt)
+    return made
+
+
+def departed(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> tuple[Scenario, Departure]:
+    made = given_away(kind, **fields)
+    made.apply(gone(made.instance, 1), e.Released(at=230.0, consumer=MOVE))
+    return made, departure_of(made)
+
+
+def departure_of(made: Scenario) -> Departure:
+    return [one.departure for one in made.commands if isinstance(one, MoveEvent) and one.departure is not None][-1]
+
+
+def arrives(departure: Departure, kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> e.MoveRequested:
+    return request(kind, arrival=departure, **fields)
+
+
+def in_next_cell(*happened: e.Event) -> Scenario:
+    made = Scenario(Instance(uuid=UUID), THERE)
+    made.apply(*happened)
+    return made
+
+
+def changes(made: Scenario) -> list[ChangeKind]:
+    return [one.change for one in made.commands if isinstance(one, ChangeMachine)]
+
+
+def last_event(made: Scenario) -> MoveEvent:
+    return [one for one in made.commands if isinstance(one, MoveEvent)][-1]
+
+
+def gone(instance: Instance, n: int) -> e.Destroyed:
+    return e.Destroyed(at=220.0, attempt=instance.last_attempt, host_uuid=host(n), service="s1")
+
+
+# --- it leaves
+
+
+def back(made: Scenario) -> None:
+    question = question_of(made.instance)
+    assert isinstance(question, Revert) and question.migration.uuid == MOVE
+    made.apply(e.Reverted(at=250.0, attempt=question.attempt, consumer_generation=9))
+    assert (made.instance.state, changes(made)[-1]) == (State.RESTARTING, ChangeKind.START)
+    made.end(1, 1)
+    now = made.instance
+    assert (now.state, now.power, now.attempt, now.image) == (State.ACTIVE, Power.RUNNING, 1, "")
+    assert made.destroys == []
+
+
+@pytest.mark.parametrize("make", [stopping, checking])
+def test_an_abort_brings_it_back_before_its_machine_is_given_up(make: object) -> None:
+    made = make()  # type: ignore[operator]
+    made.apply(request(MoveKind.ABORT, request_id=OTHER))
+    back(made)
+    assert [one[:2] for one in made.terminals] == [
+        (MoveKind.MIGRATE, MoveState.FAILED),
+        (MoveKind.ABORT, MoveState.DONE),
+    ]
+    late = given_away()
+    late.apply(request(MoveKind.ABORT, request_id=OTHER))
+    assert late.terminals == [(MoveKind.ABORT, MoveState.REFUSED, "move.too_late")]
+
+
+# --- it arrives
+
+
+def test_its_next_cell_builds_it_from_its_image_on_the_claimed_host_and_the_move_is_over() -> None:
+    former, departure = departed()
+    there = in_next_cell(arrives(departure))
+    (spawn,) = there.spawns
+    assert spawn.origin is not None and (spawn.origin.image, spawn.origin.runs) == ("snapshot-1", True)
+    assert (spawn.attempt, spawn.host_uuid, question_of(there.instance)) == (departure.newest, host(2), None)
+    there.apply(spawned(n=2, attempt=departure.newest, at=260.0))
+    assert (there.instance.state, there.instance.power) == (State.ACTIVE, Power.RUNNING)
+    assert there.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
+    assert (last_event(there).condition, there.instance.consumer_generation) == (Condition.ACTIVE, 9)
+    sequences = [one.sequence for one in (*former.commands, *there.commands) if isinstance(one, MoveEvent)]
+    assert sequences == sorted(set(sequences))
+
+
+@pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.RESIZE])
+def test_what_no_host_of_the_next_cell_builds_is_offloaded_there_as_it_was(kind: MoveKind) -> None:
+    _, departure = departed(kind, spec=LARGER)
+    assert departure.spec.flavor == active().spec.flavor  # type: ignore[union-attr]
+    there = in_next_cell(arrives(departure, kind, spec=LARGER))
+    assert there.spawns[0].spec.flavor == "m1.large"
+    there.apply(
+        e.SpawnFailed(at=261.0, attempt=departure.newest, host_uuid=host(2), code="image.broken", final=True),
+        gone(there.instance, 2),
+        e.Released(at=263.0),
+    )
+    now = there.instance
+    assert (now.state, now.power, now.image, now.spec) == (
+        State.OFFLOADED,
+        Power.SHELVED,
+        "snapshot-1",
+        departure.spec,
+    )
+    assert there.terminals == [(kind, MoveState.FAILED, "image.broken")]
+
+
+def test_a_service_of_this_cell_that_is_down_closes_no_host_of_a_like_named_one_of_the_other_cell() -> None:
+    """A service's name is unique within its cell: no host of the other cell was tried, or the one that was checked was
+    passed over.
+    """
+    made = Scenario(active(), SERVICE_DOWN)
+    made.apply(leaves())
+    claim = question_of(made.instance)
+    assert isinstance(claim, Claim) and len(claim.options) == 2
+    checked = checking()
+    checked.apply(e.ServiceLost(at=215.0, service="s1", code="service.silent"))
+    assert (checked.instance.state, checked.instance.host_uuid) == (State.PREPARING, host(2))
+    here = Scenario(active(), SERVICE_DOWN)
+    here.apply(request(MoveKind.MIGRATE, 2))
+    assert isinstance(question_of(here.instance), Revert)
+
+
+# --- an instance without a host leaves one cell for another: never in both, never in neither, whatever comes late
+
+
+ELSEWHERE = "e0000000-0000-4000-8000-000000000009"
+BACK = "e0000000-0000-4000-8000-000000000010"
+
+
+def deleted() -> e.DeleteRequested:
+    return e.DeleteRequested(at=206.0, cause=UUID)
+
+
+def offloaded() -> Scenario:
+    """Built as attempt 1, shelved and offloaded by another request."""
+    made = Scenario(active())
+    made.apply(request(MoveKind.SHELVE, request_id=OTHER, offload=True))
+    made.end(1, 1, image="snapshot-1")
+    made.apply(e.Destroyed(at=203.0, attempt=1, host_uuid=host(1), service="s1"), e.Released(at=204.0))
+    assert made.instance.state is State.OFFLOADED
+    return made
+
+
+def leaves_offloaded(cell: str = "c2", request_id: str = MOVE) -> e.MoveRequested:
+    return request(MoveKind.UNSHELVE, 2, request_id=request_id, to_cell=cell)
+
+
+def leave(made: Scenario, cell: str = "c2", request_id: str = MOVE) -> Departure:
+    """It leaves for host 2 of that cell, which reads its image."""
+    made.apply(leaves_offloaded(cell, request_id))
+    made.apply(claimed(made.instance.next_attempt))
+    made.end(2, made.instance.attempt)
+    event = last_event(made)
+    assert event.departure is not None
+    return event.departure
+
+
+def left_offloaded() -> tuple[Scenario, Departure]:
+    made = offloaded()
+    return made, leave(made)
+
+
+def fails(made: Scenario) -> None:
+    """Its host cannot build it, and it is offloaded where it has come to."""
+    attempt = made.instance.attempt
+    made.apply(
+        e.SpawnFailed(at=219.0, attempt=attempt, host_uuid=host(2), code="sim.spawn_failed"),
+        e.Destroyed(at=219.5, attempt=attempt, host_uuid=host(2), service="s1"),
+        e.Released(at=220.0),
+    )
+    assert made.instance.state is State.OFFLOADED
+
+
+@pytest.mark.parametrize("late", [leaves_offloaded(), request(MoveKind.STOP, request_id=ELSEWHERE), deleted()])
+def test_what_still_comes_to_the_former_cell_is_answered_with_the_departure_and_changes_nothing(late: e.Event) -> None:
+    made, departure = left_offloaded()
+    before = made.instance
+    stepped = made.apply(late)
+    left, event = stepped.commands[0], last_event(made)
+    assert isinstance(left, MoveEvent) and left.request_id == MOVE
+    assert replace(made.instance, ended=before.ended) == before
+    assert (left.departure, left.sequence, left.terminal) == (departure, departure.sequence, False)
+    if isinstance(late, e.MoveRequested) and late.request.request_id == ELSEWHERE:
+        assert (event.state, event.code, event.terminal) == (MoveState.REFUSED, "instance.departed", True)
+        assert (event.departure, event.sequence < left.sequence) == (None, True)
+        made.apply(unbegun(late))  # a request has one end, however often it is asked for
+        assert last_event(made) == replace(event, at=300.0)
+    else:
+        assert not event.terminal
+
+
+def back_again() -> Departure:
+    """It has been here, and comes back from the cell that it had left for."""
+    there = in_next_cell(arrives(left_offloaded()[1], MoveKind.UNSHELVE))
+    fails(there)
+    return leave(there, "c1", BACK)
+
+
+@pytest.mark.parametrize(("stay", "is_forgotten"), [(0, False), (1, False), (2, True)])
+def test_a_delete_of_a_later_stay_than_the_record_has_left_by_is_carried_out(stay: int, is_forgotten: bool) -> None:
+    """Its answer was the departure, which is late by the map, and the delete had no end."""
+    here, departure = left_offloaded()
+    stepped = here.apply(replace(deleted(), begun=True, stay=stay))
+    if not is_forgotten:
+        assert (here.instance.state, last_event(here).departure) == (State.DEPARTED, departure)
+        return
+    (again,) = stepped.commands
+    assert isinstance(again, CellDelete) and again.unrecorded
+    tombstone = here.instance
+    assert tombstone.state is State.TOMBSTONE
+    here.apply(replace(deleted(), stay=stay, unrecorded=True, found=()))
+    release = question_of(here.instance)
+    assert isinstance(release, Release) and (release.attempt or 0) > departure.newest
+    here.instance = tombstone
+    here.apply(arrives(back_again(), MoveKind.UNSHELVE, request_id=BACK))
+    assert here.instance.phase == (State.RELEASING, State.DELETED), "the claim of one that comes after it is released"
+
+
+# --- a cell's database is set back in the middle: what is in doubt is held until hosts, a client or an operator decide
+
+
+SET_BACK_AT = 1_000.0
+AFTER = replace(THERE, set_back=SetBack(SET_BACK_AT))
+AFTER_HERE = replace(PATIENCE, set_back=SetBack(SET_BACK_AT))
+
+
+def arrived(*, is_query: bool = False) -> Scenario:
+    """It arrives in a cell that was set back since it has left."""
+    _, departure = departed()
+    made = Scenario(Instance(uuid=UUID), AFTER)
+    event = arrives(departure)
+    made.apply(unbegun(event) if is_query else event)
+    return made
+
+
+def held() -> Scenario:
+    """It is about to be offloaded, in doubt."""
+    made = arrived()
+    made.apply(gone(made.instance, 2))
+    return made
+
+
+def machine(attempt: int, n: int = 3, **fields: object) -> FoundMachine:
+    made = FoundMachine(
+        instance_uuid=UUID, host_uuid=host(n), host=f"host-{n}", service="s1", attempt=attempt, project_id="p"
+    )
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def found(*machines: FoundMachine) -> e.MachineFound:
+    return e.MachineFound(at=1_600.0, machines=machines)
+
+
+def orders(made: Scenario) -> list[Destroy]:
+    return [one for one in made.commands if isinstance(one, Destroy)]
+
+
+# --- the next cell was set back
+
+
+@pytest.mark.parametrize("how", ["the claimed host", "another host"])
+def test_a_complete_machine_of_an_arrival_is_the_instances(how: str) -> None:
+    there = arrived()
+    attempt, n = there.instance.attempt, 2
+    if how == "another host":
+        there.apply(gone(there.instance, 2))
+        attempt, n = attempt + 1, 3
+        there.apply(found(machine(attempt)))
+        assert (there.instance.phase, there.instance.host_uuid) == ((State.DESTROYING, State.REVERTING), host(3))
+        assert (orders(there)[-1].host_uuid, orders(there)[-1].unless_built) == (host(3), True)
+    there.apply(e.Spawned(at=1_601.0, attempt=attempt, host_uuid=host(n), service="s1"))
+    now = there.instance
+    assert (now.state, now.attempt, now.host_uuid, now.doubted) == (State.ACTIVE, attempt, host(n), False)
+    assert there.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
+
+
+@pytest.mark.parametrize("how", ["nothing", "found", "silent", "down", "unknown", "unseen", "fenced"])
+async def test_placement_is_requested_once_all_services_have_answered_that_they_have_none(how: str) -> None:
+    services = Services(s1=(), s2=(machine(9),) if how == "found" else ())
+    services.silent = {"s2"} if how == "silent" else {"s3"}
+    conductor = Conductor(services, None if how == "unknown" else ("s1", "s2"))
+    await conductor.store.open()
+    if how in ("unseen", "fenced"):  # it may have the machine, which no record has
+        conductor.listed |= {host(77)}
+    fenced = {host(77)} if how == "fenced" else set()
+    down = {"s3"} if how == "down" else ()
+    machines, waits = await conductor.search.find_moved({UUID: held().instance}, down, fenced)
+    assert waits == (set() if how in ("nothing", "fenced") else {UUID})
+    assert bool(machines) is (how == "found")
+
+
+async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
+    services = Services(s1=())
+    services.silent = {"s3"}
+    conductor = Conductor(services, ("s1",))
+    await conductor.store.open()
+    moved = {f"{n:08x}-0000-4000-8000-000000000000": held().instance for n in range(LOGGED_MOVES + 3)}
+    with capture_logs() as logged:
+        _, waits = await conductor.search.find_moved(moved, {"s3"}, ())
+    assert waits == moved.keys()
+    assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
+
+
+# --- the former cell was set back
+
+
+def lost(given: Scenario, context: StepContext) -> Scenario:
+    """A report of its host lacks it, after the database was set back."""
+    given.context = context
+    given.instance = rules.give_up_lost(given.instance, 1_350.0, context, code="instance.lost", reason="x").instance
+    return given
+
+
+def test_one_that_was_resized_in_place_is_not_adopted_with_its_move() -> None:
+    """It was, and every later delete waited for the end of a move that nothing ended."""
+    resized = begun(MoveKind.RESIZE, 1)
+    resized.apply(claimed(resized.instance.next_attempt))
+    resized.end(1, 1)
+    assert resized.instance.phase == (State.RESIZED, None) and resized.instance.is_in_place
+    resized.instance = replace(resized.instance, doubted=True)
+    lost(resized, AFTER_HERE)
+    assert not is_searched(resized.instance)
+    resized.apply(e.MachineFound(at=1_600.0, machines=(machine(5, 3, built=True),)))
+    assert resized.instance.phase == (State.RELEASING, State.FAILED)
+
+
+def test_a_delete_that_waits_for_a_host_goes_on_to_wait_when_its_arrival_comes_again() -> None:
+    """Its claim was released while the machine was there."""
+    _, departure = departed()
+    deleted = Scenario(Instance(uuid=UUID), AFTER)
+    found_here = (machine(departure.newest, 2, built=True),)
+    deleted.apply(e.DeleteRequested(at=1_500.0, project_id="p", begun=True, found=found_here))
+    deleted.apply(arrives(departure))
+    after = deleted.instance
+    assert (after.phase, after.stay) == ((State.DESTROYING, State.DELETED), departure.stay + 1)
+    deleted.apply(gone(after, 2))
+    question = question_of(deleted.instance)
+    assert isinstance(question, Release) and question.attempt > departure.newest + FORGOTTEN_ATTEMPTS
+
+
+def test_a_machine_of_this_stay_is_found_though_the_record_has_numbered_on() -> None:
+    """It was taken for older than the arrival, and the move was held for good."""
+    _, departure = departed()
+    back = lost(Scenario(active(), AFTER), AFTER)
+    back.apply(e.MachineFound(at=1_600.0, machines=(machine(departure.newest + 1, 3, built=True),)))
+    back.apply(arrives(departure))
+    back.apply(e.Destroyed(at=1_700.0, attempt=back.instance.last_attempt, host_uuid=host(2), service="s1"))
+    assert back.instance.phase == (State.RELEASING, State.OFFLOADED)
+    back.apply(found(machine(departure.newest + 1, 3, built=True)))
+    assert back.instance.here.host_uuid == host(3)
+
+
+def test_a_delete_numbers_above_all_that_its_departed_record_gave_out() -> None:
+    given, _ = departed()
+    given.context = AFTER_HERE
+    given.instance = replace(given.instance, newest=3_000)
+    given.apply(e.DeleteRequested(at=1_500.0, project_id="p", begun=True, found=(), stay=given.instance.stay + 1))
+    question = question_of(given.instance)
+    assert isinstance(question, Release) and question.attempt > 3_000
