@@ -25,11 +25,11 @@ class Gather(Generic[T]):
     context in which the `Gather` was made.
 
     waiting: how many items may be taken now. take: the next batch of them; empty: nothing is left. handle: handles one
-    batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. pause_s:
-    how long (seconds) to wait before a batch is taken; what arrives meanwhile is part of it. enough: whether there is
-    no pause, or it ends, which each `wake` asks. sleep: waits for a pause. on_idle: called when nothing is under way
-    any more. on_error: called with what take, pause_s or handle raised, because nobody awaits the tasks of the batches;
-    what was taken before is handled.
+    batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. slow_s:
+    after so many seconds a batch is slow. pause_s: how long (seconds) to wait before a batch is taken; what arrives
+    meanwhile is part of it. enough: whether there is no pause, or it ends, which each `wake` asks. sleep: waits for a
+    pause. on_idle: called when nothing is under way any more. on_error: called with what take, pause_s or handle
+    raised, because nobody awaits the tasks of the batches; what was taken before is handled.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Gather(Generic[T]):
         most: int,
         at_once: int = 1,
         is_full: Callable[[], bool] = lambda: False,
+        slow_s: float = SLOW_S,
         pause_s: Callable[[], float] = lambda: 0.0,
         enough: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
@@ -55,6 +56,7 @@ class Gather(Generic[T]):
         self._most = most
         self._at_once = at_once
         self._is_full = is_full
+        self._slow_s = slow_s
         self._pause_s = pause_s
         self._enough = enough
         self._sleep = sleep
@@ -132,7 +134,7 @@ class Gather(Generic[T]):
             self.slow += 1
             self.wake()
 
-        timer = asyncio.get_running_loop().call_later(SLOW_S, become_slow)
+        timer = asyncio.get_running_loop().call_later(self._slow_s, become_slow)
         try:
             await self._handle(batch)
         except Exception as error:  # the owner decides what it ends
