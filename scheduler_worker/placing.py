@@ -178,7 +178,7 @@ class Placer:
         metrics.SUBSET.set(subset)
         with metrics.StageTimer("decide", self._clock):
             async with self._deciding:
-                if any(state.needs_newest for state in unresolved):
+                if any(state.looked_again for state in unresolved):
                     selector.holds.release()  # a hold never proves "no host", as an older state does not
                 decisions = DecisionRound(selector, self._rng, subset=subset, runs=self._runs)
                 for _ in decisions.in_parts(unresolved, decided):

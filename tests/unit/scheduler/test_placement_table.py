@@ -122,7 +122,7 @@ def test_where_the_members_of_a_group_go(
 ) -> None:
     hosts = world(processors)
     rejected = {hosts.uuids[at]: why for at, why in more.get("rejected", {}).items()}
-    states = members(hosts, flavors, policy, **{**more, "rejected": rejected, "needs_newest": True})
+    states = members(hosts, flavors, policy, **{**more, "rejected": rejected, "looked_again": 1})
     after = decided(hosts, states)
     assert [one.request.instance_uuid for one in after] == [one.request.instance_uuid for one in states]
     assert chosen(hosts, after) == on
@@ -151,7 +151,7 @@ def test_so_many_hosts_are_tried_for_a_gang_where_none_is_known_to_be_too_small(
         decision_round, "room_for", lambda members, view: np.full(len(view), len(members), dtype=np.intp)
     )
     hosts = world(room)
-    after = decided(hosts, members(hosts, [SMALL] * 4, AFFINITY, needs_newest=True))
+    after = decided(hosts, members(hosts, [SMALL] * 4, AFFINITY, looked_again=1))
     assert chosen(hosts, after) == [*on, *[None] * (4 - len(on))]
     assert len(list(hosts.book.assumptions.keys())) == len(on)
     assert all(not one.rejected for one in after)
@@ -169,7 +169,7 @@ def test_choices_that_are_held_are_let_go_before_it_is_said_that_no_host_is_left
         hosts.selector.holds.add("move", held, 9.0)
     else:
         hosts.book.assume("another", held)
-    (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, needs_newest=newest))
+    (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, looked_again=int(newest)))
     assert (after.choice is not None) is found
     left = after.request.instance_uuid if found else "move" if is_held else "another"
     assert list(hosts.book.assumptions.keys()) == [left]
@@ -303,7 +303,7 @@ def test_a_request_names_one_alternate_less_than_its_attempts(
     state = initial_state(PlacementRequest(request=request, spec=hosts.spec(), run="r"), hosts.selector)
     assert (state.max_alternates, state.rejected, state.run) == (alternates, {hosts.uuids[1]: "host.ignored"}, "r")
     assert (state.needs_refresh, replace(state, same_host=True).needs_refresh) == (False, True)
-    assert replace(state, needs_newest=True).needs_refresh
+    assert replace(state, looked_again=1).needs_refresh
 
 
 @pytest.mark.parametrize(("policy", "run", "host", "by"), [(None, "", None, None), (APART, "r", UUID, "r")])

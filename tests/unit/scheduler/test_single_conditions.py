@@ -14,10 +14,6 @@ from bus.contracts.build import FunnelStep
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import MoveState
-from bus.contracts.objects import (
-    ChangedObject,
-    ObjectKind,
-)
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
@@ -49,10 +45,6 @@ from tests.unit.scheduler.test_step import ClaimCase
 from tests.unit.scheduler.test_transfers import LEFT, applied, on_record
 
 HOST, UUID, REQUEST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1ad")
-
-
-def changed(kind: ObjectKind, name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> ChangedObject:
-    return ChangedObject(kind=kind, name=name, before=before, after=after)
 
 
 # --- hosts
