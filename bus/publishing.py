@@ -19,8 +19,7 @@ from msgspec import Struct, structs
 
 from bus import metrics
 from bus.contracts.queues import EVENTS
-from bus.gather import Gather
-from bus.in_turn import InTurn
+from bus.gather import Gather, InTurn
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
 from bus.wire import Packed, batch, single
 

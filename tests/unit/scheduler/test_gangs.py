@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.consuming.outcome import Done, Received
-from bus.contracts.base import Meta, encode
-from bus.contracts.build import BuildRequest, BuildState, FlavorCount, member_uuids
+from bus.consuming.outcome import Done, Outcome, Received, Retry, Wait
+from bus.contracts.base import Meta, Refusal, encode
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.cell import Selection
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
@@ -26,6 +26,7 @@ from scheduler_worker.domain.gangs import (
     largest_first,
     merged,
     needed,
+    outcome_of_gang,
     with_gang_results,
     with_shared_findings,
     withdrawn_by_gang,
@@ -57,6 +58,32 @@ UNANSWERED = PlacementUnavailable("away")
 def taken(request: BuildRequest) -> PendingBuild:
     received = Received(request, Meta(id="m"), "api", "scheduler.requests")
     return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector)
+
+
+AGAIN, WAITS, REFUSAL = Retry("x", ""), Wait("y", ""), Done(reply=Refusal(code="z", reason=""))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ([Done(), AGAIN, WAITS], AGAIN),
+        ([WAITS, AGAIN, Done()], WAITS),
+        ([REFUSAL, Done(), Done()], REFUSAL),
+        ([Done(), REFUSAL, REFUSAL], Done()),
+    ],
+)
+def test_a_request_is_retried_with_any_of_its_members_and_else_answered_as_its_first(
+    outcomes: list[Outcome], expected: Outcome
+) -> None:
+    members = members_of(taken(replace(REQUEST, count=3)), start=5)
+    assert outcome_of_gang(members, dict(enumerate(outcomes, 5))) == expected
+
+
+def test_the_reply_to_a_request_for_several_machines_names_them() -> None:
+    members = members_of(taken(replace(REQUEST, count=3)), start=0)
+    outcomes = {one.position: one.accepted for one in members}
+    reply = BuildAccepted(instance_uuid=UUID_, members=tuple(one.instance_uuid for one in members))
+    assert outcome_of_gang(members, outcomes) == Done(reply=reply)
 
 
 def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_the_request() -> None:
