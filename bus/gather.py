@@ -7,7 +7,8 @@ when. The rule is the same wherever batches are made: in consumers, publishers, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,56 @@ T = TypeVar("T")
 
 # A batch that takes longer is slow: a server that hangs must not hold up what could be handled beside it.
 SLOW_S = 0.05
+
+
+class InTurn(Generic[T]):
+    """Items in lines that are served in turn: however long one line is, the others wait for little of it. A line keeps
+    its order, and one item at a time leaves each line that has some.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[Hashable, deque[T]] = {}  # no empty ones
+        self._turns: deque[Hashable] = deque()  # the next line first
+        self.count = 0  # of items; to be read only
+
+    def __len__(self) -> int:
+        return self.count
+
+    def put(self, line: Hashable, item: T) -> None:
+        """Add an item at the end of a line."""
+        items = self._lines.get(line)
+        if items is None:
+            items = self._lines[line] = deque()
+            self._turns.append(line)
+        items.append(item)
+        self.count += 1
+
+    def peek(self) -> T:
+        """The item that is taken next. Raises IndexError: there is none."""
+        return self._lines[self._turns[0]][0]
+
+    def take(self) -> T:
+        """Take the first item of the next line; then it is another line's turn. Raises IndexError: there is none."""
+        line = self._turns.popleft()
+        items = self._lines[line]
+        self.count -= 1
+        item = items.popleft()
+        if items:
+            self._turns.append(line)
+        else:
+            del self._lines[line]
+        return item
+
+    def take_first(self, is_wanted: Callable[[T], bool]) -> Iterator[T]:
+        """Take the items at the beginning of each line for which this holds."""
+        for line in list(self._turns):
+            items = self._lines[line]
+            while items and is_wanted(items[0]):
+                self.count -= 1
+                yield items.popleft()
+            if not items:
+                del self._lines[line]
+                self._turns.remove(line)
 
 
 class Gather(Generic[T]):
@@ -25,11 +76,11 @@ class Gather(Generic[T]):
     context in which the `Gather` was made.
 
     waiting: how many items may be taken now. take: the next batch of them; empty: nothing is left. handle: handles one
-    batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. pause_s:
-    how long (seconds) to wait before a batch is taken; what arrives meanwhile is part of it. enough: whether there is
-    no pause, or it ends, which each `wake` asks. sleep: waits for a pause. on_idle: called when nothing is under way
-    any more. on_error: called with what take, pause_s or handle raised, because nobody awaits the tasks of the batches;
-    what was taken before is handled.
+    batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. slow_s:
+    after so many seconds a batch is slow. pause_s: how long (seconds) to wait before a batch is taken; what arrives
+    meanwhile is part of it. enough: whether there is no pause, or it ends, which each `wake` asks. sleep: waits for a
+    pause. on_idle: called when nothing is under way any more. on_error: called with what take, pause_s or handle
+    raised, because nobody awaits the tasks of the batches; what was taken before is handled.
     """
 
     def __init__(
@@ -41,6 +92,7 @@ class Gather(Generic[T]):
         most: int,
         at_once: int = 1,
         is_full: Callable[[], bool] = lambda: False,
+        slow_s: float = SLOW_S,
         pause_s: Callable[[], float] = lambda: 0.0,
         enough: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
@@ -55,6 +107,7 @@ class Gather(Generic[T]):
         self._most = most
         self._at_once = at_once
         self._is_full = is_full
+        self._slow_s = slow_s
         self._pause_s = pause_s
         self._enough = enough
         self._sleep = sleep
@@ -132,7 +185,7 @@ class Gather(Generic[T]):
             self.slow += 1
             self.wake()
 
-        timer = asyncio.get_running_loop().call_later(SLOW_S, become_slow)
+        timer = asyncio.get_running_loop().call_later(self._slow_s, become_slow)
         try:
             await self._handle(batch)
         except Exception as error:  # the owner decides what it ends

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import isfunction
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -205,35 +205,23 @@ class _Session:
         return [self._deliveries, *(getattr(delivery, field) for field in DELIVERY_FIELDS)]
 
 
-class _Held:
-    """A delivery on the client's side of the socket."""
+class _Remote:
+    """A subscription or a delivery of the server's, on the client's side of the socket. values: a delivery's fields."""
 
-    __slots__ = ("_number", "_send", *DELIVERY_FIELDS)
+    is_lost = False  # this transport does not reconnect, so nothing of it comes again
 
-    def __init__(self, sent: Sequence[Any], send: Callable[..., None]) -> None:
-        self._number, *values = sent
-        for field, value in zip(DELIVERY_FIELDS, values, strict=True):
-            setattr(self, field, value)
-        self._send = send
-
-    @property
-    def is_lost(self) -> bool:
-        """Never answered with yes: this transport does not reconnect, so nothing of it comes again."""
-        return False
+    def __init__(self, transport: LocalTransport, number: int, values: Iterable[object] = ()) -> None:
+        self._transport = transport
+        self._number = number
+        self.__dict__.update(zip(DELIVERY_FIELDS, values, strict=False))
 
     def ack(self) -> None:
         """Done with it."""
-        self._send(self._number, "ack")
+        self._transport.send(self._number, "ack")
 
     def nack(self, *, requeue: bool) -> None:
         """Give it back, or let the broker dead-letter it."""
-        self._send(self._number, "nack", requeue)
-
-
-class _LocalSubscription:
-    def __init__(self, transport: LocalTransport, number: int) -> None:
-        self._transport = transport
-        self._number = number
+        self._transport.send(self._number, "nack", requeue)
 
     def pause(self) -> None:
         """No new deliveries until `resume`."""
@@ -326,7 +314,7 @@ class LocalTransport:
         number = self._number + 1
         self._callbacks[number] = on_delivery
         await self.call(_TRANSPORT, "consume", queue, prefetch)
-        return _LocalSubscription(self, number)
+        return _Remote(self, number)
 
     async def get(self, queue: str) -> Delivery | None:
         """Take one message, or None."""
@@ -334,7 +322,7 @@ class LocalTransport:
         return None if sent is None else self._held(sent)
 
     def _held(self, sent: Sequence[Any]) -> Delivery:
-        return cast(Delivery, _Held(sent, self.send))  # its fields are set by name
+        return cast(Delivery, _Remote(self, sent[0], sent[1:]))  # its fields are set by name
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Never called: this transport does not reconnect."""

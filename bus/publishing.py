@@ -19,14 +19,16 @@ from msgspec import Struct, structs
 
 from bus import metrics
 from bus.contracts.queues import EVENTS
-from bus.gather import Gather
-from bus.in_turn import InTurn
+from bus.gather import Gather, InTurn
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
 from bus.wire import Packed, batch, single
 
 log = structlog.get_logger("bus.publishing")
 
 
+# A broker at full load confirms after some hundred milliseconds. What follows gathers until then: sent beside it, it
+# would be more and smaller messages for the same broker.
+SLOW_CONFIRM_S = 0.5
 # The bound of messages in flight that leave under both keys, their own and their batch's; further ones gather.
 ONCE_FLIGHTS = 2
 
@@ -154,6 +156,7 @@ class _Link:
             at_once=limits.link_in_flight,
             most=limits.full_in_flight if mode.batches else limits.in_flight,
             is_full=lambda: self.entries.count >= full,
+            slow_s=SLOW_CONFIRM_S,
             on_idle=partial(publisher.forget, self),
             on_error=partial(publisher.end, self),
         )

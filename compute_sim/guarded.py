@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import wraps
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -64,7 +63,6 @@ def _fault_of(name: str, fault: Exception) -> DriverFault:
 def _guarded_call(name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     named: tuple[type[Exception], ...] = (DriverUnavailable, *NAMED.get(name, ()))
 
-    @wraps(call)
     async def called(*arguments: Any, **options: Any) -> Any:
         try:
             return await call(*arguments, **options)

@@ -35,6 +35,7 @@ Written = TypeVar("Written")
 
 NOTHING_DECIDED = Decision([], {}, {}, {})
 NEW_HOLDER = ConsumerState(0, 0, "", "", "")
+STALE_NAMES = 2  # times that a write is repeated for names that other processes have removed or added
 
 # A page of the snapshot ends before its reply exceeds the size of a bus message. The sizes are generous estimates of
 # JSON bytes, not measurements.
@@ -110,11 +111,10 @@ class ResourceBook:
         bus: the bus on which they arrived. A new root belongs to the cell of that bus, and reports about roots of other
         cells are refused.
         """
-
-        async def create_names() -> None:
-            await self.names.ensure(*names_of_reports(updates, self.names.trait_ids))
-
-        return await self._write(lambda transaction: report(transaction, updates, bus), create_names)
+        return await self._write(
+            lambda transaction: report(transaction, updates, bus),
+            lambda: names_of_reports(updates, self.names.trait_ids),
+        )
 
     async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
         """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
@@ -152,19 +152,20 @@ class ResourceBook:
     async def _write(
         self,
         apply: Callable[[port.BookTransaction], Awaitable[Written]],
-        create_names: Callable[[], Awaitable[None]] | None = None,
+        named: Callable[[], tuple[set[str], set[str]]] = lambda: (set(), set()),
     ) -> Written:
-        """Run one transaction. When it fails because of stale names, refresh them and run it once more.
+        """Run one transaction. When it fails because of stale names, refresh them and run it again: another process
+        may have created some, and again removed some.
 
-        create_names: creates those that may be missing, in transactions of its own, before the second.
+        named: the (classes, traits) to create then, where they are missing.
         """
-        try:
-            async with self.rows.transaction() as transaction:
-                return await apply(transaction)
-        except StaleNames:
-            await self.names.refresh()
-        if create_names is not None:
-            await create_names()
+        for _ in range(STALE_NAMES):
+            try:
+                async with self.rows.transaction() as transaction:
+                    return await apply(transaction)
+            except StaleNames:
+                await self.names.refresh()
+                await self.names.ensure(*named())
         async with self.rows.transaction() as transaction:
             return await apply(transaction)
 

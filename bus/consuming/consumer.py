@@ -43,8 +43,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
 from bus.contracts.queues import BY_QUEUE, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
-from bus.gather import Gather
-from bus.in_turn import InTurn
+from bus.gather import Gather, InTurn
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
@@ -419,10 +418,10 @@ class Consumer:
         """Call the handler and carry out its outcomes. Raises Transient for messages that wait; only these are left."""
         began, asked = self._bus.clock.monotonic(), list(waiting)
         outcomes = await self._ask(asked)
-        if self._batch_interval is not None:
+        waits = [one for one in outcomes if isinstance(one, Wait)]
+        if self._batch_interval is not None and not waits:
             done = self._bus.clock.monotonic()
             self._batch_interval.end_batch(done - began, len(asked), done, more=self._is_full())
-        waits = [one for one in outcomes if isinstance(one, Wait)]
         waiting[:] = [item for item, one in zip(asked, outcomes, strict=True) if isinstance(one, Wait)]
         if waits:
             asked = [item for item, one in zip(asked, outcomes, strict=True) if not isinstance(one, Wait)]
@@ -484,15 +483,17 @@ class Consumer:
         counter.inc(times)
 
     async def _ask(self, items: Sequence[InFlightMessage]) -> Sequence[Outcome]:
-        """Call the handler and return its outcomes. After a crash each item is tried alone, to find those that cause
-        it.
+        """Call the handler and return its outcomes: Wait for all after a transient fault. After a crash each item is
+        tried alone, to find those that cause it.
         """
         received = [item.received for item in items if isinstance(item.received, Received)]
         try:
-            return await self._until_available.call(lambda: self._call(items, received))
+            return await self._call(items, received)
         except (BusForbidden, Forbidden):
             # not the message's fault: the message is requeued with the connection, and the process logs why it ends
             raise
+        except (BusError, Transient) as unavailable:
+            return [Wait(unavailable.code, str(unavailable))] * len(items)
         except BrokenInvariant as broken:
             await self._end_with(broken)
             log.error("consumer.broken", queue=self.queue, code=broken.code, reason=broken.reason, items=len(items))

@@ -85,8 +85,7 @@ async def list_dead(transport: Transport, queue: str | None = None, limit: int =
     """
     found: list[DeadLetter] = []
     with _given_back() as kept:
-        async for letter, delivery in _each(transport):
-            _keep(kept, delivery)
+        async for letter, _ in _each(transport, kept):
             if queue in (None, letter.queue):
                 found.append(letter)
                 if len(found) == limit:
@@ -100,8 +99,7 @@ async def count(transport: Transport) -> Counts:
     """Return the number of letters of each queue, sorted by the name of the queue."""
     by_queue: Counter[str] = Counter()
     with _given_back() as kept:
-        async for letter, delivery in _each(transport):
-            _keep(kept, delivery)
+        async for letter, _ in _each(transport, kept):
             by_queue[letter.queue] += 1
             if len(kept) == MAX_COUNTED:
                 break
@@ -136,13 +134,12 @@ async def replay(
     wanted = None if ids is None else set(ids)
     sent: list[str] = []
     with _given_back() as kept:
-        async for letter, delivery in _each(transport):
+        async for letter, delivery in _each(transport, kept):
             named = letter.queue == queue and (wanted is None or letter.id in wanted)
-            goes = named and may_go(letter) and not letter.bars_replay
-            if not goes:
-                _keep(kept, delivery)
+            if not named or not may_go(letter) or letter.bars_replay:
                 continue
-            await _send_back(transport, queue, delivery, kept)
+            await transport.publish(_revived(queue, delivery))
+            kept.pop().ack()
             sent.append(letter.id)
             if wanted is not None:
                 wanted.discard(letter.id)
@@ -155,12 +152,10 @@ async def purge(transport: Transport, queue: str) -> int:
     """Drop the dead letters of a queue. Returns their number."""
     gone = 0
     with _given_back() as kept:
-        async for letter, delivery in _each(transport):
+        async for letter, _ in _each(transport, kept):
             if letter.queue == queue:
-                delivery.ack()
+                kept.pop().ack()
                 gone += 1
-            else:
-                _keep(kept, delivery)
     return gone
 
 
@@ -175,29 +170,19 @@ def _given_back() -> Iterator[list[Delivery]]:
             delivery.nack(requeue=True)
 
 
-def _keep(kept: list[Delivery], delivery: Delivery) -> None:
-    delivery.body, delivery.headers = b"", {}  # the queue keeps them; there may be a million letters
-    kept.append(delivery)
-
-
-async def _each(transport: Transport) -> AsyncIterator[tuple[DeadLetter, Delivery]]:
-    """Yield the letters of a bus, the oldest first. Messages that are parked meanwhile are not among them."""
+async def _each(transport: Transport, kept: list[Delivery]) -> AsyncIterator[tuple[DeadLetter, Delivery]]:
+    """Yield the letters of a bus, the oldest first. Messages that are parked meanwhile are not among them. kept: each
+    letter is the last of it while it is looked at.
+    """
     delivery = await transport.get(DEAD_LETTERS)
     behind = await transport.depth(DEAD_LETTERS)  # after a get, which the broker handles after earlier requeues
     position = 0
     while delivery is not None:
+        kept.append(delivery)
         yield read_letter(position, delivery), delivery
+        delivery.body, delivery.headers = b"", {}  # the queue keeps them; there may be a million letters
         position += 1
         delivery = await transport.get(DEAD_LETTERS) if position <= behind else None
-
-
-async def _send_back(transport: Transport, queue: str, delivery: Delivery, kept: list[Delivery]) -> None:
-    try:
-        await transport.publish(_revived(queue, delivery))
-    except BaseException:
-        kept.append(delivery)
-        raise
-    delivery.ack()
 
 
 def _revived(queue: str, delivery: Delivery) -> Outgoing:

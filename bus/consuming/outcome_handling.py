@@ -17,14 +17,13 @@ from msgspec import structs
 
 from bus import metrics
 from bus.bus import Bus
-from bus.clock import new_uuid
+from bus.clock import LogInterval, new_uuid
 from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
 from bus.contracts.queues import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
 from bus.key_trust import CODE, ORIGINAL_KEY, UNTRUSTED, letters_code, published_key
-from bus.log_interval import LogInterval
 from bus.port import BusError, BusForbidden, Delivery, PublishRefused
 from bus.publishing import Confirmation, Mode, Waiter
 from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import structlog
 from prometheus_client import Counter, Gauge
 
-from bus.clock import Clock, event_or_time, shared_delay_s
+from bus.clock import Clock, LogInterval, event_or_time, shared_delay_s
 from bus.contracts.base import Message
 from bus.faults import Transient
 from bus.gather import Gather
-from bus.log_interval import LogInterval
 from bus.persistence.group_flush import GATHER_S
 from bus.persistence.lingering import Lingering, LingeringItems
 from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, by_bus, decode_row, traced

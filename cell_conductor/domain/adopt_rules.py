@@ -131,7 +131,7 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
         numbered_on(instance),
         newest=max(found.attempt, instance.last_attempt) + FORGOTTEN_ATTEMPTS,
         order=instance.order + FORGOTTEN_ATTEMPTS,
-        reused_from=instance.reused_from or 1,
+        reused_from=instance.reused_from or unproved_from(instance, context),
         consumer_generation=instance.consumer_generation if instance.state is State.ACTIVE else None,
         code="",
         reason="",
@@ -193,6 +193,13 @@ def adopt_found(instance: Instance, found: Sequence[FoundMachine], at: float, co
         found_built=best.built,
     )
     return Step(steps.claiming(adopted, State.ACTIVE, at, context))
+
+
+def unproved_from(instance: Instance, context: StepContext) -> int:
+    """From which attempt on a record that goes on with another machine proves nothing: the one on record stays, in
+    quarantine, because the move that made the other may have been undone; but on a fenced host it is a loss.
+    """
+    return instance.attempt + 1 if instance.host_uuid in context.fences else 1
 
 
 def proved_of(instance: Instance, found: FoundMachine) -> Allocations | None:

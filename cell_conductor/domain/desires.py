@@ -95,14 +95,14 @@ DESIRES: Mapping[Phase, Desire] = {
     (State.DESTROYING, State.REVERTING): Desire(
         here=Wish.DESTROY, source=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.RESIZE, work=Work.MOVE
     ),
-    (State.DESTROYING, State.OFFLOADED): Desire(here=Wish.DESTROY, relies_on_fence=True),
+    (State.DESTROYING, State.OFFLOADED): Desire(here=Wish.DESTROY, work=Work.MOVE, relies_on_fence=True),
     (State.DESTROYING, State.DEPARTED): Desire(
         here=Wish.UNCOMMANDED, source=Wish.DESTROY, progress=MoveState.MIGRATING, work=Work.MOVE
     ),
     # Of placement, once that is gone: what the instance holds, or its migration.
     (State.RELEASING, State.FAILED): Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_FAILED),
     (State.RELEASING, State.DELETED): Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_DELETED),
-    (State.RELEASING, State.OFFLOADED): Desire(here=Wish.NONE, asks=Ask.RELEASE, relies_on_fence=True),
+    (State.RELEASING, State.OFFLOADED): Desire(here=Wish.NONE, asks=Ask.RELEASE, work=Work.MOVE, relies_on_fence=True),
     (State.RELEASING, State.ACTIVE): Desire(
         here=Wish.STAY, source=Wish.GONE, asks=Ask.RELEASE_MIGRATION, condition=None, work=Work.MOVE
     ),
@@ -132,7 +132,7 @@ DESIRES: Mapping[Phase, Desire] = {
     (State.FINISHING, None): Desire(
         here=Wish.BUILD, source=Wish.STAY, progress=MoveState.FINISHING, work=Work.MOVE, relies_on_fence=True
     ),
-    (State.RESIZING, None): Desire(here=Wish.STAY, change=ChangeKind.RESIZE),
+    (State.RESIZING, None): Desire(here=Wish.STAY, change=ChangeKind.RESIZE, work=Work.MOVE),
     (State.RESIZED, None): Desire(here=Wish.RUN, source=Wish.STAY, condition=Condition.RESIZED, work=Work.MOVE),
     (State.REVERTING, None): Desire(
         here=Wish.GONE, source=Wish.STAY, asks=Ask.REVERT, progress=MoveState.UNDOING, work=Work.MOVE
@@ -140,7 +140,7 @@ DESIRES: Mapping[Phase, Desire] = {
     (State.RESTARTING, None): Desire(
         here=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.START, work=Work.MOVE
     ),
-    (State.CHANGING, None): Desire(here=Wish.STAY),
+    (State.CHANGING, None): Desire(here=Wish.STAY, work=Work.MOVE),
     (State.OFFLOADED, None): Desire(here=Wish.NONE, condition=Condition.OFFLOADED, ends=True),
     (State.DEPARTED, None): Desire(here=Wish.NONE, elsewhere=True),
 }
@@ -180,9 +180,10 @@ DELETE_REQUESTED = states_where(lambda row: row.condition is Condition.DELETED)
 REFUSED = states_where(lambda row: row.condition in (Condition.DELETED, Condition.FAILED))
 # Nothing is awaited, and by the record there is no machine and no allocation.
 AT_REST = states_where(lambda row: row.here is Wish.NONE and row.asks is None)
-# These may be forgotten after a time; one that has failed, after a longer one.
-PURGED = AT_REST & states_where(lambda row: row.elsewhere or row.condition is Condition.DELETED)
-PURGED_FAILED = AT_REST & states_where(lambda row: row.condition is Condition.FAILED)
+# These may be forgotten after a time; one that has failed, after a longer one, and one that has left: schedulers that
+# are set back to before that command this cell, which would announce it as deleted without a record of where it is.
+PURGED = AT_REST & states_where(lambda row: row.condition is Condition.DELETED)
+PURGED_FAILED = AT_REST & states_where(lambda row: row.elsewhere or row.condition is Condition.FAILED)
 ELSEWHERE = states_where(lambda row: row.elsewhere)
 IN_DOUBT_AFTER_SET_BACK = states_where(lambda row: row.work is not None)
 # In these an evacuation from the host of its source may have a machine at its destination.

@@ -17,7 +17,7 @@ from bus.contracts.cell import Selection
 from bus.contracts.moves import MoveState
 
 from . import rules, steps, way_back
-from .adopt_rules import adopt_found, proved_of
+from .adopt_rules import adopt_found, proved_of, unproved_from
 from .desires import Ask, Wish, desire_of
 from .events import Destroyed, HostRuns, MachineFound, MoveRequested, Spawned
 from .instance import Instance, Move, Power, State
@@ -88,8 +88,8 @@ def take_over_later(instance: Instance, event: MoveRequested, context: StepConte
     refused = refuse_request(unsure, event, context, IN_DOUBT, f"host {newest.host} has a later machine of it: {OLDER}")
     if newest.built and newest.attempt > instance.attempt and proved_of(instance, newest):
         runs = Power.RUNNING if instance.power is Power.SHELVED else instance.power
-        # The machine on record stays, in quarantine: that the later one is to be undone may be forgotten.
-        awake = replace(refused.instance, power=runs, image="", reused_from=1)
+        first = unproved_from(instance, context)
+        awake = replace(refused.instance, power=runs, image="", reused_from=first, doubted=False)
         return after(refused, adopt_found(awake, (newest,), event.at, context))
     return refused
 

@@ -248,7 +248,7 @@ class DecisionRound:
             ranking.consumed(choice.selected)
             if exclusions is not None:
                 choice = replace(choice, passed=max(1, choice.passed - exclusions.full_hosts))
-        elif state.needs_newest and state.gang is None and self._selector.holds.next_until is not None:
+        elif state.looked_again and state.gang is None and self._selector.holds.next_until is not None:
             self._selector.holds.release()  # one that came while this pass let others run
             self.rankings.clear()
             return self.choose(state)
@@ -394,14 +394,11 @@ def _is_held_elsewhere(answer: ClaimResult) -> bool:
 
 def nothing_fits(state: PlacementState, selector: Selector) -> PlacementState:
     """No candidate is left: look again on the newest state."""
-    if not state.needs_newest or (state.partly_full and state.retried_partly_full < MAX_PARTLY_FULL_RETRIES):
+    if not state.looked_again or (state.partly_full and state.looked_again < MAX_PARTLY_FULL_RETRIES):
         # A full child does not make its host full: another scheduler may have taken the claimed child, and left an
         # equal one beside it. On the newest state the host is either a candidate again, or not.
         rejected = {uuid: reason for uuid, reason in state.rejected.items() if uuid not in state.partly_full}
-        retried_partly_full = state.retried_partly_full + 1
-        return replace(
-            state, rejected=rejected, partly_full=(), retried_partly_full=retried_partly_full, needs_newest=True
-        )
+        return replace(state, rejected=rejected, partly_full=(), looked_again=state.looked_again + 1)
     return no_valid_host(state, selector)
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Claim, ClaimOutcome
 from bus.faults import Fault, RequestRefused, Transient
 from placement_worker.replica.book import Book
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Gang
@@ -26,11 +26,6 @@ CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client'
 
 # Outcomes after which the request claims again.
 LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE})
-
-
-def is_lost(answer: ClaimResult | Fault) -> bool:
-    """Whether a claim got nothing, so that its request claims again."""
-    return isinstance(answer, ClaimResult) and answer.outcome in LOST
 
 
 # --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order; claims: how many
@@ -166,8 +161,8 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     """How far one request has come.
 
     rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
-    selected one. same_host: the chosen host's shape had changed; claim it again. needs_newest: nothing fitted; each
-    later choice is made on the newest state of the replica.
+    selected one. same_host: the chosen host's shape had changed; claim it again. looked_again: how often nothing
+    fitted, and another choice was made on the newest state of the replica, as each later one is.
     partly_full: hosts of which only some children are known to be full. recovered: the host where a claim of an earlier
     run was found. run, gang: as in PlacementRequest.
     """
@@ -183,9 +178,8 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     claims: int = 0
     decided_at: float = 0.0
     lost: tuple[ClaimLoss, ...] = ()
-    needs_newest: bool = False
     partly_full: tuple[str, ...] = ()
-    retried_partly_full: int = 0
+    looked_again: int = 0
     recovered: str | None = None
     result: PlacementResult | None = None
     gang: Gang | None = None
@@ -193,7 +187,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     @property
     def needs_refresh(self) -> bool:
         """Whether the next decision has to be made on the newest state: an older state never proves "no host"."""
-        return self.same_host or self.needs_newest
+        return self.same_host or self.looked_again > 0
 
 
 def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementState:

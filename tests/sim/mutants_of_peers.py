@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,7 @@ from cell_conductor.domain import table
 from placement_worker.domain import claims
 from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker import placing
-from scheduler_worker.domain import step
+from scheduler_worker.domain import decision_round
 from scheduler_worker.domain.placement import PlacementRefused
 
 
@@ -66,10 +65,13 @@ def alternates_without_limits() -> AbstractContextManager[Any]:
 def living_members_forgotten() -> AbstractContextManager[Any]:
     """The trimming of the book deletes members of server groups that hold something."""
 
-    def purge(table_: MemoryBookTable, gone: Sequence[Any]) -> None:
+    purged = MemoryBookTable.purge
+
+    def purge(table_: MemoryBookTable, *gone: Any) -> None:
+        purged(table_, *gone)
         table_.members.clear()
 
-    return patch.object(MemoryBookTable, "purge_members", purge)
+    return patch.object(MemoryBookTable, "purge", purge)
 
 
 def hints_not_looked_up() -> AbstractContextManager[Any]:
@@ -119,7 +121,11 @@ def quota_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
 
 def quota_reported_as_no_host() -> AbstractContextManager[Any]:
     """A request refused for its quota is answered that no host would do."""
-    return patch.object(step, "PlacementRefused", lambda code, reason: PlacementRefused("no_valid_host", reason))
+
+    def refused(_code: str, reason: str, **named: bool) -> PlacementRefused:
+        return PlacementRefused("no_valid_host", reason, **named)
+
+    return patch.object(decision_round, "PlacementRefused", refused)
 
 
 def _without_locks(kind: str) -> AbstractContextManager[Any]:

@@ -210,14 +210,6 @@ async def test_a_delete_of_an_instance_whose_machine_has_another_databases_mark_
     assert cell.around.ends(uuid) == [BuildState.ACTIVE] and cell.around.held == held
 
 
-async def test_a_delete_that_overtakes_its_build_is_remembered_by_a_cell_that_was_never_set_back(cell: Cell) -> None:
-    build = cell.build(1)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await cell.drain()
-    assert (await cell.state(uuid), cell.around.events) == (State.TOMBSTONE, [])
-
-
 @pytest.mark.parametrize("is_ahead", [True, False], ids=["the book has the move", "the book was set back as well"])
 async def test_a_machine_in_quarantine_is_given_back_to_its_record_by_an_operators_word(
     cell: Cell, *, is_ahead: bool

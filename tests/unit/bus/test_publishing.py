@@ -15,11 +15,10 @@ from bus.consuming.batch_interval import DOUBLES_S, GAP, ITEMS_AS_A_BATCH, LONGE
 from bus.contracts.build import BuildPage, BuildQuery
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable, RequestTimeout, RequestUnconfirmed
-from bus.gather import SLOW_S
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.group_flush import GroupFlush
 from bus.port import BusUnavailable, Outgoing
-from bus.publishing import Waiter
+from bus.publishing import SLOW_CONFIRM_S, Waiter
 from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, Acks
 from tests.contract.rig import boot
 from tests.kit.virtual_time import on_virtual_time
@@ -378,7 +377,7 @@ async def test_a_publish_that_hangs_holds_up_no_other_message_of_its_key() -> No
     began = clock.monotonic()
     for _ in range(20):
         await bus.publish(message)
-    assert clock.monotonic() - began < 2 * SLOW_S
+    assert clock.monotonic() - began < 2 * SLOW_CONFIRM_S
     assert not hung.done()
     transport.go_on.set()
     await hung

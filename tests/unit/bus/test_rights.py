@@ -28,7 +28,7 @@ from bus.contracts.catalogue import (
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
 from bus.contracts.moves import MoveKind, MoveRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, LANES, lane_of
-from bus.in_turn import InTurn
+from bus.gather import InTurn
 from bus.key_trust import BROKERS_OWN, letters_code, letters_key, published_key
 from bus.port import UNREAD, Delivery, Outgoing
 from bus.topology import matches, plan

@@ -1,10 +1,10 @@
-"""Drivers: planned fleets and faults, copies, checks at the source, rings, answers of others."""
+"""Drivers of a compute service: what they report, and how long one waits for a server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import httpx
@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from bus.clock import SystemClock
-from bus.contracts.cell import InstanceSpec, RingMembers
+from bus.contracts.base import Message
+from bus.contracts.cell import MAX_WAITING, BuildsWaiting, InstanceSpec, RingMembers, WaitingBuild
 from bus.contracts.moves import ChangeKind, ChangeMachine, MachineChanged
+from bus.port import BusError
 from compute_sim.changes import Changes
 from compute_sim.config import ComputeConfig, Device, HostSize
 from compute_sim.domain.faults import FAULTLESS, Faults, PlannedEnding, SourceVerdict, plan_attempt, plan_source_check
@@ -25,6 +27,7 @@ from compute_sim.drivers.ironic.node import IronicNode, Page
 from compute_sim.fleet import Fleet, Guest
 from compute_sim.jobs import Jobs
 from compute_sim.ring import Ring, owner_of
+from compute_sim.waiting import WaitingReporter
 from tests.kit.waiting import until
 
 # --- planned fleets and planned faults
@@ -383,3 +386,56 @@ def test_an_entry_of_a_node_that_cannot_be_read_is_no_mark(info: bytes) -> None:
 def test_an_answer_that_cannot_be_read_is_an_unavailable_ironic(answer: bytes) -> None:
     with pytest.raises(DriverUnavailable, match="not understood"):
         _parse(httpx.Response(200, content=answer), Page)
+
+
+# --- a compute service's messages about its builds that wait
+
+
+WAITS = WaitingBuild(
+    instance_uuid="10000000-0000-4000-8000-000000000001", attempt=1, since=990.0, reason="waits for Ironic"
+)
+
+
+class World:
+    """A driver and a bus."""
+
+    def __init__(self) -> None:
+        self.now: list[WaitingBuild] = []
+        self.published: list[Message] = []
+        self.is_down = False
+
+    def waiting(self) -> Sequence[WaitingBuild]:
+        return self.now
+
+    async def publish(self, message: Message, *, cause: str = "") -> None:
+        if self.is_down:
+            raise BusError("down")
+        self.published.append(message)
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        raise AssertionError
+
+
+async def test_waiting_builds_are_published_while_they_wait_and_once_more_when_none_does() -> None:
+    world = World()
+    reporter = WaitingReporter(world, world, service="metal1", cell="cell1", clock=SystemClock(), interval_s=2.0)
+    await reporter.look()
+    assert world.published == []
+    world.now = [WAITS]
+    await reporter.look()
+    await reporter.look()
+    world.now, world.is_down = [], True
+    await reporter.look()
+    world.is_down = False
+    await reporter.look()
+    await reporter.look()
+    some = BuildsWaiting(service="metal1", cell="cell1", waiting=(WAITS,), lasts_s=6.0)
+    assert world.published == [some, some, BuildsWaiting(service="metal1", cell="cell1", lasts_s=6.0)]
+
+
+async def test_more_than_a_message_may_hold_are_left_out() -> None:
+    world = World()
+    world.now = [WAITS] * (MAX_WAITING + 1)
+    await WaitingReporter(world, world, service="m", cell="c", clock=SystemClock(), interval_s=2.0).look()
+    (message,) = world.published
+    assert isinstance(message, BuildsWaiting) and len(message.waiting) == MAX_WAITING

@@ -11,8 +11,9 @@ from bus.contracts.base import Refusal
 from bus.contracts.cell import FoundMachine, Selection
 from cell_conductor.domain import events as e
 from cell_conductor.domain.adopt_rules import is_searched, why_not_adoptable, why_not_its_machine
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
+from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.records import ON_1, ON_2, ON_3, Case, after, case, moving, outcome, record
@@ -118,6 +119,14 @@ def test_a_machine_that_an_operator_gives(
     before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
 ) -> None:
     assert outcome(before, event, context) == (phase, commands)
+
+
+def test_the_machine_on_record_is_a_loss_of_its_fenced_host_and_stays_on_another() -> None:
+    """It started again with its host, beside the one that an operator has given to the instance."""
+    fenced = replace(PATIENCE, fences={host(2): Fence(host_uuid=host(2), host="host-2", version=1)})
+    lost, kept = (step(record(S.ACTIVE), found(by="op"), context).instance for context in (fenced, PATIENCE))
+    assert is_over(lost, 2, host(2)) and not is_over(lost, 3, host(1))
+    assert not is_over(kept, 2, host(2))
 
 
 CLAIMED: list[Case] = [

@@ -11,10 +11,12 @@ from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import in_text
+from cell_conductor.domain.desires import IN_DOUBT_AFTER_SET_BACK, in_text
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import EndedMove, Instance, Power, State
 from cell_conductor.domain.move_doubts import is_searched_for
 from cell_conductor.domain.report import is_over
+from cell_conductor.domain.set_back import is_outdated
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, refused, request
@@ -28,8 +30,10 @@ from tests.unit.conductor.records import (
     SOURCE_GONE,
     Case,
     after,
+    answer,
     at_source,
     case,
+    changing,
     in_place,
     moving,
     outcome,
@@ -291,5 +295,26 @@ def test_the_instance_goes_on_with_its_later_machine(before: Instance, power: Po
     assert (up.instance.power, up.instance.image, up.instance.doubted) == (power, image, False)
     assert up.instance.sequence > 1000
     assert not is_over(up.instance, before.attempt, host(2)), "the move that made the later one may have been undone"
+    fenced = replace(IN_DOUBT, fences={host(2): Fence(host_uuid=host(2), host="host-2", version=1)})
+    lost = step(before, replace(request(K.UNSHELVE, 1), found=(LATER,)), fenced).instance
+    assert is_over(lost, before.attempt, host(2)), "its host destroys it before it is used again"
     again = step(up.instance, replace(request(K.MIGRATE, 1, request_id=OTHER), found=()), IN_DOUBT)
     assert again.instance.phase == (S.CLAIMING, S.PREPARING)
+
+
+@pytest.mark.parametrize(
+    ("known", "event", "phase"),
+    [
+        (*answer(changing(K.STOP), 2, done=False, runs=False), "active"),
+        (unshelving(S.DESTROYING, S.OFFLOADED), GONE, "releasing/offloaded"),
+        (unshelving(S.RELEASING, S.OFFLOADED), e.Released(at=220.0, consumer=UUID), "offloaded"),
+    ],
+)
+def test_what_a_change_that_was_under_way_at_a_set_back_comes_to_is_searched_for(
+    known: Instance, event: e.Event, phase: str
+) -> None:
+    """It may have ended, and the instance been moved since."""
+    doubted = replace(known, doubted=known.phase in IN_DOUBT_AFTER_SET_BACK)
+    after = step(doubted, event, IN_DOUBT).instance
+    assert in_text(after.phase) == phase
+    assert is_searched_for(after) or is_outdated(replace(after, since=2000.0), IN_DOUBT.set_back)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import placement_worker
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ConsumerAllocations, Release, Swap
+from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, Release, Swap
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, is_in_units
@@ -56,43 +56,6 @@ def run(
 
 def outcome(item: ClaimItem, host: ClaimedProvider, consumers: Mapping[str, ConsumerState] | None = None) -> str:
     return run(item, providers={A: host}, consumers=consumers).verdicts[0].outcome
-
-
-@pytest.mark.parametrize(
-    ("item", "host", "expected"),
-    [
-        (claim({A: {"VCPU": 4}}), provider(VCPU=room(4)), "claimed"),
-        (claim({A: {"VCPU": 5}}), provider(VCPU=room(4)), "full"),
-        (claim({A: {"VCPU": 1}}), provider(VCPU=room(4, 4)), "full"),
-        (claim({A: {"VCPU": 1}}), provider(VCPU=room(4, 9)), "full"),
-        (claim({A: {"DISK_GB": 1}}), provider(VCPU=room(4)), "full"),
-        (claim({A: {"CUSTOM_NONE": 1}}), provider(VCPU=room(4)), "invalid"),
-        (claim({A: {"VCPU": 3}}), provider(VCPU=room(4, step=2)), "invalid"),
-        (claim({A: {"VCPU": 1}}), provider(VCPU=room(4, low=2)), "invalid"),
-        (claim({A: {"VCPU": 3}}), provider(VCPU=room(4, high=2)), "invalid"),
-        (claim({A: {}}), provider(VCPU=room(4)), "invalid"),
-        (claim({NOWHERE: {"VCPU": 1}}), provider(VCPU=room(4)), "gone"),
-        (claim({A: {"VCPU": 1}, NOWHERE: {"VCPU": 1}}), provider(VCPU=room(4)), "gone"),
-        (claim({A: {"VCPU": 1}}, shapes={A: 1}), provider(1, VCPU=room(4)), "claimed"),
-        (claim({A: {"VCPU": 1}}, shapes={A: 1}), provider(2, VCPU=room(4)), "raced"),
-        (claim({A: {"VCPU": 5}}, shapes={A: 1}), provider(2, VCPU=room(4)), "full"),
-        (claim({A: {"VCPU": 3}}, shapes={A: 1}), provider(2, VCPU=room(4, step=2)), "raced"),
-        # Usage moves the generation, never the shape: many claims since, and still no conflict.
-        (claim({A: {"VCPU": 1}}, shapes={A: 1}), provider(1, generation=999, VCPU=room(4, 3)), "claimed"),
-    ],
-)
-def test_one_claim_on_one_provider(item: Claim, host: ClaimedProvider, expected: str) -> None:
-    assert outcome(item, host) == expected
-
-
-def test_options_are_tried_in_order_and_the_most_hopeful_outcome_is_answered() -> None:
-    providers = {A: provider(VCPU=room(1)), B: provider(VCPU=room(9))}
-    verdict = run(claim({A: {"VCPU": 2}}, {B: {"VCPU": 2}}), providers=providers).verdicts[0]
-    assert (verdict.outcome, verdict.option) == ("claimed", 1)
-    assert verdict.outcomes == (ClaimOutcome.FULL, ClaimOutcome.CLAIMED)
-    assert verdict.generations == {B: 11}
-    none = run(claim({NOWHERE: {"VCPU": 2}}, {A: {"VCPU": 2}}), providers=providers).verdicts[0]
-    assert (none.outcome, none.option, none.outcomes) == ("full", None, (ClaimOutcome.GONE, ClaimOutcome.FULL))
 
 
 def test_each_item_sees_what_the_ones_before_it_did() -> None:
@@ -158,31 +121,12 @@ def test_a_refusal_names_the_later_attempt_that_holds_the_consumer(
     assert (verdict.attempt, verdict.holding) == shown
 
 
-def test_the_same_attempt_again_is_answered_with_what_it_holds() -> None:
-    decision = run(
-        claim({B: {"VCPU": 1}}, HELD),
-        providers={A: provider(VCPU=room(2, 2)), B: provider()},
-        consumers={VM: holder(HELD)},
-    )
-    (verdict,) = decision.verdicts
-    assert (verdict.outcome, verdict.option, verdict.consumer_generation, verdict.changed) == ("claimed", 1, 1, False)
-    assert verdict.generations == {A: 10}
-    assert not verdict.holding  # the option holds it
-    assert not decision.generations
-    assert not decision.consumers
-
-
 def test_an_earlier_claim_of_something_else_carries_what_it_holds() -> None:
     decision = run(
         claim({B: {"VCPU": 1}}), providers={A: provider(VCPU=room(2, 2)), B: provider()}, consumers={VM: holder(HELD)}
     )
     (verdict,) = decision.verdicts
     assert (verdict.outcome, verdict.option, verdict.holding) == ("claimed", None, HELD)
-
-
-def test_the_same_attempt_of_another_project_is_another_consumer() -> None:
-    foreign = ConsumerState(1, 1, "another", "u", "INSTANCE", HELD)
-    assert outcome(claim(HELD), provider(VCPU=room(9, 2)), {VM: foreign}) == "consumer_changed"
 
 
 def test_release_first_gives_back_even_when_nothing_fits_and_may_be_repeated() -> None:
@@ -199,34 +143,6 @@ def test_release_first_gives_back_even_when_nothing_fits_and_may_be_repeated() -
     assert again.verdicts[0].outcome == "claimed"
 
 
-def test_release_first_replaces_and_counts_what_is_given_back() -> None:
-    item = claim({A: {"VCPU": 4}}, attempt=2, consumer_generation=1, release_first=True)
-    decision = run(item, providers={A: provider(VCPU=room(4, 2))}, consumers={VM: holder(HELD)})
-    assert decision.verdicts[0].outcome == "claimed"
-    assert decision.used == {A: {"VCPU": 4}}
-
-
-@pytest.mark.parametrize(
-    ("known", "attempt", "expected", "fenced"),
-    [
-        (None, None, "absent", None),
-        (None, 1, "absent", 1),
-        (holder(HELD), None, "released", None),
-        (holder(HELD), 1, "released", 1),
-        (holder(HELD), 5, "released", 5),
-        (holder(HELD, attempt=2), 1, "consumer_changed", 2),
-        (holder(FENCE, attempt=1), 2, "absent", 2),
-        (holder(FENCE, attempt=2), 1, "absent", 2),
-    ],
-)
-def test_release(known: ConsumerState | None, attempt: int | None, expected: str, fenced: int | None) -> None:
-    consumers = {VM: known} if known else {}
-    decision = run(Release(consumer=VM, attempt=attempt), providers={A: provider(VCPU=room(4, 2))}, consumers=consumers)
-    assert decision.verdicts[0].outcome == expected
-    after = decision.consumers.get(VM, known)
-    assert (after.attempt if after else None) == fenced
-
-
 def swap(*entries: tuple[str, int | None, Hold]) -> Swap:
     return Swap(
         consumers=tuple(
@@ -239,41 +155,6 @@ def swap(*entries: tuple[str, int | None, Hold]) -> Swap:
             for uuid, generation, hold in entries
         )
     )
-
-
-def test_a_swap_moves_an_allocation_to_the_migration_and_takes_the_target() -> None:
-    providers = {A: provider(VCPU=room(2, 2)), B: provider(VCPU=room(2))}
-    decision = run(
-        swap((VM, 1, {B: {"VCPU": 2}}), (MIGRATION, None, HELD)), providers=providers, consumers={VM: holder(HELD)}
-    )
-    assert decision.verdicts[0].outcome == "claimed"
-    assert decision.used == {A: {"VCPU": 2}, B: {"VCPU": 2}}
-    vm, migration = decision.consumers[VM], decision.consumers[MIGRATION]
-    assert vm is not None
-    assert migration is not None
-    assert (vm.generation, vm.attempt, vm.holding) == (2, 1, {B: {"VCPU": 2}})
-    assert (migration.generation, migration.attempt, migration.holding) == (1, 0, HELD)
-
-
-@pytest.mark.parametrize(
-    ("entries", "expected", "named"),
-    [
-        ([(VM, 1, {B: {"VCPU": 9}}), (MIGRATION, None, HELD)], "full", VM),
-        ([(VM, 2, {}), (MIGRATION, None, HELD)], "consumer_changed", VM),
-        ([(VM, 1, {}), (MIGRATION, 1, HELD)], "consumer_changed", MIGRATION),
-        ([(VM, 1, {NOWHERE: {"VCPU": 1}})], "gone", VM),
-        ([(VM, 1, {B: {"CUSTOM_NONE": 1}})], "invalid", VM),
-        ([(VM, 1, {}), (VM, 1, {})], "invalid", None),
-        # Together too much, though each alone would fit.
-        ([(VM, 1, {B: {"VCPU": 1}}), (MIGRATION, None, {B: {"VCPU": 2}})], "full", VM),
-    ],
-)
-def test_a_swap_is_all_or_none(entries: list[tuple[str, int | None, Hold]], expected: str, named: str | None) -> None:
-    providers = {A: provider(VCPU=room(2, 2)), B: provider(VCPU=room(2))}
-    decision = run(swap(*entries), providers=providers, consumers={VM: holder(HELD)})
-    assert (decision.verdicts[0].outcome, decision.verdicts[0].consumer) == (expected, named)
-    assert not decision.generations
-    assert not decision.consumers
 
 
 @pytest.mark.parametrize(
@@ -296,28 +177,6 @@ def test_a_swap_of_an_attempt_yields_to_a_newer_one(
     )
     after = decision.consumers.get(VM)
     assert (decision.verdicts[0].outcome, after.attempt if after else None) == expected
-
-
-def test_a_swap_already_done_is_done() -> None:
-    consumers = {VM: holder({B: {"VCPU": 2}}, generation=2), MIGRATION: holder(HELD, attempt=0)}
-    decision = run(
-        swap((VM, 1, {B: {"VCPU": 2}}), (MIGRATION, None, HELD)),
-        providers={A: provider(VCPU=room(2, 2)), B: provider(VCPU=room(2, 2))},
-        consumers=consumers,
-    )
-    assert (decision.verdicts[0].outcome, decision.verdicts[0].changed) == ("claimed", False)
-
-
-def test_what_does_not_worsen_an_over_capacity_provider_is_allowed() -> None:
-    """The inventory shrank to 2 under 4 used; moving or shrinking what is held there must not get stuck."""
-    providers = {A: provider(VCPU=room(2, 4))}
-    consumers = {VM: holder({A: {"VCPU": 4}})}
-    moved = run(swap((VM, 1, {}), (MIGRATION, None, {A: {"VCPU": 4}})), providers=providers, consumers=consumers)
-    assert moved.verdicts[0].outcome == "claimed"
-    smaller = run(claim({A: {"VCPU": 3}}, attempt=2, consumer_generation=1), providers=providers, consumers=consumers)
-    assert smaller.verdicts[0].outcome == "claimed"
-    larger = run(claim({A: {"VCPU": 5}}, attempt=2, consumer_generation=1), providers=providers, consumers=consumers)
-    assert larger.verdicts[0].outcome == "full"
 
 
 # --- random groups against a small model: usage is what is held, no provider is overcommitted, splits do not matter

@@ -265,9 +265,6 @@ def test_a_report_by_itself(good: InventoryUpdate, code: str | None) -> None:
     assert getattr(flaw(good, TRAITS), "code", None) == code
 
 
-REPORTED = told().providers
-
-
 def of_cell(cell: str | None, **used: int) -> dict[str, Provider]:
     book = book_of(update(node(ROOT), node(CHILD, ROOT)))
     return {**book, ROOT: replace(book[ROOT], cell=cell), CHILD: replace(book[CHILD], used=used)}

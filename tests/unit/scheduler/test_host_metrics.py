@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 
-import msgspec
-import numpy as np
 import pytest
 from prometheus_client.core import Metric
 
@@ -23,17 +20,14 @@ from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.host_metrics import TEMPERATURE_CELSIUS, HostMetrics, HostMetricsQuery, HostReading
 from bus.contracts.placement import ProviderState
 from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkersQuery
-from placement_worker.replica.reasons import Reasons
-from placement_worker.replica.request import Group, Query, request_of, slots_of
 from scheduler_worker import metrics, plugins
 from scheduler_worker.config import Aggregate, MetricsConfig, SchedulerConfig
 from scheduler_worker.domain import fleet
-from scheduler_worker.domain.explain import funnel_step, nearest_reasons, phrase
 from scheduler_worker.domain.fleet import MAX_METRICS, HostMetricsTable, WorkerTable
 from scheduler_worker.fleet import HostMetricsListener, age, host_metrics_page
 from scheduler_worker.metrics import HELD_S, ClassTotal, FleetCollector, HostCount, summarize
 from tests.unit.ironic.world import VirtualClock
-from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 # --- Numbers about hosts: which are used, until when, and what they weigh.
 
@@ -75,40 +69,6 @@ def best(hosts: Hosts) -> list[str]:
     return [hosts.name(ranked.row) for ranked in (choice.selected, *choice.alternates)]
 
 
-def test_the_newest_number_counts_whichever_service_measured_it() -> None:
-    hosts = measured_fleet()
-    put(hosts, {0: 40.0, 1: 50.0}, at=NOW - 10)
-    assert put(hosts, {0: 60.0}, at=NOW - 20, source="late") == {"older": 1}
-    assert put(hosts, {1: 70.0}, at=NOW - 5, source="other") == {"taken": 1}
-    assert put(hosts, {1: 70.0}, at=NOW - 5, source="same time") == {"taken": 1}
-    assert known(hosts) == [40.0, 70.0, None]
-
-
-def test_a_number_gets_too_old() -> None:
-    hosts = measured_fleet()
-    put(hosts, {0: 40.0}, at=NOW - 800, now_s=100.0)
-    hosts.selector.metrics.advance(199.0)
-    assert known(hosts)[0] == 40.0
-    hosts.selector.metrics.advance(200.0)
-    assert known(hosts)[0] is None
-    assert put(hosts, {0: 41.0}, at=NOW - 900, now_s=200.0) == {"stale": 1}
-
-
-def test_a_number_of_a_clock_that_was_ahead_blocks_no_later_one_for_long() -> None:
-    hosts = measured_fleet()
-    assert put(hosts, {0: 40.0}, at=NOW + 31) == {"ahead": 1}
-    put(hosts, {0: 40.0}, at=NOW)  # and then this host's own clock is set back by a day
-    assert put(hosts, {0: 50.0}, at=NOW - 86_400, now=NOW - 86_400, now_s=100.0) == {"older": 1}
-    assert put(hosts, {0: 50.0}, at=NOW - 85_400, now=NOW - 85_400, now_s=1000.0) == {"taken": 1}
-
-
-def test_a_cell_reports_its_own_hosts_only() -> None:
-    hosts = measured_fleet(2, cells=["c1", "c2"])
-    assert put(hosts, {0: 40.0, 1: 41.0}, cell="c1") == {"taken": 1, "foreign": 1}
-    assert known(hosts) == [40.0, None]
-    assert put(hosts, {0: 30.0, 1: 31.0}, at=NOW + 1, cell=None) == {"taken": 2}
-
-
 def test_hosts_that_are_not_announced_and_names_without_end_take_no_room() -> None:
     hosts = measured_fleet(1)
     foreign = HostReading(host_uuid=new_uuid(random.Random(1)), at=NOW, values={"power.watts": 1.0})
@@ -120,49 +80,6 @@ def test_hosts_that_are_not_announced_and_names_without_end_take_no_room() -> No
     assert put(hosts, {0: 40.0}) == {"taken": 1}  # what the settings name has its place
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        '{"power.watts": 1e300}',
-        '{"power.watts": "hot"}',
-        '{"Power Watts": 1.0}',
-        '{"power.watts\\n": 1.0}',
-        "{}",
-        json.dumps({f"m{number}": 1.0 for number in range(33)}),
-    ],
-)
-def test_what_is_no_number_of_a_metric_is_no_message(values: str) -> None:
-    uuid = new_uuid(random.Random(1))
-    text = '{"source": "bmc", "type": "host.metrics.v1", "readings": [{"host_uuid": "%s", "at": 1.0, "values": %s}]}'
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(text % (uuid, values), type=HostMetrics)
-
-
-def test_hosts_that_are_announced_later_have_a_place() -> None:
-    hosts = measured_fleet(2)
-    put(hosts, {0: 40.0})
-    more = [new_uuid(hosts.rng) for _ in range(5000)]
-    hosts.uuids += more
-    hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2)
-    assert put(hosts, {5001: 45.0}) == {"taken": 1}
-    at = [hosts.table.index_of(hosts.uuids[host]) for host in (0, 1, 5001)]
-    values = hosts.selector.metrics.values(TEMPERATURE_CELSIUS, np.array([*at, -1], dtype=np.intp))
-    assert values[[0, 2]].tolist() == [40.0, 45.0]
-    assert np.isnan(values[[1, 3]]).all()
-
-
-def test_the_cooler_host_is_chosen() -> None:
-    hosts = measured_fleet()
-    put(hosts, {0: 70.0, 1: 30.0, 2: 50.0})
-    assert best(hosts) == ["h1", "h2", "h0"]
-
-
-def test_a_host_without_the_number_sinks() -> None:
-    hosts = measured_fleet()
-    put(hosts, {0: 70.0, 2: 50.0})
-    assert best(hosts) == ["h2", "h0", "h1"]
-
-
 def test_two_metrics_are_added_by_their_ratios() -> None:
     weights = {TEMPERATURE_CELSIUS: -1.0, "power.watts": -0.1}
     hosts = measured_fleet(settings=config(MetricsConfig(weights=weights)))
@@ -171,14 +88,6 @@ def test_two_metrics_are_added_by_their_ratios() -> None:
     assert best(hosts)[0] == "h1"  # -50, and the others -80 each
     put(hosts, {0: 490.0}, name="power.watts", at=NOW + 1)
     assert best(hosts) == ["h1", "h0", "h2"]
-
-
-def test_an_aggregate_sets_the_multiplier() -> None:
-    zone = aggregate("inverted", metrics_weight_multiplier="-1.0")
-    settings = config(aggregates=(zone,))
-    hosts = measured_fleet(settings=settings, members={zone.uuid: [0, 1, 2]})
-    put(hosts, {0: 70.0, 1: 30.0, 2: 50.0})
-    assert best(hosts) == ["h0", "h2", "h1"]
 
 
 def test_without_weights_nothing_is_weighed() -> None:
@@ -287,17 +196,6 @@ def test_hosts_are_counted_by_state_and_classes_added_up() -> None:
     ]
 
 
-def test_an_empty_fleet_has_no_figures() -> None:
-    summary = summarize(Hosts([]).selector.all_hosts(), "nova")
-    assert (summary.hosts, summary.totals) == ((), ())
-
-
-def test_sums_are_exact_beyond_what_a_float_holds() -> None:
-    hosts = Hosts([{"VCPU": 2**31 - 1}] * 3)
-    (total,) = summarize(hosts.selector.all_hosts(), "nova").totals
-    assert total.capacity == 3 * (2**31 - 1)
-
-
 def _samples(collected: Iterable[Metric]) -> dict[tuple[str, ...], float]:
     return {(s.name, *s.labels.values()): s.value for family in collected for s in family.samples}
 
@@ -404,53 +302,3 @@ def test_a_worker_that_has_stopped_is_no_longer_listed_and_one_that_restarts_is(
     table.apply(heartbeat(phase=STOPPED), "api", 2.0)  # a copy
     table.apply(heartbeat(phase="opening"), "api", 3.0)
     assert [one.bus for one in table.page(WorkersQuery(), 3.0).workers] == ["api", "cell1"]
-
-
-# --- Every reason that the candidate search gives is put in words.
-
-
-EVERYTHING = request_of(
-    Query(
-        resources={"VCPU": 1},
-        required=(("A",), ("B", "C")),
-        forbidden=("D",),
-        member_of=(("a",),),
-        forbidden_aggregates=("b",),
-        root_required=(("E",),),
-        root_forbidden=("F",),
-        root_member_of=(("c",),),
-        root_forbidden_aggregates=("d",),
-        groups=(Group(suffix="_NET", resources={"VF": 1}),),
-    )
-)
-
-
-def test_each_reason_of_the_search_has_a_phrase() -> None:
-    reasons = Reasons(EVERYTHING, slots_of(EVERYTHING))
-    named = [one for code, one in enumerate(reasons.named) if code not in {0, reasons.unexplained}]
-    phrases = {(one.step, one.reason): phrase(one.step, one.reason) for one in named}
-    assert len(phrases) > 20
-    assert [which for which, words in phrases.items() if words.startswith("were rejected by")] == []
-    assert phrases["traits", "lacks one of B, C"] == "lack one of B, C"
-    assert phrases["group NET", "traits not met"] == "have no provider with the traits of group NET"
-
-
-def test_pins_have_phrases_too() -> None:
-    assert phrase("providers", "ignored") == "were ignored as requested"
-    assert phrase("providers", "not among those requested") == "are not among the hosts that were requested"
-
-
-def test_a_reason_of_no_host_is_no_reason() -> None:
-    funnel = (funnel_step("VCPU", 3, {"in use": 3}), funnel_step("cell", 0, {"host.other_cell": 0}))
-    assert nearest_reasons(funnel, 3) == ["3 have too little VCPU free"]
-
-
-def test_a_hosts_cell_and_state_have_phrases() -> None:
-    steps = {
-        "host.other_cell": "cell",
-        "cell.disabled": "cell",
-        "host.maintenance": "maintenance",
-        "host.fenced": "fenced",
-    }
-    phrases = {reason: phrase(step, reason) for reason, step in steps.items()}
-    assert [reason for reason, words in phrases.items() if words.startswith("were rejected by")] == []

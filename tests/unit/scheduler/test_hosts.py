@@ -14,7 +14,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGone, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.moves import MoveKind
@@ -60,28 +60,6 @@ def managed(table: hosts.HostTable) -> str:
     return "".join(name for index, name in enumerate(table.names) if table.service[index] != hosts.NO_SERVICE)
 
 
-def test_a_report_of_many_pages_shows_what_is_gone_when_all_of_them_arrived() -> None:
-    table = hosts.HostTable()
-    for one in (
-        report(1, "a", "b", first_sequence=1, pages=2),
-        report(2, "c", "d", first_sequence=1, pages=2, complete=True),
-    ):
-        assert table.apply(one, 0.0)
-    assert managed(table) == "abcd"
-    table.apply(report(3, "a", first_sequence=3, pages=3), 1.0)
-    table.apply(report(4, "e"), 1.0)  # a host that is new meanwhile, announced alone
-    table.apply(report(5, "c", first_sequence=3, pages=3), 1.0)
-    assert managed(table) == "abcde"
-    table.apply(report(6, first_sequence=3, pages=3, complete=True), 1.0)
-    assert managed(table) == "ace"
-    # A page of this one is lost: no host is taken for gone.
-    table.apply(report(7, "a", first_sequence=7, pages=3), 2.0)
-    table.apply(report(9, "c", first_sequence=7, pages=3, complete=True), 2.0)
-    assert managed(table) == "ace"
-    table.apply(report(10, "c", complete=True), 3.0)  # as services announced it that knew no pages
-    assert managed(table) == "c"
-
-
 def test_a_service_that_began_anew_counts_its_pages_anew() -> None:
     """It may have died within a report that had the number of its first one now."""
     table = hosts.HostTable()
@@ -101,71 +79,6 @@ def announce(table: hosts.HostTable, cell: str, sequence: int, now_s: float, ser
     index = table.index_of(HOST)
     assert index is not None
     return table.cells[table.cell[index]]
-
-
-def test_a_cell_does_not_announce_another_cells_host_down() -> None:
-    table = hosts.HostTable()
-    assert announce(table, "c1", 1, 0.0) == "c1"
-    assert announce(table, "c2", 1, hosts.CELL_HOLD_S) == "c1"
-    down = (ServiceDown(service="s", epoch=1, code="service.stopped"),)
-    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), hosts.CELL_HOLD_S)
-    assert announce(table, "c1", 2, hosts.CELL_HOLD_S, service="heir") == "c1"
-    assert announce(table, "c2", 2, 2 * hosts.CELL_HOLD_S) == "c1"
-
-
-def test_a_host_stays_with_the_service_that_has_it_and_the_refused_one_is_named() -> None:
-    """Builds went to the service that had announced the host last, whose inventory the book need not have."""
-    table = hosts.HostTable()
-    announce(table, "c1", 1, 0.0)
-    announce(table, "c1", 1, 1.0, service="second")
-    assert table.live_service_of(HOST) == "s" and table.contested_by(HOST) is None
-    refused = (HostReport(uuid=HOST, name="h", owner="s"),)
-    table.apply(ComputeHosts(service="second", cell="c1", epoch=1, sequence=2, hosts=refused, complete=True), 2.0)
-    assert table.live_service_of(HOST) == "s" and table.contested_by(HOST) == "second"
-    down = (ServiceDown(service="second", epoch=1, code="service.stopped"),)
-    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 3.0)
-    assert table.contested_by(HOST) is None, "it is gone"
-    table.apply(ServicesDigest(cell="c1", term=1, number=2), 4.0)
-    table.apply(ComputeHosts(service="second", cell="c1", epoch=1, sequence=3, complete=True), 5.0)
-    assert table.contested_by(HOST) is None, "it does not report it any more"
-
-
-def test_a_refused_service_that_was_announced_first_loses_the_host_to_its_owner() -> None:
-    """A scheduler that has just started receives announcements in any order."""
-    table = hosts.HostTable()
-    announce(table, "c1", 1, 0.0, service="second")
-    refused = (HostReport(uuid=HOST, name="h", owner="s"),)
-    table.apply(ComputeHosts(service="second", cell="c1", epoch=1, sequence=2, hosts=refused), 1.0)
-    assert table.live_service_of(HOST) is None
-    announce(table, "c1", 1, 2.0)
-    assert table.live_service_of(HOST) == "s" and table.contested_by(HOST) == "second"
-    down = (ServiceDown(service="s", epoch=1, code="service.silent"),)
-    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 3.0)
-    announce(table, "c1", 3, 4.0, service="second")
-    assert table.live_service_of(HOST) == "second" and table.contested_by(HOST) is None, "it has taken the host over"
-
-
-def test_a_host_that_a_second_service_reports_while_its_own_is_down_stays_with_its_own() -> None:
-    """The second one was taken to have succeeded it; when the book refused that one, the host had no service at all."""
-    table = hosts.HostTable()
-    announce(table, "c1", 1, 0.0)
-    down = (ServiceDown(service="s", epoch=1, code="service.silent"),)
-    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
-    announce(table, "c1", 1, 2.0, service="second")
-    refused = (HostReport(uuid=HOST, name="h", owner="s"),)
-    table.apply(ComputeHosts(service="second", cell="c1", epoch=1, sequence=2, hosts=refused), 3.0)
-    assert table.is_down(HOST) and table.contested_by(HOST) == "second"
-    table.apply(ServicesDigest(cell="c1", term=1, number=2), 4.0)
-    assert table.live_service_of(HOST) == "s"
-
-
-def test_a_host_whose_service_is_silent_or_gone_may_come_to_another_cell() -> None:
-    table = hosts.HostTable()
-    announce(table, "c1", 1, 0.0)
-    assert announce(table, "c2", 1, hosts.CELL_HOLD_S + 1) == "c2"
-    down = (ServiceDown(service="s", epoch=1, code="service.stopped"),)
-    table.apply(ServicesDigest(cell="c2", term=1, number=1, down=down), hosts.CELL_HOLD_S + 2)
-    assert announce(table, "c1", 2, hosts.CELL_HOLD_S + 3) == "c1"
 
 
 def digest(number: int, *down: str, term: int = 1, page: int = 1, pages: int = 1, epoch: int = 1) -> ServicesDigest:
@@ -192,122 +105,6 @@ def test_the_newest_whole_digest_of_a_cell_names_which_services_are_down() -> No
     assert table.down().tolist() == [True, True, True]
     assert table.apply(digest(1, term=2), 4.0) and table.down().tolist() == [False, False, True]
     assert not table.apply(digest(99, "a"), 5.0), "of a keeper that was replaced"
-
-
-def test_a_service_that_was_started_anew_is_not_the_one_that_was_down() -> None:
-    table = services("a")
-    table.apply(digest(1, "a", "b"), 1.0)
-    table.apply(ComputeHosts(service="a", cell="c1", epoch=1, sequence=2), 1.5)
-    assert table.down().tolist() == [True, True], "the same life, announced again: its cell has not received it yet"
-    table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=1), 2.0)
-    table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=1), 2.0)
-    assert table.down().tolist() == [False, True, True], "b was announced after its cell had reported it down"
-    table.apply(digest(2, "a", epoch=1), 3.0)
-    assert table.down().tolist() == [False, False, True]
-
-
-def test_a_living_service_keeps_its_hosts_though_it_announces_them_seldom() -> None:
-    table = hosts.HostTable()
-    announce(table, "c1", 1, 0.0)
-    table.apply(digest(1), 10 * hosts.CELL_HOLD_S)
-    assert announce(table, "c2", 1, 11 * hosts.CELL_HOLD_S) == "c1"
-    table.apply(digest(2, "s"), 11 * hosts.CELL_HOLD_S)
-    assert announce(table, "c2", 2, 12 * hosts.CELL_HOLD_S) == "c1", "silent, and perhaps back in a moment"
-    assert announce(table, "c2", 3, 12 * hosts.CELL_HOLD_S + 1) == "c2"
-
-
-def test_hosts_of_a_service_that_is_down_for_long_have_no_service() -> None:
-    table = services("a")
-    table.apply(digest(1, "a"), 1.0)
-    table.apply(digest(2, "a"), 2.0 + hosts.DOWN_HOLD_S)
-    assert table.service[0] == hosts.NO_SERVICE
-    seen = table.revision
-    table.apply(digest(3, "a"), 3.0 + hosts.DOWN_HOLD_S)
-    assert table.revision == seen, "what waits for hosts is decided again only when another set may pass"
-    table.apply(digest(4), 4.0 + hosts.DOWN_HOLD_S)
-    assert table.service[0] == hosts.NO_SERVICE, "forgotten by its cell, which is not the same as back"
-
-
-def counting(up: int, number: int = 1) -> ServicesDigest:
-    return ServicesDigest(cell="c1", term=1, number=number, up=up)
-
-
-def test_a_service_that_its_cell_has_forgotten_and_that_answers_nothing_is_down() -> None:
-    """Seed 2221: it died while its cell's database was set back; no conductor knew of it, or missed it."""
-    table = services("a", "b")
-    assert not table.knows_more("c1"), "no digest has come yet"
-    table.apply(counting(1), 1.0)
-    assert table.knows_more("c1")
-    for number in range(hosts.MAX_UNANSWERED + 1):
-        assert table.down().tolist() == [False, False, True], number
-        table.count_request("c1", 2.0 + number)
-        table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=2 + number), 2.0 + number)
-    assert table.down().tolist() == [True, False, True]
-    assert not table.knows_more("c1"), "nothing is left to ask about"
-    table.apply(counting(1, 2), 20.0)
-    assert table.down().tolist() == [True, False, True]
-    table.apply(ComputeHosts(service="a", cell="c1", epoch=1, sequence=2), 30.0)
-    assert table.down().tolist() == [False, False, True], "one answer, and it is there"
-
-
-def test_a_service_that_its_cell_counts_is_not_requested() -> None:
-    table = services("a", "b")
-    table.apply(counting(2), 1.0)
-    assert not table.knows_more("c1")
-    table.apply(ServicesDigest(cell="c1", term=1, number=2, up=1, down=digest(1, "a").down), 2.0)
-    assert not table.knows_more("c1"), "its cell reports it down"
-
-
-def of_ring(service: str, sequence: int, number: int, *, cell: str = "c1", complete: bool = False) -> ComputeHosts:
-    node = HostReport(uuid="aaaaaaaa-0000-4000-8000-000000000000", name="a")
-    return ComputeHosts(
-        service=service,
-        cell=cell,
-        epoch=1,
-        sequence=sequence,
-        hosts=(node,),
-        complete=complete,
-        ring_term=1,
-        ring_number=number,
-    )
-
-
-def test_a_node_is_not_taken_from_a_service_that_goes_by_newer_members() -> None:
-    """A paused service that wakes announces what was its own before it learns who has it now."""
-    table = hosts.HostTable()
-
-    def has_it() -> str:
-        return table.services[int(table.service[0])].name
-
-    assert table.apply(of_ring("m1", 1, 1), 0.0) and has_it() == "m1"
-    assert table.apply(of_ring("m2", 1, 2), 1.0) and has_it() == "m2"
-    assert table.apply(of_ring("m1", 2, 1, complete=True), 2.0) and has_it() == "m2"
-    assert table.apply(of_ring("m1", 3, 3), 3.0) and has_it() == "m1"
-    assert table.apply(of_ring("m2", 2, 3), 4.0) and has_it() == "m2", "of one number the last one counts"
-    down = ServiceDown(service="m2", epoch=1, code="service.silent")
-    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=(down,)), 5.0)
-    assert table.apply(of_ring("m1", 4, 1), 6.0) and has_it() == "m1", "a service that is down holds nothing"
-
-
-def test_a_forgotten_service_has_no_hosts_and_is_back_with_its_next_announcement() -> None:
-    table = hosts.HostTable()
-    table.apply(report(1, "a", "b", complete=True), 0.0)
-    silent = ServiceDown(service="s", epoch=1, code="service.silent")
-    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=(silent,), up=0), 1.0)
-    assert table.cells_of_service("s") == ["c1"] and table.service_of("c1", "s") == 0
-    for cell in ("c2", "c1"):
-        assert managed(table) == "ab"
-        table.forget_service(ServiceGone(cell=cell, service="s"), 2.0)
-    assert managed(table) == "" and table.service_of("c1", "s") == hosts.NO_SERVICE
-    assert table.cells_of_service("s") == ["c1"], "its cell lists it until the next digest"
-    table.apply(ServicesDigest(cell="c1", term=1, number=2, up=0), 3.0)
-    assert table.cells_of_service("s") == [] and not table.knows_more("c1")
-    assert table.down().tolist() == [True, True], "it does not count as up"
-    table.apply(report(1, "a", complete=True), 4.0)
-    assert managed(table) == "", "a late copy"
-    table.apply(report(2, "a", complete=True), 5.0)
-    assert managed(table) == "a" and table.cells_of_service("s") == ["c1"]
-    assert table.down().tolist() == [False, True]
 
 
 # --- Announcements of many hosts at once, and the event loop that takes them.
@@ -365,14 +162,6 @@ def sensors(hosts: Hosts, host: int, at: float, **values: float) -> None:
     hosts.selector.metrics.apply(HostMetrics(source="ironic", readings=(reading,)), None, now=at, now_s=at)
 
 
-def test_a_warning_of_its_service_puts_a_host_below_those_without_and_above_failed_builds() -> None:
-    warned = {"attributes": {"health": "warning"}}
-    hosts = Hosts([LARGE, PLENTY, LARGE], reports={0: warned, 2: {"failed_builds": 1}})
-    assert best(hosts) == ["h1", "h0", "h2"]
-    hosts.announce(["c1"] * 3, {}, sequence=2)
-    assert best(hosts)[-1] == "h1"
-
-
 def test_a_warning_or_critical_sensor_counts_until_it_is_too_old() -> None:
     hosts = Hosts([LARGE, PLENTY, LARGE])
     sensors(hosts, 0, 1000.0, sensors_warning=1.0, sensors_critical=0.0)
@@ -382,11 +171,6 @@ def test_a_warning_or_critical_sensor_counts_until_it_is_too_old() -> None:
     assert best(hosts)[0] == "h0"
     hosts.selector.metrics.advance(1900.0)
     assert set(best(hosts)[:2]) == {"h0", "h2"}
-
-
-def test_an_attribute_of_another_value_is_no_warning() -> None:
-    hosts = Hosts([LARGE, PLENTY], reports={0: {"attributes": {"health": "fine"}}})
-    assert best(hosts) == ["h0", "h1"]
 
 
 # --- A host that is forgotten: what keeps it, and what leaves the record with it.

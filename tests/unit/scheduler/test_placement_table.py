@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bus.contracts.book import HeldAllocation
 from bus.contracts.cell import Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.placement import ClaimOption
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round
@@ -20,7 +20,6 @@ from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (
-    LOST,
     ClaimsContended,
     ClaimStranded,
     HostClaimed,
@@ -32,7 +31,6 @@ from scheduler_worker.domain.placement import (
     claim_of,
     initial_state,
     is_as_held,
-    is_lost,
     is_without_host,
     result_after,
     result_of,
@@ -124,7 +122,7 @@ def test_where_the_members_of_a_group_go(
 ) -> None:
     hosts = world(processors)
     rejected = {hosts.uuids[at]: why for at, why in more.get("rejected", {}).items()}
-    states = members(hosts, flavors, policy, **{**more, "rejected": rejected, "needs_newest": True})
+    states = members(hosts, flavors, policy, **{**more, "rejected": rejected, "looked_again": 1})
     after = decided(hosts, states)
     assert [one.request.instance_uuid for one in after] == [one.request.instance_uuid for one in states]
     assert chosen(hosts, after) == on
@@ -153,7 +151,7 @@ def test_so_many_hosts_are_tried_for_a_gang_where_none_is_known_to_be_too_small(
         decision_round, "room_for", lambda members, view: np.full(len(view), len(members), dtype=np.intp)
     )
     hosts = world(room)
-    after = decided(hosts, members(hosts, [SMALL] * 4, AFFINITY, needs_newest=True))
+    after = decided(hosts, members(hosts, [SMALL] * 4, AFFINITY, looked_again=1))
     assert chosen(hosts, after) == [*on, *[None] * (4 - len(on))]
     assert len(list(hosts.book.assumptions.keys())) == len(on)
     assert all(not one.rejected for one in after)
@@ -171,7 +169,7 @@ def test_choices_that_are_held_are_let_go_before_it_is_said_that_no_host_is_left
         hosts.selector.holds.add("move", held, 9.0)
     else:
         hosts.book.assume("another", held)
-    (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, needs_newest=newest))
+    (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, looked_again=int(newest)))
     assert (after.choice is not None) is found
     left = after.request.instance_uuid if found else "move" if is_held else "another"
     assert list(hosts.book.assumptions.keys()) == [left]
@@ -247,12 +245,6 @@ CLAIMED = HostClaimed(cell="c1", selections=(SELECTED,), consumer_generation=1, 
 AWAY = PlacementUnavailable("away")
 
 
-@pytest.mark.parametrize("outcome", list(ClaimOutcome))
-def test_a_claim_is_lost_that_got_nothing_and_whose_request_goes_on(outcome: ClaimOutcome) -> None:
-    assert is_lost(ClaimResult(outcome=outcome)) is (outcome in LOST)
-    assert not is_lost(TIMEOUT)
-
-
 def test_what_a_fault_means_for_a_placement() -> None:
     assert unavailable_after(AWAY) is AWAY and isinstance(unavailable_after(TIMEOUT), PlacementUnavailable)
     assert [type(result_after(one)) for one in (TIMEOUT, REFUSAL)] == [PlacementUnavailable, PlacementRefused]
@@ -311,7 +303,7 @@ def test_a_request_names_one_alternate_less_than_its_attempts(
     state = initial_state(PlacementRequest(request=request, spec=hosts.spec(), run="r"), hosts.selector)
     assert (state.max_alternates, state.rejected, state.run) == (alternates, {hosts.uuids[1]: "host.ignored"}, "r")
     assert (state.needs_refresh, replace(state, same_host=True).needs_refresh) == (False, True)
-    assert replace(state, needs_newest=True).needs_refresh
+    assert replace(state, looked_again=1).needs_refresh
 
 
 @pytest.mark.parametrize(("policy", "run", "host", "by"), [(None, "", None, None), (APART, "r", UUID, "r")])

@@ -13,28 +13,19 @@ from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimHolder, ClaimOutcome, ClaimResult
-from bus.faults import RequestRefused, RequestTimeout
+from bus.contracts.placement import ClaimOutcome, ClaimResult
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import Author, Gang
-from scheduler_worker.domain.decision_round import DecisionRound, nothing_fits, step
-from scheduler_worker.domain.decisions import decision
+from scheduler_worker.domain.decision_round import DecisionRound, step
 from scheduler_worker.domain.placement import (
-    ClaimStranded,
-    GangIncomplete,
     HostClaimed,
-    PlacementRefused,
     PlacementRequest,
-    PlacementResult,
     PlacementState,
     PlacementStep,
-    PlacementUnavailable,
     initial_state,
-    result_of,
 )
 from scheduler_worker.domain.plugins import Verdict
-from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns
-from scheduler_worker.domain.selector import Holds, NoValidHost
+from scheduler_worker.domain.ranking import CellRuns
+from scheduler_worker.domain.selector import Holds
 from scheduler_worker.domain.view import HostsView, Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import Cluster
@@ -68,77 +59,6 @@ def test_the_only_host_that_passes_is_claimed_without_weights() -> None:
     alone = replace(case.state, choice=replace(case.state.choice, alternates=(), passed=1, weights=()))
     result = case.step(ClaimOutcome.CLAIMED, state=alone, option=0).state.result
     assert isinstance(result, HostClaimed) and result.scores == ()
-
-
-@pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.RULED_OUT])
-def test_a_lost_host_is_rejected_and_another_is_chosen(outcome: ClaimOutcome) -> None:
-    case = ClaimCase()
-    after = case.step(outcome).state
-    assert after.rejected == {case.chosen: f"claim.{outcome.value}"} and after.result is None
-    assert len(after.lost) == 1 and after.lost[0].what.endswith(f": {outcome.value}")
-    again = case.round.decide(after)
-    assert again.choice is not None and again.choice.selected.uuid != case.chosen
-
-
-def test_the_timeline_names_who_holds_what_was_lost() -> None:
-    case = ClaimCase()
-    winner = ClaimHolder(consumer=new_uuid(case.hosts.rng), project_id="q")
-    again = case.round.decide(case.step(ClaimOutcome.FULL, holders=(winner,)).state)
-    assert again.choice is not None
-    generations = {again.choice.selected.uuid: 2}
-    placed = result_of(case.step(ClaimOutcome.CLAIMED, state=again, option=0, generations=generations).state)
-    assert isinstance(placed, HostClaimed)
-    author = Author(who="scheduler s", at=1.0)
-    decided = decision(case.state.request, case.state.spec, placed, author, nearest=3)
-    lost, *others = decided.timeline
-    assert (lost.what, lost.holders) == ("not_claimed", (winner,))
-    assert [line.what for line in others if not line.holders] == ["chosen", "claimed", "dispatched"]
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        None,  # its rounds are used up
-        NoValidHost(()),
-        PlacementRefused("quota.exceeded", "no"),
-        ClaimStranded("gone"),
-        GangIncomplete(Gang(uuid="g", size=2, min_count=2), 1, 1),
-    ],
-)
-def test_a_build_that_ends_without_a_host_names_who_holds_what_it_lost(end: PlacementResult | None) -> None:
-    case = ClaimCase()
-    winner = ClaimHolder(consumer=new_uuid(case.hosts.rng), project_id="q")
-    ended = result_of(replace(case.step(ClaimOutcome.FULL, holders=(winner,)).state, result=end))
-    author = Author(who="scheduler s", at=1.0)
-    lost, failed = decision(case.state.request, case.state.spec, ended, author, nearest=3).timeline
-    assert (lost.what, lost.holders, failed.what, failed.holders) == ("not_claimed", (winner,), "failed", ())
-    assert lost.detail == f"{case.hosts.selector.name_of(case.chosen)}: full"
-
-
-def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
-    case, hosts = ClaimCase(), []
-    state = case.state
-    for _ in range(CONFIG.raced_retries + 1):
-        state = case.round.decide(case.step(ClaimOutcome.RACED, state=state).state)
-        assert state.choice is not None
-        hosts.append(state.choice.selected.uuid)
-    assert [host == case.chosen for host in hosts] == [True] * CONFIG.raced_retries + [False]
-
-
-def test_no_answer_is_not_no_valid_host() -> None:
-    case = ClaimCase()
-    lost = step(case.state, RequestTimeout("late"), case.hosts.selector, now=0.0).state
-    assert isinstance(lost.result, PlacementUnavailable)
-    refused = step(case.state, RequestRefused("no", code="c"), case.hosts.selector, now=0.0).state
-    assert refused.result == PlacementRefused("c", "no")
-
-
-def test_no_valid_host_is_answered_on_the_newest_state() -> None:
-    case = ClaimCase()
-    none = replace(case.state, choice=None, rejected=dict.fromkeys(case.hosts.uuids, "claim.full"))
-    needing = nothing_fits(none, case.hosts.selector)
-    assert needing.needs_refresh and needing.result is None
-    assert isinstance(nothing_fits(needing, case.hosts.selector).result, NoValidHost)
 
 
 def test_like_requests_of_a_batch_are_filtered_once() -> None:
@@ -191,27 +111,6 @@ def test_members_that_stay_apart_share_a_ranking_and_see_each_other(most: int) -
     assert {one.choice.passed for one in chosen if one.choice is not None} == {3}
 
 
-def test_a_plug_in_that_may_read_peers_keeps_each_request_its_own_ranking() -> None:
-    class Asking:
-        name: ClassVar[str] = "Asking"
-
-        def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
-            assert spec.peers is not None
-            return Verdict(np.ones(len(view), dtype=np.bool_), {})
-
-    hosts = Hosts([PLENTY] * 2, config=PACKED)
-    hosts.selector.configure(
-        PACKED,
-        flavors=hosts.selector.flavors,
-        filters=(*hosts.selector.filters, Asking()),
-        weighings=hosts.selector.weighings,
-    )
-    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
-    for state in members_of(hosts, 2, {}):
-        assert round_.choose(state).choice is not None
-    assert len(round_.rankings) == 2
-
-
 # --- Equal hosts are chosen from one cell at a time, so that what a round sends to a cell is one large batch.
 
 
@@ -245,19 +144,6 @@ def test_a_round_stays_in_one_cell_and_the_next_ones_go_to_the_others_in_turn() 
     turns = [cells.pop() for cells in rounds]
     assert sorted(turns[:4]) == sorted(CELLS) and turns[4:] == turns[:4]
     assert len(set(one_round(equal_hosts(100), None, 20))) == len(CELLS), "without runs they are spread by chance"
-
-
-def test_a_large_round_takes_all_cells_alike() -> None:
-    counted = Counter(one_round(equal_hosts(200), CellRuns(), 4 * LONGEST_RUN))
-    assert counted == dict.fromkeys(CELLS, LONGEST_RUN)
-
-
-def test_a_run_ends_where_another_cell_has_the_better_host() -> None:
-    """Ten hosts a cell: by the eleventh choice of a cell those of the others are better, as each has more room."""
-    hosts = equal_hosts(10)
-    chosen = one_round(hosts, CellRuns(), 40, FLAVORS[:1])
-    assert [len(set(chosen[at : at + 10])) for at in range(0, 40, 10)] == [1] * 4
-    assert set(chosen) == set(CELLS)
 
 
 def test_the_run_is_kept_where_the_best_are_drawn_from_several() -> None:
@@ -319,34 +205,6 @@ class Room:
         row = self.book.row_of(self.hosts.uuids[host])
         assert row is not None
         return self.book.inventory_of(row)["VCPU"][2]
-
-
-def test_a_choice_counts_as_used_until_its_claim_is_in_the_feed() -> None:
-    room = Room()
-    room.hold("a", 0)
-    assert room.free(0) == 7
-    room.claimed(0, 1)
-    assert room.free(0) == 7, "once, not twice"
-    assert room.holds.next_until is None
-
-
-def test_each_claim_ends_the_oldest_hold_that_it_can_be_of() -> None:
-    room = Room()
-    for number, key in enumerate("abc"):
-        room.hold(key, 0, until=float(number))
-    room.claimed(0, 2)
-    assert room.free(0) == 5 and room.holds.next_until == 2.0
-    room.claimed(1, 1)
-    assert room.holds.next_until == 2.0, "another host's"
-    room.claimed(0, 1)
-    assert room.free(0) == 5 and room.holds.next_until is None
-
-
-def test_a_smaller_claim_is_another_requests() -> None:
-    room = Room()
-    room.hold("a", 0, vcpus=4)
-    room.claimed(0, 2)
-    assert room.free(0) == 2
 
 
 def test_a_hold_ends_at_its_time_and_all_end_when_they_are_released() -> None:

@@ -261,31 +261,27 @@ def test_a_refused_claim_by_its_outcome(
 
 
 @pytest.mark.parametrize(
-    ("needs_newest", "partly_full", "retried", "looks"),
+    ("partly_full", "looked_again", "looks"),
     [
-        (False, False, 0, True),
-        (False, True, 0, True),
-        (True, False, 1, False),
-        (True, True, MAX_PARTLY_FULL_RETRIES - 1, True),
-        (True, True, MAX_PARTLY_FULL_RETRIES, False),
+        (False, 0, True),
+        (True, 0, True),
+        (False, 1, False),
+        (True, MAX_PARTLY_FULL_RETRIES - 1, True),
+        (True, MAX_PARTLY_FULL_RETRIES, False),
     ],
 )
-def test_hosts_are_looked_at_again_on_the_newest_state(
-    needs_newest: bool, partly_full: bool, retried: int, looks: bool
-) -> None:
+def test_hosts_are_looked_at_again_on_the_newest_state(partly_full: bool, looked_again: int, looks: bool) -> None:
     case = Case()
     rejected = dict.fromkeys(case.uuids, "claim.full")
     given = replace(
-        case.state, rejected=rejected, needs_newest=needs_newest, retried_partly_full=retried, choice=None,
+        case.state, rejected=rejected, looked_again=looked_again, choice=None,
         partly_full=tuple(case.uuids[:1]) if partly_full else (), claims=2,
     )  # fmt: skip
     after = nothing_fits(given, case.hosts.selector)
     if not looks:
         assert isinstance(after.result, NoValidHost) and after.result.claims == 2
         return
-    assert (after.result, after.needs_newest, after.retried_partly_full, after.partly_full) == (
-        None, True, retried + 1, (),
-    )  # fmt: skip
+    assert (after.result, after.looked_again, after.partly_full) == (None, looked_again + 1, ())
     assert list(after.rejected) == case.uuids[partly_full:]
 
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
-from bus.contracts.base import Message, Meta
+from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
     AskedBy,
     CellAsks,
     CellBook,
-    CellCheck,
     CellMove,
-    CellMoveQuery,
     ChangeKind,
     ChangeMachine,
     Condition,
@@ -28,7 +25,6 @@ from bus.contracts.moves import (
     MachineChanged,
     MoveEvent,
     MoveKind,
-    MoveRequest,
     MoveState,
 )
 from bus.contracts.placement import (
@@ -43,8 +39,6 @@ from bus.contracts.placement import (
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.cell_asks import CellAsksHandler
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
-from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
-from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import AnnouncedMoves, answered, refused
 from scheduler_worker.store.memory import MemoryBuilds
@@ -124,38 +118,6 @@ def sent(batch: AnnouncedMoves, bus: str) -> list[object]:
     return [one.message for one in batch.messages if one.bus == bus]
 
 
-def test_the_next_cell_is_commanded_and_named_by_the_map_in_one_batch() -> None:
-    batch = applied(on_record())
-    (command,) = sent(batch, "c2")
-    assert isinstance(command, CellMove) and command.arrival is not None
-    assert (command.to_cell, command.selections, command.limits) == (None, (), {"VCPU": 3})
-    assert command.arrival.selections == (HOST,)
-    # The former cell's statement about the owner does not count.
-    assert command.arrival.spec.project_id == "p"
-    assert (batch.departed, batch.builds[UUID].cell, batch.moves[REQUEST].cell) == ({UUID: "c2"}, "c2", "c2")
-    (event,) = sent(batch, "api")
-    assert isinstance(event, MoveEvent) and event.departure is None and not event.terminal
-
-
-def test_a_drain_of_the_host_that_is_tried_first_in_the_next_cell_waits_before_and_after_the_departure() -> None:
-    """The next cell may be away: it claims the host, and names it, when it is back."""
-    before = on_record()
-    batch = applied(before)
-    after = replace(before, move=batch.moves[REQUEST], build=batch.builds[UUID])
-    assert batch.moves[REQUEST].host_uuid == HOST.host_uuid
-    for known in (before, after):
-        assert known.move is not None
-        found = held_on(DrainedHost(HOST.host_uuid, HOST.host), known, known.move)
-        assert found is not None and (found.instance_uuid, found.code) == (UUID, ARRIVING)
-
-
-def test_an_announcement_that_comes_again_or_late_moves_nothing() -> None:
-    for known in (on_record(cell="c2"), on_record(cell="c2", stay=3), on_record(stay=3), on_record(stay=4)):
-        for number in (20, 1_000_000):
-            batch = applied(known, replace(LEFT, sequence=number))
-            assert (batch.departed, sent(batch, "c2")) == ({}, []), "its cell was set back: it has come back since"
-
-
 @pytest.mark.parametrize(("stay", "sequence"), [(2, 19), (2, 35), (1, 19), (0, 10**6)])
 def test_a_departure_counts_by_its_stay_whatever_its_number(stay: int, sequence: int) -> None:
     """Seed 11 of `transfers-restored`: one of a record with old numbers was ignored, and the instance in no cell."""
@@ -172,15 +134,6 @@ def test_one_that_is_being_deleted_is_deleted_in_the_cell_that_has_it() -> None:
     command, delete = sent(batch, "c2")
     assert isinstance(command, CellMove)
     assert delete == CellDelete(instance_uuid=UUID, project_id="p", stay=3)
-
-
-def test_schedulers_that_have_forgotten_the_request_query_the_next_cell_which_begins_nothing() -> None:
-    known = replace(on_record(), move=None)
-    batch = AnnouncedMoves("c1", {REQUEST: known}, 100.0)
-    batch.apply(LEFT)
-    (query,) = sent(batch, "c2")
-    assert isinstance(query, CellMoveQuery) and query.arrival is not None
-    assert batch.departed == {UUID: "c2"}
 
 
 def test_what_is_silent_is_commanded_again_with_its_departure() -> None:
@@ -240,42 +193,6 @@ def test_a_claim_that_placement_refuses_for_good_is_not_asked_again() -> None:
     assert answered(claim, RequestTimeout("no answer")) is None
     release = replace(claim, question=Release(consumer=UUID, attempt=4))
     assert answered(release, RequestRefused("too long", code="message.invalid")) is None
-
-
-@pytest.mark.parametrize("kind", [one for one in ChangeKind if one is not ChangeKind.CHECK])
-def test_a_cell_commands_nothing_but_checks_in_another_one(kind: ChangeKind) -> None:
-    change, answer = (replace(one, asked_by=None) for one in (CHANGE, ANSWER))
-    for what in ({"change": replace(change, change=kind)}, {"answer": replace(answer, change=kind)}, {}):
-        with pytest.raises(ValueError, match="checked"):
-            CellCheck(cell="c2", asked_by=ASKED, **what)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("message", [CHANGE, ANSWER], ids=["a command", "an answer"])
-def test_a_change_for_another_cell_that_is_no_check_is_not_readable(message: Message) -> None:
-    """The conductor that received such an answer crashed while it passed it on."""
-    body = msgspec.to_builtins(message) | {"change": ChangeKind.STOP.value, "allocations": HOST.allocations}
-    with pytest.raises(msgspec.ValidationError, match="checked"):
-        msgspec.convert(body, type(message))
-
-
-def test_only_these_leave_a_cell_and_a_drain_stays_within_it() -> None:
-    for kind, allowed in ((MoveKind.MIGRATE, True), (MoveKind.RESIZE, True), (MoveKind.LIVE_MIGRATE, False)):
-        requested = MoveRequest(request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=kind, flavor="m1.small")
-        assert may_leave_cell(requested) is allowed
-        assert not may_leave_cell(replace(requested, user_id="drain"))
-
-
-def test_the_end_of_the_request_ends_its_command() -> None:
-    known = on_record()
-    assert known.move is not None and known.instance is not None
-    there = applied(known)
-    in_c2 = MoveContext(move=there.moves[REQUEST], build=there.builds[UUID], instance=there.instances[UUID])
-    done = replace(
-        LEFT, state=MoveState.DONE, terminal=True, sequence=24, departure=None, condition=Condition.ACTIVE, host="there"
-    )
-    batch = applied(in_c2, done, "c2")
-    assert (batch.moves[REQUEST].command, batch.instances[UUID].condition) == (None, Condition.ACTIVE)
-    assert (batch.builds[UUID].host, batch.ignored) == ("there", [])
 
 
 class Giving:

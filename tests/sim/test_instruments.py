@@ -1,8 +1,13 @@
-"""Where a build's time went, in the whole pipeline: every build reports it, also when the machines' clocks differ."""
+"""The simulation's own instruments: its steering, its report of coverage, and the stages of builds in it."""
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
+import msgspec
 import pytest
+from coverage import Coverage
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
@@ -12,11 +17,131 @@ from cell_conductor.domain import repeat_rules
 from cell_conductor.domain.events import BuildRequested, DeleteRequested
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
+from lab.simulation import coverage_report
+from lab.simulation.__main__ import read_plan, without_option, written
 from lab.simulation.draw import plan_of
 from lab.simulation.loop import EPOCH
-from lab.simulation.plan import Plan
-from lab.simulation.run import run
+from lab.simulation.pairs import Stay
+from lab.simulation.plan import Action, Plan
+from lab.simulation.run import Result, run
+from lab.simulation.steering import ACTS, Steering, acts_in
 from lab.simulation.watch import Listener
+from lab.simulation.widening import WIDENED, Widening
+
+# --- runs that are steered to what none has seen: each is the same again, from its seed or from its plan's file
+
+
+MOVES = frozenset({Widening.MOVES})
+SEED = 9  # with moves, in one cell
+
+
+@pytest.fixture(scope="module")
+def steered() -> tuple[Steering, list[tuple[Plan, Result]]]:
+    """A seed's run and one more round, and what steered them."""
+    steering = Steering(SEED, MOVES)
+    return steering, list(steering.runs(SEED, 1))
+
+
+def test_the_first_seed_determines_what_is_steered(steered: tuple[Steering, list[tuple[Plan, Result]]]) -> None:
+    _, first = steered
+    second = list(Steering(SEED, MOVES).runs(SEED, 1))
+    assert [plan for plan, _ in first] == [plan for plan, _ in second]
+    assert [result.digest for _, result in first] == [result.digest for _, result in second]
+
+
+def test_each_round_adds_acts_amid_stays_and_sees_pairs_that_are_new(
+    steered: tuple[Steering, list[tuple[Plan, Result]]],
+) -> None:
+    steering, ((plan, result), (further, then)) = steered
+    before, after = ({*one.orders, *one.fault_events} for one in (plan, further))
+    added = after - before
+    assert before < after
+    assert 0 < len(added) <= ACTS * (1 + plan.placements)
+    assert not result.breach
+    assert not then.breach
+    assert then.seen.pairs.keys() - result.seen.pairs.keys()
+    assert steering.pairs.keys() >= then.seen.pairs.keys() | result.seen.pairs.keys()
+
+
+@pytest.mark.parametrize("act", sorted(acts_in(plan_of(SEED, MOVES))))
+def test_an_act_comes_at_its_time_to_the_instance_or_to_what_it_depends_on(act: str) -> None:
+    plan = plan_of(SEED, MOVES)
+    built = next(one for one in plan.orders if one.action is Action.BUILD)
+    _, service = plan.services[0]
+    stay = Stay(built.uuid, "active", service, 12.0, 14.0)
+    further = acts_in(plan)[act](plan, stay, 13.0, random.Random(1))
+    (added,) = {*further.orders, *further.fault_events} - {*plan.orders, *plan.fault_events}
+    assert added.at == 13.0
+    fields = msgspec.structs.asdict(added)
+    names = {fields.get("uuid"), fields.get("instance"), fields.get("service"), fields.get("target")}
+    cell = plan.services[0][0]
+    assert names & {built.uuid, service, f"compute-{service}", *plan.processes_of(cell)}
+
+
+def in_a_file(plan: Plan) -> Plan:
+    path = written(plan)
+    try:
+        return read_plan(path)
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("seed", [3, 5, 8])  # with metal, with peers, with both
+def test_a_plan_in_a_file_is_the_same_plan(seed: int) -> None:
+    assert in_a_file(plan_of(seed, WIDENED)) == plan_of(seed, WIDENED)
+
+
+def test_a_plan_in_a_file_is_the_same_run() -> None:
+    plan = plan_of(8, WIDENED)
+    assert run(in_a_file(plan)).digest == run(plan).digest
+
+
+# --- `scripts/simulate --coverage`: what is printed of a file
+
+
+SOURCE = """\
+def halve(number, whole):
+    if whole:
+        return number // 2
+    return number / 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("wholes", "printed"),
+    [
+        (
+            [True],
+            [
+                "halve.py: 75.0 % of 4 lines, 50.0 % of 2 branches",
+                "  4: not run: return number / 2",
+                "  2: 1 of 2 branches: if whole:",
+            ],
+        ),
+        ([True, False], ["halve.py: 100.0 % of 4 lines, 100.0 % of 2 branches"]),
+    ],
+)
+def test_what_did_not_run_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wholes: list[bool], printed: list[str]
+) -> None:
+    monkeypatch.setattr(coverage_report, "ROOT", tmp_path)
+    path = tmp_path / "halve.py"
+    path.write_text(SOURCE)
+    coverage = Coverage(data_file=None, branch=True, config_file=False, include=[str(path)])
+    with coverage.collect():
+        names: dict[str, object] = {}
+        exec(compile(SOURCE, str(path), "exec"), names)
+        for whole in wholes:
+            names["halve"](4, whole)  # type: ignore[operator]
+    assert list(coverage_report.report_of(coverage, "halve.py")) == printed
+
+
+def test_the_option_is_not_handed_on() -> None:
+    arguments = ["--coverage", "a.py", "--seeds", "2", "--coverage=b.py", "--alone"]
+    assert without_option("--coverage", arguments) == ["--seeds", "2", "--alone"]
+
+
+# --- where a build's time went, in the whole pipeline: every build reports it, also when the machines' clocks differ
 
 
 def ends(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[BuildEvent]:
