@@ -27,7 +27,7 @@ from scheduler_worker.domain.builds import (
     is_early,
     is_known,
 )
-from scheduler_worker.domain.requests import delivery_of, timeline_of
+from scheduler_worker.domain.requests import retried_often, timeline_of
 from scheduler_worker.domain.transfers import AnnouncedMoves
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
@@ -162,7 +162,7 @@ class AnnouncementWriter:
             builds[event.instance_uuid] = after
             applied.announced.append(announced)
             lines = timelines.setdefault(event.instance_uuid, [])
-            if not is_known(found, after):
+            if after.state is not found.state or not is_known(found, after):
                 lines.extend(timeline_of(announced, len(found.history), now))
             unit.emit(OutboxMessage(API, announced, event.instance_uuid))
         return applied
@@ -191,7 +191,7 @@ class AnnouncementHandler:
         events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
         losses = self._store.losses
-        waited = {id(received.message) for received in batch if delivery_of(received).attempt >= MAX_EARLY}
+        waited = retried_often(batch, MAX_EARLY)
         applied = AppliedAnnouncements([], [], [], [])
         if events:
             applied = await self._writer.write(self._cell, events, waited)

@@ -56,7 +56,6 @@ from scheduler_worker.domain.placement import (
     claim_of,
     initial_state,
     is_as_held,
-    is_lost,
     is_without_host,
     result_after,
     result_of,
@@ -141,7 +140,7 @@ class Placer:
             singles = [one for one in open_ if one.gang is None and one.choice is not None]
             gangs = claimable(open_)
             if singles or gangs:
-                with metrics.timed_stage("claim", self._clock):
+                with metrics.StageTimer("claim", self._clock):
                     quota_of = self._selector.config.quota_of
                     claims = [claim_of(one, quota_of(one.request.project_id)) for one in singles]
                     answers = await (self._with_gangs(claims, gangs) if gangs else self._claims.submit(claims))
@@ -150,11 +149,11 @@ class Placer:
                     answered: list[PlacementState] = []
                     async for part in InParts(zip(claimed, answers, strict=True), ANSWERS_AT_ONCE):
                         for state, answer in part:
-                            metrics.count_claim(answer, retried=state.choice is not None and is_lost(answer))
                             lost += isinstance(answer, ClaimResult) and answer.outcome in CONTENDED
                             stepped = step(state, answer, self._selector, now=now)
                             stepped.carry_out(self._selector.book)
                             answered.append(stepped.state)
+                    metrics.count_claims(answers)
                     self._spread = self._spread.after(len(claimed), lost)
                     after = with_gang_results(merged(after, answered))
         finally:
@@ -177,7 +176,7 @@ class Placer:
             await self._follower.refresh(timeout_s=config.raced_wait_s)  # one round trip, shared
         subset = self._spread.subset(config.host_subset_size, config.max_subset_size)
         metrics.SUBSET.set(subset)
-        with metrics.timed_stage("decide", self._clock):
+        with metrics.StageTimer("decide", self._clock):
             async with self._deciding:
                 if any(state.looked_again for state in unresolved):
                     selector.holds.release()  # a hold never proves "no host", as an older state does not
@@ -290,7 +289,7 @@ class Dispatcher:
                 stamps = stages[one.decision.build.instance_uuid] = one.pending.stamps(one.claimed, now)
                 decision = with_stages(one.decision, stamps) if one.decision.build.terminal else one.decision
                 writes.append((decision, messages_of(one, decision, now, stamps, self._selector.config)))
-        with metrics.timed_stage("write", self._clock):
+        with metrics.StageTimer("write", self._clock):
             written = await write_decided(self._store, writes, now)
         metrics.observe_decisions([stages[uuid] for uuid in written])
         metrics.count_ended(one.decision.build for one in decided if one.pending.instance_uuid in written)

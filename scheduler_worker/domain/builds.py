@@ -189,8 +189,8 @@ def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
     That event is on its way: it was overtaken, or clients had it and a database that crashed lost it, and its message
     is delivered again. If it were announced now, this event would be a second terminal one.
     """
-    applies = is_newer(event, build) and build.state is not BuildState.DELETED and build.cell == cell
-    return applies and event.state is BuildState.FAILED and not event.terminal and not build.terminal
+    ends_it = event.state is BuildState.FAILED and not event.terminal and not build.terminal
+    return ends_it and is_newer(event, build) and build.state is not BuildState.DELETED and build.cell == cell
 
 
 def effects(  # noqa: PLR0917  (hot, so no keywords)

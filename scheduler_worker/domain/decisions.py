@@ -126,8 +126,8 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else needed(gang, [one.result for one in members]))
-    retry = next((retry for one in members if (retry := _retry_of(one)) is not None), None)
-    if is_short and retry is not None:
+    retry = next(filter(None, map(_retry_of, members)), None) if is_short else None
+    if retry is not None:
         return [(one.pending, retry) for one in members]
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     for one in members:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Claim, ClaimOutcome
 from bus.faults import Fault, RequestRefused, Transient
 from placement_worker.replica.book import Book
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Gang
@@ -26,11 +26,6 @@ CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client'
 
 # Outcomes after which the request claims again.
 LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE})
-
-
-def is_lost(answer: ClaimResult | Fault) -> bool:
-    """Whether a claim got nothing, so that its request claims again."""
-    return isinstance(answer, ClaimResult) and answer.outcome in LOST
 
 
 # --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order; claims: how many

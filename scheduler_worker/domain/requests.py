@@ -7,7 +7,7 @@ What a delivery has done before is on record, or is not: no delivery tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Protocol
@@ -275,6 +275,11 @@ def delivery_of(received: Received, *, is_warming_up: bool = False, kept_since: 
         is_old=0 < received.meta.sent_at < kept_since,
         awaits_hosts=is_warming_up and not last,
     )
+
+
+def retried_often(batch: Sequence[Received], least: int) -> set[int]:
+    """The `id` of each message of a batch that its queue has had retried at least so often."""
+    return {id(received.message) for received in batch if received.meta.attempt >= least}
 
 
 def _always() -> bool:

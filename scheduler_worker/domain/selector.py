@@ -34,6 +34,7 @@ from scheduler_worker.domain.view import HostsView, Membership, RequestSpec, Uns
 
 UNANNOUNCED = "host.unannounced"
 CELL_DISABLED = "cell.disabled"
+MAX_SPECS = 1_000  # of kinds of requests that are kept
 ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 
 
@@ -101,6 +102,7 @@ class Selector:
         self.membership = Membership(config.aggregates)
         self._zoned = self.membership.with_key(ZONE_KEY)
         self.revision = revision
+        self._specs: dict[tuple[str, str, str | None], RequestSpec] = {}  # of requests that name nothing else
         # An operator's plug-in may read the peers of any request.
         self._own_plugins_alone = all(map(is_own, filters)) and all(is_own(one.weigher) for one in weighings)
         self._keeps_groups_apart = any(one.name == ANTI_AFFINITY_FILTER for one in filters)
@@ -145,6 +147,10 @@ class Selector:
 
     def request_spec(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
         """The request's spec under this configuration."""
+        is_plain = request.host is None and not (request.forced or request.image_properties or request.group)
+        plain = (request.flavor, request.project_id, request.availability_zone)
+        if is_plain and (known := self._specs.get(plain)) is not None:
+            return known
         flavor = self.flavors.get(request.flavor)
         if flavor is None:
             return Unsatisfiable("flavor.unknown", f"there is no flavor {request.flavor} any more", "flavor")
@@ -155,7 +161,10 @@ class Selector:
         if isinstance(found, Unsatisfiable):
             return found
         # Requests that were read under different revisions of the objects share no ranking.
-        return replace(found, key=(*found.key, *self._image_key(request.image_properties), str(self.revision)))
+        spec = replace(found, key=(*found.key, *self._image_key(request.image_properties), str(self.revision)))
+        if is_plain and len(self._specs) < MAX_SPECS:
+            self._specs[plain] = spec
+        return spec
 
     def _image_key(self, properties: Mapping[str, str]) -> list[str]:
         """The image properties that a filter reads: requests of images that differ in others share a ranking."""

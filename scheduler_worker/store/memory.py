@@ -77,7 +77,7 @@ class MemoryBuilds:
         """A transaction; the messages that it emits are published once it has committed."""
         if optimistic:
             rows = MemoryBuildRows(self._table, self._session)
-            return published(self._relay, OptimisticBuildUnit(rows, self._cache, durable=durable))
+            return OptimisticBuildUnit(rows, self._cache, self._relay, durable=durable)
         return published(self._relay, self._locking(durable))
 
     @asynccontextmanager

@@ -232,9 +232,21 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
     """A BuildUnit that writes at its end."""
 
     def __init__(
-        self, rows: RowStore[RecordedBuild, BuildWrites], cache: VersionCache[RecordedBuild], *, durable: bool
+        self,
+        rows: RowStore[RecordedBuild, BuildWrites],
+        cache: VersionCache[RecordedBuild],
+        relay: Relay | None,
+        *,
+        durable: bool,
     ) -> None:
         super().__init__(rows, cache, BuildWrites(durable=durable))
+        assert relay is not None, "publish_through() first"
+        self._relay = relay
+
+    async def commit(self) -> None:
+        """Write the whole set, and pass its messages to the relay. Raises Conflict."""
+        await super().commit()
+        self._relay.send(self.rows, self.writes.outbox)
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
         """All of them are expected to be new."""

@@ -148,15 +148,15 @@ INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY
 
 
 class PostgresBuildRows:
-    """The rows of one connection outside of any transaction; the version of a row is its xmin, the id of its writer."""
+    """The rows outside of any transaction; the version of a row is its xmin, the id of its writer."""
 
-    def __init__(self, connection: asyncpg.Connection, database: Database) -> None:
-        self._connection = connection
+    def __init__(self, database: Database) -> None:
         self._database = database
 
     async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, RecordedBuild]]:
         """Records with the versions of their rows, without locks."""
-        found = await self._connection.fetch(READ_VERSIONS, keys)
+        async with self._database.single() as connection:
+            found = await connection.fetch(READ_VERSIONS, keys)
         return {row["instance_uuid"]: (row["xmin"], rows.recorded(row)) for row in found}
 
     async def write(self, writes: BuildWrites) -> Committed:
@@ -176,10 +176,11 @@ class PostgresBuildRows:
             statement.add("updated", f"{rows.UPDATE} AND {guard} RETURNING 1", *columns, now, rows=len(updates))
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
-        with self._database.flush_by_commit(self._connection) as commit:
-            written = await statement.execute(self._connection, durable=writes.durable)
-            if writes.durable:
-                commit.is_done = True
+        async with self._database.single() as connection:
+            with self._database.flush_by_commit(connection) as commit:
+                written = await statement.execute(connection, durable=writes.durable)
+                if writes.durable:
+                    commit.is_done = True
         return Committed(written["version"], written["outbox_rows"])
 
 
@@ -347,15 +348,9 @@ class PostgresBuilds:
     def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
         """A transaction; the messages that it emits are published once it has committed."""
         if optimistic:
-            return published(self._relay, self._optimistic(durable))
+            rows = PostgresBuildRows(self._database)
+            return OptimisticBuildUnit(rows, self._cache, self._relay, durable=durable)
         return published(self._relay, self._locking(durable))
-
-    @asynccontextmanager
-    async def _optimistic(self, durable: bool) -> AsyncIterator[OptimisticBuildUnit]:
-        async with self._database.single() as connection:
-            rows = PostgresBuildRows(connection, self._database)
-            async with OptimisticBuildUnit(rows, self._cache, durable=durable) as unit:
-                yield unit
 
     @asynccontextmanager
     async def _locking(self, durable: bool) -> AsyncIterator[PostgresBuildUnit]:

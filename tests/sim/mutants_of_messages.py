@@ -87,7 +87,11 @@ def releases(change: Callable[[RecordedBuild, list[OutboxMessage]], list[OutboxM
     def changed(build: RecordedBuild) -> list[OutboxMessage]:
         return change(build, releases_of(build))
 
-    with patch.object(builds, "releases_of", changed), patch.object(scheduling, "releases_of", changed):
+    with (
+        patch.object(builds, "releases_of", changed),
+        patch.object(scheduling, "releases_of", changed),
+        patch.object(placing, "releases_of", changed),
+    ):
         yield
 
 

@@ -24,6 +24,7 @@ from scheduler_worker.domain.admission import (
     admit_expired,
     admit_known,
     clash,
+    in_passes,
     is_clash_of_first,
     members_of,
     pending_build,
@@ -284,3 +285,20 @@ def test_when_each_stage_has_ended(claimed: HostClaimed | None) -> None:
     decided, at = (9.0, 0.0) if claimed is None else (3.0, 4.0)
     stamps = taken(sent_at=1.0, now=2.0).stamps(claimed, 9.0)
     assert stamps == Stamps(requested=1.0, queued=2.0, decided=decided, claimed=at)
+
+
+@pytest.mark.parametrize(
+    ("machines", "parts"),
+    [
+        ([1], [1]),
+        ([100] * 5 + [12], [6]),
+        ([100] * 5 + [13], [5, 1]),
+        ([100] * 11, [5, 5, 1]),
+        ([100] * 5 + [13, 100, 100, 100, 100, 99, 1], [5, 6, 1]),
+    ],
+)
+def test_a_batch_is_divided_by_machines_and_never_within_one_request(machines: list[int], parts: list[int]) -> None:
+    requests = {at: taken(replace(REQUEST, count=count)) for at, count in enumerate(machines)}
+    passes = in_passes(requests)
+    assert [len(one) for one in passes] == parts
+    assert [pair for one in passes for pair in one.items()] == list(requests.items())

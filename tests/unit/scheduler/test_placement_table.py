@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bus.contracts.book import HeldAllocation
 from bus.contracts.cell import Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.placement import ClaimOption
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round
@@ -20,7 +20,6 @@ from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (
-    LOST,
     ClaimsContended,
     ClaimStranded,
     HostClaimed,
@@ -32,7 +31,6 @@ from scheduler_worker.domain.placement import (
     claim_of,
     initial_state,
     is_as_held,
-    is_lost,
     is_without_host,
     result_after,
     result_of,
@@ -245,12 +243,6 @@ TIMEOUT, REFUSAL = RequestTimeout("q"), RequestRefused("no")
 SELECTED = Selection(host_uuid=UUID, host="h", service="s", allocations={UUID: {"VCPU": 1}})
 CLAIMED = HostClaimed(cell="c1", selections=(SELECTED,), consumer_generation=1, passed=1, score=0.0, claims=1)
 AWAY = PlacementUnavailable("away")
-
-
-@pytest.mark.parametrize("outcome", list(ClaimOutcome))
-def test_a_claim_is_lost_that_got_nothing_and_whose_request_goes_on(outcome: ClaimOutcome) -> None:
-    assert is_lost(ClaimResult(outcome=outcome)) is (outcome in LOST)
-    assert not is_lost(TIMEOUT)
 
 
 def test_what_a_fault_means_for_a_placement() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import REGISTRY
 
 from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
@@ -16,6 +17,7 @@ from bus.contracts.moves import MoveState
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
+from scheduler_worker import metrics
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import members_of, pending_again
 from scheduler_worker.domain.builds import Author, Gang
@@ -30,7 +32,6 @@ from scheduler_worker.domain.placement import (
     PlacementRefused,
     PlacementRequest,
     initial_state,
-    is_lost,
 )
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.requests import RETRIES
@@ -120,8 +121,18 @@ def test_a_host_of_the_book_is_meant_by_its_name_once_no_other_may_be_announced(
         (DatabaseUnavailable("away"), False),
     ],
 )
-def test_a_claim_that_got_nothing(answer: Any, lost: bool) -> None:
-    assert is_lost(answer) is lost
+def test_the_answers_to_claims_are_counted_and_those_after_which_a_request_claims_again(
+    answer: Any, lost: bool
+) -> None:
+    named = answer.outcome.value if isinstance(answer, ClaimResult) else answer.code
+
+    def counted() -> list[float]:
+        names = (("berth_scheduler_claims_total", "outcome"), ("berth_scheduler_claim_retries_total", "why"))
+        return [REGISTRY.get_sample_value(name, {label: named}) or 0.0 for name, label in names]
+
+    claims, again = counted()
+    metrics.count_claims([answer, answer])
+    assert counted() == [claims + 2, again + 2 * lost]
 
 
 def test_the_share_of_lost_claims_fades_and_never_exceeds_one() -> None:
