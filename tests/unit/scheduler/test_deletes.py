@@ -9,8 +9,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from bus.clock import SystemClock, new_uuid
-from bus.consuming.outcome import Done, Received, Wait
-from bus.contracts.base import Meta
+from bus.consuming.outcome import Done, Wait
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
@@ -188,26 +187,6 @@ async def test_a_run_whose_record_was_made_anew_takes_nothing_from_the_run_after
     cluster.on_record[request.instance_uuid] = "newer"
     (placed,) = await cluster.place(request)
     assert isinstance(placed, PlacementUnavailable) and cluster.claims == []
-
-
-# --- How a request came, as one description.
-
-
-REQUESTS = "scheduler.requests"
-REQUEST = DeleteRequest(instance_uuid="00000000-0000-4000-8000-000000000001", project_id="p")
-
-
-def came(
-    queue: str = REQUESTS,
-    attempt: int = 0,
-    *,
-    waits: bool = False,
-    left_s: float = 9.0,
-    exhausted: bool = False,
-    given_up: str = "",
-) -> Received:
-    meta = Meta(id="m", attempt=attempt, reply_to="client.reply.x" if waits else None)
-    return Received(REQUEST, meta, "api", queue, exhausted=exhausted, given_up=given_up, left_s=lambda: left_s)
 
 
 # --- what one delete of a batch waits for keeps no other delete from being carried out

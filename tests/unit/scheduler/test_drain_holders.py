@@ -14,15 +14,12 @@ from bus.contracts.moves import Condition, MoveKind, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import (
     LOOK_S,
-    MAX_FAILURES,
-    MAX_LOOKS,
     DrainedHost,
     DrainMove,
     HeldInstance,
     LookedAt,
     held_by_unknown,
     held_on,
-    is_held,
     is_migration,
     reviewed,
 )
@@ -93,10 +90,6 @@ def test_why_an_instance_whose_allocation_is_there_cannot_be_moved(known: MoveCo
     assert found is not None and (found.instance_uuid, found.code, found.source) == (A, code, HOST)
 
 
-def test_a_consumer_that_is_no_instance_on_record_is_no_concern_of_a_drain() -> None:
-    assert held_on(HOST, MoveContext()) is None
-
-
 @pytest.mark.parametrize(
     ("move", "known", "found"),
     [
@@ -133,51 +126,6 @@ def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there()
     there = held_on(HOST, context(), going)
     assert there is not None and there.code == ""  # it is being stopped
     assert held_on(HOST, MoveContext(), going) is None
-
-
-def test_an_instance_that_is_held_waits_until_it_is_active_there_or_not_held_any_more() -> None:
-    (row,) = reviewed(look(), [], [HELD])
-    assert (row.state, row.code, row.due_at, row.source_uuid, is_held(row)) == (
-        S.WAITING, "instance.building", NOW + LOOK_S, H1, True,
-    )  # fmt: skip
-    (again,) = reviewed(look(), [replace(row, due_at=NOW)], [HELD])
-    assert again == row  # however often: its build ends by itself
-    assert reviewed(look(), [row], [HELD]) == []  # another scheduler has just looked at it
-    for held in ([], [replace(HELD, code="")]):
-        (free,) = reviewed(look(), [PARKED], held)
-        assert (free.state, free.code, free.due_at) == (S.WAITING, "", 0.0) and not is_held(free)
-    assert reviewed(look(H2), [PARKED], []) == []  # its host was not looked at
-
-
-def test_what_nothing_ends_and_a_host_that_is_down_fail_after_a_number_of_looks() -> None:
-    cases = (
-        (UNCONFIRMED, MAX_FAILURES),
-        (UNRELEASED, MAX_LOOKS),
-        (down(HELD), MAX_FAILURES),
-        (down(UNRELEASED), MAX_FAILURES),
-    )
-    for held, most in cases:
-        rows: list[DrainMove] = []
-        for number in range(1, most + 1):
-            (row,) = reviewed(look(), [replace(one, due_at=NOW) for one in rows], [held])
-            assert (row.failures, row.code, row.due_at > NOW) == (number, held.code, True)
-            rows = [row]
-        assert rows[0].state is S.FAILED and reviewed(look(), rows, [held]) == []
-
-
-def test_a_scheduler_that_reaches_the_service_does_not_set_back_what_another_has_counted() -> None:
-    """One has just started, and has no announcement of the host yet."""
-    rows = [PARKED]
-    for _ in range(MAX_FAILURES):
-        (row,) = reviewed(look(), rows, [down(HELD)])
-        assert row.state in (S.WAITING, S.FAILED)
-        rows = [replace(one, due_at=NOW) for one in reviewed(look(), [replace(row, due_at=NOW)], [HELD]) or [row]]
-    assert rows[0].state is S.FAILED
-
-
-def test_looks_are_counted_anew_when_the_reason_changes() -> None:
-    (row,) = reviewed(look(), [replace(PARKED, code="instance.unconfirmed", failures=3)], [UNRELEASED])
-    assert (row.state, row.code, row.failures) == (S.WAITING, "instance.unreleased", 1)
 
 
 def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> None:

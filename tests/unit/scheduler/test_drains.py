@@ -27,8 +27,6 @@ from bus.contracts.operations import AdminState
 from bus.faults import Fault, RequestRefused, RequestTimeout
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import (
-    MAX_FAILURES,
-    MAX_LOOKS,
     DrainedHost,
     DrainMove,
     OpenDrain,
@@ -154,24 +152,6 @@ def test_what_becomes_of_an_instance(
     same |= {"due_at"} if found.state is S.FAILED and "due_at" not in after else set()
     assert found == replace(row, **after, **{name: getattr(found, name) for name in same})
     assert len(made) == requests
-
-
-@pytest.mark.parametrize(
-    ("hosts", "code", "end"),
-    [
-        (DOWN, "service.down", (S.FAILED, MAX_FAILURES)),
-        ({}, "host.left_drain", (S.LEFT, 1)),
-    ],
-)
-def test_an_instance_is_not_held_for_ever_by_a_host_that_no_service_announces(
-    hosts: dict[str, DrainedHost], code: str, end: tuple[DrainMoveState, int]
-) -> None:
-    """An operator finds its code in the drain. end: its state then, and the looks until then."""
-    after, requests, looked = ROW, list[MoveRequest](), 0
-    while after.state is ROW.state and looked <= MAX_LOOKS:
-        after, requested = passed(replace(after, due_at=0.0), known(), hosts=hosts)
-        looked, requests = looked + 1, [*requests, *requested]
-    assert (after.code, requests, (after.state, looked)) == (code, [], end)
 
 
 @pytest.mark.parametrize(

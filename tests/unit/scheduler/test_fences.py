@@ -36,7 +36,6 @@ from scheduler_worker.domain.fences import (
     is_restarted,
     lift_of_unknown,
     pause_s,
-    policy_of,
 )
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
 
@@ -221,23 +220,6 @@ def in_condition(condition: Condition, flavor: str = "") -> MoveContext:
 )
 def test_an_instance_that_is_restarted_elsewhere(known: MoveContext, restarted: bool) -> None:
     assert is_restarted(known, CONFIG) is restarted
-
-
-@pytest.mark.parametrize(
-    ("requested", "flavor", "default", "policy"),
-    [
-        (FAIL, "restart", WAIT, FAIL),
-        (None, "restart", WAIT, RESTART),
-        (None, "no spec", FAIL, FAIL),
-        (None, None, FAIL, FAIL),
-    ],
-)
-def test_the_policy_of_an_instance_then_of_its_flavor_then_of_the_site(
-    requested: EvacuationPolicy | None, flavor: str | None, default: EvacuationPolicy, policy: EvacuationPolicy
-) -> None:
-    of = None if flavor is None else CONFIG.flavors.get(flavor, Flavor())
-    assert policy_of(requested, of, default) is policy
-    assert for_cell(policy) is (None if policy is WAIT else policy)
 
 
 def test_one_try_of_an_evacuation_is_one_request() -> None:

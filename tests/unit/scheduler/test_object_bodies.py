@@ -364,12 +364,6 @@ def test_rules_between_objects_hold_for_what_is_new(one: ChangedObject, others: 
     assert (why is not None) is broken and len(why or "") < 400
 
 
-def test_the_other_aggregate_of_a_uuid_is_named() -> None:
-    after = {(K.AGGREGATE, name): rack(name, U1.upper() if name == "c" else U1) for name in "abc"}
-    why = broken_rule([changed(K.AGGREGATE, "b", None, rack("b"))], after)
-    assert why is not None and why.startswith("aggregate 'b' and aggregate 'a' have one uuid")
-
-
 @pytest.mark.parametrize(
     ("kind", "body", "named_"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from bus.clock import SystemClock
@@ -12,56 +11,24 @@ from bus.consuming.stall_watch import StallWatch
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.objects import (
     Aggregate,
-    ChangedObject,
     Flavor,
     GroupDefinition,
     ObjectChange,
     ObjectKind,
     ObjectsChange,
-    StoredObject,
 )
 from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.objects import (
-    ChangeAuthor,
-    ChangePlan,
-    RecordedObjects,
-    applied,
-    effective_config,
-    plan,
-    seeds,
-)
 from scheduler_worker.objects import ObjectRegistry, check_objects
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.unit.scheduler.hosts import Hosts
 
 RACK = "10000000-0000-4000-8000-000000000000"
-F, A, Q = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA
 
 
 def change(kind: ObjectKind, name: str, body: dict[str, Any] | None = None, **more: Any) -> ObjectChange:
     return ObjectChange(kind=kind, name=name, body=body, **more)
-
-
-def requested(*changes: ObjectChange, **more: Any) -> ObjectsChange:
-    return ObjectsChange(who="me", changes=changes, **more)
-
-
-def test_objects_on_record_are_not_judged_by_a_newer_rule() -> None:
-    """They would stop their scheduler, and the change of another object."""
-    bodies: dict[tuple[ObjectKind, str], dict[str, Any]] = {
-        (Q, "p a"): {"limits": {"VCPU": 1}},
-        (F, "of"): {"projects": ["p a"]},
-        **{(A, name): {"uuid": RACK, "name": name} for name in ("a", "b")},
-    }
-    present = {key: StoredObject(kind=key[0], name=key[1], body=body, version=1) for key, body in bodies.items()}
-    assert effective_config(SchedulerConfig(), bodies).quotas == {"p a": {"VCPU": 1}}
-    wanted = [change(kind, name, body) for (kind, name), body in bodies.items()]
-    assert plan(requested(*wanted), present) == ChangePlan(())
-    assert isinstance(plan(requested(change(F, "of", {"vcpus": 2, "projects": ["p a"]})), present), ChangePlan)
-    assert isinstance(plan(requested(change(A, "a", {**bodies[A, "a"], "metadata": {"x": "y"}})), present), ChangePlan)
-    assert isinstance(plan(requested(change(A, "a"), change(Q, "p a")), present), ChangePlan)
 
 
 @pytest.mark.parametrize(
@@ -118,20 +85,6 @@ def test_a_file_of_objects_is_checked_against_those_of_the_settings() -> None:
         check(ObjectChange(kind=ObjectKind.CELL, name="c2", body={"state": "disabled", "reason": "x"}))
 
 
-def test_objects_as_they_are_on_record_are_no_change() -> None:
-    """Objects are read from the database by one scheduler and from messages by another."""
-    settings = SchedulerConfig(
-        flavors={"own": Flavor(vcpus=3, projects=("p",))}, aggregates=(Aggregate(uuid=RACK, name="rack", hosts=("h",)),)
-    )
-    seeded = seeds(settings)
-    read = msgspec.json.decode(msgspec.json.encode(seeded), type=tuple[ChangedObject, ...])
-    changes = tuple(ObjectChange(kind=one.kind, name=one.name, body=one.after) for one in read)
-    for known in (seeded, read):
-        present = applied(RecordedObjects(0, {}), known, ChangeAuthor("t", "", 0.0)).objects
-        again = plan(ObjectsChange(changes=changes, who="t"), present)
-        assert isinstance(again, ChangePlan) and again.changed == ()
-
-
 async def test_objects_of_settings_that_cannot_be_used_are_not_written() -> None:
     """Written, they would be there for good: the corrected settings are not read any more."""
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
@@ -142,26 +95,3 @@ async def test_objects_of_settings_that_cannot_be_used_are_not_written() -> None
     found = await store.objects()
     assert found is not None and found.revision == 0
     await store.close()
-
-
-# --- Quota settings that could never be held to are refused when they are read.
-
-
-@pytest.mark.parametrize("name", ["vcpu", "VCPU ", "", "VCPU\n", "CPU-CORES", "X" * 256])
-def test_a_quota_under_a_name_that_no_claim_may_carry_is_refused(name: str) -> None:
-    for raw in ({"default_quota": {name: 1}}, {"quotas": {"p": {name: 1}}}):
-        with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(raw, SchedulerConfig)
-
-
-def test_a_quota_of_more_classes_than_a_claim_may_limit_is_refused() -> None:
-    raw = {"default_quota": {f"CUSTOM_{number}": 1 for number in range(65)}}
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(raw, SchedulerConfig)
-
-
-def test_quotas_of_classes_and_instances_are_taken() -> None:
-    quota = {"VCPU": 5, "CUSTOM_GOLD": 0, "INSTANCES": 2}
-    config = msgspec.convert({"default_quota": {"VCPU": 1}, "quotas": {"p": quota}}, SchedulerConfig)
-    assert config.quota_of("p") == quota
-    assert config.quota_of("q") == {"VCPU": 1}

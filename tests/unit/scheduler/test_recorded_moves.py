@@ -19,9 +19,6 @@ from scheduler_worker.domain.recorded_moves import (
     RecordedMove,
     apply_announcement,
     event_of,
-    flavor_of,
-    image_of,
-    image_properties_of,
     known_of,
     recorded,
 )
@@ -183,23 +180,6 @@ def test_the_records_of_each_request_are_found_by_its_id_and_its_instance() -> N
         MOVE: MoveContext(move=MOVED, build=BUILD, build_request=REQUEST, instance=INSTANCE),
         VM: MoveContext(names_instance=True),
     }
-
-
-@pytest.mark.parametrize(
-    ("instance", "has"),
-    [
-        (None, ("small", "i", {"a": "1"})),
-        (replace(INSTANCE, flavor="big"), ("big", "i", {"a": "1"})),
-        (replace(INSTANCE, image="j"), ("small", "j", {"a": "1"})),
-        (replace(INSTANCE, image="j", image_properties={"j": {}, "i": {"b": "2"}}), ("small", "j", {})),
-        (replace(INSTANCE, image_properties={"i": {"b": "2"}}), ("small", "i", {"b": "2"})),
-    ],
-)
-def test_an_instance_is_as_it_was_built_but_for_its_changes(instance: InstanceRecord | None, has: Any) -> None:
-    request = replace(REQUEST, image="i", image_properties={"a": "1"})
-    known = MoveContext(build=BUILD, build_request=request, instance=instance)
-    assert (flavor_of(known), image_of(known), image_properties_of(known)) == has
-    assert known.now == (instance or InstanceRecord(instance_uuid=VM))
 
 
 @pytest.mark.parametrize(

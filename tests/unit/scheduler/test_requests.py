@@ -8,13 +8,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.given_up import EXPIRED, EXPIRED_WAITING, GIVEN_UP_BY_BROKER
-from bus.consuming.outcome import Received, Wait
+from bus.consuming.given_up import EXPIRED
+from bus.consuming.outcome import Received
 from bus.contracts.base import MAX_REASON, Meta, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from bus.contracts.stages import Stamps
-from bus.faults import DatabaseUnavailable
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
@@ -26,13 +25,11 @@ from scheduler_worker.domain.requests import (
     RequestDelivery,
     delivery_of,
     digest_of,
-    is_newer,
     refused_build,
     refused_move,
     refused_unreadable,
     timeline_of,
     unknown_flavor,
-    waits,
 )
 from tests.unit.scheduler.hosts import Hosts
 
@@ -104,31 +101,6 @@ def test_what_a_request_refers_to_may_come_after_it(delivery: RequestDelivery, m
     assert delivery.may_be_early is may_be_early
 
 
-@pytest.mark.parametrize(
-    ("why", "is_late", "has_requester", "ends_with", "is_left"),
-    [
-        (None, False, False, None, False),
-        (None, False, True, None, False),
-        (None, True, False, EXPIRED_WAITING, False),
-        (None, True, True, EXPIRED_WAITING, True),
-        (WHY, False, False, WHY, False),
-        (WHY, True, True, WHY, True),
-    ],
-)
-def test_with_what_a_request_ends_that_is_not_begun(
-    why: Refusal | None, is_late: bool, has_requester: bool, ends_with: Refusal | None, is_left: bool
-) -> None:
-    delivery = RequestDelivery(why=why, is_late=lambda: is_late, has_requester=has_requester)
-    assert (delivery.ends_with(), delivery.is_left) == (ends_with, is_left)
-    assert (delivery.going_on().ends_with(), delivery.going_on().is_left) == (None, False)
-    assert (delivery.crashed().ends_with(), delivery.crashed().is_left) == (GIVEN_UP_BY_BROKER, False)
-
-
-def test_a_request_that_a_server_does_not_answer_about_waits() -> None:
-    fault = DatabaseUnavailable("away")
-    assert waits(fault) == Wait(fault.code, "away")
-
-
 def test_one_content_has_one_digest() -> None:
     assert digest_of(REQUEST) == digest_of(replace(REQUEST)) != digest_of(replace(REQUEST, flavor="g"))
 
@@ -147,20 +119,6 @@ def test_the_flavors_that_a_project_may_not_request(names: list[str], missing: s
 
 
 # --- events
-
-
-@pytest.mark.parametrize(
-    ("event", "record", "ends", "is_new"),
-    [(2, 1, False, True), (1, 1, False, False), (1, 2, False, False), (1, 2, True, True)],
-)
-def test_an_event_counts_by_its_number_or_as_the_end(event: int, record: int, ends: bool, is_new: bool) -> None:
-    seen, known = (
-        BuildEvent(instance_uuid=VM, project_id="p", state=BuildState.BUILDING, sequence=number)
-        for number in (event, record)
-    )
-    assert is_newer(seen, known, ends=ends) is is_new
-    if not ends:
-        assert is_newer(seen, known) is is_new
 
 
 STAMPS = Stamps(requested=1.0)
