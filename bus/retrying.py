@@ -1,7 +1,7 @@
 """Retries: how long to wait and when to stop. No other module decides that.
 
-Waits use the Clock and the random generator of the caller, so that a simulation controls both. A policy without a bound
-continues until a call succeeds or the task is cancelled, which ends every wait at once.
+Tenacity makes the calls. Waits use the Clock and the random generator of the caller, so that a simulation controls
+both. A policy without a bound continues until a call succeeds or the task is cancelled, which ends every wait at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import tenacity
 from msgspec import Struct
 
 from bus.clock import Clock
@@ -100,26 +101,60 @@ class Retrying:
 
         on_failure: called before each retry with the fault and the number of faults so far.
         """
-        backoff: Backoff | None = None  # nearly every first call succeeds
-        while True:
-            try:
-                return await function()
-            except Exception as error:  # `passes` decides which of them are retried
-                if backoff is None:
-                    backoff = Backoff(self.policy, self._clock, self._rng)
-                if not passes(error) or backoff.is_over():
-                    raise
-                on_failure(error, backoff.failures + 1)
-            await backoff.wait()
+        is_first = True
+        try:  # nearly every first call succeeds, and tenacity would take longer than some of them
+            return await function()
+        except Exception as error:  # `passes` decides which of them are retried
+            if not passes(error):
+                raise
+            first = error
+
+        async def once() -> T:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                raise first
+            return await function()
+
+        def report_failure(state: tenacity.RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome is not None else None
+            if error is not None:
+                on_failure(error, state.attempt_number)
+
+        retrying = tenacity.AsyncRetrying(
+            sleep=self._clock.sleep,
+            wait=self._wait_s,
+            stop=self._stop(),
+            retry=tenacity.retry_if_exception(passes),
+            before_sleep=report_failure,
+            reraise=True,
+        )
+        return await retrying(once)
 
     async def until(self, is_done: Callable[[], Awaitable[bool]]) -> bool:
         """Call the function until it returns True. Returns False when the policy stops before."""
-        backoff = Backoff(self.policy, self._clock, self._rng)
-        while not await is_done():
-            if backoff.is_over():
-                return False
-            await backoff.wait()
-        return True
+        retrying = tenacity.AsyncRetrying(
+            sleep=self._clock.sleep,
+            wait=self._wait_s,
+            stop=self._stop(),
+            retry=tenacity.retry_if_result(lambda done: not done),
+            retry_error_callback=lambda _: False,
+        )
+        return await retrying(is_done)
+
+    def _wait_s(self, state: tenacity.RetryCallState) -> float:
+        return self.policy.wait_s(state.attempt_number, self._rng)
+
+    def _stop(self) -> Callable[[tenacity.RetryCallState], bool]:
+        policy, clock = self.policy, self._clock
+        until = None if policy.lasts_s is None else clock.monotonic() + policy.lasts_s
+
+        def stop(state: tenacity.RetryCallState) -> bool:
+            if policy.attempts is not None and state.attempt_number >= policy.attempts:
+                return True
+            return until is not None and clock.monotonic() >= until
+
+        return stop
 
 
 class Backoff:
@@ -130,14 +165,6 @@ class Backoff:
         self._policy = policy
         self._clock = clock
         self._rng = rng
-        self._until = None if policy.lasts_s is None else clock.monotonic() + policy.lasts_s
-
-    def is_over(self) -> bool:
-        """Whether the policy stops with the failure that has just been."""
-        attempts = self._policy.attempts
-        if attempts is not None and self.failures + 1 >= attempts:
-            return True
-        return self._until is not None and self._clock.monotonic() >= self._until
 
     async def wait(self) -> None:
         """Wait after a failure, longer than the last time."""

@@ -75,7 +75,7 @@ def run(plan: Plan, *, event_log: EventLog | None = None, max_turn_cpu_s: float 
     """Run one plan to its end or to the first breach. max_turn_cpu_s: CPU seconds of one turn of the loop."""
     event_log = EventLog() if event_log is None else event_log
     runner = _Runner(plan, event_log)
-    # Random numbers that libraries draw from the process's own generator are part of the seed too.
+    # Random numbers that libraries draw from the process's own generator (tenacity's waits) are part of the seed too.
     random.seed(f"berth.sim.global {plan.seed}")
     breach: Breach | None = None
     try:

@@ -170,10 +170,6 @@ class Book(Trees):
         """The provider's traits, sorted."""
         return self.trait_sets.values[int(self.traits[row])]
 
-    def has_trait(self, row: int, trait: str) -> bool:
-        """Whether the provider itself has the trait."""
-        return trait in self.traits_of(row)
-
     def with_trait(self, trait: str, rows: Rows) -> NDArray[np.bool_]:
         """Per row, whether the provider itself has the trait."""
         has = np.array([trait in traits for traits in self.trait_sets.values], dtype=np.bool_)

@@ -121,11 +121,6 @@ class Trees:
         """The row of the provider's root."""
         return int(self.root[row])
 
-    def tree(self, root_row: int) -> list[int]:
-        """The rows of the tree: the root, then each depth in turn, sorted by name."""
-        members = self._members(root_row)
-        return sorted(members, key=lambda row: (self._depth(row), self._names[row], self._uuids[row]))
-
     def members(self, roots: Rows) -> tuple[Rows, Rows]:
         """Return all rows of these trees, the roots first, and for each row the position of its root in `roots`."""
         if len(roots) == 1:  # following one list costs less than columns of length one
@@ -195,12 +190,6 @@ class Trees:
             members.append(row)
             row = int(self.next_member[row])
         return members
-
-    def _depth(self, row: int) -> int:
-        depth = 0
-        while (parent := int(self.parent[row])) != NO_ROW and depth <= self._providers:
-            row, depth = parent, depth + 1
-        return depth
 
     def _sum_over_trees(self, amounts: Amounts, roots: Rows) -> Amounts:
         if not (self.first_member[roots] != NO_ROW).any():

@@ -30,7 +30,7 @@ SEEDS = range(1, 4)
 # Another Python has to run the seeds just so, if it has what they need in the same versions.
 VERSIONS = """
 from importlib.metadata import version
-print([version(name) for name in ("msgspec", "numpy", "httpx", "starlette", "os-traits", "asyncpg")])
+print([version(name) for name in ("msgspec", "numpy", "httpx", "starlette", "os-traits", "tenacity", "asyncpg")])
 """
 
 

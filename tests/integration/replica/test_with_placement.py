@@ -121,7 +121,7 @@ async def boot(bus: Bus, book: Book, rng: random.Random) -> ClaimOutcome | None:
 
 
 def as_published(book: Book) -> dict[str, object]:
-    rows = [row for root in book.rows_of_roots() for row in book.tree(int(root))]
+    rows = book.members(book.rows_of_roots())[0].tolist()
     return {
         book.uuid_of(row): (book.generation[row], book.shape_of(row), book.traits_of(row), book.inventory_of(row))
         for row in rows

@@ -198,7 +198,9 @@ def check_columns(world: World) -> None:
             assert book.free(name, roots)[place] == sum(max(0, free) for _, free in rooms)
             assert book.totals(name, roots)[place] == sum(capacity for capacity, _ in rooms)
             assert book.usage(name, roots)[place] == sum(capacity - free for capacity, free in rooms)
-            assert sorted(map(book.uuid_of, book.tree(root))) == sorted(state.uuid for state in members)
+            assert sorted(map(book.uuid_of, book.members(np.array([root]))[0])) == sorted(
+                state.uuid for state in members
+            )
 
 
 def room(world: World, state: ProviderState, name: str) -> tuple[int, int]:

@@ -353,7 +353,7 @@ def _merged(request: CandidatesRequest, choice: tuple[Assignment, ...]) -> Found
 
 def dump(book: Book) -> dict[str, object]:
     """{provider: everything the book holds of it}, of providers that hang under a root."""
-    rows = [row for root in book.rows_of_roots() for row in book.tree(int(root))]
+    rows = book.members(book.rows_of_roots())[0].tolist()
     return {book.uuid_of(row): _row(book, row) for row in rows}
 
 
