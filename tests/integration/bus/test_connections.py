@@ -119,7 +119,7 @@ NEW = NewBuild(
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("way", ["transaction", "raw", "single"])
+@pytest.mark.parametrize("way", ["raw", "single"])
 async def test_a_primary_that_was_made_read_only_is_left_for_the_promoted_stand_by(way: str) -> None:
     manager = database_pair()
     pair = await asyncio.to_thread(manager.__enter__)

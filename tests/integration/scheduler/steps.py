@@ -50,7 +50,7 @@ class Gate:
 def cut_request_consumer(world: World) -> None:
     """Cut the connection of the one that takes requests; it comes back, but takes none any more."""
     for transport in list(world.brokers[API].transports):
-        kept = [one for one in transport.subscriptions if not one._queue.startswith("scheduler.requests")]
+        kept = [one for one in transport.subscriptions if not one.queue.plan.name.startswith("scheduler.requests")]
         if len(kept) != len(transport.subscriptions):
             transport.subscriptions[:] = kept
             transport.lose()
