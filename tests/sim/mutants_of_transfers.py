@@ -118,5 +118,5 @@ FOUND_BY: dict[str, int] = {
     "leaves_with_its_machine": 1,
     "leaves_unchecked": 1,
     "leaves_without_an_image": 1,
-    "delete_does_not_follow": 53,
+    "delete_does_not_follow": 164,
 }

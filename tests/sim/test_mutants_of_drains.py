@@ -16,7 +16,7 @@ from tests.sim.mutants import Mutant
 from tests.sim.test_fences import DRAINS, SEED
 
 MOVED = DRAINS | {Widening.MOVES}
-LATE = 164
+LATE = 227
 
 
 def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
