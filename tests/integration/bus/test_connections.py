@@ -277,7 +277,7 @@ async def test_a_commit_on_the_former_primary_flushes_nothing_of_the_stand_by(mo
         try:
             await builds.open()
             await _make_asynchronous(pair.primary.url())
-            async with builds.unit(optimistic=True) as unit:  # its connection is taken
+            async with builds.unit(optimistic=False) as unit:  # its connection is taken
                 await _promote(pair, door)
                 async with database.single() as there:
                     assert await there.fetchval("SELECT inet_server_port()") == pair.stand_by.port
