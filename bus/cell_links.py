@@ -92,9 +92,8 @@ class _CellSlot:
 
 class CellLinks:
     """The links of one worker. make: a function that makes the link of a bus, with its consumers. reach: opens buses
-    while the worker runs. may_change: whether cells can be added meanwhile; otherwise one that cannot be entered ends
-    the worker, and is not tried again. opened, closed: called with a bus when the worker connects to it or disconnects.
-    buses: the buses of the cells that are in use, by name.
+    while the worker runs. opened, closed: called with a bus when the worker connects to it or disconnects. buses: the
+    buses of the cells that are in use, by name.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class CellLinks:
         *,
         clock: Clock,
         reach: Reach,
-        may_change: bool,
         opened: Callable[[Bus], None] = lambda _: None,
         closed: Callable[[Bus], object] = lambda _: None,
     ) -> None:
@@ -111,7 +109,6 @@ class CellLinks:
         self._make = make
         self._clock = clock
         self._reach = reach
-        self._may_change = may_change
         self._opened = opened
         self._closed = closed
         self._slots: dict[str, _CellSlot] = {}
@@ -208,7 +205,7 @@ class CellLinks:
             slot.problem = ""
         except Exception as error:  # the worst fault of a group decides
             first = first_fault(error)
-            if not self._may_change or not isinstance(first, BusError | CellAddressInvalid):
+            if not isinstance(first, BusError | CellAddressInvalid):
                 raise
             slot.problem = str(first)
             CELLS_NOT_ENTERED.labels(slot.name).inc()

@@ -160,7 +160,6 @@ def _links(
         lambda bus: CellLink(bus, _writers(bus, handlers, config)),
         clock=env.clock,
         reach=reach,
-        may_change=env.takes_cells,
         opened=lambda bus: in_use.update({bus.name: bus}),
         closed=lambda bus: in_use.pop(bus.name, None),
     )

@@ -351,7 +351,6 @@ def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measur
         lambda bus: _link(parts, bus, registry, measured),
         clock=env.clock,
         reach=reach,
-        may_change=env.takes_cells,
         opened=relay.add_bus,
         closed=lambda bus: relay.remove_bus(bus.name),
     )

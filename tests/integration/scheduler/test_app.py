@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
 
 import asyncpg
 import pytest
+from structlog.testing import capture_logs
 
 from bus.bus import API
 from bus.clock import SystemClock
@@ -42,6 +45,7 @@ from tests.kit.waiting import PATIENCE_S, until
 
 
 Build = Callable[[Environment], Service]
+REFUSED = r"(?s)of its deployment is.*berth bus release.*own_database"
 ROLES: dict[str, Build] = {
     "scheduler": lambda env: build_scheduler(env, SchedulerConfig(), CELLS),
     "placement": lambda env: build_placement(env, PlacementConfig(), CELLS),
@@ -131,6 +135,11 @@ async def test_a_conductor_and_the_schedulers_of_an_empty_cell_bus_are_of_one_de
         service = ROLES[role](env) if config is None else build_conductor(env, config, CELLS[0])
         await entered_once(service, has_entered=lambda: is_marked(role))
 
+    async def is_refused(logged: list[MutableMapping[str, Any]]) -> bool:
+        found = [one for one in logged if one["event"] == "cell.not_entered" and one["cell"] == CELLS[0]]
+        assert all(one["code"] == BusOwnedByAnother.code and re.search(REFUSED, one["reason"]) for one in found)
+        return bool(found)
+
     async def is_marked(role: str) -> bool:
         return bool(await looking.owner_of(role))
 
@@ -139,8 +148,14 @@ async def test_a_conductor_and_the_schedulers_of_an_empty_cell_bus_are_of_one_de
     second_role = "scheduler" if first_role == "conductor" else "conductor"
     with servers.fresh_database(postgres_server) as first, servers.fresh_database(postgres_server) as second:
         await enter(first_role, first)
-        with pytest.raises(BusOwnedByAnother, match=r"(?s)of its deployment is.*berth bus release.*own_database"):
-            await enter(second_role, second)
+        with capture_logs() as logged:
+            if second_role == "conductor":
+                with pytest.raises(BusOwnedByAnother, match=REFUSED):
+                    await enter(second_role, second)
+            else:  # its other cells go on; it tries this one again
+                env = Environment(second_role, transports=connect, database_url=second, cells=CELLS)
+                await entered_once(ROLES[second_role](env), has_entered=lambda: is_refused(logged))
+                assert not await is_marked(second_role)
         if second_role == "conductor":  # the same deployment, with a database of its own for its conductors
             await enter(second_role, second, config=ConductorConfig(own_database=True))
     await looking.close()

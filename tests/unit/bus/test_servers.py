@@ -286,10 +286,7 @@ async def test_a_cell_of_the_settings_whose_broker_refuses_is_entered_when_it_no
         return Bus(name, Refusing(broker, name), process="worker", clock=clock, rng=random.Random(1))
 
     links = CellLinks(
-        lambda bus: CellLink(bus, [Consumer(bus, "placement.requests", answer)]),
-        clock=clock,
-        may_change=True,
-        reach=reach,
+        lambda bus: CellLink(bus, [Consumer(bus, "placement.requests", answer)]), clock=clock, reach=reach
     )
     links.configure(reach("c1", None))
     running = asyncio.create_task(links.run())
