@@ -36,6 +36,7 @@ from bus.contracts.feed import Change
 from bus.persistence.database import Database
 from cell_conductor.domain.leases import LeaseState
 from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.store.rows import SERVICE
 from cell_conductor.store.safety import KEEP, PostgresLeases, PostgresSafety
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
@@ -75,14 +76,13 @@ WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
 """
 _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
 _CELLS = "SELECT instance_uuid::text, cell FROM build_requests WHERE cell IS NOT NULL"
-_SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 _INSTANCES = f"""
-SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances
+SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE} FROM instances
 WHERE state NOT IN ('{RESIZED}', '{DEPARTED}')
 """
 # A move that has arrived and awaits its confirm has two machines.
 _RESIZED = f"""
-SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE}, record #>> '{{move,request_id}}',
+SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE}, record #>> '{{move,request_id}}',
        record #>> '{{move,source,host_uuid}}', coalesce(record #>> '{{move,source_attempt}}', '0')::int,
        coalesce(record #>> '{{move,source,service}}', '')
 FROM instances WHERE state = '{RESIZED}'
@@ -211,7 +211,7 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
 async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
     open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
     settled = ", ".join(f"'{state}'" for state in sorted(AT_REST))
-    down_there = f"{_SERVICE} IN (SELECT service FROM leases WHERE state <> 'up')"
+    down_there = f"{SERVICE} IN (SELECT service FROM leases WHERE state <> 'up')"
     under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({settled})"
     unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
     for database in cells.values():

@@ -37,11 +37,13 @@ MAX_CACHED = 5_000
 
 
 class WriteSet(Struct, kw_only=True):
-    """Everything that one unit writes. versions: the versions of all rows that it has read. outbox: messages to publish
+    """Everything that one unit writes. versions: the versions of all rows that it has read, before which the database
+    had had so many `losses`: on another server they prove nothing. outbox: messages to publish
     afterwards. durable: whether the commit waits for the disk.
     """
 
     versions: dict[str, int] = {}
+    losses: int = 0
     outbox: list[OutboxMessage] = []
     durable: bool = True
 
@@ -90,6 +92,11 @@ class VersionCache(Generic[Row]):
         self._losses = database.losses
         self._rows: OrderedDict[str, tuple[int, Row]] = OrderedDict()
 
+    @property
+    def losses(self) -> int:
+        """The number of connections that the database has lost."""
+        return self._database.losses
+
     def get(self, key: str) -> tuple[int, Row] | None:
         """The version and the row, or None."""
         self._clear_after_loss()
@@ -128,6 +135,7 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
         self._cache = cache
         self._after: dict[str, Row] = {}
         self.writes = writes
+        self.writes.losses = cache.losses
         self.rows: Sequence[int] = ()  # of the outbox, once committed
 
     async def __aenter__(self) -> Self:

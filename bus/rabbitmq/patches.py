@@ -63,6 +63,7 @@ _PRIVATE: tuple[tuple[object, str], ...] = (
     (pamqp.frame, "_unmarshal_method_frame"),
     (pamqp.frame, "_unmarshal_header_frame"),
     (encode, "_string"),
+    (encode, "encode_table_value"),
     (decode, "METHODS"),
     (Basic.Properties, "marshal"),
     (Basic.Properties, "unmarshal"),
@@ -91,8 +92,9 @@ _TAG = struct.Struct(">QB")
 
 Received = tuple[int, int, Any]  # bytes, channel, frame: as pamqp returns them
 
-# How aiormq reads a frame.
+# How aiormq reads a frame, and pamqp writes a header's value.
 _first_frame = FrameReceiver.get_frame
+_plain_value = encode.encode_table_value
 
 
 class UnknownLibrary(BusForbidden):
@@ -112,6 +114,7 @@ def install() -> None:
         if not hasattr(owner, name):
             raise UnknownLibrary(f"{getattr(owner, '__name__', owner)} has no {name}")
     encode._string = _written  # type: ignore[assignment]
+    encode.encode_table_value = _written_value
     decode.METHODS[_SHORT_TEXT] = _short_text
     Basic.Publish.marshal = _written_publish  # type: ignore[method-assign, assignment]
     Basic.Properties.marshal = _written_properties  # type: ignore[method-assign, assignment]
@@ -302,7 +305,7 @@ def _short(name: str) -> bytes:
 def _written_value(value: Any) -> bytes:
     if isinstance(value, str):
         return b"S" + _written(_LONG, value)
-    return b"d" + encode.double(value) if isinstance(value, float) else encode.encode_table_value(value)
+    return b"d" + encode.double(value) if isinstance(value, float) else _plain_value(value)
 
 
 def _short_text(value: bytes) -> tuple[int, str]:

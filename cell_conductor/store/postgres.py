@@ -74,12 +74,9 @@ UPDATE = rows.numbered(rows.UPDATE)
 
 READ_VERSIONS = "SELECT xmin, record FROM instances WHERE uuid = ANY($1::uuid[])"
 
-# As `Instance.service`.
-_SERVICE = """CASE WHEN coalesce(record ->> 'position', '0') <> '0' AND record #>> '{move,to_cell}' IS NOT NULL THEN ''
-    ELSE coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '') END"""
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
-    {_SERVICE} AS service,
+    {rows.SERVICE} AS service,
     attempt, since, newest, source_host_uuid,
     coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
     source_attempt,
@@ -100,7 +97,7 @@ UNION ALL
 # Every build under way has a deadline, so the few such rows are found by its index.
 BUILDING_AT = f"""
 SELECT uuid, service FROM (
-    SELECT uuid, {_SERVICE} AS service FROM instances
+    SELECT uuid, {rows.SERVICE} AS service FROM instances
     WHERE deadline IS NOT NULL AND state IN ({in_sql(LEFT_WITH_ITS_SERVICE)})) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
@@ -109,7 +106,7 @@ AT_SERVICE = f"""
 SELECT uuid::text FROM instances
 WHERE state NOT IN ({in_sql(AT_REST)})
     AND strpos(record::text, to_json($1::text)::text) > 0 AND (
-    ({_SERVICE} = $1 AND state NOT IN ({in_sql(NOT_HERE)})
+    ({rows.SERVICE} = $1 AND state NOT IN ({in_sql(NOT_HERE)})
         AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = instances.host_uuid))
     OR (record #>> '{{move,source,service}}' = $1 AND NOT EXISTS (
         SELECT FROM fences f WHERE f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))

@@ -423,12 +423,13 @@ class PostgresBookRows:
         for statement in (
             _purge_changes(keep_changes, limit),
             _purge_fences(keep_fences_s, limit),
-            _purge_sources(keep_sources_s, limit),
             limits.purge_empty(limit),
         ):
             async with self.database.raw() as connection:
-                await fetch(connection, trees.ONE_WRITER_OF_TREES)  # a report that it has read is not trimmed under it
                 more |= len(await fetch(connection, statement)) >= limit
+        async with self.database.raw() as connection:
+            await fetch(connection, trees.ONE_WRITER_OF_TREES)  # a report that it has read is not trimmed under it
+            more |= len(await fetch(connection, _purge_sources(keep_sources_s, limit))) >= limit
         async with self.database.raw() as connection:
             left = await connection.fetch(members.LOCK_LEFT, limit)
             await connection.execute(members.DELETE_LEFT, *transposed(left, 3))

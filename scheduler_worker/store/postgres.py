@@ -15,7 +15,7 @@ from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
-from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.guarded_statement import Conflict, GuardedStatement
 from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.relay import Relay
 from bus.persistence.tables import fetch
@@ -160,7 +160,7 @@ class PostgresBuildRows:
         return {row["instance_uuid"]: (row["xmin"], rows.recorded(row)) for row in found}
 
     async def write(self, writes: BuildWrites) -> Committed:
-        """Write all of it or nothing, in one statement."""
+        """Write all of it or nothing, in one statement. Raises Conflict."""
         statement, now = GuardedStatement(), writes.at
         if writes.inserts:
             inserts = sorted(writes.inserts, key=lambda new: new.build.instance_uuid)
@@ -177,6 +177,8 @@ class PostgresBuildRows:
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
         async with self._database.single() as connection:
+            if writes.versions and self._database.losses != writes.losses:
+                raise Conflict
             with self._database.flush_by_commit(connection) as commit:
                 written = await statement.execute(connection, durable=writes.durable)
                 if writes.durable:

@@ -15,7 +15,7 @@ from bus.faults import DatabaseUnavailable
 from bus.persistence import database as database_module
 from bus.persistence import group_flush
 from bus.persistence.database import Database
-from bus.persistence.guarded_statement import ROLLED_BACK, GuardedStatement, PreconditionFailed
+from bus.persistence.guarded_statement import ROLLED_BACK, Conflict, GuardedStatement, PreconditionFailed
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.contract.rig import Proxy
@@ -265,6 +265,26 @@ async def test_a_flush_on_a_promoted_stand_by_vouches_for_no_commit_on_the_prima
                 assert await two.fetchval("SELECT inet_server_port()") == pair.primary.port
         finally:
             await database.close()
+
+
+@pytest.mark.postgres
+async def test_versions_of_the_former_primary_are_not_compared_with_rows_of_the_stand_by() -> None:
+    """Found by reading: the unit takes its connection with its write, and numbers of transactions are given again."""
+    async with _two_servers() as (pair, door, url):
+        builds = PostgresBuilds(database := Database(url, "scheduler"))
+        builds.publish_through(Sent())  # type: ignore[arg-type]
+        try:
+            await builds.open()
+            async with builds.unit(optimistic=True) as unit:
+                assert await unit.insert([NEW], 1.0) == {UUID}
+            with pytest.raises(Conflict):
+                async with builds.unit(optimistic=True) as unit:
+                    assert (await unit.lock([UUID])).keys() == {UUID}, "from the cache"
+                    await _promote(pair, door)
+                    async with database.raw(), database.single() as there:  # one connection more is needed
+                        assert await there.fetchval("SELECT inet_server_port()") == pair.stand_by.port
+        finally:
+            await builds.close()
 
 
 @pytest.mark.postgres
