@@ -256,7 +256,9 @@ async def with_second(whole: Whole) -> Whole:
 
 
 async def test_a_host_whose_service_has_died_is_fenced_emptied_and_forgotten(with_second: Whole) -> None:
-    hosts = await with_second.until(lambda found: len(found) == 2 and all(host.up for host in found.values()))
+    hosts = await with_second.until(
+        lambda found: len(found) == 2 and all(host.up and host.resources for host in found.values())  # up, in the book
+    )
     (mine,) = (name for name, host in hosts.items() if host.service == "c2")
     build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p", host=mine)
     await with_second.client.boot([build])
