@@ -17,7 +17,7 @@ CASTS = frozenset(
 )
 
 
-class Facts(Protocol):
+class FactsSource(Protocol):
     """What the RPC server and the placer need of the keeper (`FactsKeeper`)."""
 
     def apply_cast(self, method: str, arguments: Mapping[str, object]) -> bool:
