@@ -1,1 +1,1 @@
-"""In front of a real Nova: the RPC server of topic `scheduler`, and what it needs to decide as nova-scheduler does."""
+"""In front of a real Nova: the topic `scheduler` of an unmodified cloud, answered by berth's own domain."""
