@@ -42,21 +42,17 @@ class PrefilterSettings(Struct, frozen=True, kw_only=True):
     """`[workarounds]`: pinned CPUs are asked for as PCPU alone."""
 
 
-class NovaFacts(Protocol):
-    """What Nova reads of its own database to shape a query."""
+class QueryFacts(Protocol):
+    """What Nova reads of its own database to shape a query; `facts.NovaFacts` is one."""
 
-    @property
     def aggregates(self) -> Sequence[Aggregate]:
         """All host aggregates with their metadata."""
 
-    @property
-    def reports_owner(self) -> bool:
-        """Whether every compute node's provider has the trait OWNER_NOVA, so that it may be required. Nova compares the
-        versions of the compute services, which its API does not tell.
-        """
+    def nodes_named(self, host: str | None, nodename: str | None = None) -> Sequence[str]:
+        """The uuids of the compute nodes of this host, and of this node name; None: any."""
 
-    def compute_nodes(self, host: str | None, node: str | None, cell_uuid: str | None) -> Sequence[str]:
-        """The uuids of the compute nodes with this service's host, hypervisor hostname and cell; None: any."""
+    def cell_of(self, uuid: str) -> str | None:
+        """The uuid of the cell that a compute node is in."""
 
 
 class ResourceRequest(Struct, frozen=True, kw_only=True):
@@ -79,10 +75,17 @@ def undecided(request: NovaRequest, settings: PrefilterSettings) -> NotDecided |
 
 
 def resource_request(
-    request: NovaRequest, settings: PrefilterSettings, facts: NovaFacts, *, pinning: bool = True
+    request: NovaRequest,
+    settings: PrefilterSettings,
+    facts: QueryFacts,
+    *,
+    requires_owner: bool,
+    pinning: bool = True,
 ) -> ResourceRequest | Unsatisfiable:
     """The query of a request, pre-filters applied; Unsatisfiable where Nova finds no host without asking for one.
 
-    pinning: translate the CPU policy to PCPU (Nova's enable_pinning_translate). Raises NotDecided.
+    requires_owner: every compute node's provider has the trait OWNER_NOVA, so that it can be required (Nova compares
+    versions of compute services, which its API does not tell). pinning: translate the CPU policy to PCPU (Nova's
+    enable_pinning_translate). Raises NotDecided.
     """
     raise NotDecided("not_built", "the translation is being written")
