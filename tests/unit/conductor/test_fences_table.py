@@ -315,6 +315,15 @@ def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the t
     assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(n), attempt) for n, attempt in lost]
 
 
+def test_a_fence_that_fails_an_outdated_record_loses_the_machine_on_record() -> None:
+    """The record was set back: what its instance has elsewhere is searched for, and the fenced host's machine is over."""
+    outdated, event = replace(FAILING, since=90.0), fence(HERE)
+    context, steps = replace(DOUBTED, fences=fences(HERE)), FenceSteps()
+    stepped = steps.follow(outdated, step(outdated, event, context), event, context)
+    assert stepped.instance.phase == OVER and stepped.instance.doubted
+    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(HERE), 4)]
+
+
 def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:
     _, stepped = followed(FAILING, NOTHING, HERE)
     assert stepped.commands == step(FAILING, fence(HERE), CONTEXT).commands
