@@ -114,7 +114,7 @@ def end_change(instance: Instance, event: HostFenced, context: StepContext) -> S
         return Step(instance)
     back = replace(instance, spec=move_of(instance).spec)
     ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))
-    return close(over(back, event.at), ending, event.at, context)
+    return close(over(back, event.at, context), ending, event.at, context)
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:

@@ -101,7 +101,7 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built.
 
-    An older attempt is destroyed, never doubled.
+    An older attempt is destroyed, never doubled. One that is doubted stays so: a later machine may be elsewhere.
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
@@ -120,7 +120,6 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         since=event.at,
         answered=True,
         queried=False,
-        doubted=False,
     )
     return steps.announce(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.cut(remark)))
 

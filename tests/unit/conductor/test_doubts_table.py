@@ -326,7 +326,11 @@ def test_what_a_change_that_was_under_way_at_a_set_back_comes_to_is_searched_for
     [
         (record(S.BUILDING, doubted=True), [spawned(2)], "active"),
         (record(S.BUILDING, doubted=True), [runs(2)], "active"),
-        (moving(S.FINISHING, doubted=True, move={"auto_confirm_s": 0.0}), [spawned(2), SOURCE_GONE], "releasing/active"),
+        (
+            moving(S.FINISHING, doubted=True, move={"auto_confirm_s": 0.0}),
+            [spawned(2), SOURCE_GONE],
+            "releasing/active",
+        ),
         (resized(here_seen=True), [runs(1), e.TimedOut(at=2000.0), SOURCE_GONE], "releasing/active"),
         (resized(here_seen=True), [SOURCE_GONE, SOURCE_GONE], "releasing/active"),
         (unshelving(S.FINISHING, doubted=True), [spawned(2)], "active"),

@@ -316,7 +316,7 @@ def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the t
 
 
 def test_a_fence_that_fails_an_outdated_record_loses_the_machine_on_record() -> None:
-    """The record was set back: what its instance has elsewhere is searched for, and the fenced host's machine is over."""
+    """The record was set back: another machine of it is searched for, and that of the fenced host is over."""
     outdated, event = replace(FAILING, since=90.0), fence(HERE)
     context, steps = replace(DOUBTED, fences=fences(HERE)), FenceSteps()
     stepped = steps.follow(outdated, step(outdated, event, context), event, context)
