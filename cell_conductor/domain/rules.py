@@ -31,8 +31,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .fences import FENCED
-from .instance import MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
+from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
 from .set_back import doubted_from, is_doubted_request, numbered_on
 from .steps import Step, StepContext

@@ -15,8 +15,8 @@ from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.evacuations import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
 from cell_conductor.domain.fence_steps import FenceSteps
-from cell_conductor.domain.fences import FENCED, Fence, RunningAfterFence
-from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.fences import Fence, RunningAfterFence
+from cell_conductor.domain.instance import FENCED, Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
