@@ -345,7 +345,6 @@ ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "
         (
             moving(RELEASING, State.OFFLOADED, {"kind": MoveKind.SHELVE, "source": None, "source_attempt": 0}),
             RELEASED,
-    answering,
             {**SETTLED, "state": State.OFFLOADED, "since": 130.0, "power": Power.SHELVED, "newest": 5,
              "consumer_generation": None, "ended": done(MoveKind.SHELVE), "ended_attempts": (5,)},
         ),
