@@ -131,7 +131,7 @@ class Destinations:
         self._settings = settings
 
     async def call(self, call: Call) -> object:
-        """The result of a call (`CallDispatcher`)."""
+        """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient."""
         if call.method in CASTS:
             return self._source.apply_cast(call.method, call.arguments)
         if call.method != METHOD:
