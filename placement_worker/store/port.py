@@ -187,6 +187,11 @@ class BookTransaction(NameRows, Protocol):
         locked before: writes that move a member there without the group's lock have either committed or wait.
         """
 
+    async def enroll(self, enrolled: Mapping[GroupKey, Collection[str]]) -> None:
+        """Insert those of these members of server groups that hold something and are missing. Later reads of this
+        transaction see them.
+        """
+
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """Return, by place, the newest consumers, without the claimant, that hold what a claim lacked. lost: by place,
         (claimant, what it lacked).
@@ -305,15 +310,11 @@ class BookReads(Protocol):
     async def usage(self, requested: queries.ProjectUsageQuery) -> queries.ProjectUsagePage:
         """Return the usage of projects."""
 
-    async def name(self, kind: NameKind, name: str) -> NameRow | None:
-        """Return a class or trait by name, None when it does not exist."""
-
-    async def resource_classes(self) -> list[NameRow]:
-        """All classes, standard ones first."""
-
-    async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
-        """Return the traits with one of these names and with this prefix. associated: only those that a provider has
-        (True) or none has (False). None: the condition does not apply.
+    async def names(
+        self, kind: NameKind, named: Sequence[str] | None = None, prefix: str = "", associated: bool | None = None
+    ) -> list[NameRow]:
+        """Return the classes or traits with one of these names and with this prefix, oldest first. associated: only
+        the traits that a provider has (True) or none has (False). None: the condition does not apply.
         """
 
     async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
