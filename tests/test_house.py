@@ -413,8 +413,11 @@ ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("set back", ("scheduler_worker", "placement_worker", "compute_sim", "berth"), SET_BACK, set()),
     ("copy", ("placement_worker", "compute_sim", "ironic_sync", "berth"), COPY, set()),
 )
-# They carry a message's time to the broker and from there.
-CARRIERS = {"bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py"}
+# They carry a message's time to the broker and from there; the last one that of a call of Nova.
+CARRIERS = {
+    "bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py",
+    "scheduler_worker/nova/rpc_server.py",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("decision", "packages", "made_of", "modules"), ONE_PLACE)
