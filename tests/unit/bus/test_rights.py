@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bus import wire
 from bus.consuming import lanes
-from bus.consuming.lanes import ConsumerLane
+from bus.consuming.in_flight import ConsumerLane
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest
 from bus.contracts.catalogue import (
