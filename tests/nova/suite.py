@@ -10,6 +10,7 @@ import collections
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from berth.trial.embedded.rabbitmq import RabbitMQ
 HERE = Path(__file__).parent
 # The runner's own limit of a test is 150 s; past this it hangs as a whole.
 HANG_S = 240.0
+STOP_S = 60.0
 POLL_S = 0.5
 AT_A_TIME = 25  # tests to one runner: threads that a test leaves behind disturb few others
 SHORT = 3
@@ -68,22 +70,32 @@ def _runner(
         process = subprocess.Popen(
             [*command, str(tests), str(lines)], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=work
         )
-        got: list[Outcome] = []
-        last = time.monotonic()
-        while True:
-            ended = process.poll() is not None
-            found = [json.loads(line) for line in lines.read_text().splitlines()]
-            for one in found[len(got) :]:
-                notify(one)
-                last = time.monotonic()
-            got = found
-            if ended:
-                return got, f"the runner ended with {process.returncode}: {tests.with_suffix('.log')}"
-            if time.monotonic() > last + HANG_S:
+        try:
+            return _watched(process, lines)
+        finally:
+            process.terminate()  # it ends the servers of its test
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                return got, f"no result in {HANG_S:.0f} s"
-            time.sleep(POLL_S)
+
+
+def _watched(process: subprocess.Popen[bytes], lines: Path) -> tuple[list[Outcome], str]:
+    got: list[Outcome] = []
+    last = time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        found = [json.loads(line) for line in lines.read_text().splitlines()]
+        for one in found[len(got) :]:
+            notify(one)
+            last = time.monotonic()
+        got = found
+        if ended:
+            return got, f"the runner ended with {process.returncode}: {lines.with_suffix('.log')}"
+        if time.monotonic() > last + HANG_S:
+            return got, f"no result in {HANG_S:.0f} s"
+        time.sleep(POLL_S)
 
 
 def discover(options: argparse.Namespace, work: Path) -> list[Outcome]:
@@ -118,6 +130,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="keep logs there")
     parser.add_argument("--json", type=Path, help="write the outcome of each test there")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="berth-nova-") as folder:
         work = options.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
