@@ -21,6 +21,7 @@ monkey_patch.patch(backend="threading")  # before anything else of Nova
 
 # ruff: noqa: E402
 import fixtures
+from neutronclient.common import exceptions as neutron_exceptions
 from nova import config, objects, rpc, service
 from nova.conf import CONF
 from nova.db.api import api as api_db_api
@@ -44,6 +45,16 @@ class BerthFixture(functional_fixtures.PlacementFixture):  # type: ignore[misc]
 
     def _configure_placement(self, conf_fixture: Any) -> None:
         conf_fixture.config(connection="sqlite://", group="placement_database")  # required, and never opened
+
+
+class NeutronFixture(nova_fixtures.NeutronFixture):  # type: ignore[misc]
+    """A Neutron whose state is the test's process's: a port that is not known here is a plain one."""
+
+    def show_port(self, is_admin: bool, port_id: str, **named: Any) -> dict[str, Any]:
+        try:
+            return dict(super().show_port(is_admin, port_id, **named))
+        except neutron_exceptions.PortNotFoundClient:
+            return {"port": {**self.port_1, "id": port_id}}
 
 
 class Stand(fixtures.Fixture):  # type: ignore[misc]
@@ -104,8 +115,7 @@ def main() -> None:
     nova_fixtures.OpenStackSDKFixture().setUp()
     stand = Stand()
     stand.setUp()
-    # Their state is each process's own: a port or image that the test makes is not known here.
-    for other in (nova_fixtures.NeutronFixture, nova_fixtures.GlanceFixture):
+    for other in (NeutronFixture, nova_fixtures.GlanceFixture):
         stand.useFixture(other(stand))
     BerthFixture(cloud["placement"]).setUp()
     rpc.add_extra_exmods("nova.test")

@@ -31,11 +31,11 @@ SHORT = 3
 Outcome = dict[str, Any]
 
 
-def drawn(python: str, seed: int, work: Path) -> list[str]:
-    """The ids of all tests in the order of a seed, but those of samples, whose files are in no wheel."""
-    done = subprocess.run([python, str(HERE / "listing.py")], capture_output=True, text=True, check=True, cwd=work)
-    ids: list[str] = sorted(json.loads(done.stdout.splitlines()[-1]))
-    random.Random(seed).shuffle(ids)
+def listed(python: str, work: Path, *words: str) -> list[str]:
+    """The ids of all tests that can be run here, sorted; `--checks`: of berth's own."""
+    command = [python, str(HERE / "listing.py"), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=work)
+    ids: list[str] = json.loads(done.stdout.splitlines()[-1])
     return ids
 
 
@@ -100,7 +100,8 @@ def _watched(process: subprocess.Popen[bytes], lines: Path) -> tuple[list[Outcom
 
 def discover(options: argparse.Namespace, work: Path) -> list[Outcome]:
     """As many tests as wanted that call select_destinations and pass with stock, in the order of the seed."""
-    ids = drawn(options.nova, options.seed, work)
+    ids = listed(options.nova, work)
+    random.Random(options.seed).shuffle(ids)
     found: list[Outcome] = []
     while ids and len(found) < options.draw:
         some, ids = ids[:AT_A_TIME], ids[AT_A_TIME:]
@@ -124,6 +125,7 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, help="JSON: a list of ids, or what an earlier run wrote")
     parser.add_argument("--draw", type=int, default=150, help="how many to draw when there are no --tests")
     parser.add_argument("--seed", type=int, default=43)
+    parser.add_argument("--checks", action="store_true", help="berth's own checks instead of Nova's tests")
     parser.add_argument("--only", nargs="+", metavar="ID", help="just these tests")
     parser.add_argument("--short", action="store_true", help=f"the first {SHORT} of them")
     parser.add_argument("--share", type=float, default=0.85, help="of tests that have to pass")
@@ -139,6 +141,8 @@ def main() -> int:
             ids = list(options.only)
         elif options.tests:
             ids = [one if isinstance(one, str) else one["id"] for one in json.loads(options.tests.read_text())]
+        elif options.checks:
+            ids = listed(options.nova, work, "--checks")
         else:
             ids = [one["id"] for one in discover(options, work)]
         ids = ids[:SHORT] if options.short else ids
