@@ -1,6 +1,6 @@
 """The ids of Nova's functional tests, with `--checks` of berth's own, as one line of JSON.
 
-Run by Nova's own interpreter. Without the tests of samples: they compare with files of Nova's source tree that are in no wheel.
+Run by Nova's own interpreter. Without the tests of samples: they compare with files of Nova's tree that no wheel has.
 """
 
 from __future__ import annotations
