@@ -303,6 +303,8 @@ async def claim(
         await transaction.lock_groups(keys)
     locked = await transaction.lock_claims(group.consumers, group.providers, limited=limited, alone=alone)
     holding = {uuid for uuid, consumer in locked.found.items() if consumer.holding}
+    if group.enrolled:
+        await transaction.enroll(group.enrolled)
     members = await transaction.members(group.members(holding)) if keys else {}
     decision = decide(
         group.items,

@@ -202,12 +202,15 @@ MAX_LOCATED_HOSTS = 10_000
 class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One way to satisfy a claim. `shapes` = {provider: shape generation it was chosen for}; {} = any shape.
 
-    host: whose host this is, the root provider; required in a claim of a server group's member.
+    host: whose host this is, the root provider; required in a claim of a server group's member. mappings: {suffix of a
+    request group: the providers that give it}, as in `GET /allocation_candidates`; empty where there is no numbered
+    group: then all of them give the un-numbered one. The claim does not read them.
     """
 
     allocations: Allocations
     shapes: dict[Uuid, Generation] = {}
     host: Uuid | None = None
+    mappings: dict[Annotated[str, Bound(max_length=64)], tuple[Uuid, ...]] = {}
 
 
 class Migration(Struct, frozen=True, kw_only=True):
@@ -240,6 +243,12 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     there until the move is confirmed (a Release of the migration) or reverted (Revert); when no option fits, nothing
     changes. With release_first it is the claim of an alternate: the instance's allocation is released, the migration
     keeps the source. Amounts that source and destination both take of one provider count once, the larger of the two.
+    foreign: for an instance of a control plane that writes its allocations by Placement's API, as Nova does. No attempt
+    fences it, and it leaves the consumer's attempt as it is; it is idempotent by (consumer, by). With a
+    consumer_generation the option is added to what the consumer holds, as an evacuation holds its source besides; an
+    amount that both take of one provider counts once. It neither releases first nor moves.
+    group_members: further members of its server group, that control plane's: the book counts those that hold something
+    from now on, whoever claimed it. In a ClaimAll those of any one of its claims.
     """
 
     consumer: Uuid
@@ -255,6 +264,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     migration: Migration | None = None
+    foreign: bool = False
+    group_members: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
 
 
 # Holders that a lost claim names: of one claim, and claims of one group whose holders are looked up.
@@ -298,8 +309,11 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     attempt: Annotated[int, Bound(ge=0, le=1_000_000)] = 0
 
 
-# Members of a gang: claims of one ClaimAll, and instances that one build request may ask for.
+# Members of a gang: instances that one build request may ask for.
 MAX_MEMBERS = 100
+
+# Claims of one ClaimAll: a foreign control plane bounds its requests by its own quotas.
+MAX_CLAIMS_TOGETHER = 1_000
 
 # Providers that the options of a gang's claims name together, where a claim has more than one option. Placement
 # does not take a message of very many values (`MAX_CLAIM_VALUES`).
@@ -313,7 +327,7 @@ class ClaimAll(Message, frozen=True, kw_only=True, tag="placement.claim.all.v1")
     Every consumer is named once, and none releases first or moves.
     """
 
-    claims: Annotated[tuple[Claim, ...], Bound(min_length=1, max_length=MAX_MEMBERS)]
+    claims: Annotated[tuple[Claim, ...], Bound(min_length=1, max_length=MAX_CLAIMS_TOGETHER)]
 
 
 class ClaimAllResult(Message, frozen=True, kw_only=True, tag="placement.claim.all.result.v1"):

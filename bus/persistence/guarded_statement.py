@@ -44,13 +44,18 @@ class GuardedStatement:
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._values: list[Any] = []
-        self._checks: list[str] = []
+        self._met = "true"
         self._written: list[str] = []
         self._columns: list[str] = []
 
     def expect(self, condition: str, *values: object) -> None:
-        """Add a condition with `{}` for each value, which is read before what is added later and takes no lock."""
-        self._checks.append(condition.format(*map(self._value, values)))
+        """Add a condition with `{}` for each value, which is read before what is added later and takes no lock.
+
+        It is a part of its own, which stands on the one before, so that the server evaluates each condition once.
+        """
+        name = f"met_{len(self._parts)}"
+        self._part(name, f"SELECT WHERE {{met}} AND {condition}", *values)
+        self._met = f"EXISTS (SELECT FROM {name})"
 
     def add(self, name: str, statement: str, *values: object, rows: int | None = None) -> None:
         """Add a write with `{}` for each value, `{met}` as a condition of its rows and a RETURNING clause. rows: how
@@ -96,10 +101,6 @@ class GuardedStatement:
         if not row["met"]:
             raise PreconditionFailed
         return row
-
-    @property
-    def _met(self) -> str:
-        return f"({' AND '.join(self._checks) or 'true'})"
 
     def _part(self, name: str, statement: str, *values: object) -> None:
         self._parts.append(f"{name} AS ({statement.format(*map(self._value, values), met=self._met)})")

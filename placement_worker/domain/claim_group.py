@@ -46,7 +46,8 @@ class ClaimGroup:
     """Items that are decided in order in one transaction, and the rows that they name, found in one pass.
 
     consumers: the row that each named consumer gets if it is new and its first write succeeds. providers, classes: all
-    that the items name. limits: {(project, class): the lowest limit that the claims state}.
+    that the items name. limits: {(project, class): the lowest limit that the claims state}. enrolled: members of server
+    groups that others have claimed.
     """
 
     def __init__(self, items: Sequence[ClaimItem]) -> None:
@@ -55,6 +56,7 @@ class ClaimGroup:
         self.providers: set[str] = set()
         self.classes: set[str] = set()
         self.limits: dict[tuple[str, str], int] = {}
+        self.enrolled: dict[GroupKey, set[str]] = {}
         self._keys: set[GroupKey] = set()
         self._hosts: set[tuple[str, str, str]] = set()
         self._together: set[GroupKey] = set()
@@ -148,7 +150,8 @@ class ClaimGroup:
 
     def _add_claim(self, claim: messages.Claim) -> None:
         named = [claim.consumer]
-        new = ConsumerState(1, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, run=claim.by or "")
+        attempt = 0 if claim.foreign else claim.attempt
+        new = ConsumerState(1, attempt, claim.project_id, claim.user_id, claim.consumer_type, run=claim.by or "")
         self.consumers.setdefault(claim.consumer, new)
         if claim.migration is not None:
             named.append(claim.migration.uuid)
@@ -166,6 +169,8 @@ class ClaimGroup:
             return
         key = (claim.project_id, group.uuid)
         self._keys.add(key)
+        if claim.group_members:
+            self.enrolled.setdefault(key, set()).update(claim.group_members)
         self._grouped.update((*key, one) for one in named)
         if group.policy in HARD:
             self._hosts.update((*key, option.host) for option in claim.options if option.host is not None)

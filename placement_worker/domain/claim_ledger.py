@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, Migration
+from bus.contracts.placement import Claim, ClaimOutcome, Migration
 from placement_worker.domain.moves import source_held, total_of
 from placement_worker.domain.server_groups import (
     GroupCount,
@@ -218,13 +218,14 @@ class ClaimLedger:
             for name, amount in counted_by_class(consumer).items():
                 held[name] = held.get(name, 0) + sign * amount
 
-    def past_limit(self, claim: Claim, option: ClaimOption, held: Holding) -> str:
-        """Describe the first class of which the project would exceed its limit; empty when there is none.
+    def past_limit(self, claim: Claim, after: Holding, held: Holding) -> str:
+        """Describe the first class of which the project would exceed its limit when the consumer holds `after` instead
+        of `held`; empty when there is none.
 
         A claim that does not increase the consumer's amount of a class is allowed.
         """
         now, before = self.projects.get(claim.project_id, {}), held_by_class(held)
-        wanted = held_by_class(option.allocations)
+        wanted = held_by_class(after)
         for name, limit in sorted(claim.limits.items()):
             total, more = now.get(name, 0), wanted.get(name, 0) - before.get(name, 0)
             if more > 0 and total + more > limit:

@@ -25,6 +25,7 @@ from placement_worker.domain.claim_ledger import (
 from placement_worker.domain.moves import (
     COUNTED_MIGRATION_TYPE,
     MIGRATION_TYPE,
+    added_to,
     amount_of,
     is_migration,
     kept_beside,
@@ -110,6 +111,8 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
     held = holding_of(known)
     if not claim.options:
         return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="claim.options: it names none")
+    if claim.foreign and (claim.release_first or claim.migration is not None):
+        return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="claim.foreign: it releases first or moves")
     if ledger.is_others(held):
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
     if known is not None and known.holding and _is_repeated(claim, known):
@@ -128,11 +131,11 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
     before = total_of((held, kept))
     others = ledger.others(claim)
     for option in claim.options:
-        wanted = option.allocations
-        outcome = _fits(ledger, wanted, before, wanted, option.shapes)
+        wanted = _held_after(claim, option, held)
+        outcome = _fits(ledger, option.allocations, before, wanted, option.shapes)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
-        if outcome is _CLAIMED and (past := ledger.past_limit(claim, option, held or source)):
+        if outcome is _CLAIMED and (past := ledger.past_limit(claim, wanted, held or source)):
             outcome = ClaimOutcome.OVER_LIMIT
         outcomes.append(outcome)
         if outcome is _CLAIMED:
@@ -195,6 +198,8 @@ def _claim_all(ledger: ClaimLedger, item: ClaimAll) -> ClaimVerdict:
 
 def _is_repeated(claim: Claim, known: ConsumerState) -> bool:
     """Whether what the consumer holds is this very claim's."""
+    if claim.foreign:
+        return (known.run, known.project_id) == (claim.by, claim.project_id)
     is_owners = claim.by in (None, known.run) or claim.takes_over == known.run
     return (known.attempt, known.project_id) == (claim.attempt, claim.project_id) and is_owners
 
@@ -203,7 +208,8 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     """Whether this attempt is the newest, and the consumer has the generation that the claim names (as in microversion
     1.28).
     """
-    if known is not None and claim.attempt <= known.attempt and not _is_fence_of_another(known, claim):
+    is_fenced = known is not None and claim.attempt <= known.attempt and not _is_fence_of_another(known, claim)
+    if is_fenced and not claim.foreign:
         return False
     if known is None or not known.holding:
         return may_be_new(claim)
@@ -271,21 +277,27 @@ def _migration_flaw(ledger: ClaimLedger, claim: Claim, held: Holding) -> ClaimVe
     return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=uuid, reason=reason) if taken else None
 
 
+def _held_after(claim: Claim, option: ClaimOption, held: Holding) -> Holding:
+    """What the claim's consumer holds when it has taken this option."""
+    return added_to(held, option.allocations) if claim.foreign else option.allocations
+
+
 def _take(
     ledger: ClaimLedger, claim: Claim, known: ConsumerState | None, outcomes: Outcomes, source: Holding
 ) -> ClaimVerdict:
     """Take the last option that was tried."""
     number = len(outcomes) - 1
-    wanted = claim.options[number].allocations
+    wanted = _held_after(claim, claim.options[number], holding_of(known))
     if claim.migration is not None:
         _keep_source(ledger, claim, kept_beside(source, wanted))
     ledger.move(holding_of(known), wanted)
     ledger.join(claim, claim.options[number].host)
     generation = 1 if known is None else known.generation + 1
     run = (known.run if known is not None else "") if claim.by is None else claim.by
+    attempt = claim.attempt if not claim.foreign else 0 if known is None else known.attempt
     ledger.write(
         claim.consumer,
-        ConsumerState(generation, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted, run),
+        ConsumerState(generation, attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted, run),
     )
     return ClaimVerdict(
         outcome=_CLAIMED,

@@ -101,6 +101,13 @@ def _total_by_class(holding: Holding) -> Counter[str]:
     return total
 
 
+def added_to(held: Holding, taken: Holding) -> dict[str, dict[str, int]]:
+    """Return what a consumer holds that takes `taken` besides: the larger amount of each class of a provider of both,
+    as for a move.
+    """
+    return total_of((kept_beside(held, taken), taken))
+
+
 def kept_beside(source: Holding, taken: Holding) -> dict[str, dict[str, int]]:
     """Return the allocations of the migration while the instance holds `taken`: the sum of both is the larger amount of
     each class.

@@ -16,7 +16,7 @@ from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption, ProviderState
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
-from placement_worker.replica.request import Found, Query, Slot
+from placement_worker.replica.request import UNNUMBERED, Found, Query, Slot
 from placement_worker.replica.verdicts import RootVerdicts, cached_verdicts, verdicts_of
 
 __all__ = ["Found", "Query", "options", "search"]
@@ -56,13 +56,21 @@ def _option(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOpti
     """Return an assignment as an option: the amounts that several slots take from one provider are added up."""
     allocations: dict[str, dict[str, int]] = {}
     shapes: dict[str, int] = {}
+    mappings: dict[str, dict[str, None]] = {}
     for slot, row in zip(slots, rows, strict=True):
+        uuid = book.uuid_of(row)
+        mappings.setdefault(slot.suffix, {})[uuid] = None
         for name, amount in slot.resources.items():
-            uuid = book.uuid_of(row)
             given = allocations.setdefault(uuid, {})
             given[name] = given.get(name, 0) + amount
             shapes[uuid] = book.shape_of(row)
-    return ClaimOption(allocations=allocations, shapes=shapes)
+    if mappings.keys() <= {UNNUMBERED}:
+        return ClaimOption(allocations=allocations, shapes=shapes)
+    return ClaimOption(
+        allocations=allocations,
+        shapes=shapes,
+        mappings={suffix: tuple(uuids) for suffix, uuids in mappings.items()},
+    )
 
 
 # --- the first search of a process

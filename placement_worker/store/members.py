@@ -71,6 +71,14 @@ SELECT * FROM unnest($1::text[], $2::uuid[], $3::uuid[])
 ON CONFLICT (project_id, group_uuid, consumer) DO UPDATE SET consumer = excluded.consumer
 """
 
+# The members that a foreign control plane names: whoever claimed what they hold.
+ENROLL = """
+INSERT INTO group_members (project_id, group_uuid, consumer)
+SELECT n.project_id, n.group_uuid, n.consumer FROM unnest($1::text[], $2::uuid[], $3::uuid[])
+    AS n (project_id, group_uuid, consumer) WHERE EXISTS (SELECT FROM allocations a WHERE a.consumer = n.consumer)
+ON CONFLICT (project_id, group_uuid, consumer) DO NOTHING
+"""
+
 # These are two statements, because the allocations are in another table: a statement that has waited for a row's lock
 # still reads other tables as they were when the statement began.
 LOCK_LEFT = """

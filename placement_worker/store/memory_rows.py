@@ -139,6 +139,7 @@ class MemoryBookTransaction:
         self.names = names
         self._changed: dict[str, ConsumerState | None] = {}
         self._written: dict[str, Provider] = {}
+        self._enrolled: dict[GroupKey, list[str]] = {}
 
     # --- claims
 
@@ -197,7 +198,7 @@ class MemoryBookTransaction:
         found: dict[GroupKey, dict[str, tuple[str, ...]]] = {}
         hosts, moved = set(wanted.hosts), set(wanted.moved)
         for key in sorted({(project, group) for project, group, *_ in (*hosts, *moved, *wanted.together)}):
-            alive = table.alive(key)
+            alive = table.alive(key, self._enrolled.get(key, ()))
             named = {uuid: its for uuid, its in alive.items() if (*key, uuid) in moved}
             there = {
                 uuid: its
@@ -207,6 +208,15 @@ class MemoryBookTransaction:
             some = dict(list(alive.items())[: wanted.most]) if key in wanted.together else {}
             found[key] = named | there | some
         return found
+
+    async def enroll(self, enrolled: Mapping[GroupKey, Collection[str]]) -> None:
+        """Insert the members that hold something and are missing."""
+        await self._rows.statement()
+        table = self._table
+        for key, consumers in enrolled.items():
+            holding = [uuid for uuid in sorted(consumers) if uuid in table.consumers]
+            self._enrolled[key] = [uuid for uuid in holding if table.consumers[uuid].consumer.holding]
+        self._rows.will(partial(table.add_members, self._enrolled))
 
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """The newest consumers that hold what claims lacked."""

@@ -89,11 +89,13 @@ class MemoryBookTable(MemoryDatabase):
         self._shapes += 1
         return self._shapes
 
-    def alive(self, key: GroupKey) -> dict[str, tuple[str, ...]]:
-        """The members of a server group that hold allocations, and their hosts."""
+    def alive(self, key: GroupKey, besides: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+        """The members of a server group that hold allocations, and their hosts. besides: members that are not written
+        yet.
+        """
         return {
             uuid: hosts_of([self.providers[provider] for provider in self.consumers[uuid].consumer.holding])
-            for uuid in self.members.get(key, {})
+            for uuid in dict.fromkeys((*self.members.get(key, {}), *besides))
             if uuid in self.consumers and self.consumers[uuid].consumer.holding
         }
 

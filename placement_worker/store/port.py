@@ -187,6 +187,11 @@ class BookTransaction(NameRows, Protocol):
         locked before: writes that move a member there without the group's lock have either committed or wait.
         """
 
+    async def enroll(self, enrolled: Mapping[GroupKey, Collection[str]]) -> None:
+        """Insert those of these members of server groups that hold something and are missing. Later reads of this
+        transaction see them.
+        """
+
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """Return, by place, the newest consumers, without the claimant, that hold what a claim lacked. lost: by place,
         (claimant, what it lacked).

@@ -104,6 +104,11 @@ class PostgresBookTransaction:
             found.setdefault((project, group), {})[consumer] = hosts
         return found
 
+    async def enroll(self, enrolled: Mapping[GroupKey, Collection[str]]) -> None:
+        """Insert the members that hold something and are missing."""
+        rows = [(*key, consumer) for key, consumers in enrolled.items() for consumer in sorted(consumers)]
+        await self.connection.execute(members.ENROLL, *transposed(rows, 3))
+
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """The newest consumers that hold what claims lacked."""
         rows = [

@@ -249,6 +249,7 @@ OTHER_NAMES = {
     "names under which handled messages are on record": "scheduler.changes.refused scheduler.drains",
     "columns and percentiles of a load's record": "depths.* stages.* utilisation.share p99.9",
     "the cause of messages without another": "ironic.resync",
+    "modules of the exceptions that Nova's clients raise": "nova.exception oslo_messaging.rpc.dispatcher",
     "locks in the database": "berth.placement.names berth.placement.trees",
     "a log line of level info or debug, by a variable": "instance.ended",
 }

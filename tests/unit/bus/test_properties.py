@@ -12,6 +12,7 @@ import pytest
 from aiormq.abc import DeliveredMessage
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from pamqp import frame, header
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
@@ -29,8 +30,11 @@ from bus.contracts.cell import (
     ReservedOnHost,
     ReserveMachines,
 )
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
+    MAX_CLAIMS_TOGETHER,
     MAX_GANG_PROVIDERS,
+    MAX_LOCATED_HOSTS,
     MAX_MEMBERS,
     Claim,
     ClaimAll,
@@ -244,6 +248,18 @@ def gang(options: int, providers: int) -> ClaimAll:
     )
 
 
+def foreign(claims: int, providers: int, members: int) -> ClaimAll:
+    option = ClaimOption(
+        allocations={uuid(n): AMOUNTS for n in range(providers)},
+        shapes={uuid(n): 1 for n in range(providers)},
+        host=uuid(0),
+    )
+    group = ServerGroup(uuid=uuid(0), policy=GroupPolicy.ANTI_AFFINITY)
+    one = Claim(consumer=uuid(0), options=(option,), project_id="p", by="r", foreign=True, server_group=group)
+    first = replace(one, group_members=tuple(uuid(n) for n in range(members)))
+    return ClaimAll(claims=(first, *(one,) * (claims - 1)))
+
+
 def report(providers: int, traits: int) -> InventoryUpdate:
     names = tuple(f"CUSTOM_{n}" for n in range(traits))
     inventories = {name: Inventory(total=10) for name in AMOUNTS}
@@ -306,6 +322,7 @@ def test_item_16_a_message_of_very_many_values_is_not_read(queue: str, make: Cal
         (REQUESTS, lambda: gang(1, 64)),
         (REQUESTS, lambda: gang(4, MAX_GANG_PROVIDERS // MAX_MEMBERS // 4)),
         (REQUESTS, lambda: gang(16, 5)),
+        (REQUESTS, lambda: foreign(MAX_CLAIMS_TOGETHER, 1, MAX_LOCATED_HOSTS)),
         (INVENTORY, lambda: report(64, 300)),
         (INVENTORY, lambda: report(512, 40)),
         (CONTROL, lambda: reserve(5_000, 1)),
@@ -313,7 +330,8 @@ def test_item_16_a_message_of_very_many_values_is_not_read(queue: str, make: Cal
         ("", lambda: found(machines=2 * MAX_FOUND_AT_ONCE, hosts=MAX_LOOKED_AT_ONCE)),
     ],
     ids=[
-        "a gang, one option", "a gang of nested hosts", "a gang, most options", "many traits", "many providers",
+        "a gang, one option", "a gang of nested hosts", "a gang, most options", "a request of Nova for 1,000",
+        "many traits", "many providers",
         "reservations of the first release for a whole page of a report", "reservations", "a page of a thorough answer",
     ],
 )  # fmt: skip

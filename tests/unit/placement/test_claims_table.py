@@ -127,6 +127,68 @@ def test_whose_allocation_it_is(
     assert decision.consumers == ({VM: after} if after else {})
 
 
+BOTH: Hold = {A: {"VCPU": 1}, B: {"VCPU": 2}}
+AGAIN = taken(changed=False, outcomes=(), generations={A: 10})
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted", "fields", "expected", "after"),
+    [
+        (None, ONE, {}, taken(), row(ONE, attempt=0, run="r")),
+        (row(ONE, attempt=0, run="r"), ONE, {}, AGAIN, None),
+        (
+            row(BOTH, attempt=0, run="r"), ONE, {},
+            taken(changed=False, outcomes=(), option=None, generations={A: 10, B: 10}, holding=BOTH), None,
+        ),
+        (row(ONE, attempt=0, run="s"), THERE, {}, changed(consumer_generation=1, holding=ONE), None),
+        (row(ONE, attempt=0), THERE, {}, changed(consumer_generation=1, holding=ONE), None),
+        (row(ONE, attempt=0, run="r", project_id="q"), THERE, {}, changed(consumer_generation=1), None),
+        (
+            row(ONE, attempt=0, run="s"), THERE, {"consumer_generation": 1},
+            taken(2, A, B), row(BOTH, 2, 0, "r"),
+        ),
+        (
+            row(ONE, attempt=0, run="s"), THERE, {"consumer_generation": 2},
+            changed(consumer_generation=1, holding=ONE), None,
+        ),
+        (row(ONE, attempt=0, run="r"), THERE, {"consumer_generation": 1}, taken(
+            changed=False, outcomes=(), option=None, generations={A: 10}, holding=ONE), None),
+        (row(ONE, attempt=0), {A: {"VCPU": 3}}, {"consumer_generation": 1}, taken(2), row({A: {"VCPU": 3}}, 2, 0, "r")),
+        (row(HELD, attempt=0), ONE, {"consumer_generation": 1}, taken(2), row(HELD, 2, 0, "r")),
+        (None, ONE, {"consumer_generation": 1}, changed(), None),
+        (row({}, 3, attempt=7, run="r"), ONE, {}, taken(4), row(ONE, 4, 7, "r")),
+        (row(ONE, attempt=7), THERE, {"consumer_generation": 1}, taken(2, A, B), row(BOTH, 2, 7, "r")),
+        (None, ONE, {"release_first": True}, verdict("invalid", reason="claim.foreign"), None),
+        (
+            None, ONE, {"migration": Migration(uuid=MIGRATION, source=ONE)},
+            verdict("invalid", reason="claim.foreign"), None,
+        ),
+        (
+            row(ONE, attempt=0), {B: {"VCPU": 9}}, {"consumer_generation": 1},
+            verdict("full", outcomes=("full",), consumer_generation=1, lacking=((B, "VCPU"),)), None,
+        ),
+    ],
+)  # fmt: skip
+def test_a_foreign_claim_adds_and_knows_no_attempts(
+    known: ConsumerState | None,
+    wanted: Hold,
+    fields: dict[str, Any],
+    expected: ClaimVerdict,
+    after: ConsumerState | None,
+) -> None:
+    asked = claim(wanted, user_id="u", by="r", foreign=True, **fields)
+    decision = run(asked, consumers={VM: known} if known else {})
+    assert decision.verdicts == [expected]
+    assert decision.consumers == ({VM: after} if after else {})
+
+
+@pytest.mark.parametrize(("most", "outcome"), [(2, "over_limit"), (3, "claimed")])
+def test_what_a_foreign_claim_adds_counts_beside_what_is_held(most: int, outcome: str) -> None:
+    asked = claim(THERE, by="r", foreign=True, consumer_generation=1, limits={"VCPU": most})
+    loaded = {"projects": {"p": {"VCPU": 1, "INSTANCES": 1}}, "consumers": {VM: row(ONE, attempt=0)}}
+    assert run(asked, **loaded).verdicts[0].outcome == outcome
+
+
 @pytest.mark.parametrize(
     ("wanted", "shapes", "expected"),
     [
