@@ -35,7 +35,7 @@ def _has_ended() -> bool:
 
 
 class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, *_: Any) -> None:
         """Not on standard error."""
 
 
