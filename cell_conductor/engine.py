@@ -393,7 +393,7 @@ class Engine:
             return []
         async with self._store.transaction() as transaction:
             known = await transaction.lock(sorted(decided))
-        found = await self._search.find_decided(decided, known, self._fences.known)
+        found = await self._search.find_decided(decided, known)
         now = self._clock.time()
         return [
             InstanceEvent(uuid, MachineFound(at=now, machines=(machine,), decided_by=decided[uuid].decided_by))
@@ -446,7 +446,7 @@ class Engine:
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
         now = self._clock.time()
         forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
-        found, held = await self._search.find_moved(moved, self._down(), self._fences.known)
+        found, held = await self._search.find_moved(moved)
         forgotten, unsure = {**forgotten, **found}, unsure | held
         return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 

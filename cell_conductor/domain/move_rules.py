@@ -75,6 +75,7 @@ from .move_steps import (
     undo,
 )
 from .orders import change_of, numbered, repeated, step_s
+from .set_back import certain, is_outdated
 from .steps import Step, StepContext, is_doubted
 
 ABORTED = "move.aborted"
@@ -94,6 +95,8 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
     again = repeat_end(instance, event, context) or take_over_later(instance, event, context)
     if again is not None:
         return again
+    if event.found is not None and is_outdated(instance, context.set_back):  # no service has a later machine
+        instance = certain(instance, event.at)
     if (why := _why_not_now(instance, event.request.kind)) is not None:
         return refuse_request(instance, event, context, *why)
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:
@@ -443,6 +446,6 @@ def end_source_released(instance: Instance, event: Released, context: StepContex
     move = move_of(instance)
     if event.consumer != move.request_id:
         return Step(instance)
-    earlier = answer_other(over(instance, event.at), DONE, event.at, context)
+    earlier = answer_other(over(instance, event.at, context), DONE, event.at, context)
     gone = report_progress(earlier.instance, MoveState.SOURCE_GONE, event.at, context)
     return after(earlier, Step(without_move(gone.instance), gone.commands))

@@ -31,8 +31,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .fences import FENCED
-from .instance import MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
+from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
 from .set_back import doubted_from, is_doubted_request, numbered_on
 from .steps import Step, StepContext
@@ -101,7 +100,7 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built.
 
-    An older attempt is destroyed, never doubled.
+    An older attempt is destroyed, never doubled. One that is doubted stays so: a later machine may be elsewhere.
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
@@ -120,7 +119,6 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         since=event.at,
         answered=True,
         queried=False,
-        doubted=False,
     )
     return steps.announce(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.cut(remark)))
 

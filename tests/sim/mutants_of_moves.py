@@ -243,7 +243,9 @@ def end_announced_twice() -> AbstractContextManager[Any]:
 
 def end_of_an_undone_move_not_announced() -> AbstractContextManager[Any]:
     """A move that was undone has no end."""
-    return _shared("end_undone", lambda instance, at, context: Step(replace(move_steps.over(instance, at), move=None)))
+    return _shared(
+        "end_undone", lambda instance, at, context: Step(replace(move_steps.over(instance, at, context), move=None))
+    )
 
 
 def source_under_the_destinations_number() -> AbstractContextManager[Any]:

@@ -16,8 +16,9 @@ from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
 from cell_conductor.domain import steps
-from cell_conductor.domain.fences import FENCED, ClosedHosts, Fence, Loss, fenced_hosts, losses_of
+from cell_conductor.domain.fences import ClosedHosts, Fence, Loss, fenced_hosts, losses_of
 from cell_conductor.domain.instance import (
+    FENCED,
     MACHINE_EXISTS,
     NOT_TRIED,
     Instance,

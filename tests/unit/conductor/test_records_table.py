@@ -75,7 +75,7 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
         (
             record(BUILDING, doubted=True),
             spawned(2),
-            {**UP, **numbered(), "since": 110.0, "doubted": False, "history": (tried(2, "active", 110.0),)},
+            {**UP, **numbered(), "since": 110.0, "history": (tried(2, "active", 110.0),)},
         ),
         (record(BUILDING), failed(2), waits(CLAIMING, BUILDING, 110.0, deadline=125.0, history=(FAILED_1,))),
         (
