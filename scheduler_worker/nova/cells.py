@@ -71,7 +71,7 @@ class DatabaseCells:
         self._again_s = clock.monotonic()
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
-        """As CellMap has it."""
+        """As CellMap has it. Raises NovaUnavailable."""
         now_s = self._clock.monotonic()
         if now_s >= self._again_s and any(host not in self._known for host in hosts):
             self._again_s = now_s + AGAIN_S

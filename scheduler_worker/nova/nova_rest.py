@@ -133,7 +133,7 @@ class NovaRest:
         *,
         clock: Clock,
         transport: httpx.AsyncBaseTransport | None = None,
-        setting: str = "nova.api",
+        setting: str,
     ) -> None:
         """setting: where the settings have these. Raises SettingsError: the login or the certificates cannot be
         used.
@@ -239,7 +239,9 @@ class NovaRest:
         raise NovaRefused(f"{path}: more than {MAX_ROWS} rows", code="nova.endless_list")
 
     async def version(self) -> tuple[int, int]:
-        """The microversion that is used: the newest of this module's that the server has."""
+        """The microversion that is used: the newest of this module's that the server has. Raises NovaUnavailable,
+        NovaRefused.
+        """
         if self._version is None:
             raw = await self._decoded(self.url + "/", {}, "")
             found = raw.get("version") if isinstance(raw, dict) else None
@@ -262,7 +264,9 @@ class NovaRest:
         version: tuple[int, int] | None = None,
         or_none: bool = False,
     ) -> Any:
-        """The JSON object of one answer. or_none: None for a 404. version: instead of the negotiated one."""
+        """The JSON object of one answer. or_none: None for a 404. version: instead of the negotiated one. Raises
+        NovaUnavailable, NovaRefused.
+        """
         used = await self.version() if version is None else version
         raw = await self._decoded(self.url + path, params or {}, f"compute {_dotted(used)}", or_none=or_none)
         if raw is None and or_none:

@@ -27,7 +27,7 @@ def rest(answer: Answer, newest: str = "2.104", **config: Any) -> NovaRest:
         return answer(request)
 
     config = {"url": "http://nova/compute/v2.1", "token": "t", **config}
-    return NovaRest(NovaApiConfig(**config), clock=SystemClock(), transport=httpx.MockTransport(handle))
+    return NovaRest(NovaApiConfig(**config), clock=SystemClock(), setting="nova", transport=httpx.MockTransport(handle))
 
 
 def hypervisor(number: int, **more: object) -> dict[str, object]:
