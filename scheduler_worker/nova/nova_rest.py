@@ -215,8 +215,8 @@ class NovaRest:
     ) -> AsyncIterator[dict[str, Any]]:
         """A list page by page, until a page is empty. marker: the field of the last row; None: pages go by offset.
 
-        Nova leaves rows out of a page without a link to the next (compute nodes whose service was deleted), so a short
-        page is not the last one.
+        Nova leaves rows out of a page without a link to the next (compute nodes whose service was deleted), so a page
+        that is not full is not the last one. Raises NovaUnavailable, NovaRefused.
         """
         asked = {**(params or {}), "limit": str(self._page_size)}
         seen = 0
