@@ -359,16 +359,14 @@ class Engine:
             await self._ask_placement(await self._apply(answers))
 
     async def answered(self, books: Sequence[CellBook]) -> None:
-        """Apply placement's answers that came by way of the schedulers, to the instances that still wait for them."""
+        """Apply placement's answers that came by way of the schedulers."""
         async with self._store.transaction() as transaction:
             known = await transaction.lock(sorted({one.instance_uuid for one in books}))
         events: list[InstanceEvent] = []
         for one in books:
             instance = known.get(one.instance_uuid)
-            if instance is None or question_of(instance) != one.question:
-                continue
-            event = self._placement.event_of(instance, one)
-            events += [InstanceEvent(instance.uuid, event)] if event is not None else []
+            event = None if instance is None else self._placement.event_of(instance, one)
+            events += [InstanceEvent(one.instance_uuid, event)] if event is not None else []
         if events:
             await self._ask_placement(await self._apply(events))
 

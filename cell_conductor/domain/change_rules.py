@@ -58,8 +58,6 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
 
     A copy of a claim, or of this release, is fenced by its attempt.
     """
-    if event.consumer not in ("", instance.uuid):
-        return Step(instance)
     move = move_of(instance)
     gone = replace(
         instance,

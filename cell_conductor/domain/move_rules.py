@@ -226,8 +226,6 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
     """A destination is claimed: query whether it can, or change the size in place. For one in another cell the source
     keeps its image first.
     """
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     move = move_of(instance)
     outcomes = event.outcomes[: event.option]
     updated = note_not_claimed(instance, outcomes, event.at)
@@ -253,8 +251,6 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
 
 def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No destination could be claimed: back to the source. The revert fences a late copy of the claim."""
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     tried = note_not_claimed(instance, event.outcomes, event.at)
     if move_of(instance).delete:
         return leave(tried, event.at, context)
@@ -443,9 +439,6 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
 
 def end_source_released(instance: Instance, event: Released, context: StepContext) -> Step:
     """The migration holds no allocation any more: the move is over."""
-    move = move_of(instance)
-    if event.consumer != move.request_id:
-        return Step(instance)
     earlier = answer_other(over(instance, event.at, context), DONE, event.at, context)
     gone = report_progress(earlier.instance, MoveState.SOURCE_GONE, event.at, context)
     return after(earlier, Step(without_move(gone.instance), gone.commands))

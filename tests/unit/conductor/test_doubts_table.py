@@ -41,7 +41,7 @@ from tests.unit.conductor.records import (
     record,
     unshelving,
 )
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, missed, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, answering, host, missed, spawned
 
 K, S = MoveKind, State
 PARTED = replace(ON_2, allocations={host(2): {"VCPU": 2}, host(9): {"VF": 1}})
@@ -316,7 +316,7 @@ def test_what_a_change_that_was_under_way_at_a_set_back_comes_to_is_searched_for
 ) -> None:
     """It may have ended, and the instance been moved since."""
     doubted = replace(known, doubted=known.phase in IN_DOUBT_AFTER_SET_BACK)
-    after = step(doubted, event, IN_DOUBT).instance
+    after = step(doubted, answering(doubted, event), IN_DOUBT).instance
     assert in_text(after.phase) == phase
     assert is_searched_for(after) or is_outdated(replace(after, since=2000.0), IN_DOUBT.set_back)
 

@@ -32,6 +32,7 @@ from tests.unit.conductor.scenario import (
     TIMED_OUT,
     UUID,
     announced,
+    answering,
     claimed,
     failed,
     host,
@@ -95,7 +96,7 @@ def test_sequence_rises_with_every_announcement() -> None:
         RELEASED,
     )
     for event in path:
-        stepped = step(instance, event, PATIENCE)
+        stepped = step(instance, answering(instance, event), PATIENCE)
         instance = stepped.instance
         numbers += [s.sequence for s in announced(stepped)]
     assert numbers == list(range(FIRST_SEQUENCE, FIRST_SEQUENCE + 5))
