@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus import wire
-from bus.consuming import lanes
+from bus.consuming import in_flight
 from bus.consuming.in_flight import ConsumerLane
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest
