@@ -398,7 +398,7 @@ def test_a_lane_with_many_bytes_in_hand_is_paused_until_half_of_them_are_settled
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """512 of a megabyte were in a scheduler's memory."""
-    monkeypatch.setattr(lanes, "MAX_LANE_BYTES", 100)
+    monkeypatch.setattr(in_flight, "MAX_LANE_BYTES", 100)
     lane, subscription = ConsumerLane("q"), Regulated()
     lane.subscription = subscription  # type: ignore[assignment]
     sent: list[Any] = [Sent("x", 40) for _ in range(4)]
