@@ -23,7 +23,9 @@ from berth.commands.objects import read_file
 from berth.nova.cloud import read_cloud
 from berth.nova.to_objects import imported
 from bus.clock import SystemClock
+from bus.contracts.objects import ObjectChange, ObjectsChange
 from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.objects import ChangePlan, plan
 from scheduler_worker.nova.cells import ConfiguredCells
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import FactsKeeper
@@ -48,12 +50,17 @@ class Cloud:
         headers = {"X-Auth-Token": f"admin:{PROJECT}", "OpenStack-API-Version": "compute 2.104"}
         self._client = httpx.Client(headers=headers, timeout=60, trust_env=False)
         cells = self._client.get(f"{url}/control/cells").text.split()
+        self._casts = f"{url}/control/casts"
         self.cells = dict(zip(cells[::2], cells[1::2], strict=True))
 
     def call(self, method: str, path: str, body: object = None) -> Any:
         answer = self._client.request(method, self.url + path, json=body)
         assert answer.is_success, (method, path, answer.status_code, answer.text)
         return answer.json() if answer.content else None
+
+    def casts(self) -> Any:
+        """The arguments of Nova's casts about all its aggregates and instances, as it serializes them."""
+        return self._client.get(self._casts).json()
 
     def flavor(self, name: str, specs: dict[str, str] | None = None, **more: object) -> str:
         body = {"name": name, "vcpus": 1, "ram": 512, "disk": 10, **more}
@@ -199,6 +206,17 @@ async def test_aggregates_zones_and_instances(cloud: Cloud) -> None:
         named = world.facts.membership().named[rack.uuid]
         assert named == {*world.facts.nodes_named("host1"), *world.facts.nodes_named("host3.example.org")}
         await world.keeper._read_instances()
+        casts = cloud.casts()
+        assert [one.name for one in world.facts.aggregates()] == sorted(
+            one["nova_object.data"]["name"] for one in casts["aggregates"]["nova_object.data"]["objects"]
+        )
+        before = world.facts.version
+        assert world.keeper.apply_cast("update_aggregates", {"aggregates": casts["aggregates"]})
+        assert world.facts.version == before, "as the API has them"
+        assert world.keeper.apply_cast("delete_instance_info", {"host_name": "host2", "instance_uuid": server})
+        assert world.facts.members([server]) == {}
+        given = {"host_name": "host2", "instance_info": casts["instance_info"]}
+        assert world.keeper.apply_cast("update_instance_info", given)
         assert world.facts.members([server]) == {world.facts.nodes_named("host2")[0]: 1}
         for host in ("host1", "host3.example.org"):
             cloud.call("POST", f"/os-aggregates/{made}/action", {"remove_host": {"host": host}})
@@ -239,6 +257,12 @@ async def test_import(cloud: Cloud, tmp_path: Path) -> None:
     found = imported(await read_cloud(rest), with_hosts=True)
     await rest.close()
     tree = tree_of(found)
+    changes = tuple(
+        ObjectChange(kind=kind, name=name, body=body)
+        for kind, bodies in found.objects.items()
+        for name, body in bodies.items()
+    )
+    assert isinstance(plan(ObjectsChange(changes=changes, who="test"), {}), ChangePlan), "a scheduler takes them"
     assert tree["flavors"]["im.plain"] == {
         "vcpus": 1, "memory_mb": 512, "disk_gb": 10,
         "extra_specs": {"trait:HW_CPU_X86_AVX": "required", "hide_hypervisor_id": "true"},
