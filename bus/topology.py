@@ -75,6 +75,22 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     bindings: tuple[tuple[str, str], ...] = ()
 
 
+class ForeignQueue(Struct, frozen=True, kw_only=True):
+    """A queue of another system and the exchange that it is bound to, both as that system's own processes declare them.
+    Its names have no prefix.
+    """
+
+    name: str
+    durable: bool
+    auto_delete: bool
+    arguments: Mapping[str, str | int] = {}
+    exchange: str
+    exchange_type: str
+    exchange_durable: bool
+    exchange_auto_delete: bool
+    routing_key: str
+
+
 class QueueNames:
     """Translates names of berth to names of the broker, which have a prefix, so that several systems can share one
     virtual host.

@@ -80,7 +80,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     keeper = LeaseKeeper(
         store, bus, clock=env.clock, config=config, cell=cell, process=env.process, on_fence=fences.on_announced
     )
-    search = _search_of(store, bus, config, keeper, lambda: hosts)
+    search = _search_of(store, bus, config, keeper, fences, lambda: hosts)
     engine = Engine(
         store=store,
         bus=bus,
@@ -127,14 +127,21 @@ async def _show_safety(store: InstanceStore, cell: str) -> None:
         metrics.BREAKERS_OPEN.labels(cell).set(sum(one.is_open for one in await store.safety.breakers()))
 
 
-def _search_of(
-    store: InstanceStore, bus: Bus, config: ConductorConfig, keeper: LeaseKeeper, hosts: Callable[[], HostHandlers]
+def _search_of(  # noqa: PLR0917  (one caller)
+    store: InstanceStore,
+    bus: Bus,
+    config: ConductorConfig,
+    keeper: LeaseKeeper,
+    fences: FenceKeeper,
+    hosts: Callable[[], HostHandlers],
 ) -> MachineSearch:
     return MachineSearch(
         store,
         bus,
         timeout_s=config.answer_timeout_s,
         up=keeper.up,
+        down=keeper.down,
+        fenced=lambda: fences.known,
         unexplained=lambda: hosts().unexplained,
         forgotten=keeper.forgotten,
         listers=lambda host: hosts().listers(host),

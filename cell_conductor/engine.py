@@ -359,16 +359,14 @@ class Engine:
             await self._ask_placement(await self._apply(answers))
 
     async def answered(self, books: Sequence[CellBook]) -> None:
-        """Apply placement's answers that came by way of the schedulers, to the instances that still wait for them."""
+        """Apply placement's answers that came by way of the schedulers."""
         async with self._store.transaction() as transaction:
             known = await transaction.lock(sorted({one.instance_uuid for one in books}))
         events: list[InstanceEvent] = []
         for one in books:
             instance = known.get(one.instance_uuid)
-            if instance is None or question_of(instance) != one.question:
-                continue
-            event = self._placement.event_of(instance, one)
-            events += [InstanceEvent(instance.uuid, event)] if event is not None else []
+            event = None if instance is None else self._placement.event_of(instance, one)
+            events += [InstanceEvent(one.instance_uuid, event)] if event is not None else []
         if events:
             await self._ask_placement(await self._apply(events))
 
@@ -393,7 +391,7 @@ class Engine:
             return []
         async with self._store.transaction() as transaction:
             known = await transaction.lock(sorted(decided))
-        found = await self._search.find_decided(decided, known, self._fences.known)
+        found = await self._search.find_decided(decided, known)
         now = self._clock.time()
         return [
             InstanceEvent(uuid, MachineFound(at=now, machines=(machine,), decided_by=decided[uuid].decided_by))
@@ -446,7 +444,7 @@ class Engine:
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
         now = self._clock.time()
         forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
-        found, held = await self._search.find_moved(moved, self._down(), self._fences.known)
+        found, held = await self._search.find_moved(moved)
         forgotten, unsure = {**forgotten, **found}, unsure | held
         return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 

@@ -177,24 +177,23 @@ class RequestHandlers:
     ) -> tuple[list[InstanceEvent], set[str]]:
         """The events, those of doubted builds with the machines that the cell has of them; and the messages to retry.
 
-        Nothing is begun while a service that is up has not answered, until the queue's retries are exhausted: those of
-        `last` are begun then, and a move is refused. The same for deletes of instances that the database may have lost
-        and has no record of: it was set back, or the cell has announced their builds. A query of a build without a
-        record is dropped then: it comes again.
+        Nothing is begun while a service has not answered (of a build: one that is up), until the queue's retries are
+        exhausted: those of `last` are begun then, and a move is refused. The same for deletes of instances that the
+        database may have lost and has no record of: it was set back, or the cell has announced their builds. A query of
+        a build without a record is dropped then: it comes again.
         """
         search = self._search
         if search is None:
             return incoming, set()
-        doubted = await search.doubted(incoming)
-        if not doubted:
+        found = await search.before(incoming)
+        if not found:
             return incoming, set()
-        searched = await search.find(doubted)
         known: list[InstanceEvent] = []
         dropped: set[str] = set()
         for one in incoming:
             taken: InstanceEvent | None = one
-            if one.uuid in doubted and _is_to_be_searched(one.event):
-                taken = _with_found(one, searched.of(one.uuid), search, is_last=one.message_id in last)
+            if one.uuid in found and _is_to_be_searched(one.event):
+                taken = _with_found(one, found[one.uuid], search, is_last=one.message_id in last)
             if taken is not None:
                 known.append(taken)
             elif is_query(one.event):

@@ -116,8 +116,7 @@ class PlacementRequests:
             replies = await self._request(queried, ReleaseResult, [q.instance.cause for q, _ in releases])
             for (question, release), reply in zip(releases, replies, strict=True):
                 if self._is_released(question.instance, reply):
-                    released = Released(at=self._clock.time(), consumer=release.consumer)
-                    incoming.append(InstanceEvent(question.instance.uuid, released))
+                    incoming.append(InstanceEvent(question.instance.uuid, self._released(release)))
         if reverts := [(q, q.message) for q in questions if isinstance(q.message, Revert)]:
             backs = await self._request([r for _, r in reverts], RevertResult, [q.instance.cause for q, _ in reverts])
             for (question, revert), back in zip(reverts, backs, strict=True):
@@ -145,9 +144,12 @@ class PlacementRequests:
             return self._claim_event(PendingQuestion(instance, book.question, book.repeated), book.question, answer)
         if isinstance(answer, RevertResult) and isinstance(book.question, Revert):
             return self._revert_event(instance, book.question, answer)
-        if isinstance(answer, ReleaseResult) and self._is_released(instance, answer):
-            return Released(at=self._clock.time(), consumer=book.question.consumer)
+        if isinstance(answer, ReleaseResult) and isinstance(book.question, Release):
+            return self._released(book.question) if self._is_released(instance, answer) else None
         return None
+
+    def _released(self, release: Release) -> Released:
+        return Released(at=self._clock.time(), consumer=release.consumer, attempt=release.attempt or 0)
 
     async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
         return await self._bus.request_all(questions, reply, timeout_s=self._timeout_s, causes=causes)

@@ -7,6 +7,7 @@ record of. Each service that is up is queried, with one deadline for all of them
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -96,15 +97,19 @@ class MachineSearch:
         *,
         timeout_s: float,
         up: Callable[[], Collection[str] | None],
+        down: Callable[[], Collection[str]] = frozenset,
         unexplained: Callable[[], Collection[str]] = frozenset,
         forgotten: Callable[[], Collection[str]] = frozenset,
         listers: Callable[[str], Collection[str]] = lambda _host: (),
         listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
+        fenced: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        """`unexplained()`: instances of which a host has a machine that no record explains. `listers(host)`: the
-        services that have reported this host; `listed(services)`: the hosts that these have. `forgotten()`: services
-        that are gone for good, as an operator has stated.
+        """`down()`: the services that are not up. `unexplained()`: instances of which a host has a machine that no
+        record explains. `listers(host)`: the services that have reported this host; `listed(services)`: the hosts that
+        these have. `forgotten()`: services that are gone for good, as an operator has stated. `fenced()`: hosts.
         """
+        self._down = down
+        self._fenced = fenced
         self._listers = listers
         self._listed = listed
         self._forgotten = forgotten
@@ -123,11 +128,28 @@ class MachineSearch:
         """Whether a host has a machine of this instance that no record explains."""
         return uuid in self._unexplained()
 
-    async def doubted(self, incoming: Sequence[InstanceEvent]) -> set[str]:
-        """The instances that are searched for before these requests are taken: they may have a machine already."""
+    async def before(self, incoming: Sequence[InstanceEvent]) -> dict[str, tuple[FoundMachine, ...] | None]:
+        """The machines of the instances that are searched for before these requests are taken: they may have one
+        already, or another than their record has. None: it is not known.
+        """
         begun = {one.uuid for one in incoming if self._may_have_been_begun(one)}
         lost = await self.find_unrecorded({one.uuid for one in incoming if self._may_be_lost(one.event)})
-        return begun | lost | await self._find_outdated({one.uuid for one in incoming if is_begun_by(one.event)})
+        outdated = await self._find_outdated({one.uuid for one in incoming if is_begun_by(one.event)})
+        # One machine of an outdated record shows nothing of a later one: without every answer none counts.
+        searched, complete = await asyncio.gather(self.find(begun | lost), self.find(outdated, self._to_answer()))
+        of_outdated = {uuid: None if complete.missing else complete.of(uuid) for uuid in outdated}
+        return {uuid: searched.of(uuid) for uuid in begun | lost} | of_outdated
+
+    def _to_answer(self) -> set[str]:
+        """The services that are down and may have machines all the same: an operator has neither stated that they are
+        gone, nor that all of their hosts are off.
+        """
+        fenced = set(self._fenced())
+        return {
+            one
+            for one in set(self._down()) - set(self._forgotten())
+            if not (hosts := set(self._listed((one,)))) or hosts - fenced
+        }
 
     def _may_have_been_begun(self, incoming: InstanceEvent) -> bool:
         event = incoming.event
@@ -219,9 +241,7 @@ class MachineSearch:
                 log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
         return seen
 
-    async def find_moved(
-        self, moved: Mapping[str, Instance], down: Collection[str], fenced: Collection[str]
-    ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
+    async def find_moved(self, moved: Mapping[str, Instance]) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
         """Machines that the records of these moves in doubt do not have; and the instances for which nothing is to be
         requested of placement now.
 
@@ -231,10 +251,10 @@ class MachineSearch:
         """
         if not moved:
             return {}, set()
-        down = set(down) - set(self._forgotten())
+        down = self._to_answer()
         searched = await self.find(moved, down, thorough=True)
         found = {uuid: tuple(machines) for uuid, machines in searched.machines.items() if machines}
-        unseen = set(self._listed({*(self._up() or ()), *down})) - searched.hosts - set(fenced)
+        unseen = set(self._listed({*(self._up() or ()), *down})) - searched.hosts - set(self._fenced())
         held = set(moved) if searched.missing or unseen else found.keys() & moved.keys()
         metrics.HELD_MOVES.inc(len(held))
         for uuid in sorted(held)[:LOGGED_MOVES]:
@@ -247,10 +267,10 @@ class MachineSearch:
         """Of records that fail over: machines that they do not have; and the instances for which nothing may be claimed
         now.
 
-        Nothing may be claimed for an instance with such a machine, or about which a service that is up has not
-        answered: they wait for the next sweep, until the doubt's own limit (`limit_s`).
+        Nothing may be claimed for an instance with such a machine, or about which a service has not answered, also one
+        that is down: they wait for the next sweep, until the doubt's own limit (`limit_s`).
         """
-        searched = await self.find(doubted)
+        searched = await self.find(doubted, self._to_answer())
         found: dict[str, tuple[FoundMachine, ...]] = {}
         unsure: set[str] = set()
         for uuid, instance in doubted.items():
@@ -263,7 +283,7 @@ class MachineSearch:
         return found, unsure
 
     async def find_decided(
-        self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance], fenced: Collection[str]
+        self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]
     ) -> dict[str, FoundMachine]:
         """The machines in quarantine of which operators have decided that they are their instances', by instance.
 
@@ -271,7 +291,7 @@ class MachineSearch:
         the host is fenced or the service forgotten: its machine may run there.
         """
         taken = {uuid: known[uuid] for uuid in decided if not why_not_adoptable(known.get(uuid))}
-        gone, up = set(self._forgotten()), set(self._up() or ())
+        gone, up, fenced = set(self._forgotten()), set(self._up() or ()), self._fenced()
         to_look = {
             uuid: one for uuid, one in taken.items() if one.host_uuid not in fenced and one.here.service not in gone
         }

@@ -90,6 +90,9 @@ class PlacementHandlers:
         self._claimed = claimed
         self._publish = publish
         self._reads: dict[type[Message], Callable[[Any], Awaitable[Message]]] = {
+            ChangesRequest: lambda one: store.changes(one.after, one.limit, one.history),
+            SnapshotRequest: lambda one: store.snapshot(one.after, one.limit),
+            queries.HoldingRequest: self._holding,
             queries.HostTreeQuery: store.reads.tree,
             queries.ServiceHostsQuery: store.reads.hosts_of_service,
             queries.GroupMembersQuery: store.reads.members,
@@ -222,21 +225,16 @@ class PlacementHandlers:
         )
         for received in batch:
             requested = received.message
-            if isinstance(requested, ChangesRequest):
-                outcomes.append(Done(await self._store.changes(requested.after, requested.limit, requested.history)))
-            elif isinstance(requested, SnapshotRequest):
-                outcomes.append(Done(await self._store.snapshot(requested.after, requested.limit)))
-            elif isinstance(requested, messages.LocateRequest):
+            if isinstance(requested, messages.LocateRequest):
                 outcomes.append(Done(next(located)))
-            elif isinstance(requested, queries.HoldingRequest):
-                outcomes.append(
-                    Done(queries.HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers))))
-                )
             elif (read := self._reads.get(type(requested))) is not None:
                 outcomes.append(Done(await read(requested)))
             else:
                 outcomes.append(_unexpected(requested))
         return outcomes
+
+    async def _holding(self, requested: queries.HoldingRequest) -> queries.HoldingPage:
+        return queries.HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers)))
 
     def _answer(self, received: Received, reply: ClaimReply) -> Outcome:
         requested = received.message

@@ -14,7 +14,7 @@ from bus.contracts.build import BuildState
 from scheduler_worker import metrics
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain.builds import Author, ProjectsBuild
-from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes, refuse_unknown, tombstones
+from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import waits
 from scheduler_worker.store.port import SchedulerStore
@@ -62,26 +62,25 @@ class Deletes:
         async with self._store.unit() as unit:
             builds = await unit.lock([one.request.instance_uuid for one in deletes])
             plan = plan_deletes(deletes, builds, author, held)
-            for message in plan.messages:
+            graves = tombstones(plan.unknown, builds.keys(), author)
+            inserted = await unit.insert(graves, author.at)
+            made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
+            unknown = answer_unknown(plan.unknown, {**builds, **made}, author, held or {})
+            updates = [*plan.updates, *unknown.updates]
+            for message in (*plan.messages, *unknown.messages):
                 unit.emit(message)
-            await unit.update(plan.updates, author.at)
-            for one in plan.updates:
+            await unit.update(updates, author.at)
+            for one in updates:
                 uuid = one.build.instance_uuid
                 claim = (held or {}).get((uuid, one.build.project_id))
                 if claim is not None and one.build.state is not BuildState.DELETED:
                     log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=claim.cell)
-            graves = tombstones(plan.unknown, builds.keys(), author)
-            inserted = await unit.insert(graves, author.at)
-            made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
-            on_record = {**builds, **made}
-            refused, messages = refuse_unknown(plan.unknown, on_record, author, held or {})
-            for message in messages:
-                unit.emit(message)
-        metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)
-        accepted = sum(isinstance(one, Done) and one.reply is not None for one in plan.outcomes.values())
-        metrics.count_requests("delete", "accepted", accepted)
-        metrics.count_requests("delete", "unknown", len(refused))
-        return replace(plan, outcomes=plan.outcomes | refused)
+        metrics.count_ended(one.build for one in updates if one.build.state is BuildState.DELETED)
+        answered = [one.reply for one in plan.outcomes.values() if isinstance(one, Done) and one.reply is not None]
+        metrics.count_requests("delete", "accepted", len(answered) + len(unknown.accepted))
+        metrics.count_requests("delete", "unknown", len(unknown.outcomes) - len(unknown.accepted))
+        outcomes, accepted = plan.outcomes | unknown.outcomes, plan.accepted | unknown.accepted
+        return replace(plan, outcomes=outcomes, accepted=accepted)
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())

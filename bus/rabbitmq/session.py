@@ -25,6 +25,7 @@ from bus.topology import (
     MARK_OF,
     NEVER_GIVEN_UP,
     ExchangePlan,
+    ForeignQueue,
     QueueNames,
     QueuePlan,
     shared_exchanges,
@@ -321,6 +322,46 @@ class Session:
         for key in keys:
             with translated():
                 await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
+
+    async def declare_foreign(self, planned: ForeignQueue) -> None:
+        """A queue of another system, its exchange, and the binding of both.
+
+        What exists is used as it is: with other properties than those planned it serves all the same, and the processes
+        of that system may be configured otherwise than this one.
+        """
+        channel = await self.named("foreign")
+        try:
+            with translated(planned.exchange):
+                await channel.exchange_declare(
+                    planned.exchange,
+                    exchange_type=planned.exchange_type,
+                    durable=planned.exchange_durable,
+                    auto_delete=planned.exchange_auto_delete,
+                    timeout=RPC_TIMEOUT_S,
+                )
+        except QueueDiffers as error:
+            log.warning("bus.foreign_differs", name=planned.exchange, reason=str(error))
+        channel = await self.named("foreign")
+        try:
+            with translated(planned.name):
+                await channel.queue_declare(
+                    planned.name,
+                    durable=planned.durable,
+                    auto_delete=planned.auto_delete,
+                    arguments=dict(planned.arguments),
+                    timeout=RPC_TIMEOUT_S,
+                )
+        except QueueDiffers as error:
+            log.warning("bus.foreign_differs", name=planned.name, reason=str(error))
+        channel = await self.named("foreign")
+        with translated():
+            await channel.queue_bind(planned.name, planned.exchange, planned.routing_key, timeout=RPC_TIMEOUT_S)
+
+    async def delete_queue(self, queue: str) -> None:
+        """Take a queue away, with what is in it."""
+        channel = await self.named("foreign")
+        with translated(queue):
+            await channel.queue_delete(queue, timeout=RPC_TIMEOUT_S)
 
     async def depth(self, queue: str) -> int:
         """Messages ready."""

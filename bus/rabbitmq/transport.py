@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -21,7 +22,7 @@ from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import hand_over_at_once, install
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
-from bus.topology import MARK, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
+from bus.topology import MARK, ForeignQueue, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
 from bus.wire import most_bytes
 
 log = structlog.get_logger("bus.rabbitmq")
@@ -35,10 +36,24 @@ T = TypeVar("T")
 
 
 class RabbitSubscription:
-    """A consumption on a channel of its own, taken up again after a loss."""
+    """A consumption on a channel of its own, taken up again after a loss.
 
-    def __init__(self, transport: RabbitTransport, queue: str, on: Callable[[Delivery], None], prefetch: int) -> None:
+    gathers: whether acknowledgements wait for others. arguments: those of the consumption, each time it begins.
+    """
+
+    def __init__(
+        self,
+        transport: RabbitTransport,
+        queue: str,
+        on: Callable[[Delivery], None],
+        prefetch: int,
+        *,
+        gathers: bool = True,
+        arguments: Callable[[], Mapping[str, str | int]] = dict,
+    ) -> None:
         self.queue = queue
+        self._gathers = gathers
+        self._arguments = arguments
         self._transport = transport
         self._on_delivery = on
         self._prefetch = prefetch
@@ -54,7 +69,7 @@ class RabbitSubscription:
             if self._cancelled:
                 return
             channel = await session.channel(confirms=False)
-            acks = Acks(channel, prefetch=self._prefetch)
+            acks = Acks(channel, prefetch=self._prefetch if self._gathers else 1)
             names = session.names
 
             def on_message(message: DeliveredMessage) -> None:
@@ -82,7 +97,12 @@ class RabbitSubscription:
             raise AssertionError("a delivery is handed over at once")
 
         with translated():
-            answer = await channel.basic_consume(self.queue, not_called, timeout=RPC_TIMEOUT_S)  # type: ignore[arg-type]
+            answer = await channel.basic_consume(
+                self.queue,
+                not_called,  # type: ignore[arg-type]
+                arguments=dict(self._arguments()),
+                timeout=RPC_TIMEOUT_S,
+            )
         return answer.consumer_tag or ""
 
     def pause(self) -> None:
@@ -154,7 +174,7 @@ class RabbitTransport:
         self._opened: asyncio.Future[None] | None = None
         self._shared = False
         self._marks: dict[str, str] = {}  # {exchange: owner}
-        self._declared: dict[str, QueuePlan] = {}
+        self._declared: dict[str, Callable[[Session], Awaitable[None]]] = {}  # by the queue's name
         self._subscriptions: list[RabbitSubscription] = []  # of those cancelled the last acks may be on the way
         self._getters: dict[AbstractChannel, Acks] = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -242,7 +262,17 @@ class RabbitTransport:
         """
         planned = self._names.plan(foreign_plan(queue))
         await self._current().bind_foreign(planned, exchange, keys)
-        self._declared[planned.name] = planned
+        self._declared[planned.name] = partial(Session.declare, planned=planned)
+
+    async def declare_foreign(self, planned: ForeignQueue) -> None:
+        """Declare a queue of another system as that system does, and its exchange. What exists is used as it is."""
+        await self._lasting(lambda session: session.declare_foreign(planned))
+        self._declared[planned.name] = partial(Session.declare_foreign, planned=planned)
+
+    async def delete_foreign(self, queue: str) -> None:
+        """Take a queue away that `declare_foreign` made for this process alone."""
+        self._declared.pop(queue, None)
+        await self._current().delete_queue(queue)
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the broker's confirm."""
@@ -255,7 +285,24 @@ class RabbitTransport:
         self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
     ) -> RabbitSubscription:
         """Deliver messages of a queue to a callback."""
-        subscription = RabbitSubscription(self, self._names.queue(queue), on_delivery, prefetch)
+        return await self._consume(RabbitSubscription(self, self._names.queue(queue), on_delivery, prefetch))
+
+    async def consume_foreign(
+        self,
+        queue: str,
+        on_delivery: Callable[[Delivery], None],
+        *,
+        prefetch: int,
+        arguments: Callable[[], Mapping[str, str | int]] = dict,
+    ) -> RabbitSubscription:
+        """As `consume`, a queue that `declare_foreign` has declared. Each acknowledgement is sent at once: processes of
+        that system take from the queue as well, and one that is given back they would carry out again. arguments: those
+        of the consumption, each time it begins.
+        """
+        subscription = RabbitSubscription(self, queue, on_delivery, prefetch, gathers=False, arguments=arguments)
+        return await self._consume(subscription)
+
+    async def _consume(self, subscription: RabbitSubscription) -> RabbitSubscription:
         await self._lasting(subscription.attach)
         self._subscriptions.append(subscription)
         return subscription
@@ -334,7 +381,7 @@ class RabbitTransport:
     async def _declare(self, planned: QueuePlan) -> None:
         real = self._names.plan(planned)
         await self._lasting(lambda session: session.declare(real))
-        self._declared[real.name] = real
+        self._declared[real.name] = partial(Session.declare, planned=real)
 
     async def _keep(self) -> None:
         """Connect, restore, wait for the loss, and again."""
@@ -403,8 +450,8 @@ class RabbitTransport:
             await session.mark(*mark)
         if self._shared:
             await session.declare_shared()
-        for planned in self._declared.values():
-            await session.declare(planned)
+        for declare in self._declared.values():
+            await declare(session)
         # A message delivered while further queues are taken up is answered at once, so this is the current session now.
         self._session = session
         try:
@@ -419,9 +466,9 @@ class RabbitTransport:
         backoff = Backoff(RECONNECT, self._clock, self._jitter)
         while self._session is session and not session.lost.is_set():
             try:
-                planned = self._declared.get(subscription.queue)
-                if planned is not None:
-                    await session.declare(planned)
+                declare = self._declared.get(subscription.queue)
+                if declare is not None:
+                    await declare(session)
                 await subscription.attach(session)
             except BusError as error:
                 log.warning("bus.consumption_lost", queue=subscription.queue, code=error.code, reason=str(error))

@@ -149,8 +149,6 @@ def note_built(instance: Instance, event: Spawned | HostRuns, context: StepConte
 
 def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: StepContext) -> Step:
     """Placement has answered: active, or building while the machine is not complete yet."""
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     held = event.consumer_generation if isinstance(event, Claimed) or is_held(instance.here, event) else None
     settled = replace(instance, newest=event.attempt, consumer_generation=held)
     if settled.found_built:

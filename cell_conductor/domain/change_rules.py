@@ -38,19 +38,19 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
         if event.runs is None:
             return answer(instance, ending, event.at, context)
         back = as_left(instance, event)
-        return close(over(back, event.at), ending, event.at, context)
+        return close(over(back, event.at, context), ending, event.at, context)
     if move.kind is MoveKind.SHELVE:
         kept = replace(instance, power=Power.SHELVED, image=event.image)
         if move.offload:
             return offload(kept, event.at, context)
-        return close(over(kept, event.at), DONE, event.at, context)
+        return close(over(kept, event.at, context), DONE, event.at, context)
     if move.kind in (MoveKind.START, MoveKind.UNSHELVE):
         instance = replace(instance, power=Power.RUNNING, image="")
     if move.kind in (MoveKind.RESCUE, MoveKind.UNRESCUE):
         instance = replace(instance, power=Power.RESCUED if move.kind is MoveKind.RESCUE else Power.RUNNING)
     if move.kind is MoveKind.STOP:
         instance = replace(instance, power=Power.STOPPED)
-    return close(over(instance, event.at), DONE, event.at, context)
+    return close(over(instance, event.at, context), DONE, event.at, context)
 
 
 def end_offloaded(instance: Instance, event: Released, context: StepContext) -> Step:
@@ -58,8 +58,6 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
 
     A copy of a claim, or of this release, is fenced by its attempt.
     """
-    if event.consumer not in ("", instance.uuid):
-        return Step(instance)
     move = move_of(instance)
     gone = replace(
         instance,

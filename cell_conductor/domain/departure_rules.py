@@ -45,8 +45,6 @@ def give_away(instance: Instance, at: float, context: StepContext) -> Step:
 
 def end_left(instance: Instance, event: Released, context: StepContext) -> Step:
     """Nothing of it is left here, neither a machine nor an allocation: it is the other cell's from now on."""
-    if event.consumer != move_of(instance).request_id:
-        return Step(instance)
     return _depart(instance, event.at, context)
 
 

@@ -90,23 +90,28 @@ class TimedOut(Event, frozen=True, kw_only=True):
     """The instance's deadline has passed."""
 
 
-class Claimed(Event, frozen=True, kw_only=True):
+class Answer(Event, frozen=True, kw_only=True):
+    """Placement's answer to a question, which is named by consumer ("": the instance) and attempt (0: it has none)."""
+
+    consumer: str = ""
+    attempt: int = 0
+
+
+class Claimed(Answer, frozen=True, kw_only=True):
     """Placement claimed an alternate for `attempt`. `outcomes`: the outcomes of the options up to and including it."""
 
-    attempt: int
     option: int
     consumer_generation: int | None
     outcomes: tuple[ClaimOutcome, ...] = ()
 
 
-class ClaimRefused(Event, frozen=True, kw_only=True):
+class ClaimRefused(Answer, frozen=True, kw_only=True):
     """Placement claimed nothing for `attempt`, and holds no allocation of ours any more.
 
     consumer_changed: another client owns the consumer now; this build must stop. consumer_generation, holding: what
     that consumer is in the book then (None: it holds nothing).
     """
 
-    attempt: int
     consumer_changed: bool = False
     consumer_generation: int | None = None
     holding: Allocations = {}
@@ -122,16 +127,15 @@ class Destroyed(Event, frozen=True, kw_only=True):
     service: str
 
 
-class Released(Event, frozen=True, kw_only=True):
-    """Placement holds nothing for this consumer any more: the migration of its move, or the instance ("")."""
+class Released(Answer, frozen=True, kw_only=True):
+    """Placement holds nothing for this consumer any more, up to this attempt: the migration of its move (which has no
+    attempts), or the instance.
+    """
 
-    consumer: str = ""
 
-
-class Reverted(Event, frozen=True, kw_only=True):
+class Reverted(Answer, frozen=True, kw_only=True):
     """Placement has given the instance its source again. None: another client holds the consumer."""
 
-    attempt: int
     consumer_generation: int | None = None
 
 

@@ -18,8 +18,7 @@ from bus.contracts.moves import Condition, MoveState
 from . import delete_rules, rules, steps, way_back
 from .desires import desire_of
 from .events import Destroyed, HostFenced
-from .fences import FENCED
-from .instance import Instance, State
+from .instance import FENCED, Instance, State
 from .move_doubts import is_unsure
 from .move_events import MoveEnd, close, move_of
 from .move_steps import end_undone, note, over, revert_book, try_next, undo
@@ -114,7 +113,7 @@ def end_change(instance: Instance, event: HostFenced, context: StepContext) -> S
         return Step(instance)
     back = replace(instance, spec=move_of(instance).spec)
     ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))
-    return close(over(back, event.at), ending, event.at, context)
+    return close(over(back, event.at, context), ending, event.at, context)
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:

@@ -11,11 +11,9 @@ from msgspec import Struct
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
 
-from .instance import NOT_TRIED, Instance
+from .instance import FENCED, NOT_TRIED, Instance
 from .leases import Lease
 from .report import is_over, rescan_of
-
-FENCED = "host.fenced"  # the code of what ended because its host was fenced
 
 
 class Fence(Struct, frozen=True, kw_only=True):

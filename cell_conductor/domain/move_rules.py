@@ -75,6 +75,7 @@ from .move_steps import (
     undo,
 )
 from .orders import change_of, numbered, repeated, step_s
+from .set_back import certain, is_outdated
 from .steps import Step, StepContext, is_doubted
 
 ABORTED = "move.aborted"
@@ -94,6 +95,8 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
     again = repeat_end(instance, event, context) or take_over_later(instance, event, context)
     if again is not None:
         return again
+    if event.found is not None and is_outdated(instance, context.set_back):  # no service has a later machine
+        instance = certain(instance, event.at)
     if (why := _why_not_now(instance, event.request.kind)) is not None:
         return refuse_request(instance, event, context, *why)
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:
@@ -223,8 +226,6 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
     """A destination is claimed: query whether it can, or change the size in place. For one in another cell the source
     keeps its image first.
     """
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     move = move_of(instance)
     outcomes = event.outcomes[: event.option]
     updated = note_not_claimed(instance, outcomes, event.at)
@@ -250,8 +251,6 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
 
 def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No destination could be claimed: back to the source. The revert fences a late copy of the claim."""
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     tried = note_not_claimed(instance, event.outcomes, event.at)
     if move_of(instance).delete:
         return leave(tried, event.at, context)
@@ -440,9 +439,6 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
 
 def end_source_released(instance: Instance, event: Released, context: StepContext) -> Step:
     """The migration holds no allocation any more: the move is over."""
-    move = move_of(instance)
-    if event.consumer != move.request_id:
-        return Step(instance)
-    earlier = answer_other(over(instance, event.at), DONE, event.at, context)
+    earlier = answer_other(over(instance, event.at, context), DONE, event.at, context)
     gone = report_progress(earlier.instance, MoveState.SOURCE_GONE, event.at, context)
     return after(earlier, Step(without_move(gone.instance), gone.commands))

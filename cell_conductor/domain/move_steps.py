@@ -249,7 +249,7 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
         waiting = replace(up, state=State.RESIZED, then=None, deadline=deadline)
         return answer(waiting, DONE, at, context)
     if move.source is None:
-        return close(over(up, at), DONE, at, context)
+        return close(over(up, at, context), DONE, at, context)
     earlier = answer(steps.destroying(up, State.ACTIVE, at, context), DONE, at, context)
     return after(earlier, confirm(earlier.instance, at, context))
 
@@ -264,10 +264,11 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     return Step(steps.destroying(alone, State.ACTIVE, at, context))
 
 
-def over(instance: Instance, at: float) -> Instance:
-    """Active, on its present host."""
+def over(instance: Instance, at: float, context: StepContext) -> Instance:
+    """Active, on its present host. One whose move began before a set-back may have been moved again since."""
     return replace(
         instance,
+        doubted=instance.doubted or context.set_back.may_lack(move_of(instance).began),
         state=State.ACTIVE,
         then=None,
         selections=(instance.here,),
@@ -307,7 +308,7 @@ def resize_back(instance: Instance, at: float, context: StepContext) -> Step:
 def end_undone(instance: Instance, at: float, context: StepContext) -> Step:
     """The instance is on its source again, and the request has failed, or was reverted."""
     back = replace(instance, image=move_of(instance).image)
-    return close(over(back, at), ending_of(move_of(instance)), at, context)
+    return close(over(back, at, context), ending_of(move_of(instance)), at, context)
 
 
 def ending_of(move: Move) -> MoveEnd:

@@ -17,7 +17,7 @@ from bus.contracts.moves import Condition
 
 from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
-from .instance import Instance, Phase, State
+from .instance import FENCED, MACHINE_EXISTS, Instance, Phase, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
@@ -66,8 +66,8 @@ class InstanceFacts(Protocol):
         """Whether attempt 1 was never commanded by this record, because its service was down."""
 
     @property
-    def machine_exists(self) -> bool:
-        """Whether the build was refused because of a machine that is not proved to be its project's."""
+    def code(self) -> str:
+        """Why it has failed."""
 
     @property
     def doubted(self) -> bool:
@@ -91,7 +91,7 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
-    if record.machine_exists:
+    if record.code == MACHINE_EXISTS:
         return False
     if record.phase in DELETE_REQUESTED:
         return True
@@ -126,11 +126,11 @@ def is_untried(record: InstanceFacts, attempt: int) -> bool:
 
 
 def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
-    """Whether the build was given up without its host's answer, in doubt: its machine may be the one that the client
-    had.
+    """Whether it was given up in doubt, without its host's answer: its machine may be the one that the client had. A
+    fence is such an answer.
     """
-    ended = desire_of(record).condition is Condition.FAILED
-    return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
+    is_given_up = desire_of(record).condition is Condition.FAILED and record.code != FENCED
+    return is_given_up and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
 
 
 def rescan_id(record: InstanceFacts) -> str:

@@ -31,8 +31,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .fences import FENCED
-from .instance import MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
+from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
 from .set_back import doubted_from, is_doubted_request, numbered_on
 from .steps import Step, StepContext
@@ -101,7 +100,7 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built.
 
-    An older attempt is destroyed, never doubled.
+    An older attempt is destroyed, never doubled. One that is doubted stays so: a later machine may be elsewhere.
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
@@ -120,7 +119,6 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         since=event.at,
         answered=True,
         queried=False,
-        doubted=False,
     )
     return steps.announce(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.cut(remark)))
 
@@ -237,16 +235,12 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
 
 
 def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
-    """An alternate is claimed: command it under the next attempt. An answer to an older question is ignored."""
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
+    """An alternate is claimed: command it under the next attempt."""
     return _spawn(_taken(instance, event), event.at, context)
 
 
 def release_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate was claimed for an instance that is to be deleted: release it, no machine was built there."""
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     return Step(steps.releasing(_taken(instance, event), State.DELETED, event.at, context))
 
 
@@ -255,8 +249,6 @@ def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> St
 
     If another client holds the consumer, there is nothing of ours to release.
     """
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     tried = _not_claimed(instance, event.outcomes, event.at)
     if event.consumer_changed:
         reason = event.reason or "another client holds this instance's allocation"
@@ -269,8 +261,6 @@ def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> St
 
 def drop(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end as deleted."""
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     if event.consumer_changed:
         return _end_deleted(instance, event.at, context)
     return Step(steps.releasing(instance, State.DELETED, event.at, context))
@@ -325,18 +315,14 @@ def end_deleted(instance: Instance, event: Released | DeleteRequested, context: 
 
 
 def _half_released(instance: Instance, event: Released, context: StepContext) -> Step | None:
-    """The next step when that was not the last consumer, or not the one that was requested; None: nothing is held.
+    """The next step when that was not the last consumer; None: nothing is held.
 
     The instance first: once it holds nothing, a late copy of the move's claim cannot move an allocation to the
     migration. One that came late but before that has, whatever the copy was answered that its conductor received.
     """
-    move, consumer = instance.move, event.consumer or instance.uuid
-    if move is None or not (move.claimed or move.source is not None):
-        return None if consumer == instance.uuid else Step(instance)
-    if move.instance_released:
-        return None if consumer == move.request_id else Step(instance)
-    if consumer != instance.uuid:
-        return Step(instance)
+    move = instance.move
+    if move is None or move.instance_released or not (move.claimed or move.source is not None):
+        return None
     updated = replace(instance, move=replace(move, instance_released=True))
     return Step(replace(updated, deadline=event.at + context.claim_retry_s))
 

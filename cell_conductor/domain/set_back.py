@@ -83,9 +83,11 @@ class AtRest(Phased, Protocol):
 
 def is_outdated(record: AtRest, set_back: SetBack) -> bool:
     """Whether an instance at rest may have been moved since, before the database was set back: another machine of it
-    may be the one that its client has. It is searched for before anything is begun with it.
+    may be the one that its client has. It is searched for before anything is begun with it. What has come to rest since
+    by its host's word is of that kind too, as long as it is doubted.
     """
-    return set_back.has_been and desire_of(record).ends and (record.doubted or set_back.may_lack(record.since))
+    is_old = set_back.has_been and set_back.may_lack(record.since)
+    return desire_of(record).ends and (record.doubted or is_old)
 
 
 def is_unsearched(instance: Instance, event: Event, set_back: SetBack) -> bool:
@@ -111,6 +113,11 @@ def marked_reused(instance: Instance, set_back: SetBack) -> Instance:
     if instance.reused_from or not set_back.may_lack(instance.requested_at):
         return instance
     return replace(instance, reused_from=instance.next_attempt)
+
+
+def certain(instance: Instance, at: float) -> Instance:
+    """The record of an instance at rest of which no service of the cell has another machine: it is as it was then."""
+    return replace(instance, doubted=False, since=at)
 
 
 def doubted_from(instance: Instance, set_back: SetBack) -> Instance:

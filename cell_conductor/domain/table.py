@@ -30,6 +30,7 @@ from . import (
 )
 from .desires import DESIRES, OVER, Ask, Wish, desire_of
 from .events import (
+    Answer,
     BuildRequested,
     ChangeEnded,
     Claimed,
@@ -351,6 +352,8 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
         return Step(instance)
+    if isinstance(event, Answer) and not is_answered_by(instance, event):
+        return Step(instance)  # it comes late
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
@@ -399,6 +402,14 @@ def question_of(instance: Instance) -> Question | None:
         # placement worker that waits for its database), and must be refused by the fence.
         return Release(consumer=instance.uuid, attempt=instance.next_attempt)
     return None
+
+
+def is_answered_by(instance: Instance, answer: Answer) -> bool:
+    """Whether it answers what is asked of placement now. Another conductor may have asked before it was paused."""
+    question = question_of(instance)
+    if question is None or isinstance(question, SourceQuery):
+        return False
+    return (answer.consumer or instance.uuid, answer.attempt) == (question.consumer, question.attempt or 0)
 
 
 def _claim(instance: Instance) -> Claim:

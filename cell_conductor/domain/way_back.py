@@ -233,8 +233,6 @@ def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, context
 
 def return_to_source(instance: Instance, event: Reverted, context: StepContext) -> Step:
     """The instance holds its source again: it is started there if it was commanded to stop."""
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
     move = move_of(instance)
     generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
     back = replace(

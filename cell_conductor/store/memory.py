@@ -303,7 +303,7 @@ class MemoryInstances:
                     i.first_not_tried,
                     i.doubted,
                     i.reused_from,
-                    i.phase in REFUSED and i.machine_exists,
+                    i.code if i.phase in REFUSED else "",
                     i.then,
                 )
                 for i in self._table.instances.values()

@@ -26,7 +26,8 @@ class Brief(Struct, frozen=True):
     newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
     them.
     first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
-    was set back while it was being built or moved. reused_from, machine_exists, then: as Instance has them.
+    was set back while it was being built or moved. reused_from, then: as Instance has them, and code of one that has
+    failed or is to be deleted.
     """
 
     uuid: str
@@ -42,7 +43,7 @@ class Brief(Struct, frozen=True):
     first_not_tried: bool = False
     doubted: bool = False
     reused_from: int = 0
-    machine_exists: bool = False
+    code: str = ""
     then: State | None = None
 
     @property

@@ -34,7 +34,6 @@ from cell_conductor.domain.desires import (
 from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import (
     FIRST_SEQUENCE,
-    MACHINE_EXISTS,
     NOT_TRIED,
     Instance,
 )
@@ -84,8 +83,7 @@ SELECT uuid, state, host_uuid,
         AS first_not_tried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
     coalesce((record ->> 'reused_from')::integer, 0) AS reused_from,
-    CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code' = '{MACHINE_EXISTS}', false) ELSE false END
-        AS machine_exists
+    CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code
 FROM instances
 """
 # The states are a partial index's condition, here and in PURGE.

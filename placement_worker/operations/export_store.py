@@ -5,27 +5,26 @@ The export does not contain the usage of projects, which an import computes from
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import asyncpg
 import sqlalchemy as sa
 from msgspec.structs import replace
 
 from bus.persistence.tables import fetch
+from placement_worker.book import NEW_HOLDER
 from placement_worker.domain.allocation_migration import between
+from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.trees import WantedTrees
-from placement_worker.domain.values import ConsumerState, Provider
+from placement_worker.domain.values import ConsumerState, GroupKey, Provider
 from placement_worker.operations.export import BookExport, checked
 from placement_worker.operations.repair import COUNT_USED, LOCK_ALL
 from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.names import NameTable
 from placement_worker.store.postgres_rows import PostgresBookTransaction
-from placement_worker.store.rows import CLASSES, HELD, columns_of, holdings_of, one_of, read_providers
+from placement_worker.store.rows import CLASSES, HELD, holdings_of, one_of, read_providers
 from placement_worker.store.tables import allocations, consumers, feed_head, group_members, providers
 
 CHUNK = 2000  # rows in one statement
@@ -37,10 +36,8 @@ HOLD_CLAIMS = sa.text("LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE M
 REPEATABLE = sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
 
 # Rows of consumers without allocations no longer count, and are left to be trimmed.
-_MEMBER = columns_of(group_members, "project_id", "group_uuid", "consumer")
-_CONSUMER = columns_of(consumers, "uuid", "generation", "attempt", "project_id", "user_id", "consumer_type", "run")
-_HELD = columns_of(allocations, "consumer", "provider_id", "class_id", "amount")
-_MEMBERS = sa.select(*_MEMBER).where(sa.exists().where(allocations.c.consumer == group_members.c.consumer))
+_CONSUMER = consumers.c["uuid", "generation", "attempt", "project_id", "user_id", "consumer_type", "run"]
+_MEMBERS = sa.select(group_members).where(sa.exists().where(allocations.c.consumer == group_members.c.consumer))
 _DELETE_MEMBERS = sa.delete(group_members).where(one_of(group_members.c.consumer, "uuids"))
 _ALL_IDS = sa.select(providers.c.id).order_by(providers.c.id)
 _CONSUMERS = sa.select(*_CONSUMER).where(consumers.c.released_at.is_(None))
@@ -93,18 +90,19 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     last = sa.select(sa.column("last_value")).select_from(sa.table("shapes")).scalar_subquery()
     await fetch(connection, sa.select(sa.func.setval("shapes", sa.func.greatest(given, last))))
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
+    locked = await transaction.lock_claims({uuid: now.get(uuid, NEW_HOLDER) for uuid in changed}, None)
     # Deletions come last, because consumers hold allocations of these providers until the allocations are replaced.
     await transaction.ids_of(before.providers)
     both = between(with_inventories, after)
     await transaction.write_trees(with_inventories, both)
     ids = await transaction.ids_of(after)
-    await _write_consumers(connection, wanted, changed, ids, names)
+    await transaction.write_claims(Decision([], {uuid: now.get(uuid) for uuid in changed}, {}, {}), locked)
     used = {row[0] for row in await fetch(connection, COUNT_USED)}
     await transaction.write_trees(both, after)
     gone = {uuid: p for uuid, p in before.providers.items() if uuid not in after}
     await transaction.write_trees(gone, {})
     await fetch(connection, COUNT_ANEW)
-    regrouped = await _write_members(connection, wanted, before, changed)
+    regrouped = await _write_members(transaction, wanted, before, changed)
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
     states = await read_providers(connection, sorted(moved))
     if await feed.append(connection, changes_of(gone, states)):
@@ -131,56 +129,21 @@ def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
     return replace(same, shape=max(shape, new.shape))
 
 
-async def _write_consumers(
-    connection: asyncpg.Connection, wanted: BookExport, changed: list[str], ids: Mapping[str, int], names: NameTable
-) -> None:
-    await fetch(connection, sa.delete(allocations).where(one_of(allocations.c.consumer, "uuids")), uuids=changed)
-    await fetch(connection, sa.delete(consumers).where(one_of(consumers.c.uuid, "uuids")), uuids=changed)
-    new = [(uuid, wanted.consumers[uuid]) for uuid in changed if uuid in wanted.consumers]
-    await _insert(
-        connection,
-        _CONSUMER,
-        [(uuid, c.generation, c.attempt, c.project_id, c.user_id, c.consumer_type, c.run) for uuid, c in new],
-    )
-    await _insert(
-        connection,
-        _HELD,
-        [
-            (uuid, ids[provider], names.class_ids[name], amount)
-            for uuid, consumer in new
-            for provider, resources in consumer.holding.items()
-            for name, amount in resources.items()
-        ],
-    )
-
-
-async def _insert(
-    connection: asyncpg.Connection,
-    columns: Sequence[sa.Column[Any]],
-    rows: Sequence[Sequence[object]],
-) -> None:
-    """Insert rows in one statement, with an array for each column."""
-    arrays = [sa.literal([row[at] for row in rows], sa.ARRAY(one.type)) for at, one in enumerate(columns)]
-    given = (
-        sa.func.unnest(*arrays)
-        .table_valued(*(sa.column(one.name, one.type) for one in columns), name="n")
-        .render_derived()
-    )
-    await fetch(connection, sa.insert(columns[0].table).from_select([one.name for one in columns], sa.select(given)))
-
-
 async def _write_members(
-    connection: asyncpg.Connection, wanted: BookExport, before: BookExport, changed: list[str]
+    transaction: PostgresBookTransaction, wanted: BookExport, before: BookExport, changed: list[str]
 ) -> set[str]:
     """Write the members of server groups. Returns the consumers whose server groups have changed."""
     if wanted.members is None:
         # The groups of consumers that held allocations are kept. A consumer that held none leaves its former group.
         new = [uuid for uuid in changed if uuid not in before.consumers]
-        await fetch(connection, _DELETE_MEMBERS, uuids=new)
+        await fetch(transaction.connection, _DELETE_MEMBERS, uuids=new)
         return set()
     regrouped = {member.consumer for member in (before.members or frozenset()) ^ wanted.members}
     written = regrouped.union(changed)  # with the groups of the export, whatever their rows have
-    await fetch(connection, _DELETE_MEMBERS, uuids=list(written))
-    rows = [(m.project, m.group, m.consumer) for m in sorted(wanted.members) if m.consumer in written]
-    await _insert(connection, _MEMBER, rows)
+    await fetch(transaction.connection, _DELETE_MEMBERS, uuids=list(written))
+    joined: dict[GroupKey, list[str]] = {}
+    for member in sorted(wanted.members):
+        if member.consumer in written:
+            joined.setdefault((member.project, member.group), []).append(member.consumer)
+    await transaction.join(joined)
     return regrouped

@@ -22,21 +22,21 @@ _LIST_TRAITS = Checked(schemas.LIST_TRAITS)
 
 async def _row(api: Api, kind: NameKind, name: str) -> NameRow:
     may_exist = _NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
-    row = await api.store.reads.name(kind, name) if may_exist else None
-    if row is None:
+    rows = await api.store.reads.names(kind, [name]) if may_exist else []
+    if not rows:
         raise _absent(kind, name)
-    return row
+    return rows[0]
 
 
 def _absent(kind: NameKind, name: str) -> HttpFault:
     return HttpFault(404, f"No such {'resource class' if kind is NameKind.CLASS else 'trait(s):'} {name}.")
 
 
-async def _ensured(api: Api, kind: NameKind, name: str) -> tuple[Response, NameRow | None]:
-    """Create a class or trait if it does not exist. Returns the answer, and the row that existed."""
-    row = await api.store.reads.name(kind, name)
-    created = row is None and await api.store.create_name(kind, name)
-    return Response(201 if created else 204, path=f"/{kind}/{name}"), row
+async def _ensured(api: Api, kind: NameKind, name: str) -> tuple[Response, list[NameRow]]:
+    """Create a class or trait if it does not exist. Returns the answer, and the row that existed, if one did."""
+    rows = await api.store.reads.names(kind, [name])
+    created = not rows and await api.store.create_name(kind, name)
+    return Response(201 if created else 204, path=f"/{kind}/{name}"), rows
 
 
 # --- traits
@@ -51,8 +51,8 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
             "The trait is invalid. A valid trait must be no longer than 255 characters, start with the prefix "
             '"CUSTOM_" and use following characters: "A"-"Z", "0"-"9" and "_"',
         )
-    answer, row = await _ensured(api, NameKind.TRAIT, name)
-    return answer.set_modified(request, row.updated_at if row is not None else api.clock.time())
+    answer, rows = await _ensured(api, NameKind.TRAIT, name)
+    return answer.set_modified(request, _newest(api, rows))
 
 
 async def show_trait(api: Api, request: HttpRequest) -> Response:
@@ -80,7 +80,7 @@ async def list_traits(api: Api, request: HttpRequest) -> Response:
     query = request.query
     _LIST_TRAITS.check(query)
     names: list[str] | None = None
-    prefix: str | None = None
+    prefix = ""
     if (requested := query.get("name")) is not None:
         op, colon, value = requested.partition(":")
         if not colon:
@@ -90,13 +90,13 @@ async def list_traits(api: Api, request: HttpRequest) -> Response:
                 f'?name=[in|startswith]:[name1,name2|prefix]. Got: "{requested}"',
             )
         names = value.split(",") if op == "in" else None
-        prefix = value if op == "startswith" else None
+        prefix = value if op == "startswith" else ""
     associated: bool | None = None
     if (associated_text := query.get("associated")) is not None:
         if associated_text.lower() not in {"true", "false"}:
             raise HttpFault(400, 'The query parameter "associated" only accepts "true" or "false"')
         associated = associated_text.lower() == "true"
-    rows = await api.store.reads.trait_names(names, prefix, associated)
+    rows = await api.store.reads.names(NameKind.TRAIT, names, prefix, associated)
     return json_response({"traits": [row.name for row in rows]}).set_modified(request, _newest(api, rows))
 
 
@@ -112,8 +112,9 @@ def _shown(name: str) -> dict[str, Any]:
 
 
 async def list_classes(api: Api, request: HttpRequest) -> Response:
-    """GET all resource classes."""
-    rows = await api.store.reads.resource_classes()
+    """GET all resource classes, standard ones first."""
+    rows = await api.store.reads.names(NameKind.CLASS)
+    rows.sort(key=lambda row: row.name not in STANDARD_CLASSES)
     data = {"resource_classes": [_shown(row.name) for row in rows]}
     return json_response(data).set_modified(request, _newest(api, rows))
 

@@ -10,7 +10,6 @@ from bus.contracts import book as queries
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
-from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Fit, Provider, fit, state_of
 from placement_worker.store import port
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
@@ -114,29 +113,18 @@ class MemoryReads:
             shown = dict(list(usage.items())[: requested.limit])
             return queries.ProjectUsagePage(usage=shown, more=len(usage) > requested.limit)
 
-    async def name(self, kind: port.NameKind, name: str) -> port.NameRow | None:
-        """A class or trait by name."""
-        async with self._session.transaction():
-            return port.NameRow(name, self._table.made[kind, name]) if name in self._table.names(kind) else None
-
-    async def resource_classes(self) -> list[port.NameRow]:
-        """All classes, standard ones first."""
-        async with self._session.transaction():
-            rows = [port.NameRow(name, self._table.made[port.NameKind.CLASS, name]) for name in self._table.classes]
-            return sorted(rows, key=lambda row: row.name not in STANDARD_CLASSES)
-
-    async def trait_names(
-        self, names: list[str] | None, prefix: str | None, associated: bool | None
+    async def names(
+        self, kind: port.NameKind, named: Sequence[str] | None = None, prefix: str = "", associated: bool | None = None
     ) -> list[port.NameRow]:
-        """All traits with one of these names, with this prefix, that some provider has, or that none has."""
-        check_storable(prefix, *(names or ()))
+        """The classes or traits with one of these names and with this prefix, oldest first."""
+        check_storable(prefix, *(named or ()))
         async with self._session.transaction():
             held = {trait for provider in self._table.providers.values() for trait in provider.traits}
             return [
-                port.NameRow(name, self._table.made[port.NameKind.TRAIT, name])
-                for name in self._table.traits
-                if (names is None or name in names)
-                and (prefix is None or name.startswith(prefix))
+                port.NameRow(name, self._table.made[kind, name])
+                for name in self._table.names(kind)
+                if (named is None or name in named)
+                and name.startswith(prefix)
                 and (associated is None or (name in held) is associated)
             ]
 

@@ -310,15 +310,11 @@ class BookReads(Protocol):
     async def usage(self, requested: queries.ProjectUsageQuery) -> queries.ProjectUsagePage:
         """Return the usage of projects."""
 
-    async def name(self, kind: NameKind, name: str) -> NameRow | None:
-        """Return a class or trait by name, None when it does not exist."""
-
-    async def resource_classes(self) -> list[NameRow]:
-        """All classes, standard ones first."""
-
-    async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
-        """Return the traits with one of these names and with this prefix. associated: only those that a provider has
-        (True) or none has (False). None: the condition does not apply.
+    async def names(
+        self, kind: NameKind, named: Sequence[str] | None = None, prefix: str = "", associated: bool | None = None
+    ) -> list[NameRow]:
+        """Return the classes or traits with one of these names and with this prefix, oldest first. associated: only
+        the traits that a provider has (True) or none has (False). None: the condition does not apply.
         """
 
     async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:

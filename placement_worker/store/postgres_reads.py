@@ -15,7 +15,6 @@ from bus.contracts import book as queries
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
-from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.values import ABOVE_CELLS, Provider, is_in_units, state_of
 from placement_worker.store import limits, members, port
 from placement_worker.store.names import NameRows, NameTable
@@ -240,30 +239,20 @@ class PostgresReads:
         usage = {project: dict(sorted(by_project[project].items())) for project in projects}
         return queries.ProjectUsagePage(usage=usage, more=len(rows) > requested.limit)
 
-    async def name(self, kind: port.NameKind, name: str) -> port.NameRow | None:
-        """A class or trait by name."""
-        table = NAMES[kind]
-        rows = await self._fetch(_named(table).where(table.c.name == name))
-        return port.NameRow(*rows[0]) if rows else None
-
-    async def resource_classes(self) -> list[port.NameRow]:
-        """All classes, standard ones first."""
-        rows = await self._fetch(_named(resource_classes))
-        return sorted((port.NameRow(*row) for row in rows), key=lambda row: row.name not in STANDARD_CLASSES)
-
-    async def trait_names(
-        self, names: list[str] | None, prefix: str | None, associated: bool | None
+    async def names(
+        self, kind: port.NameKind, named: Sequence[str] | None = None, prefix: str = "", associated: bool | None = None
     ) -> list[port.NameRow]:
-        """All traits with one of these names, with this prefix, that some provider has, or that none has."""
-        found = _named(traits)
-        if names is not None:
-            found = found.where(one_of(traits.c.name, "names"))
-        if prefix is not None:
-            found = found.where(sa.func.starts_with(traits.c.name, prefix))
+        """The classes or traits with one of these names and with this prefix, oldest first."""
+        table = NAMES[kind]
+        found = sa.select(table.c.name, seconds(table)).order_by(table.c.id)
+        if named is not None:
+            found = found.where(one_of(table.c.name, "named"))
+        if prefix:
+            found = found.where(sa.func.starts_with(table.c.name, prefix))
         if associated is not None:
             held = sa.exists().where(provider_traits.c.trait_id == traits.c.id)
             found = found.where(held if associated else ~held)
-        return [port.NameRow(*row) for row in await self._fetch(found, names=names)]
+        return [port.NameRow(*row) for row in await self._fetch(found, named=named)]
 
     async def providers(self, listing: port.Listing) -> Sequence[Sequence[Any]]:
         """Return the providers that meet the conditions, oldest first, each as the fields of ProviderRow. A name that
@@ -291,10 +280,6 @@ class PostgresReads:
         "" is the unknown type.
         """
         return [port.UsageRow(*row) for row in await self._fetch(_totals(project_id, user_id, consumer_type))]
-
-
-def _named(table: sa.Table) -> sa.Select[Any]:
-    return sa.select(table.c.name, seconds(table)).order_by(table.c.id)
 
 
 def _conditions(listing: port.Listing, names: NameTable) -> Iterator[sa.ColumnElement[bool]]:

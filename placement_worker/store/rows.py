@@ -45,11 +45,6 @@ SHARES = sa.exists().where(
 NAMES = {NameKind.CLASS: resource_classes, NameKind.TRAIT: traits}
 
 
-def columns_of(table: sa.Table, *names: str) -> list[sa.Column[Any]]:
-    """These columns of a table."""
-    return [table.c[name] for name in names]
-
-
 def seconds(table: sa.Table) -> sa.ColumnElement[float]:
     """When a row was last written, in seconds since the epoch."""
     return sa.cast(sa.extract("epoch", table.c.updated_at), sa.Double)

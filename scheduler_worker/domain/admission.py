@@ -25,7 +25,6 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.requests import (
     DIGEST_BYTES,
@@ -112,7 +111,7 @@ def is_clash_of_first(
     assert pending.gang is not None
     first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
     return first.digest != pending.digest or (
-        on_record is not None and on_record.digest != pending.digest and on_record.build.code != UNKNOWN
+        on_record is not None and on_record.digest != pending.digest and not on_record.is_without_request
     )
 
 
@@ -142,7 +141,7 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         return Answered(outcome=Wait("request.concurrent", "the same request is being recorded by another scheduler"))
     build, repeated = known.build, pending.accepted
-    if build.code == UNKNOWN and build.project_id == pending.request.project_id:
+    if known.is_without_request and build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
         return Answered(outcome=repeated, label="deleted", withdrawn=True)

@@ -95,10 +95,15 @@ ProjectsBuild: TypeAlias = tuple[str, str]
 
 
 class BuildStatus(Struct, frozen=True):
-    """The record of a request that came again. digest: of its whole content."""
+    """The record of a request that came again. digest: of its whole content (empty: a delete came, and no build)."""
 
     build: RecordedBuild
     digest: bytes
+
+    @property
+    def is_without_request(self) -> bool:
+        """Whether no request for it is on record, and its delete is."""
+        return not self.digest
 
 
 class Gang(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 A delete of an unknown instance is put on record itself. Its client is answered that there is no such instance, so a
 build request that comes later must not be built: another scheduler may have been processing it, or its record may have
-been lost in a crash of the database.
+been lost in a crash of the database. If it was, what the instance holds is its cell's to delete, and that delete is on
+record until it has ended.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def plan_deletes(
     author: Author,
     held: Mapping[ProjectsBuild, HeldAllocation] | None = None,
 ) -> DeletePlan:
-    """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`.
+    """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `answer_unknown`.
 
     held: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
     """
@@ -175,30 +176,40 @@ def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], aut
     return [_tombstone(request, author) for request in requests.values()]
 
 
-def refuse_unknown(
+def answer_unknown(
     unknown: Sequence[PendingDelete],
     on_record: Mapping[str, RecordedBuild],
     author: Author,
     held: Mapping[ProjectsBuild, HeldAllocation],
-) -> tuple[dict[int, Outcome], list[OutboxMessage]]:
-    """The outcomes of deletes of unknown instances, their events, and the deletes for the cells of what is held: they
-    destroy and release what there is.
+) -> DeletePlan:
+    """The effect of deletes of unknown instances: they are refused, and the cells of what is held delete that.
 
-    on_record: the tombstones included. An instance without a record has just been recorded by its build request.
+    on_record: the tombstones included. An instance without a record has just been recorded by its build request. The
+    tombstone of one that holds something becomes the record of that delete.
     """
-    refused: dict[int, Outcome] = {}
-    messages: list[OutboxMessage] = []
+    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
     for one in (one for one in unknown if one.request.instance_uuid in on_record):
         uuid, project = one.key
-        if _is_anothers(on_record[uuid], project):  # no event: those about an instance are its owner's
-            refused[one.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
+        build, cell = on_record[uuid], held[one.key].cell if one.key in held else None
+        if _is_anothers(build, project):  # no event: those about an instance are its owner's
+            plan.outcomes[one.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
+        elif cell is not None and build.project_id == project:
+            plan.outcomes[one.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
+            if uuid not in plan.accepted:
+                plan.accepted.add(uuid)
+                after = replace(build, state=BuildState.DELETING, cell=cell, terminal=False, code="", reason="")
+                line = author.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
+                plan.updates.append(BuildUpdate(build=after, timeline=(line,)))
+                plan.messages.extend(effects(build.state, after, author.at))
+            continue
         else:
             why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
-            refused[one.position] = Done(reply=why)
-            messages.append(refused_build(uuid, project, why, author.at, DELETED))
-        if one.key in held and (cell := held[one.key].cell) is not None:
-            messages.append(OutboxMessage(cell, CellDelete(instance_uuid=uuid, project_id=project, begun=True), uuid))
-    return refused, messages
+            plan.outcomes[one.position] = Done(reply=why)
+            plan.messages.append(refused_build(uuid, project, why, author.at, DELETED))
+        if cell is not None:
+            delete = CellDelete(instance_uuid=uuid, project_id=project, begun=True)
+            plan.messages.append(OutboxMessage(cell, delete, uuid))
+    return plan
 
 
 def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, author: Author) -> list[OutboxMessage]:

@@ -46,8 +46,8 @@ class Call(Struct, frozen=True, kw_only=True):
 
     arguments, context: JSON values, not checked further. unique_id: oslo.messaging's id of this message, the same when
     it is delivered again; "" when there is none. timeout_s: after so many seconds without a heartbeat the client gives
-    up (`call_monitor_timeout`); 0: it wants none. redelivered: an earlier delivery was not acknowledged, so that its
-    work may have been done in part, or whole. body: the envelope as it came.
+    up (`call_monitor_timeout`); 0: it wants none. limit_s: so many seconds it waits altogether; None: it does not say.
+    body: the envelope as it came.
     """
 
     method: str
@@ -59,8 +59,8 @@ class Call(Struct, frozen=True, kw_only=True):
     message_id: str = ""
     unique_id: str = ""
     timeout_s: int = 0
+    limit_s: float | None = None
     fanout: bool = False
-    redelivered: bool = False
     body: bytes = b""
 
     @property
@@ -126,8 +126,10 @@ class RemoteReply(Struct, frozen=True, kw_only=True):
     body: bytes
 
 
-def parse_call(body: bytes, *, compression: str = "", fanout: bool = False, redelivered: bool = False) -> Call:
-    """Parse the body of a delivery. compression: kombu's header of this name. Raises CallUnreadable."""
+def parse_call(body: bytes, *, compression: str = "", fanout: bool = False, limit_s: float | None = None) -> Call:
+    """Parse the body of a delivery. compression: kombu's header of this name. limit_s: how long (seconds) its client
+    waits. Raises CallUnreadable.
+    """
     plain = _inflated(body, compression)
     message = _decoded(_payload(plain), dict[str, Any])
     context = {key[len(CONTEXT) :]: value for key, value in message.items() if key.startswith(CONTEXT)}
@@ -150,8 +152,8 @@ def parse_call(body: bytes, *, compression: str = "", fanout: bool = False, rede
         message_id=_word(message, "_msg_id"),
         unique_id=_word(message, "_unique_id"),
         timeout_s=_whole(message.get("_timeout")),
+        limit_s=limit_s,
         fanout=fanout,
-        redelivered=redelivered,
         body=plain,
     )
 

@@ -1,10 +1,64 @@
-"""The RPC server of topic `scheduler`, as Nova's own scheduler is one."""
+"""The RPC server of topic `scheduler`, as Nova's own scheduler is one: what oslo.messaging's rabbit driver does.
+
+Any number of these and of stock nova-schedulers take from the queue of the topic. A call is acknowledged once its reply
+is confirmed, so one whose server is killed is delivered again, to any of them, with the same `unique_id`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
+from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
-from scheduler_worker.nova.envelope import Call
+import structlog
+from msgspec import structs
+
+from bus.clock import Clock
+from bus.faults import BrokenInvariant, Fault, Transient
+from bus.port import BusError, BusForbidden, Delivery, Outgoing
+from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
+from bus.retrying import NOVA_CALL, NOVA_REPLY, Retrying
+from scheduler_worker.nova.envelope import (
+    Call,
+    CallUnreadable,
+    RemoteFault,
+    encode_failure,
+    encode_heartbeat,
+    encode_result,
+    no_such_method,
+    no_valid_host,
+    parse_call,
+    unsupported_version,
+)
+from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
+from scheduler_worker.nova.queues import TOPIC, RabbitOptions, fanout_queue, topic_queue
+from scheduler_worker.nova.relay import RelayFailed, StockRelay
+from scheduler_worker.nova.request_spec import NotDecided
+
+log = structlog.get_logger("nova")
+
+# Nova's scheduler API is 4.5. Calls of select_destinations before it name no instances, or want no Selection objects,
+# and are of Novas before Queens.
+MAJOR, NEWEST_MINOR = 4, 5
+OLDEST_MINOR: Mapping[str, int] = {
+    "select_destinations": 5,
+    "update_aggregates": 1,
+    "delete_aggregate": 1,
+    "update_instance_info": 2,
+    "delete_instance_info": 2,
+    "sync_instance_info": 2,
+}
+BASE_API = "baseapi"  # the namespace of what each of Nova's services answers
+PING = "oslo_rpc_server_ping"
+
+PREFETCH = 32  # calls in hand of one queue; others are left for other schedulers
+CASTS = 64
+CALL_LIMIT_S = 1800.0  # for a client that does not say how long it waits: Nova's long_rpc_timeout
+SHORTEST_HEARTBEAT_S = 1.0  # as oslo.messaging: a client that wants more has given a wrong timeout
+REMEMBERED = 1024  # ids of calls that were answered, and reply queues that are gone
 
 
 class CallDispatcher(Protocol):
@@ -18,3 +72,342 @@ class CallDispatcher(Protocol):
         nova-scheduler; Transient: it is called again until the client gives up. Any other exception is logged, and
         the client told that the call failed.
         """
+
+
+class _Held:
+    """A call in hand, and its deliveries: more than one after the connection was lost."""
+
+    def __init__(self, call: Call, delivery: Delivery) -> None:
+        self.call = call
+        self.deliveries = [delivery]
+        self.settled = False
+
+    def join(self, delivery: Delivery) -> None:
+        """The same call was delivered again."""
+        self.deliveries.append(delivery)
+        if self.settled:
+            delivery.ack()
+
+    def settle(self) -> None:
+        """Acknowledge it."""
+        self.settled = True
+        for delivery in self.deliveries:
+            delivery.ack()
+
+
+class RpcServer:
+    """One server of the topic. transport: of Nova's virtual host; it is opened and closed here. host: this server's
+    name (`scheduler.HOST`). unique: what tells the fanout queue from those of other processes. relay: None: what
+    berth does not decide fails. prefetch: calls in hand of one queue.
+    """
+
+    def __init__(
+        self,
+        transport: RabbitTransport,
+        dispatcher: CallDispatcher,
+        *,
+        host: str,
+        unique: str,
+        options: RabbitOptions,
+        control_exchange: str,
+        clock: Clock,
+        rng: random.Random,
+        relay: StockRelay | None = None,
+        prefetch: int = PREFETCH,
+    ) -> None:
+        self._transport = transport
+        self._dispatcher = dispatcher
+        self._options = options
+        self._clock = clock
+        self._rng = rng
+        self._relay = relay
+        self._prefetch = prefetch
+        self._topics = [topic_queue(options, control_exchange, key) for key in (TOPIC, f"{TOPIC}.{host}")]
+        self._fanout = fanout_queue(options, TOPIC, unique)
+        self._next_offset: int | None = None  # of the stream
+        # A call is handed over once to each connection: tasks beyond the slots are those of lost connections.
+        self._slots = asyncio.Semaphore(prefetch)
+        self._held: dict[str, _Held] = {}  # by unique id
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._casts: asyncio.Queue[tuple[Call, Delivery]] = asyncio.Queue()
+        self._answered: dict[str, None] = {}
+        self._gone: dict[str, None] = {}  # reply queues that do not exist any more
+        self._subscriptions: list[RabbitSubscription] = []
+        self._broken: asyncio.Future[None] | None = None
+
+    async def open(self) -> None:
+        """Connect, and declare exchanges and queues; waits for the broker. Raises BusForbidden."""
+        await self._transport.open()
+        for queue in (*self._topics, self._fanout):
+            await self._transport.declare_foreign(queue)
+        if self._relay is not None:
+            await self._relay.open()
+
+    async def start(self) -> None:
+        """Take calls from now on, and casts."""
+        self._broken = asyncio.get_running_loop().create_future()
+        stream = self._offset if self._options.rabbit_stream_fanout else dict
+        self._subscriptions = [
+            await self._transport.consume_foreign(self._fanout.name, self._take_cast, prefetch=CASTS, arguments=stream)
+        ]
+        for queue in self._topics:
+            self._subscriptions.append(
+                await self._transport.consume_foreign(queue.name, self._take, prefetch=self._prefetch)
+            )
+
+    async def run(self) -> None:
+        """Carry out casts. Raises BrokenInvariant, which the process ends with."""
+        assert self._broken is not None, "started"
+        casts = asyncio.create_task(self._carry_out_casts(), name="nova casts")
+        try:
+            await asyncio.wait({casts, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            await (casts if casts.done() else self._broken)
+        finally:
+            casts.cancel()
+            await asyncio.gather(casts, return_exceptions=True)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more calls, and wait (seconds) until those in hand are answered."""
+        for subscription in self._subscriptions:
+            await subscription.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=grace_s)
+
+    async def close(self) -> None:
+        """Close. Calls in hand go back to the queue."""
+        await self.drain(0.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self._options.rabbit_stream_fanout:
+            with contextlib.suppress(BusError):  # it expires
+                await self._transport.delete_foreign(self._fanout.name)
+        if self._relay is not None:
+            await self._relay.close()
+        await self._transport.close()
+
+    @property
+    def in_hand(self) -> int:
+        """Calls that are not answered yet."""
+        return len(self._tasks)
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no calls can be answered now; "": they can."""
+        return "" if self._transport.connected else "not connected"
+
+    # --- what is delivered
+
+    def _take(self, delivery: Delivery) -> None:
+        call = self._parsed(delivery, fanout=False)
+        if call is None:
+            return
+        if not call.is_answered:
+            self._casts.put_nowait((call, delivery))
+            return
+        held = self._held.get(call.unique_id)
+        if held is not None:
+            held.join(delivery)
+        elif call.unique_id in self._answered:
+            CALLS.labels(_label(call), "repeated").inc()
+            delivery.ack()
+        else:
+            self._begin(_Held(call, delivery))
+
+    def _take_cast(self, delivery: Delivery) -> None:
+        offset = delivery.headers.get("x-stream-offset")
+        if isinstance(offset, int):
+            self._next_offset = offset + 1
+        call = self._parsed(delivery, fanout=True)
+        if call is not None:
+            self._casts.put_nowait((call, delivery))
+
+    def _parsed(self, delivery: Delivery, *, fanout: bool) -> Call | None:
+        """The call of a delivery. One that is none is rejected."""
+        compression = delivery.headers.get("compression", "")
+        try:
+            return parse_call(
+                delivery.body,
+                compression=compression if isinstance(compression, str) else "?",
+                fanout=fanout,
+                limit_s=delivery.expiration_s,
+            )
+        except CallUnreadable as error:
+            log.warning("nova.call_unreadable", reason=str(error), queue=delivery.routing_key)
+            CALLS.labels("other", "unreadable").inc()
+            delivery.nack(requeue=False)
+            return None
+
+    def _offset(self) -> dict[str, str | int]:
+        """Where in the stream the consumption begins: after what was received; at first with what comes from now on."""
+        return {"x-stream-offset": "next" if self._next_offset is None else self._next_offset}
+
+    # --- calls
+
+    def _begin(self, held: _Held) -> None:
+        if held.call.unique_id:
+            self._held[held.call.unique_id] = held
+        task = asyncio.create_task(self._carry_out(held), name=f"nova {held.call.method}")
+        self._tasks.add(task)
+        IN_HAND.inc()
+        task.add_done_callback(partial(self._ended, held.call))
+
+    def _ended(self, call: Call, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._held.pop(call.unique_id, None)
+        IN_HAND.dec()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _carry_out(self, held: _Held) -> None:
+        call, begun_s = held.call, self._clock.monotonic()
+        heartbeats = asyncio.create_task(self._send_heartbeats(call), name="nova heartbeats")
+        try:
+            async with asyncio.timeout(min(call.limit_s or CALL_LIMIT_S, CALL_LIMIT_S)):
+                outcome, body = await self._answer(held)
+        except TimeoutError:
+            outcome, body = "timeout", b""
+            log.warning("nova.call_timeout", method=call.method, request_id=call.request_id)
+        finally:
+            heartbeats.cancel()
+            await asyncio.gather(heartbeats, return_exceptions=True)
+        if body and not await self._reply(call, body):
+            outcome = "undeliverable"
+        _remember(self._answered, call.unique_id)
+        held.settle()
+        CALLS.labels(_label(call), outcome).inc()
+        CALL_S.observe(self._clock.monotonic() - begun_s)
+
+    async def _answer(self, held: _Held) -> tuple[str, bytes]:
+        """The outcome of a call, and the body of its reply. Raises BrokenInvariant."""
+        call = held.call
+        ids = (call.message_id, self._new_id())
+        try:
+            if (basic := _basic(call)) is not None:
+                return "answered", encode_result(*ids, basic[0])
+            _check(call)
+            async with self._slots:
+                result = await self._retried(call)
+            return "answered", encode_result(*ids, result)
+        except RemoteFault as fault:
+            return f"raised {fault.class_name}", encode_failure(*ids, fault)
+        except NotDecided as undecided:
+            return await self._relayed(held, undecided.reason, ids)
+        except BrokenInvariant:
+            raise
+        except Fault as error:
+            log.error("nova.call_failed", code=error.code, reason=str(error), request_id=call.request_id)
+            code = error.code
+        except Exception:  # of one call, whose client has to learn that it failed
+            log.exception("nova.call_failed", method=call.method, request_id=call.request_id)
+            code = "internal error"
+        # Another exception than NoValidHost has Nova set a running server that was to be moved to ERROR.
+        return "failed", encode_failure(*ids, no_valid_host(f"The scheduler could not decide: {code}."))
+
+    async def _relayed(self, held: _Held, reason: str, ids: tuple[str, str]) -> tuple[str, bytes]:
+        if self._relay is None:
+            return "undecided", encode_failure(
+                *ids, no_valid_host(f"The scheduler does not decide this request ({reason}), and has no fallback.")
+            )
+        try:
+            return "relayed", await self._relay.call(held.call, reason, held.settle)
+        except RelayFailed as error:
+            text = f"The request was left to the fallback's nova-scheduler, which did not answer: {error}."
+            return "relay failed", encode_failure(*ids, no_valid_host(text))
+
+    async def _retried(self, call: Call) -> object:
+        return await Retrying(NOVA_CALL, self._clock, self._rng).call(
+            lambda: self._dispatcher.call(call), lambda error: isinstance(error, Transient)
+        )
+
+    async def _send_heartbeats(self, call: Call) -> None:
+        """Tell the client twice within its timeout that its call is under way."""
+        every_s = call.timeout_s / 2
+        while every_s >= SHORTEST_HEARTBEAT_S:
+            await self._clock.sleep(every_s)
+            with contextlib.suppress(BusError):  # the next one is soon
+                await self._publish(call, encode_heartbeat(call.message_id, self._new_id()))
+
+    async def _reply(self, call: Call, body: bytes) -> bool:
+        """Whether the client's queue has the reply. It is tried again while the queue does not exist."""
+        policy = structs.replace(NOVA_REPLY, lasts_s=0.0) if call.reply_queue in self._gone else NOVA_REPLY
+        try:
+            await Retrying(policy, self._clock).call(
+                lambda: self._publish(call, body),
+                lambda error: isinstance(error, BusError) and not isinstance(error, BusForbidden),
+            )
+        except BusError as error:
+            _remember(self._gone, call.reply_queue)
+            log.warning("nova.reply_undeliverable", code=error.code, queue=call.reply_queue, request_id=call.request_id)
+            return False
+        self._gone.pop(call.reply_queue, None)
+        return True
+
+    async def _publish(self, call: Call, body: bytes) -> None:
+        await self._transport.publish(
+            Outgoing(exchange="", routing_key=call.reply_queue, body=body, mandatory=True, message_id=call.message_id)
+        )
+
+    def _new_id(self) -> str:
+        return f"{self._rng.getrandbits(128):032x}"
+
+    # --- casts
+
+    async def _carry_out_casts(self) -> None:
+        """One after the other, in the order in which they came. Raises BrokenInvariant."""
+        while True:
+            call, delivery = await self._casts.get()
+            outcome = "handled"
+            try:
+                _check(call)
+                async with asyncio.timeout(CALL_LIMIT_S):
+                    await self._retried(call)
+            except (RemoteFault, NotDecided):
+                outcome = "refused"
+            except BrokenInvariant:
+                raise
+            except Exception as error:  # of one cast, whose client does not wait for anything
+                outcome = "failed"
+                log.exception("nova.call_failed", method=call.method, code=getattr(error, "code", ""))
+            if call.fanout and self._relay is not None:
+                with contextlib.suppress(BusError):  # the stock scheduler reads what it has missed by itself
+                    await self._relay.forward(call)
+            CALLS.labels(_label(call), outcome).inc()
+            delivery.ack()
+
+
+def _basic(call: Call) -> tuple[object] | None:
+    """The result of what each server answers, in a tuple; None for another method."""
+    if call.namespace == BASE_API and call.method == "ping":
+        return ({"service": TOPIC, "arg": call.arguments.get("arg")},)
+    if call.namespace == BASE_API and call.method == "get_backdoor_port":
+        return (None,)
+    return ("pong",) if call.method == PING and not call.namespace else None
+
+
+def _check(call: Call) -> None:
+    """Raises RemoteFault: there is no such method, or not in this version."""
+    oldest = OLDEST_MINOR.get(call.method)
+    numbers = [int(number) for number in call.version.split(".")]
+    newest = f"{MAJOR}.{NEWEST_MINOR}"
+    if call.namespace or numbers[0] != MAJOR or (numbers[1:2] or [0])[0] > NEWEST_MINOR:
+        raise unsupported_version(call.method, call.version, newest)
+    if oldest is None:
+        raise no_such_method(call.method)
+    if (numbers[1:2] or [0])[0] < oldest:
+        raise unsupported_version(call.method, call.version, f"{MAJOR}.{oldest} to {newest}")
+
+
+def _label(call: Call) -> str:
+    """The method as a label of a metric: one that is known."""
+    return call.method if call.method in OLDEST_MINOR else "ping" if _basic(call) is not None else "other"
+
+
+def _remember(known: dict[str, None], name: str) -> None:
+    """Add a name; the oldest are forgotten."""
+    if name:
+        known.pop(name, None)
+        known[name] = None
+        while len(known) > REMEMBERED:
+            del known[next(iter(known))]

@@ -204,7 +204,7 @@ def worlds(primitive: dict[str, Any], captured: dict[str, Any]) -> Iterator[dict
         (captured, aggregates, True),
         (captured | {"image_metadata_prefilter": True}, aggregates, False),
         (all_on | {routed: False}, aggregates, True),
-        (all_on | {routed: False}, [], False),
+        (all_on | {routed: False, "placement_aggregate_required_for_tenants": False}, [], False),
         (all_on, aggregates, True),
     ):
         yield {"settings": settings, "aggregates": some, "nodes": known[:1], "requires_owner": has_owner}

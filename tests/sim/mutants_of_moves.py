@@ -13,6 +13,7 @@ import compute_sim.drivers.hypervisor
 from bus.contracts.cell import Spawn
 from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import Claim, Release
+from cell_conductor import placement_requests
 from cell_conductor.domain import (
     change_rules,
     delete_rules,
@@ -59,8 +60,10 @@ def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]
 
 def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Another question to placement."""
-    wanted = table.question_of
-    return patch("cell_conductor.placement_requests.question_of", lambda instance: change(instance, wanted(instance)))
+    wanted, stack = table.question_of, ExitStack()
+    for module in (table, placement_requests):
+        stack.enter_context(patch.object(module, "question_of", lambda instance: change(instance, wanted(instance))))
+    return stack
 
 
 def _desired(changed: dict[str, Any], *states: State) -> AbstractContextManager[Any]:
@@ -243,7 +246,9 @@ def end_announced_twice() -> AbstractContextManager[Any]:
 
 def end_of_an_undone_move_not_announced() -> AbstractContextManager[Any]:
     """A move that was undone has no end."""
-    return _shared("end_undone", lambda instance, at, context: Step(replace(move_steps.over(instance, at), move=None)))
+    return _shared(
+        "end_undone", lambda instance, at, context: Step(replace(move_steps.over(instance, at, context), move=None))
+    )
 
 
 def source_under_the_destinations_number() -> AbstractContextManager[Any]:

@@ -306,11 +306,11 @@ async def test_a_brief_has_whether_the_first_host_was_passed_over(store: Instanc
     assert found == {A: True, B: False, C: False}
 
 
-async def test_a_brief_has_whether_the_build_was_refused_because_of_a_machine(store: InstanceStore) -> None:
+async def test_a_brief_has_why_what_no_client_wants_any_more_has_failed(store: InstanceStore) -> None:
     refused = replace(instance(A, State.DELETED), code=MACHINE_EXISTS)
     await insert(store, refused, instance(B, State.DELETED), replace(instance(C, State.ACTIVE), code=MACHINE_EXISTS))
-    found = {brief.uuid: brief.machine_exists for brief in await store.briefs([], [A, B, C])}
-    assert found == {A: True, B: False, C: False}
+    found = {brief.uuid: brief.code for brief in await store.briefs([], [A, B, C])}
+    assert found == {A: MACHINE_EXISTS, B: "", C: ""}
 
 
 async def test_a_brief_has_the_numbers_that_were_given_out_twice(store: InstanceStore) -> None:

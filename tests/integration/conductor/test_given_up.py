@@ -162,7 +162,7 @@ def brief(record: Instance) -> Brief:
         newest=record.newest,
         doubted=record.doubted,
         reused_from=record.reused_from,
-        machine_exists=record.machine_exists,
+        code=record.code,
         then=record.then,
     )
 

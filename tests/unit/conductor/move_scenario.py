@@ -19,7 +19,7 @@ from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, run, selection, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, answering, host, queried, run, selection, spawned
 
 MOVE = "d0000000-0000-4000-8000-000000000001"
 OTHER = "d0000000-0000-4000-8000-000000000002"
@@ -95,7 +95,7 @@ class Scenario:
     def apply(self, *happened: e.Event) -> Step:
         stepped = Step(self.instance)
         for event in happened:
-            stepped = step(self.instance, event, self.context)  # type: ignore[arg-type]
+            stepped = step(self.instance, answering(self.instance, event), self.context)  # type: ignore[arg-type]
             self.instance = stepped.instance
             self.commands += stepped.commands
         return stepped

@@ -18,7 +18,7 @@ from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, ended
-from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, answering, host, selection
 
 ON_1, ON_2, ON_3 = (selection(n) for n in (1, 2, 3))
 LEAVES = Move(request_id=MOVE, kind=MoveKind.MIGRATE, source=ON_1, source_attempt=1, book_attempt=4, spec=SPEC)
@@ -134,7 +134,7 @@ def case(before: Instance, event: e.Event, phase: str, *commands: str, context: 
 
 def outcome(before: Instance, event: e.Event, context: StepContext) -> tuple[str, tuple[str, ...]]:
     """The phase after the event, and `brief` of what it commands."""
-    stepped = step(before, event, context)
+    stepped = step(before, answering(before, event), context)
     return in_text(stepped.instance.phase), brief(stepped)
 
 

@@ -6,14 +6,14 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import InstanceSpec, Selection, Spawn
-from bus.contracts.placement import ClaimOutcome
+from bus.contracts.placement import ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
-from cell_conductor.domain.table import step
+from cell_conductor.domain.table import question_of, step
 
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
 PATIENCE = StepContext(cell="c1", deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
@@ -49,12 +49,20 @@ def queried(hosts: int = 3, at: float = 100.0) -> e.BuildRequested:
     )
 
 
+def answering(instance: Instance, event: e.Event) -> e.Event:
+    """A release that names no attempt is that of what the instance asks for now."""
+    question = question_of(instance)
+    if type(event) is not e.Released or event.attempt or not isinstance(question, Release):
+        return event
+    return replace(event, attempt=question.attempt or 0)
+
+
 def run(*happened: e.Event, start: Instance | None = None, down: str = "") -> Step:
     """The last step of a story. down: the services that are silent."""
     leases = {name: Lease(service=name, epoch=1, state=LeaseState.SILENT, reason="why") for name in down.split()}
     stepped = Step(start or Instance(uuid=UUID))
     for event in happened:
-        stepped = step(stepped.instance, event, replace(PATIENCE, down=leases))
+        stepped = step(stepped.instance, answering(stepped.instance, event), replace(PATIENCE, down=leases))
     return stepped
 
 
@@ -126,7 +134,8 @@ AFTER = replace(PATIENCE, set_back=SetBack(SET_BACK_AT), doubt_limit_s=LIMIT_S)
 def run_after(*happened: e.Event, start: Instance | None = None, down: bool = False) -> Step:
     stepped = Step(start or Instance(uuid=UUID))
     for event in happened:
-        stepped = step(stepped.instance, event, replace(AFTER, down=S1_SILENT if down else {}))
+        now = stepped.instance
+        stepped = step(now, answering(now, event), replace(AFTER, down=S1_SILENT if down else {}))
     return stepped
 
 

@@ -97,11 +97,12 @@ async def adoption(
     fenced: Collection[str] = (),
 ) -> tuple[dict[str, FoundMachine], str]:
     """(what is adopted, why nothing is)"""
-    search = Conductor(services, up).search
+    conductor = Conductor(services, up)
+    conductor.fenced, search = fenced, conductor.search
     await search._store.open()
     known = {} if record is None else {UUID: record}
     with capture_logs() as logs:
-        found = await search.find_decided({UUID: KEPT}, known, fenced)
+        found = await search.find_decided({UUID: KEPT}, known)
     (line,) = [one for one in logs if one["event"].startswith("quarantine.")]
     assert line["event"] == ("quarantine.adopted" if found else "quarantine.not_adopted")
     assert (line["by"], line["host"]) == ("ann", host(3))
@@ -164,11 +165,12 @@ OTHER = UUID[:-1] + ("2" if UUID[-1] == "1" else "1")
 
 async def both(services: Services, place: Selection, fenced: Collection[str] = ()) -> dict[str, FoundMachine]:
     """The instances of two decisions that are adopted; the record of OTHER has this place."""
-    search = Conductor(services, ("s1", "s2")).search
+    conductor = Conductor(services, ("s1", "s2"))
+    conductor.fenced, search = fenced, conductor.search
     await search._store.open()
     decisions = {UUID: KEPT, OTHER: replace(KEPT, machine=replace(KEPT.machine, uuid=OTHER))}
     record = replace(ACTIVE, uuid=OTHER, selections=(place,))
-    return await search.find_decided(decisions, {UUID: ACTIVE, OTHER: record}, fenced)
+    return await search.find_decided(decisions, {UUID: ACTIVE, OTHER: record})
 
 
 async def test_a_dead_host_of_another_decision_delays_none() -> None:

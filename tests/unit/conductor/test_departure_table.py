@@ -11,7 +11,7 @@ from bus.contracts.base import Refusal
 from bus.contracts.cell import Spawn
 from bus.contracts.moves import Departure, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
-from cell_conductor.domain.departure_rules import answer_unbegun, arrive, end_left, give_away, refer, refuse_other
+from cell_conductor.domain.departure_rules import answer_unbegun, arrive, give_away, refer, refuse_other
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import MAX_ENDED, EndedMove, Instance, Move, Phase, Power, State
 from cell_conductor.domain.set_back import SET_BACK_GAP, SetBack
@@ -90,8 +90,9 @@ def test_a_source_is_destroyed_before_it_has_left() -> None:
 
 @pytest.mark.parametrize(("consumer", "left"), [(MOVE, True), (OTHER, False), ("", False)])
 def test_it_has_left_when_its_migration_is_released(consumer: str, left: bool) -> None:
-    after = end_left(MOVING, e.Released(at=600.0, consumer=consumer), PATIENCE).instance
-    assert (after.state is State.DEPARTED) is left and (left or after is MOVING)
+    releasing = replace(MOVING, state=State.RELEASING, then=State.DEPARTED)
+    after = step(releasing, e.Released(at=600.0, consumer=consumer), PATIENCE).instance
+    assert (after.state is State.DEPARTED) is left and (left or after is releasing)
 
 
 # --- It arrives.

@@ -11,6 +11,7 @@ from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
+from cell_conductor.domain.adopt_rules import is_searched
 from cell_conductor.domain.desires import IN_DOUBT_AFTER_SET_BACK, in_text
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import EndedMove, Instance, Power, State
@@ -40,7 +41,7 @@ from tests.unit.conductor.records import (
     record,
     unshelving,
 )
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, answering, host, missed, spawned
 
 K, S = MoveKind, State
 PARTED = replace(ON_2, allocations={host(2): {"VCPU": 2}, host(9): {"VF": 1}})
@@ -315,6 +316,46 @@ def test_what_a_change_that_was_under_way_at_a_set_back_comes_to_is_searched_for
 ) -> None:
     """It may have ended, and the instance been moved since."""
     doubted = replace(known, doubted=known.phase in IN_DOUBT_AFTER_SET_BACK)
-    after = step(doubted, event, IN_DOUBT).instance
+    after = step(doubted, answering(doubted, event), IN_DOUBT).instance
     assert in_text(after.phase) == phase
     assert is_searched_for(after) or is_outdated(replace(after, since=2000.0), IN_DOUBT.set_back)
+
+
+@pytest.mark.parametrize(
+    ("known", "events", "phase"),
+    [
+        (record(S.BUILDING, doubted=True), [spawned(2)], "active"),
+        (record(S.BUILDING, doubted=True), [runs(2)], "active"),
+        (
+            moving(S.FINISHING, doubted=True, move={"auto_confirm_s": 0.0}),
+            [spawned(2), SOURCE_GONE],
+            "releasing/active",
+        ),
+        (resized(here_seen=True), [runs(1), e.TimedOut(at=2000.0), SOURCE_GONE], "releasing/active"),
+        (resized(here_seen=True), [SOURCE_GONE, SOURCE_GONE], "releasing/active"),
+        (unshelving(S.FINISHING, doubted=True), [spawned(2)], "active"),
+    ],
+)
+def test_the_machine_on_record_is_no_proof_that_there_is_no_later_one(
+    known: Instance, events: list[e.Event], phase: str
+) -> None:
+    """Its host had been silent, and the instance was moved, before the database was set back to this record: it came
+    up, and when its host had carried out the order to destroy it the claim of the later machine was released.
+    """
+    now = known
+    for event in events:
+        now = step(now, event, IN_DOUBT).instance
+    assert in_text(now.phase) == phase
+    if phase == "releasing/active":
+        now = step(now, e.Released(at=2100.0, consumer=MOVE), IN_DOUBT).instance
+    assert now.state is S.ACTIVE and is_outdated(replace(now, since=2100.0), IN_DOUBT.set_back)
+    lost = step(now, missed(now, 2), IN_DOUBT).instance
+    assert in_text(lost.phase) == "releasing/failed" and is_searched(lost)
+
+
+@pytest.mark.parametrize("known", [at_rest(), offloaded(), at_rest(since=2000.0, doubted=True)])
+def test_an_instance_is_searched_for_once_after_a_set_back(known: Instance) -> None:
+    """Every request for it queried every service, for as long as none of them changed its state."""
+    refused = replace(request(K.REVERT), at=2000.0, found=())
+    assert is_outdated(known, IN_DOUBT.set_back)
+    assert not is_outdated(step(known, refused, IN_DOUBT).instance, IN_DOUBT.set_back)

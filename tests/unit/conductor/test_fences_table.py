@@ -15,8 +15,8 @@ from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.evacuations import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
 from cell_conductor.domain.fence_steps import FenceSteps
-from cell_conductor.domain.fences import FENCED, Fence, RunningAfterFence
-from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.fences import Fence, RunningAfterFence
+from cell_conductor.domain.instance import FENCED, Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
@@ -313,6 +313,15 @@ def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the t
     assert stepped.instance.phase == after
     assert list(steps.hosts) == [host(n) for n in hosts]
     assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(n), attempt) for n, attempt in lost]
+
+
+def test_a_fence_that_fails_an_outdated_record_loses_the_machine_on_record() -> None:
+    """The record was set back: another machine of it is searched for, and that of the fenced host is over."""
+    outdated, event = replace(FAILING, since=90.0), fence(HERE)
+    context, steps = replace(DOUBTED, fences=fences(HERE)), FenceSteps()
+    stepped = steps.follow(outdated, step(outdated, event, context), event, context)
+    assert stepped.instance.phase == OVER and stepped.instance.doubted
+    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(HERE), 4)]
 
 
 def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:

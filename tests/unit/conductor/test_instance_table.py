@@ -16,8 +16,9 @@ from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
 from cell_conductor.domain import steps
-from cell_conductor.domain.fences import FENCED, ClosedHosts, Fence, Loss, fenced_hosts, losses_of
+from cell_conductor.domain.fences import ClosedHosts, Fence, Loss, fenced_hosts, losses_of
 from cell_conductor.domain.instance import (
+    FENCED,
     MACHINE_EXISTS,
     NOT_TRIED,
     Instance,
@@ -31,7 +32,7 @@ from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
-from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, host, selection
+from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, answering, host, selection
 
 CONTEXT = StepContext(cell="c1", deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
 
@@ -153,7 +154,7 @@ def test_what_no_move_has_claimed_is_released_at_once(claimed: bool | None, stat
     assert deleted.move is not None
     if claimed is not None:
         deleted = replace(deleted, move=replace(deleted.move, claimed=claimed))
-    assert step(deleted, e.Released(at=1.0), CONTEXT).instance.state is state
+    assert step(deleted, answering(deleted, e.Released(at=1.0)), CONTEXT).instance.state is state
 
 
 STAMPS = Stamps(requested=1.0)

@@ -149,7 +149,7 @@ class World(RuleBasedStateMachine):
         if isinstance(question, Release):
             self.book.release(question)
             if not lose:
-                self.take(e.Released(at=self.now))
+                self.take(e.Released(at=self.now, attempt=question.attempt or 0))
         elif isinstance(question, Claim):
             repeated, self.previous_question = self.previous_question == question, question
             self.sent.append(question)

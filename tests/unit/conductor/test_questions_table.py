@@ -7,8 +7,10 @@ from msgspec.structs import replace
 
 from bus.contracts.groups import ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
+from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.rules import ignore, tombstone
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import ByThen, IllegalStep, Rule, question_of, rules_of, step
 from cell_conductor.domain.way_back import SourceQuery
 from tests.unit.conductor.move_scenario import MOVE, OTHER
@@ -95,3 +97,37 @@ def test_the_rules_of_a_cell_by_what_follows() -> None:
     assert ByThen({S.ACTIVE: first}).of(S.FAILED) is None
     assert (rules_of(cell), rules_of(ByThen({S.ACTIVE: first}))) == ((first, second, other), (first,))
     assert (rules_of(first), rules_of(None)) == ((first,), ())
+
+
+ANSWERS = {
+    Claim: lambda **of: e.Claimed(at=220.0, option=0, consumer_generation=9, **of),
+    Release: lambda **of: e.Released(at=220.0, **of),
+    Revert: lambda **of: e.Reverted(at=220.0, **of),
+}
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        record(S.CLAIMING, S.BUILDING),
+        record(S.CLAIMING, S.DELETED),
+        record(S.CLAIMING, S.ACTIVE),
+        at_source(),
+        moving(S.REVERTING),
+        record(S.RELEASING, S.FAILED),
+        moving(S.RELEASING, S.FAILED),
+        moving(S.RELEASING, S.DELETED, {"instance_released": True}),
+        unshelving(S.RELEASING, S.OFFLOADED),
+        moving(S.RELEASING, S.ACTIVE),
+    ],
+)
+def test_only_the_answer_to_what_is_asked_now_counts(known: Instance) -> None:
+    """A conductor that was paused brings the answer to what an earlier record had asked: a release that it took for its
+    own left an allocation that nobody released.
+    """
+    question = question_of(known)
+    assert isinstance(question, Claim | Release | Revert)
+    answer, attempt = ANSWERS[type(question)], question.attempt or 0
+    assert step(known, answer(consumer=question.consumer, attempt=attempt), PATIENCE).instance is not known
+    for consumer, other in ((question.consumer, attempt - 1), (OTHER, attempt)):
+        assert step(known, answer(consumer=consumer, attempt=other), PATIENCE) == Step(known)

@@ -127,7 +127,7 @@ def outcome(
         (moved(State.RESIZED, source=host(3)), SECOND, ELSEWHERE),
         (moved(State.PREPARING, 2, HERE, host(3)), SECOND, ELSEWHERE),
         (moved(State.HANDING_OVER, 2, HERE, host(3), doubted=True), SECOND, RENUMBERED),
-        (brief(State.FAILED, machine_exists=True), OURS, RUNS),
+        (brief(State.FAILED, code="build.machine_exists"), OURS, RUNS),
         # What it explains.
         (brief(State.ACTIVE), OURS, AGREES),
         (brief(State.ACTIVE), BUILDING, AGREES),

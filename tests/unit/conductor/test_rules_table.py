@@ -36,6 +36,7 @@ from tests.unit.conductor.scenario import (
     RELEASED,
     SPEC,
     UUID,
+    answering,
     claimed,
     failed,
     host,
@@ -355,12 +356,13 @@ def test_a_build_that_has_failed_in_doubt_is_in_doubt_if_its_machine_may_be_ther
     known: dict[str, Any], doubted: bool
 ) -> None:
     failing = record(S.RELEASING, S.FAILED, **{"doubted": True, **known})
-    assert step(failing, RELEASED, PATIENCE).instance.doubted is doubted
+    assert step(failing, answering(failing, RELEASED), PATIENCE).instance.doubted is doubted
 
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_build_has_one_terminal_event(answered: bool) -> None:
-    (event,) = step(record(S.RELEASING, S.FAILED, answered=answered), RELEASED, PATIENCE).commands
+    releasing = record(S.RELEASING, S.FAILED, answered=answered)
+    (event,) = step(releasing, answering(releasing, RELEASED), PATIENCE).commands
     assert event.terminal is not answered  # type: ignore[attr-defined]
 
 
@@ -375,5 +377,7 @@ def test_a_build_has_one_terminal_event(answered: bool) -> None:
     ],
 )
 def test_the_announcement_of_a_build(before: Instance, event: e.Event, shown: tuple[BuildState, bool, str]) -> None:
-    (*_, last) = [one for one in step(before, event, PATIENCE).commands if isinstance(one, BuildEvent)]
+    (*_, last) = [
+        one for one in step(before, answering(before, event), PATIENCE).commands if isinstance(one, BuildEvent)
+    ]
     assert (last.state, last.terminal, last.reason) == shown

@@ -130,6 +130,44 @@ async def test_an_instance_that_no_service_has_is_unshelved_and_one_at_rest_sinc
     assert len(services.queried) == 1, "there is nothing that could be begun"
 
 
+def at_rest() -> Instance:
+    return replace(offloaded(), state=State.ACTIVE, power=Power.RUNNING, attempt=1)
+
+
+STOP = CellMove(request_id=MOVE, instance_uuid=UUID, project_id=SPEC.project_id, kind=MoveKind.STOP)
+OWN = replace(machine(), host_uuid=host(1), host="host-1", service="s1", built=True)
+
+
+@pytest.mark.parametrize("up", [("s1", "s2"), ("s1",)], ids=["is up", "is down"])
+async def test_its_own_machine_and_a_service_that_does_not_answer_show_that_there_is_a_later_one_or_none(
+    up: tuple[str, ...],
+) -> None:
+    """The machine on record was changed while the later one, of a silent service, was the one that its client had."""
+    services = Services(s1=(OWN,), s2=(replace(machine(), attempt=3, built=True),))
+    services.silent = {"s2"}
+    conductor = await set_back_with(services, at_rest(), *up)
+    conductor.down = {"s2"} - set(up)
+    outcome = await conductor.request(STOP)
+    assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered" and not conductor.relay.sent
+    services.silent = set()
+    assert isinstance(await conductor.request(STOP), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 3)
+
+
+@pytest.mark.parametrize("why", ["forgotten", "fenced"])
+async def test_a_service_that_is_down_need_not_answer_where_its_machines_are_known_to_be_off(why: str) -> None:
+    services = Services(s1=(OWN,), s2=())
+    services.silent = {"s2"}
+    conductor = await set_back_with(services, at_rest(), "s1")
+    conductor.down = {"s2"}
+    if why == "forgotten":
+        conductor.forgotten = {"s2"}
+    else:
+        conductor.fenced, conductor.listed = {host(2)}, {host(2)}
+    assert isinstance(await conductor.request(STOP), Done)
+
+
 async def test_no_service_is_queried_about_a_build_that_is_not_doubted() -> None:
     services = Services(s1=(machine(),))
     conductor = Conductor(services, ("s1",))

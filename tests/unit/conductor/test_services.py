@@ -255,12 +255,13 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         services,  # type: ignore[arg-type]
         timeout_s=1.0,
         up=lambda: ("s1", "s2"),
+        down=keeper.down,
         forgotten=keeper.forgotten,
     )
-    _, waits = await search.find_moved(moved, keeper.down(), ())
+    _, waits = await search.find_moved(moved)
     assert waits == {UUID}
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    _, waits = await search.find_moved(moved, keeper.down(), ())
+    _, waits = await search.find_moved(moved)
     assert waits == set()
 
 

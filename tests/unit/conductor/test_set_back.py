@@ -122,7 +122,7 @@ MOVES = e.move_event(CellMove(request_id=UUID, instance_uuid=UUID, project_id="p
         (replace(OLD, state=State.DEPARTED), BACK, False),
         (replace(OLD, since=AT + 99.0), BACK, False),
         (replace(OLD, since=AT + 99.0, doubted=True), BACK, True),
-        (replace(OLD, doubted=True), SetBack(made_at=AT), False),
+        (replace(OLD, doubted=True), SetBack(made_at=AT), True),
         (UNKNOWN, BACK, False),
     ],
 )

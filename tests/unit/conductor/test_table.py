@@ -16,7 +16,7 @@ from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import DESIRES, in_text, of_text
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, Move, Phase, State
+from cell_conductor.domain.instance import FIRST_SEQUENCE, MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.domain.orders import orders_of, with_orders
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import SetBack
@@ -32,6 +32,7 @@ from tests.unit.conductor.scenario import (
     TIMED_OUT,
     UUID,
     announced,
+    answering,
     claimed,
     failed,
     host,
@@ -95,7 +96,7 @@ def test_sequence_rises_with_every_announcement() -> None:
         RELEASED,
     )
     for event in path:
-        stepped = step(instance, event, PATIENCE)
+        stepped = step(instance, answering(instance, event), PATIENCE)
         instance = stepped.instance
         numbers += [s.sequence for s in announced(stepped)]
     assert numbers == list(range(FIRST_SEQUENCE, FIRST_SEQUENCE + 5))
@@ -142,7 +143,7 @@ class Record(Struct, frozen=True, kw_only=True):
     source: str
     doubted: bool
     reused_from: int
-    machine_exists: bool
+    code: str
     first_not_tried: bool
     uuid: str = "i"
     since: float = 0.0
@@ -174,7 +175,7 @@ def cases(phase: Phase) -> Iterator[tuple[Record, int, str]]:
             source=source,
             doubted=doubted,
             reused_from=reused,
-            machine_exists=exists,
+            code=MACHINE_EXISTS if exists else "",
             first_not_tried=untried,
         )
         for attempt, at in product(ATTEMPTS, (HERE, SOURCE, ELSEWHERE)):
@@ -266,7 +267,7 @@ def records(phase: Phase) -> Iterator[tuple[Instance, Record]]:
                 source=kind,
                 doubted=doubted,
                 reused_from=reused,
-                machine_exists=False,
+                code="",
                 first_not_tried=False,
             ),
         )

@@ -343,7 +343,7 @@ def test_a_complete_machine_of_an_arrival_is_the_instances(how: str) -> None:
         assert (orders(there)[-1].host_uuid, orders(there)[-1].unless_built) == (host(3), True)
     there.apply(e.Spawned(at=1_601.0, attempt=attempt, host_uuid=host(n), service="s1"))
     now = there.instance
-    assert (now.state, now.attempt, now.host_uuid, now.doubted) == (State.ACTIVE, attempt, host(n), False)
+    assert (now.state, now.attempt, now.host_uuid, now.doubted) == (State.ACTIVE, attempt, host(n), True)
     assert there.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
 
 
@@ -355,9 +355,9 @@ async def test_placement_is_requested_once_all_services_have_answered_that_they_
     await conductor.store.open()
     if how in ("unseen", "fenced"):  # it may have the machine, which no record has
         conductor.listed |= {host(77)}
-    fenced = {host(77)} if how == "fenced" else set()
-    down = {"s3"} if how == "down" else ()
-    machines, waits = await conductor.search.find_moved({UUID: held().instance}, down, fenced)
+    conductor.fenced = {host(77)} if how == "fenced" else set()
+    conductor.down = {"s3"} if how == "down" else ()
+    machines, waits = await conductor.search.find_moved({UUID: held().instance})
     assert waits == (set() if how in ("nothing", "fenced") else {UUID})
     assert bool(machines) is (how == "found")
 
@@ -366,10 +366,11 @@ async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
     services = Services(s1=())
     services.silent = {"s3"}
     conductor = Conductor(services, ("s1",))
+    conductor.down = {"s3"}
     await conductor.store.open()
     moved = {f"{n:08x}-0000-4000-8000-000000000000": held().instance for n in range(LOGGED_MOVES + 3)}
     with capture_logs() as logged:
-        _, waits = await conductor.search.find_moved(moved, {"s3"}, ())
+        _, waits = await conductor.search.find_moved(moved)
     assert waits == moved.keys()
     assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
 

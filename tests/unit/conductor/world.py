@@ -111,6 +111,9 @@ class Conductor:
         self.table = MemoryInstanceTable(clock := SystemClock())
         self.table.made_at = 0.0  # long before every request
         self.listed = set(services.hosts)
+        self.down: Collection[str] = ()
+        self.forgotten: Collection[str] = ()
+        self.fenced: Collection[str] = ()
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
         self.search = MachineSearch(
@@ -120,6 +123,9 @@ class Conductor:
             up=lambda: up,
             unexplained=lambda: unexplained,
             listed=lambda _services: self.listed,
+            down=lambda: self.down,
+            fenced=lambda: self.fenced,
+            forgotten=lambda: self.forgotten,
         )
         self.engine = Engine(
             store=self.store,

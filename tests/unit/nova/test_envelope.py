@@ -50,12 +50,12 @@ def inner(body: bytes) -> dict[str, Any]:
 
 
 def test_a_call_is_read() -> None:
-    call = parse_call(enveloped(CALL), redelivered=True)
+    call = parse_call(enveloped(CALL), limit_s=1800)
     assert (call.method, call.version, call.namespace) == ("select_destinations", "4.5", "")
     assert call.arguments == CALL["args"]
     assert call.context == {"request_id": "req-1", "project_id": "p"} and call.request_id == "req-1"
     assert (call.reply_queue, call.message_id, call.unique_id, call.timeout_s) == ("reply_1", "m1", "u1", 60)
-    assert call.is_answered and call.redelivered and not call.fanout
+    assert call.is_answered and call.limit_s == 1800 and not call.fanout
 
 
 def test_a_cast_is_read() -> None:

@@ -71,7 +71,7 @@ def test_members_of_a_gang_clash_by_what_is_on_record_of_the_first_alone() -> No
     assert not is_clash_of_first(later, firsts, {})
     assert not is_clash_of_first(later, firsts, {UUID: on_record(gang[0])})
     assert is_clash_of_first(later, firsts, {UUID: on_record(other)})
-    assert not is_clash_of_first(later, firsts, {UUID: on_record(other, code="instance.unknown")})
+    assert not is_clash_of_first(later, firsts, {UUID: on_record(other, digest=b"")})
 
 
 ACCEPTED = BuildAccepted(instance_uuid=UUID)
@@ -97,10 +97,11 @@ REPEATED = {"label": "repeated", "reply": ACCEPTED}
         (BuildState.REFUSED, {"digest": b"other"}, "request.duplicate"),
         (
             BuildState.REFUSED,
-            {"digest": b"other", "code": "instance.unknown"},
+            {"digest": b"", "code": "instance.unknown"},
             {"label": "deleted", "reply": ACCEPTED, "withdrawn": True},
         ),
-        (BuildState.REFUSED, {"digest": b"other", "code": "instance.unknown", "project_id": "q"}, "request.duplicate"),
+        (BuildState.DELETING, {"digest": b""}, {"label": "deleted", "reply": ACCEPTED, "withdrawn": True}),
+        (BuildState.REFUSED, {"digest": b"", "code": "instance.unknown", "project_id": "q"}, "request.duplicate"),
     ],
 )
 @pytest.mark.parametrize("flavor", ["m1.small", "deleted"])

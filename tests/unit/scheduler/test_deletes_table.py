@@ -17,8 +17,9 @@ from bus.contracts.cell import CellDelete
 from bus.contracts.placement import ReleaseRun
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import Author, ProjectsBuild, RecordedBuild
-from scheduler_worker.domain.deletes import PendingDelete, pending_delete, plan_deletes, refuse_unknown, tombstones
+from scheduler_worker.domain.deletes import PendingDelete, answer_unknown, pending_delete, plan_deletes, tombstones
 from scheduler_worker.domain.requests import OVERTAKES, RequestDelivery
+from scheduler_worker.domain.unanswered import open_build
 
 UUID, OTHER, HOST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "abc")
 AUTHOR = Author("me", 7.0)
@@ -238,7 +239,7 @@ def test_a_tombstone_is_the_record_of_a_build_that_was_deleted_before_it_came() 
     ("build", "kept", "outcome", "sent"),
     [
         (record(DELETED, code=UNKNOWN), {}, f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}"]),
-        (record(DELETED, code=UNKNOWN), C1, f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}", *TAKEN]),
+        (record(DELETED, code=UNKNOWN), C1, "accepted", TAKEN),
         (record(DELETED, code=UNKNOWN), held("c1", "q"), f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}"]),
         (record(DELETED, code=UNKNOWN), NOWHERE, f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}"]),
         (record(DELETED, project_id="q", code=UNKNOWN), C1, f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}", *TAKEN]),
@@ -247,8 +248,12 @@ def test_a_tombstone_is_the_record_of_a_build_that_was_deleted_before_it_came() 
         (None, C1, "none", []),
     ],
 )
-def test_a_delete_of_an_unknown_instance_is_refused_and_the_cell_of_what_it_holds_deletes_that(
+def test_a_delete_of_an_unknown_instance_is_refused_unless_it_holds_something_which_its_cell_deletes(
     build: RecordedBuild | None, kept: dict[ProjectsBuild, HeldAllocation], outcome: str, sent: list[str]
 ) -> None:
-    outcomes, messages = refuse_unknown([deleted()], {} if build is None else {UUID: build}, AUTHOR, kept)
-    assert (word(outcomes.get(4)), words(messages)) == (outcome, sent)
+    """Nothing watched the delete of what an instance without a record holds: lost by its cell, it had no end."""
+    answered = answer_unknown([deleted()], {} if build is None else {UUID: build}, AUTHOR, kept)
+    assert (word(answered.outcomes.get(4)), words(answered.messages)) == (outcome, sent)
+    awaited = [one for update in answered.updates if (one := open_build(update.build)) is not None]
+    assert [(one.kind, one.cell) for one in awaited] == ([("delete", "c1")] if outcome == "accepted" else [])
+    assert (UUID in answered.accepted) == (outcome == "accepted")

@@ -1,0 +1,152 @@
+"""The fallback: calls that berth does not decide, taken to a stock nova-scheduler on another virtual host and back.
+
+A call leaves as it came but for its reply queue, which is this process's own, and its answer goes to the client byte by
+byte. The stock scheduler claims by itself, so a call must not reach it twice: it is acknowledged before it is relayed,
+as oslo.messaging acknowledges before it works. A process that is killed in between loses the call, as a stock
+nova-scheduler that is killed does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+
+import structlog
+
+from bus.faults import Fault
+from bus.port import BusError, Delivery, Outgoing
+from bus.rabbitmq.transport import RabbitTransport
+from scheduler_worker.nova.envelope import REPLY_QUEUES, Call, CallUnreadable, parse_reply, readdressed
+from scheduler_worker.nova.metrics import RELAYED
+from scheduler_worker.nova.queues import TOPIC
+
+log = structlog.get_logger("nova")
+
+PREFETCH = 64
+# A stock nova-scheduler takes one call after the other: further ones wait in the queue, for any scheduler to take.
+IN_FLIGHT = 64
+REASON = re.compile(r"[a-z][a-z0-9_.]{0,39}")
+OTHER = "other"
+MAX_REASONS = 64
+
+
+class RelayFailed(Fault):
+    """A call that was relayed has no answer."""
+
+    code = "nova.relay_failed"
+
+
+class _Awaited:
+    """A call under way. sign: set by each reply, heartbeats among them."""
+
+    def __init__(self) -> None:
+        self.sign = asyncio.Event()
+        self.answer: bytes | None = None
+
+
+class StockRelay:
+    """Calls on their way to a stock nova-scheduler. transport: of its virtual host; it is opened and closed here.
+
+    unique: what tells the reply queue from those of other processes. in_flight: calls at a time; others wait.
+    """
+
+    def __init__(
+        self,
+        transport: RabbitTransport,
+        *,
+        control_exchange: str,
+        unique: str,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
+        self._transport = transport
+        self._exchange = control_exchange
+        self._reply_queue = f"{REPLY_QUEUES}{unique}"
+        self._slots = asyncio.Semaphore(in_flight)
+        self._waiting: dict[str, _Awaited] = {}  # by message id
+        self._reasons: set[str] = set()
+
+    async def open(self) -> None:
+        """Connect; waits for the broker. Raises BusForbidden."""
+        await self._transport.open()
+        await self._transport.declare_reply_queue(self._reply_queue)
+        await self._transport.consume(self._reply_queue, self._take, prefetch=PREFETCH)
+
+    async def close(self) -> None:
+        """Close; calls under way get no answer from here."""
+        await self._transport.close()
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why nothing can be relayed now; "": it can."""
+        return "" if self._transport.connected else "not connected"
+
+    async def call(self, call: Call, reason: str, settle: Callable[[], None]) -> bytes:
+        """The body of the answer to a call. settle: called once, just before the call leaves. It may be cancelled.
+
+        Raises RelayFailed: no scheduler takes it, or none gave a sign of life for as long as the client would wait.
+        """
+        outcome = "cancelled"
+        try:
+            async with self._slots:
+                body = await self._relayed(call, settle)
+                outcome = "answered"
+        except RelayFailed as error:
+            outcome = "failed"
+            log.warning("nova.relay_failed", reason=str(error), request_id=call.request_id)
+            raise
+        finally:
+            RELAYED.labels(self._label(reason), outcome).inc()
+        return body
+
+    async def forward(self, call: Call) -> None:
+        """Pass a cast to all servers on, as the stock scheduler's own view of hosts depends on it. Raises BusError.
+
+        Of several fronts each does so: the casts are of a kind that may come twice.
+        """
+        await self._transport.publish(Outgoing(exchange=f"{TOPIC}_fanout", routing_key="", body=call.body))
+
+    async def _relayed(self, call: Call, settle: Callable[[], None]) -> bytes:
+        if call.message_id in self._waiting:
+            raise RelayFailed("a call of the same id is under way")
+        if self.unavailable_reason:
+            raise RelayFailed(self.unavailable_reason)
+        awaited = self._waiting[call.message_id] = _Awaited()
+        settle()
+        try:
+            body = readdressed(call.body, self._reply_queue)
+            await self._transport.publish(
+                Outgoing(
+                    exchange=self._exchange, routing_key=TOPIC, body=body, mandatory=True, expiration_s=call.limit_s
+                )
+            )
+            while awaited.answer is None:
+                async with asyncio.timeout(call.timeout_s or None):
+                    await awaited.sign.wait()
+                awaited.sign.clear()
+            return awaited.answer
+        except BusError as error:
+            raise RelayFailed(f"{error.code}: {error}") from error
+        except TimeoutError as error:
+            raise RelayFailed(f"silent for {call.timeout_s} s") from error
+        finally:
+            del self._waiting[call.message_id]
+
+    def _take(self, delivery: Delivery) -> None:
+        delivery.ack()
+        try:
+            reply = parse_reply(delivery.body)
+        except CallUnreadable as error:
+            log.warning("nova.call_unreadable", reason=str(error), queue=self._reply_queue)
+            return
+        awaited = self._waiting.get(reply.message_id)
+        if awaited is not None:
+            awaited.answer = reply.body if reply.ending else awaited.answer
+            awaited.sign.set()
+
+    def _label(self, reason: str) -> str:
+        """The reason as a label: words of the code, and never so many that a registry is filled."""
+        known = reason in self._reasons or (len(self._reasons) < MAX_REASONS and REASON.fullmatch(reason) is not None)
+        if known:
+            self._reasons.add(reason)
+        return reason if known else OTHER

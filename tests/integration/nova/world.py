@@ -1,0 +1,88 @@
+"""A front without a scheduler behind it: the RPC server on a real broker, and a dispatcher that a test instructs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from bus.clock import SystemClock
+from bus.rabbitmq.transport import RabbitTransport
+from scheduler_worker.nova.envelope import Call
+from scheduler_worker.nova.queues import RabbitOptions
+from scheduler_worker.nova.relay import StockRelay
+from scheduler_worker.nova.rpc_server import RpcServer
+
+EXCHANGE = "nova"
+
+
+def selection(host: str) -> dict[str, Any]:
+    """A Selection 1.1 as Nova serialises it."""
+    return {
+        "nova_object.name": "Selection",
+        "nova_object.namespace": "nova",
+        "nova_object.version": "1.1",
+        "nova_object.data": {
+            "compute_node_uuid": str(uuid.uuid4()),
+            "service_host": host,
+            "nodename": host,
+            "cell_uuid": str(uuid.uuid4()),
+            "limits": None,
+            "allocation_request": "{}",
+            "allocation_request_version": "1.36",
+            "availability_zone": "nova",
+        },
+        "nova_object.changes": ["service_host"],
+    }
+
+
+async def chosen(call: Call) -> object:
+    return [[selection("h1"), selection("h2")] for _ in call.arguments["instance_uuids"]]
+
+
+class Instructed:
+    """A dispatcher that remembers the calls, and answers as it is told."""
+
+    def __init__(self, answer: Callable[[Call], Awaitable[object]] = chosen) -> None:
+        self.calls: list[Call] = []
+        self.answer = answer
+
+    async def call(self, call: Call) -> object:
+        self.calls.append(call)
+        return await self.answer(call) if call.is_answered else None
+
+    def methods(self) -> list[str]:
+        return [call.method for call in self.calls]
+
+
+@contextlib.asynccontextmanager
+async def front(
+    url: str, dispatcher: Instructed, *, stock: str = "", name: str = "front", **options: Any
+) -> AsyncIterator[RpcServer]:
+    """A server of the topic. stock: the URL of the fallback's virtual host."""
+    relay = None
+    if stock:
+        relay = StockRelay(RabbitTransport(stock, name="stock"), control_exchange=EXCHANGE, unique=uuid.uuid4().hex)
+    server = RpcServer(
+        RabbitTransport(url, name="nova"),
+        dispatcher,
+        host=name,
+        unique=uuid.uuid4().hex,
+        options=RabbitOptions(**options),
+        control_exchange=EXCHANGE,
+        clock=SystemClock(),
+        rng=random.Random(),
+        relay=relay,
+    )
+    await server.open()
+    await server.start()
+    running = asyncio.create_task(server.run())
+    try:
+        yield server
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.close()
