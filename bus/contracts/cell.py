@@ -159,16 +159,12 @@ class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
     on_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_FOUND)] = ()
 
 
-class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class FoundMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
     """A machine that no order has ended. project_id: that it was built for; allocations: its resources, by provider
     (None: the service does not know). built: it is complete. foreign: it has the mark of another deployment.
     """
 
-    instance_uuid: Uuid
-    host_uuid: Uuid
     host: Label
-    service: Word
-    attempt: int
     built: bool = True
     project_id: Word | None = None
     allocations: Allocations | None = None
