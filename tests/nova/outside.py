@@ -201,6 +201,8 @@ class Calls:
 
         def counted(*arguments: Any, **named: Any) -> Any:
             self.count += 1
+            if WORLDS:
+                world().servers.keep_up(cloud)
             return real(*arguments, **named)
 
         rpcapi.SchedulerAPI.select_destinations = counted

@@ -50,9 +50,9 @@ class BerthFixture(functional_fixtures.PlacementFixture):  # type: ignore[misc]
 class NeutronFixture(nova_fixtures.NeutronFixture):  # type: ignore[misc]
     """A Neutron whose state is the test's process's: a port that is not known here is a plain one."""
 
-    def show_port(self, is_admin: bool, port_id: str, **named: Any) -> dict[str, Any]:
+    def show_port(self, port_id: str, **named: Any) -> dict[str, Any]:
         try:
-            return dict(super().show_port(is_admin, port_id, **named))
+            return dict(super().show_port(port_id, **named))
         except neutron_exceptions.PortNotFoundClient:
             return {"port": {**self.port_1, "id": port_id}}
 

@@ -88,6 +88,7 @@ class Servers:
         self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=folder))
         self.compute = ComputeApi()
         self._scheduler: subprocess.Popen[bytes] | None = None
+        self._cloud: dict[str, Any] = {}  # what it was told
         address = f"127.0.0.1:{free_port()}"
         self.placement = f"http://{address}"
         (self.folder / "placement.conf").write_text(PLACEMENT_CONF)
@@ -120,7 +121,9 @@ class Servers:
         """Until topic `scheduler` is served. cloud: what a nova-scheduler outside the test's process has to know."""
         if self.mode == "front":
             return
-        (self.folder / "cloud.json").write_text(json.dumps({**cloud(), "placement": self.placement, "amqp": self.amqp}))
+        self._cloud = cloud()
+        told = {**self._cloud, "placement": self.placement, "amqp": self.amqp}
+        (self.folder / "cloud.json").write_text(json.dumps(told))
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
         command = [sys.executable, str(HERE / "stock_scheduler.py"), str(self.folder / "cloud.json"), str(ready)]
@@ -128,6 +131,12 @@ class Servers:
         for _ in self._until(self._scheduler, "nova-scheduler"):
             if ready.exists():
                 return
+
+    def keep_up(self, cloud: Callable[[], dict[str, Any]]) -> None:
+        """Restart a scheduler whose settings the test has changed since, as its operator would."""
+        if self._scheduler is not None and cloud() != self._cloud:
+            self.stop_scheduler()
+            self.start_scheduler(cloud)
 
     def stop_scheduler(self) -> None:
         """Nobody serves topic `scheduler`."""
