@@ -87,7 +87,7 @@ class RPCFixture(module.RPCFixture):  # type: ignore[misc]
     def setUp(self) -> None:
         world().next()
         setter = conffixture.ConfFixture.transport_url.fset
-        amqp = world().servers.amqp
+        amqp = world().servers.amqp.replace("amqp://", "rabbit://")
         url = property(conffixture.ConfFixture.transport_url.fget, lambda fixture, _: setter(fixture, amqp))
         with mock.patch.object(conffixture.ConfFixture, "transport_url", url):
             super().setUp()

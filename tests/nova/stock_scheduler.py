@@ -82,7 +82,7 @@ def settle(cloud: dict[str, Any]) -> None:
         except (cfg.NoSuchOptError, cfg.NoSuchGroupError, ValueError):
             continue  # one that only the test's process knows
     CONF.set_override("connection", cloud["api_database"], "api_database")
-    CONF.set_override("transport_url", cloud["amqp"])
+    CONF.set_override("transport_url", cloud["amqp"].replace("amqp://", "rabbit://"))
     CONF.set_override("use_stderr", True)
     CONF.set_override("debug", False)
 
