@@ -21,6 +21,7 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     host_uuid: the root provider. service: the compute service that manages it. shapes: as in a claim option. zone: its
     availability zone when it was chosen, which the cell announces of the host that it builds on ("": there are none).
+    mappings: as in a claim option.
     """
 
     host_uuid: Uuid
@@ -29,6 +30,7 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     allocations: Allocations
     shapes: dict[Uuid, Generation] = {}
     zone: Zone = ""
+    mappings: dict[Annotated[str, Bound(max_length=64)], tuple[Uuid, ...]] = {}
 
 
 class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
