@@ -106,13 +106,17 @@ class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
     runs: bool = True
 
 
-class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
-    """Build on this host. `attempt` fences: a host never starts an attempt at or below one that it was commanded to
-    destroy.
+class AttemptOnHost(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which attempt on which host a message is about, and the compute service that manages it."""
 
-    deployment: the identity of the cell's database that has the record; the machine keeps it as its mark.
-    origin: the instance has a machine or an image already, which this attempt takes over (None: it is built anew).
-    """
+    instance_uuid: Uuid
+    attempt: int
+    host_uuid: Uuid
+    service: Word
+
+
+class MachineOrder(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A command about the machine of one attempt, with all that its host is to know of the instance. See `Spawn`."""
 
     spec: InstanceSpec
     attempt: int
@@ -120,20 +124,26 @@ class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
     allocations: Allocations
     service: Word
     deployment: Uuid | None = None
+
+
+class Spawn(Message, MachineOrder, frozen=True, kw_only=True, tag="compute.spawn.v1"):
+    """Build on this host. `attempt` fences: a host never starts an attempt at or below one that it was commanded to
+    destroy.
+
+    deployment: the identity of the cell's database that has the record; the machine keeps it as its mark.
+    origin: the instance has a machine or an image already, which this attempt takes over (None: it is built anew).
+    """
+
     origin: Origin | None = None
 
 
-class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
+class Destroy(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.destroy.v1"):
     """Make sure that no attempt up to and including this one runs or will ever run on this host.
 
     deployment: as in Spawn. A machine whose mark names another one, or none, is left alone and the command refused.
     unless_built: this attempt's machine stays when it is complete, and the answer is `active` once more.
     """
 
-    instance_uuid: Uuid
-    attempt: int
-    host_uuid: Uuid
-    service: Word
     deployment: Uuid | None = None
     unless_built: bool = False
 
@@ -210,7 +220,7 @@ class ComputeOutcome(StrEnum):
     DESTROYED = "destroyed"
 
 
-class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1"):
+class ComputeResult(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.result.v1"):
     """How one attempt ended on its host. May come late, twice, or never.
 
     reason: with `active`, a remark of the driver. final: with `failed`, no other host would do better (a broken image):
@@ -219,10 +229,6 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts.
     """
 
-    instance_uuid: Uuid
-    attempt: int
-    host_uuid: Uuid
-    service: Word
     outcome: ComputeOutcome
     code: str = ""
     reason: Reason = ""
