@@ -26,7 +26,8 @@ MAX_FIELDS = 1_000
 MAX_OBJECTS = 1_000
 
 
-Amount = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # as Placement bounds it
+MAX_AMOUNT = 2**31 - 1  # as Placement bounds it
+Amount = Annotated[int, Meta(ge=0, le=MAX_AMOUNT)]
 
 
 class SpecRefused(Fault):
