@@ -37,11 +37,12 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
+from scheduler_worker.nova.config import PrefilterSettings
 from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
-from scheduler_worker.nova.resource_request import PrefilterSettings, resource_request, undecided
+from scheduler_worker.nova.resource_request import resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
 
 log = structlog.get_logger("nova")
@@ -50,8 +51,6 @@ METHOD: Final = "select_destinations"
 NOTHING: Final = Query()
 OWNER_TRAIT: Final = "OWNER_NOVA"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
-# Hints that a filter of Nova's reads which berth does not have.
-FILTERED_HINTS: Final = frozenset({"query", "build_near_host_ip", "cidr", "target_cell"})
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -251,8 +250,6 @@ class Destinations:
             ignore_hosts=tuple(uuid for host in request.ignore_hosts or () for uuid in self._facts.nodes_named(host)),
             max_attempts=None if asked.return_alternates and asked.return_objects else 1,
         )
-        if not FILTERED_HINTS.isdisjoint(request.hints):
-            raise NotDecided("hint", ", ".join(sorted(FILTERED_HINTS & request.hints.keys())))
         foreign, run = ForeignClaim(group_members=members), run_of(call)
         return [
             PlacementRequest(request=replace(one, instance_uuid=uuid), spec=spec, run=run, gang=gang, foreign=foreign)

@@ -109,7 +109,6 @@ async def test_more_than_a_hundred_in_one_request() -> None:
         ({"requested_destination": destination(host=None)}, {"h0", "h1", "h2"}),
         ({"scheduler_hints": {"different_host": [VMS[9]]}}, {"h1", "h2"}),
         ({"scheduler_hints": {"same_host": [VMS[9]]}}, {"h0"}),
-        ({"scheduler_hints": {"reservation": ["x"]}}, {"h0", "h1", "h2"}),
     ],
 )
 async def test_where_a_request_may_go(fields: dict[str, Any], expected: set[str]) -> None:

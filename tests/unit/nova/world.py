@@ -19,10 +19,11 @@ from scheduler_worker.claims import HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.nova.config import PrefilterSettings
 from scheduler_worker.nova.envelope import Call
 from scheduler_worker.nova.facts import ComputeNode, NovaFacts
 from scheduler_worker.nova.request_spec import NovaRequest
-from scheduler_worker.nova.resource_request import PrefilterSettings, ResourceRequest
+from scheduler_worker.nova.resource_request import ResourceRequest
 from scheduler_worker.nova.select import Destinations
 from scheduler_worker.nova.selection import Primitive, versioned
 from scheduler_worker.placing import Placer
