@@ -52,7 +52,22 @@ class FlavorCount(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 ImageProperties = Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)]
 
 
-class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
+class MachineSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client requests of its machine and its cell is told as it is. See `BuildRequest`."""
+
+    instance_uuid: Uuid
+    project_id: Word
+    user_id: Word = "unknown"
+    name: Annotated[str, Bound(max_length=255)] = ""
+    image: Annotated[str, Bound(max_length=255)] = ""
+    image_source: ImageSource | None = None
+    config_drive: ConfigDrive | None = None
+    networks: Networks = ()
+    volumes: VolumeRequests = ()
+    on_host_failure: EvacuationPolicy | None = None
+
+
+class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
 
     flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
@@ -72,12 +87,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     min_count: this many are enough (None: all of them); then as many start as find a host.
     """
 
-    instance_uuid: Uuid
     flavor: Label
-    project_id: Word
-    user_id: Word = "unknown"
-    name: Annotated[str, Bound(max_length=255)] = ""
-    image: Annotated[str, Bound(max_length=255)] = ""
     availability_zone: Word | None = None
     host: Annotated[str, Bound(max_length=255)] | None = None
     forced: bool = False
@@ -89,11 +99,6 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     image_properties: ImageProperties = {}
-    image_source: ImageSource | None = None
-    config_drive: ConfigDrive | None = None
-    networks: Networks = ()
-    volumes: VolumeRequests = ()
-    on_host_failure: EvacuationPolicy | None = None
     count: Members = 1
     also: Annotated[tuple[FlavorCount, ...], Bound(max_length=16)] = ()
     min_count: Members | None = None

@@ -45,14 +45,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     """
     service = Service(NAME, clock=env.clock)
     api = env.bus(API)
-    scheduler = replace(
-        scheduler,
-        flavors={},
-        default_flavors=(),
-        aggregates=(),
-        enabled_filters=config.enabled_filters,
-        default_availability_zone=config.default_availability_zone,
-    )
+    scheduler = _of_nova(scheduler, config)
     table = HostTable()
     selector = Selector(
         Book(),
@@ -89,21 +82,26 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     service.add_resource(api.open, api.close)
     service.add_resource(follower.start, follower.close)
     service.add_resource(None, rest.close)
-    service.add_resource(server.open, server.close)
     service.add_task("replica", follower.run)
     service.add_task("nova facts", keeper.run)
-    started = asyncio.Event()
-    service.add_task("nova calls", partial(_serve, server, started))
     service.add_preparation(follower.ready.wait)
     service.add_preparation(keeper.first.wait)
-    service.add_preparation(partial(_start, server, started))
-    service.add_drain(server.drain)
     service.add_check("replica", follower.ready.is_set)
     service.add_check("nova facts", keeper.first.is_set)
     service.add_bus_check("bus api", lambda: api.unavailable_reason)
-    service.add_bus_check("bus nova", lambda: server.unavailable_reason)
+    _add_server(service, server)
     announce_presence(service, env, api, NAME)
     return service
+
+
+def _add_server(service: Service, server: RpcServer) -> None:
+    """Calls are taken once all else is prepared."""
+    started = asyncio.Event()
+    service.add_resource(server.open, server.close)
+    service.add_task("nova calls", partial(_serve, server, started))
+    service.add_preparation(partial(_start, server, started))
+    service.add_drain(server.drain)
+    service.add_bus_check("bus nova", lambda: server.unavailable_reason)
 
 
 def configure(selector: Selector, facts: NovaFacts, config: SchedulerConfig) -> None:
@@ -118,6 +116,18 @@ def configure(selector: Selector, facts: NovaFacts, config: SchedulerConfig) -> 
         weighings=plugins.weighings(known),
         revision=facts.version,
         membership=facts.membership(),
+    )
+
+
+def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> SchedulerConfig:
+    """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts."""
+    return replace(
+        scheduler,
+        flavors={},
+        default_flavors=(),
+        aggregates=(),
+        enabled_filters=config.enabled_filters,
+        default_availability_zone=config.default_availability_zone,
     )
 
 

@@ -54,13 +54,13 @@ def prefilter(
     settings: PrefilterSettings,
     aggregates: Sequence[Aggregate],
     *,
+    tenant: tuple[str, ...],
     required_traits: frozenset[str],
     requires_owner: bool,
-) -> Additions | Unsatisfiable:
-    """All additions of the pre-filters. required_traits: of all groups of the request. Raises NotDecided."""
-    tenant = _tenant_aggregates(request, settings, aggregates)
-    if isinstance(tenant, Unsatisfiable):
-        return tenant
+) -> Additions:
+    """All additions of the pre-filters. tenant: the project's aggregates. required_traits: of the request's groups.
+    Raises NotDecided.
+    """
     _check_networks(request, settings)
     needs_owner = requires_owner and OWNER_TRAIT not in request.request_level_params.root_required
     owner = frozenset({OWNER_TRAIT} if needs_owner else ())
@@ -75,10 +75,12 @@ def prefilter(
     )
 
 
-def _tenant_aggregates(
+def tenant_aggregates(
     request: NovaRequest, settings: PrefilterSettings, aggregates: Sequence[Aggregate]
 ) -> tuple[str, ...] | Unsatisfiable:
-    """The project's aggregates. Unlike the filter of the same metadata, Nova compares the whole value."""
+    """The project's aggregates, if it is bound to them. Unlike the filter of the same metadata, Nova's pre-filter
+    compares the whole value.
+    """
     if not settings.limit_tenants_to_placement_aggregate:
         return ()
     mine = _uuids(

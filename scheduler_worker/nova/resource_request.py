@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Final, Literal, Protocol
 from urllib.parse import urlencode
+from uuid import UUID
 
 import os_resource_classes
 from msgspec import Struct
@@ -21,7 +22,7 @@ from scheduler_worker.domain.flavors import HOST_UNKNOWN, MAX_GROUPS
 from scheduler_worker.domain.view import Unsatisfiable
 from scheduler_worker.nova import constraints
 from scheduler_worker.nova.config import PrefilterSettings
-from scheduler_worker.nova.prefilters import Additions, prefilter
+from scheduler_worker.nova.prefilters import Additions, prefilter, tenant_aggregates
 from scheduler_worker.nova.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaRequest
 
 __all__ = [
@@ -116,11 +117,20 @@ def translated(
     pinning: bool = True,
 ) -> ResourceRequest | Unsatisfiable:
     """`resource_request`, which may be one that Placement refuses. Raises NotDecided."""
+    aggregates = facts.aggregates()
+    tenant = tenant_aggregates(request, settings, aggregates)
+    if isinstance(tenant, Unsatisfiable):
+        return tenant
     drafted = _drafted(request, pinning=pinning)
     required = frozenset(trait for group in drafted.groups.values() for trait in group.required)
-    added = prefilter(request, settings, facts.aggregates(), required_traits=required, requires_owner=requires_owner)
-    if isinstance(added, Unsatisfiable):
-        return added
+    added = prefilter(
+        request,
+        settings,
+        aggregates,
+        tenant=tenant,
+        required_traits=required,
+        requires_owner=requires_owner,
+    )
     _apply(drafted, added, request)
     nodes = _target_nodes(request, facts)
     if isinstance(nodes, Unsatisfiable):
@@ -389,7 +399,19 @@ def _refused(query: Query) -> str | None:
         return "a request group has a name that is not allowed"
     if any(not suffixes.issuperset(subtree) for subtree in query.same_subtree):
         return "same_subtree names a group that there is not"
+    named = [uuid for group in groups for uuids in (*group.member_of, group.forbidden_aggregates) for uuid in uuids]
+    if not all(map(_is_uuid, (*named, *(group.in_tree for group in groups if group.in_tree)))):
+        return "an aggregate or a tree is named by no uuid"
     traits = [(group.required, group.forbidden) for group in groups] + [(query.root_required, query.root_forbidden)]
     if any(not {name for (name,) in required}.isdisjoint(forbidden) for required, forbidden in traits):
         return "a trait is required and forbidden"
     return None
+
+
+def _is_uuid(text: str) -> bool:
+    """Whether Placement takes it as a uuid: hyphens and upper case do not matter."""
+    try:
+        UUID(text)
+    except ValueError:
+        return False
+    return True

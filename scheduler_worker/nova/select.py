@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from bus.contracts.base import Uuid
 from bus.contracts.cell import Selection
 from bus.contracts.groups import ServerGroup
+from bus.contracts.patterns import reason_of
 from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_LOCATED_HOSTS, Release
 from bus.faults import Transient
 from placement_worker.replica.request import Query
@@ -339,7 +340,7 @@ def _arguments(arguments: Mapping[str, object]) -> SelectArguments:
     try:
         return msgspec.convert(arguments, SelectArguments)
     except msgspec.ValidationError as error:
-        raise SpecRefused(f"arguments: {error}") from None
+        raise SpecRefused(f"arguments: {reason_of(error)}") from None
 
 
 def _word(value: object, name: str) -> str:
@@ -363,5 +364,5 @@ def _server_group(group: NovaGroup | None) -> ServerGroup | None:
     try:
         rules = {"max_per_host": int(group.rules.get("max_server_per_host", 1))}
         return msgspec.convert({"uuid": group.uuid, "policy": group.group_policy, **rules}, ServerGroup)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise NotDecided("group_policy", str(error)) from None
+    except (msgspec.ValidationError, ValueError):
+        raise NotDecided("group_policy", "a rule of the server group that berth does not know") from None

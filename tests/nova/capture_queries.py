@@ -3,7 +3,8 @@
     PYTHON_OF_NOVA tests/nova/capture_queries.py FILE
 
 1. The unit tests of the scheduler's utils, pre-filters and manager run with hooks that record each RequestSpec which
-   they hand over, with the settings in force, before anything has changed it.
+   they hand over, with the settings in force, before anything has changed it. Those tests set the fields that they
+   look at; the others are completed as the conductor sets them for a plain request.
 2. Each spec goes through Nova's pre-filters and ResourceRequest again, in several worlds (settings, aggregates in
    Nova's own database code on SQLite, compute nodes, versions), as `SchedulerManager.select_destinations` does it. The
    query string is recorded, or what was raised, and whether Placement's handler refuses it.
@@ -51,6 +52,7 @@ SETTINGS = {
 NODES = {1: "5e9a4b5c-0d9e-4b5f-8f8e-6d1f6c2b7a01", 2: "5e9a4b5c-0d9e-4b5f-8f8e-6d1f6c2b7a02"}
 CELL = "5e9a4b5c-0d9e-4b5f-8f8e-6d1f6c2b7ace"
 OF_PLACEMENT = microversion_parse.Version(1, 36)  # as Nova's report client asks
+OF_PLACEMENT.min_version, OF_PLACEMENT.max_version = (1, 0), (1, 39)  # of the server
 
 
 class AskedNeutron(Exception):
@@ -76,8 +78,9 @@ class Recorder:
             self.unserialisable += 1
             return
         try:
-            primitive = json.loads(jsonutils.dumps(spec.obj_to_primitive()))
-            objects.RequestSpec.obj_from_primitive(copy.deepcopy(primitive))
+            whole = objects.RequestSpec.obj_from_primitive(json.loads(jsonutils.dumps(spec.obj_to_primitive())))
+            complete(whole)
+            primitive = json.loads(jsonutils.dumps(whole.obj_to_primitive()))
         except Exception:  # a stand-in of a test for one of its objects, or a field that Nova itself cannot read back
             self.unserialisable += 1
             return
@@ -98,6 +101,30 @@ class Recorder:
                 self._depth -= 1
 
         return wrapper
+
+
+def complete(spec: Any) -> None:
+    """Set what is not set."""
+    set_missing(
+        spec,
+        flavor=objects.Flavor(extra_specs={}),
+        image=objects.ImageMeta(properties=objects.ImageMetaProps()),
+        is_bfv=False,
+        scheduler_hints={},
+        **dict.fromkeys(("project_id", "user_id"), "nobody"),
+        **dict.fromkeys(("availability_zone", "numa_topology", "pci_requests", "ignore_hosts", "force_hosts")),
+        **dict.fromkeys(("force_nodes", "requested_destination", "retry", "limits", "instance_group")),
+    )
+    flavor = {"name": "plain", "vcpus": 1, "memory_mb": 512, "root_gb": 10, "ephemeral_gb": 0, "swap": 0}
+    set_missing(spec.flavor, **flavor, extra_specs={})
+    if spec.image is not None:
+        set_missing(spec.image, properties=objects.ImageMetaProps(), disk_format="qcow2")
+
+
+def set_missing(one: Any, **values: Any) -> None:
+    for name, value in values.items():
+        if name not in one:
+            setattr(one, name, value)
 
 
 def record(recorder: Recorder) -> unittest.TestResult:
@@ -177,7 +204,7 @@ def worlds(primitive: dict[str, Any], captured: dict[str, Any]) -> Iterator[dict
         (captured, aggregates, True),
         (captured | {"image_metadata_prefilter": True}, aggregates, False),
         (all_on | {routed: False}, aggregates, True),
-        (all_on | {routed: False}, [], False),
+        (all_on | {routed: False, "placement_aggregate_required_for_tenants": False}, [], False),
         (all_on, aggregates, True),
     ):
         yield {"settings": settings, "aggregates": some, "nodes": known[:1], "requires_owner": has_owner}
@@ -241,7 +268,7 @@ class Replay(nova_test.TestCase):
 def refused(querystring: str) -> str | None:
     """Why Placement's handler answers 400 before it looks for candidates."""
     request = webob.Request.blank(f"/allocation_candidates?{querystring}")
-    request.environ[microversion.MICROVERSION_ENVIRON] = microversion.Version(OF_PLACEMENT.major, OF_PLACEMENT.minor)
+    request.environ[microversion.MICROVERSION_ENVIRON] = OF_PLACEMENT
     try:
         placement_util.validate_query_params(request, allocation_candidate._get_schema(OF_PLACEMENT))
         wide = placement_lib.RequestWideParams.from_request(request)
