@@ -319,6 +319,8 @@ class ChangeMachine(Message, MachineOrder, frozen=True, kw_only=True, tag="compu
 
 # The code of a change whose machine is not on its host: nothing could be changed, or changed back.
 MACHINE_ABSENT = "machine.absent"
+# The code of a check by a cell that the instance has left for the one that answers: its record of that is lost.
+ARRIVED = "move.arrived"
 # The code of a rescue that was begun and has failed: its own system may not run either, and unrescuing is the way back.
 RESCUE_FAILED = "rescue.failed"
 
@@ -351,13 +353,15 @@ class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
     """Have a host of another cell checked for an instance that is to leave its cell for that one; or, with the answer,
     the end of such a check. The schedulers hand both on. Nothing is changed, and nothing goes on record.
 
-    cell: which has the host; asked_by: the other one. change: the check, until it is answered.
+    cell: which has the host; asked_by: the other one. change: the check, until it is answered. stay: of the instance in
+    the cell that asks: the other one, if it has it in a later one, answers that itself (ARRIVED).
     """
 
     cell: Word
     asked_by: AskedBy
     change: ChangeMachine | None = None
     answer: MachineChanged | None = None
+    stay: Count = 0
 
     def __post_init__(self) -> None:
         about = self.change if self.answer is None else self.answer

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
+import traceback
 import unittest
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,9 @@ class Result(testtools.TestResult):  # type: ignore[misc]
             return
         self.outcome = outcome
         texts = {name: content.as_text() for name, content in (details or {}).items()}
-        traceback = texts.get("traceback", "").strip()
-        self.why = why or (traceback.splitlines()[-1][:300] if traceback else "")
+        lines = texts.get("traceback", "").splitlines()
+        frames = [number for number, line in enumerate(lines) if line.startswith("    ")]
+        self.why = why or " ".join(lines[frames[-1] + 1 :] if frames else lines)[:300]
         self.details = "\n".join(f"== {name}\n{text}" for name, text in texts.items())
 
     def addError(self, test: Any, err: Any = None, details: Any = None) -> None:  # noqa: N802
@@ -86,6 +89,7 @@ def main() -> None:
     # A wheel has Nova's etc/ in the virtualenv's root, a clone beside the package.
     cfg.set_defaults(paths.ALL_OPTS, pybasedir=sys.prefix)
     given = json.loads(options.tests.read_text())
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     calls = outside.Calls()
     world = None
     if options.mode != "stock":
@@ -96,12 +100,12 @@ def main() -> None:
             for name in given["ids"]:
                 file.write(json.dumps(run(name, calls, options.work)) + "\n")
                 file.flush()
+    except Exception:
+        traceback.print_exc()
     finally:
         if world is not None:
             world.close()
-    # Threads of a test that hung are of no interest.
-    sys.stdout.flush()
-    os._exit(0)
+        os._exit(0)  # threads of a test that hung are of no interest
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from nova import monkey_patch  # isort: skip
 monkey_patch.patch(backend="threading")  # before anything else of Nova
 
 # ruff: noqa: E402
+import fixtures
+from neutronclient.common import exceptions as neutron_exceptions
 from nova import config, objects, rpc, service
 from nova.conf import CONF
 from nova.db.api import api as api_db_api
@@ -43,6 +45,29 @@ class BerthFixture(functional_fixtures.PlacementFixture):  # type: ignore[misc]
 
     def _configure_placement(self, conf_fixture: Any) -> None:
         conf_fixture.config(connection="sqlite://", group="placement_database")  # required, and never opened
+
+
+class NeutronFixture(nova_fixtures.NeutronFixture):  # type: ignore[misc]
+    """A Neutron whose state is the test's process's: a port that is not known here is a plain one."""
+
+    def show_port(self, is_admin: bool, port_id: str, **named: Any) -> dict[str, Any]:
+        try:
+            return dict(super().show_port(is_admin, port_id, **named))
+        except neutron_exceptions.PortNotFoundClient:
+            return {"port": {**self.port_1, "id": port_id}}
+
+
+class Stand(fixtures.Fixture):  # type: ignore[misc]
+    """What Nova's fixtures of other services ask of the test that they are given."""
+
+    def flags(self, group: str | None = None, **values: Any) -> None:
+        """Set settings."""
+        for name, value in values.items():
+            CONF.set_override(name, value, group)
+
+    def stub_out(self, name: str, replacement: Any) -> None:
+        """Replace something by its dotted name."""
+        self.useFixture(fixtures.MonkeyPatch(name, replacement))
 
 
 def settle(cloud: dict[str, Any]) -> None:
@@ -88,6 +113,10 @@ def main() -> None:
         nova_fixtures.HostNameWeigher.get_weights = lambda weigher: cloud["weights"]
     objects.register_all()
     nova_fixtures.OpenStackSDKFixture().setUp()
+    stand = Stand()
+    stand.setUp()
+    for other in (NeutronFixture, nova_fixtures.GlanceFixture):
+        stand.useFixture(other(stand))
     BerthFixture(cloud["placement"]).setUp()
     rpc.add_extra_exmods("nova.test")
     rpc.set_defaults(control_exchange="nova")

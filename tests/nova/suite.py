@@ -10,6 +10,7 @@ import collections
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from berth.trial.embedded.rabbitmq import RabbitMQ
 HERE = Path(__file__).parent
 # The runner's own limit of a test is 150 s; past this it hangs as a whole.
 HANG_S = 240.0
+STOP_S = 60.0
 POLL_S = 0.5
 AT_A_TIME = 25  # tests to one runner: threads that a test leaves behind disturb few others
 SHORT = 3
@@ -29,11 +31,11 @@ SHORT = 3
 Outcome = dict[str, Any]
 
 
-def drawn(python: str, seed: int, work: Path) -> list[str]:
-    """The ids of all tests in the order of a seed, but those of samples, whose files are in no wheel."""
-    done = subprocess.run([python, str(HERE / "listing.py")], capture_output=True, text=True, check=True, cwd=work)
-    ids: list[str] = sorted(json.loads(done.stdout.splitlines()[-1]))
-    random.Random(seed).shuffle(ids)
+def listed(python: str, work: Path, *words: str) -> list[str]:
+    """The ids of all tests that can be run here, sorted; `--checks`: of berth's own."""
+    command = [python, str(HERE / "listing.py"), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=work)
+    ids: list[str] = json.loads(done.stdout.splitlines()[-1])
     return ids
 
 
@@ -68,27 +70,38 @@ def _runner(
         process = subprocess.Popen(
             [*command, str(tests), str(lines)], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=work
         )
-        got: list[Outcome] = []
-        last = time.monotonic()
-        while True:
-            ended = process.poll() is not None
-            found = [json.loads(line) for line in lines.read_text().splitlines()]
-            for one in found[len(got) :]:
-                notify(one)
-                last = time.monotonic()
-            got = found
-            if ended:
-                return got, f"the runner ended with {process.returncode}: {tests.with_suffix('.log')}"
-            if time.monotonic() > last + HANG_S:
+        try:
+            return _watched(process, lines)
+        finally:
+            process.terminate()  # it ends the servers of its test
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                return got, f"no result in {HANG_S:.0f} s"
-            time.sleep(POLL_S)
+
+
+def _watched(process: subprocess.Popen[bytes], lines: Path) -> tuple[list[Outcome], str]:
+    got: list[Outcome] = []
+    last = time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        found = [json.loads(line) for line in lines.read_text().splitlines()]
+        for one in found[len(got) :]:
+            notify(one)
+            last = time.monotonic()
+        got = found
+        if ended:
+            return got, f"the runner ended with {process.returncode}: {lines.with_suffix('.log')}"
+        if time.monotonic() > last + HANG_S:
+            return got, f"no result in {HANG_S:.0f} s"
+        time.sleep(POLL_S)
 
 
 def discover(options: argparse.Namespace, work: Path) -> list[Outcome]:
     """As many tests as wanted that call select_destinations and pass with stock, in the order of the seed."""
-    ids = drawn(options.nova, options.seed, work)
+    ids = listed(options.nova, work)
+    random.Random(options.seed).shuffle(ids)
     found: list[Outcome] = []
     while ids and len(found) < options.draw:
         some, ids = ids[:AT_A_TIME], ids[AT_A_TIME:]
@@ -112,12 +125,14 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, help="JSON: a list of ids, or what an earlier run wrote")
     parser.add_argument("--draw", type=int, default=150, help="how many to draw when there are no --tests")
     parser.add_argument("--seed", type=int, default=43)
+    parser.add_argument("--checks", action="store_true", help="berth's own checks instead of Nova's tests")
     parser.add_argument("--only", nargs="+", metavar="ID", help="just these tests")
     parser.add_argument("--short", action="store_true", help=f"the first {SHORT} of them")
     parser.add_argument("--share", type=float, default=0.85, help="of tests that have to pass")
     parser.add_argument("--work", type=Path, help="keep logs there")
     parser.add_argument("--json", type=Path, help="write the outcome of each test there")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="berth-nova-") as folder:
         work = options.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
@@ -126,6 +141,8 @@ def main() -> int:
             ids = list(options.only)
         elif options.tests:
             ids = [one if isinstance(one, str) else one["id"] for one in json.loads(options.tests.read_text())]
+        elif options.checks:
+            ids = listed(options.nova, work, "--checks")
         else:
             ids = [one["id"] for one in discover(options, work)]
         ids = ids[:SHORT] if options.short else ids

@@ -165,6 +165,7 @@ MADE_ONLY = {
     ("scheduler_worker", "ServicesDigest"): "Nova's services, for its own table of hosts",
     ("scheduler_worker", "BuildQuery"): "compared with one that was received",
     ("cell_conductor", "CellMove"): "the move that a query is about",
+    ("cell_conductor", "MachineChanged"): "a part of its answer to the check of another cell",
 }
 
 
