@@ -37,9 +37,7 @@ __all__ = [
 
 REFUSED: Final = "nova.query_refused"
 
-# The hints that berth's own rules read. Another one may be read by a filter of the operator's.
-HINTS = frozenset({"group", "same_host", "different_host", "_nova_check_type"})
-_OF_OTHERS = frozenset({"group", "same_host", "different_host"})  # with one of them Nova asks for all candidates
+_OF_OTHERS = frozenset({"group", "same_host", "different_host"})  # with one of these hints Nova asks for all candidates
 
 _STANDARD = frozenset(os_resource_classes.STANDARDS)
 _CUSTOM = "CUSTOM_"
@@ -74,15 +72,13 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
 
 
 def undecided(request: NovaRequest, settings: PrefilterSettings) -> NotDecided | None:
-    """Why berth does not decide this request, if so."""
+    """Why berth does not decide this request, if so; whether its hints are known is the caller's to say."""
     if request.numa_topology is not None:
         return NotDecided("numa_topology", "the request has a NUMA topology")
     if any(one.is_of_port for one in request.pci):
         return NotDecided("pci_ports", "a port asks for a PCI device")
     if request.pci and not settings.pci_in_placement:
         return NotDecided("pci", "the flavor asks for PCI devices, and they are not in placement")
-    if unknown := sorted(request.hints.keys() - HINTS):
-        return NotDecided("hint", f"a filter may read the hint {unknown[0]}")
     return None
 
 
