@@ -52,6 +52,8 @@ METHOD: Final = "select_destinations"
 NOTHING: Final = Query()
 OWNER_TRAIT: Final = "OWNER_NOVA"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
+# Hints that a filter of Nova's reads which berth does not have.
+FILTERED_HINTS: Final = frozenset({"query", "build_near_host_ip", "cidr", "target_cell"})
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -140,6 +142,8 @@ class Destinations:
         request = parse_request_spec(asked.spec_obj)
         if asked.instance_uuids is None:
             raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
+        if unread := sorted(FILTERED_HINTS & request.hints.keys()):
+            raise NotDecided("hint", ", ".join(unread))
         why = undecided(request, self._settings)
         if why is not None:
             raise why
