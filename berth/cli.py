@@ -62,6 +62,8 @@ COMMANDS = {
     "apply": ("objects", "apply"),
     "objects": ("objects", "objects"),
     "audit-log": ("objects", "audit_log"),
+    "import-nova": ("import_nova", "import_nova"),
+    "export-nova": ("import_nova", "export_nova"),
     "backup": ("databases", "backup"),
     "restore": ("databases", "restore"),
     "db": ("databases", "db"),

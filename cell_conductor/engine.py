@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -173,8 +173,7 @@ class Engine:
         The rows are locked only to read them: a change that another task is committing is waited for. If they were read
         without locks they would still look open, and the breaker would count events that have been handled.
         """
-        async with self._store.transaction() as transaction:
-            known = await transaction.lock(sorted({one.uuid for one in incoming}))
+        known = await self.known({one.uuid for one in incoming})
         context = replace(self._context, deployment=self._store.deployment)
         found: list[tuple[InstanceEvent, Instance]] = []
         for one in incoming:
@@ -358,10 +357,16 @@ class Engine:
         if answers:
             await self._ask_placement(await self._apply(answers))
 
+    async def known(self, instances: Collection[str]) -> Mapping[str, Instance]:
+        """The records of these instances, once a change of them that is being committed is on record."""
+        if not instances:
+            return {}
+        async with self._store.transaction() as transaction:
+            return await transaction.lock(sorted(instances))
+
     async def answered(self, books: Sequence[CellBook]) -> None:
         """Apply placement's answers that came by way of the schedulers."""
-        async with self._store.transaction() as transaction:
-            known = await transaction.lock(sorted({one.instance_uuid for one in books}))
+        known = await self.known({one.instance_uuid for one in books})
         events: list[InstanceEvent] = []
         for one in books:
             instance = known.get(one.instance_uuid)
@@ -389,8 +394,7 @@ class Engine:
     async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:
         if not decided or self._search is None:
             return []
-        async with self._store.transaction() as transaction:
-            known = await transaction.lock(sorted(decided))
+        known = await self.known(decided)
         found = await self._search.find_decided(decided, known)
         now = self._clock.time()
         return [
@@ -429,10 +433,7 @@ class Engine:
     async def _still_due(self, questions: Sequence[PendingQuestion], unsure: set[str]) -> list[PendingQuestion]:
         """The requests that are still due after a search, but those of instances which it has left in doubt."""
         clear = {one.instance.uuid: one for one in questions if one.instance.uuid not in unsure}
-        if not clear:
-            return []
-        async with self._store.transaction() as transaction:
-            known = await transaction.lock(sorted(clear))
+        known = await self.known(clear)
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
 
     async def _find_forgotten(self, questions: Sequence[PendingQuestion]) -> tuple[list[InstanceEvent], set[str]]:

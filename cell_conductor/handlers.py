@@ -26,12 +26,20 @@ from bus.contracts.cell import (
 )
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.fences import CellFence
-from bus.contracts.moves import CellAsks, CellBook, CellCheck, CellMove, CellMoveQuery, MachineChanged, MoveKind
+from bus.contracts.moves import (
+    CellBook,
+    CellCheck,
+    CellMove,
+    CellMoveQuery,
+    MachineChanged,
+    MoveKind,
+)
 from bus.contracts.queues import BY_QUEUE
 
 from . import metrics
 from .config import ConductorConfig
 from .domain.breaker import Listings
+from .domain.departure_rules import passed_on
 from .domain.events import (
     BuildRequested,
     ChangeEnded,
@@ -142,9 +150,7 @@ class RequestHandlers:
         return outcomes
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
-        for received in batch:
-            if self._bus is not None and (passed := passed_on(received.message, self._bus.name)) is not None:
-                await self._bus.publish(passed, cause=received.meta.cause)
+        await self._pass_on(batch)
         if books := [one.message for one in batch if isinstance(one.message, CellBook)]:
             await self._engine.answered(books)
         at = self._clock.time()
@@ -171,6 +177,14 @@ class RequestHandlers:
         if flushed is None:
             return outcomes
         return [Done(after=flushed) if outcome is DONE else outcome for outcome in outcomes]
+
+    async def _pass_on(self, batch: Sequence[Received]) -> None:
+        changes = [one.message.change for one in batch if isinstance(one.message, CellCheck)]
+        asked = {one.spec.instance_uuid for one in changes if one is not None}
+        known = await self._engine.known(asked) if asked else {}
+        for received in batch:
+            if self._bus is not None and (passed := passed_on(received.message, self._bus.name, known)) is not None:
+                await self._bus.publish(passed, cause=received.meta.cause)
 
     async def _searched(
         self, incoming: list[InstanceEvent], last: Collection[str]
@@ -425,17 +439,6 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
 def _is_of_check(message: Message) -> bool:
     is_answer = isinstance(message, MachineChanged) and message.asked_by is not None
     return is_answer or isinstance(message, CellCheck | CellBook)
-
-
-def passed_on(message: Message, cell: str) -> Message | None:
-    """The message to which a check for another cell leads here: the command to the host, or its answer to that cell. No
-    record is changed by either; None: it leads to none.
-    """
-    if isinstance(message, CellCheck) and message.answer is None:
-        return message.change
-    if isinstance(message, MachineChanged) and message.asked_by is not None:
-        return CellAsks(message=CellCheck(cell=cell, asked_by=message.asked_by, answer=message))
-    return None
 
 
 def _changed(message: MachineChanged, at: float) -> ChangeEnded:

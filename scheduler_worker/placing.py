@@ -34,7 +34,7 @@ from scheduler_worker.claims import ClaimPort, HeldClaims, claim_gangs, is_claim
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, BuildDecision, releases_of
-from scheduler_worker.domain.decision_round import DecisionRound, found, step, stranded
+from scheduler_worker.domain.decision_round import DecisionRound, found, step
 from scheduler_worker.domain.decisions import (
     Conclusion,
     DecidedBuild,
@@ -62,6 +62,7 @@ from scheduler_worker.domain.placement import (
     unknown_after,
 )
 from scheduler_worker.domain.ranking import CellRuns, Spread
+from scheduler_worker.domain.recovery import stranded
 from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, has_peers, locate_request, peers_of
@@ -207,17 +208,18 @@ class Placer:
         to_locate = [state for state in states if has_peers(state.request)]
         if not to_locate:
             return states
-        requests = [locate_request(state.request) for state in to_locate]
+        members = [() if one.foreign is None else one.foreign.group_members for one in to_locate]
+        requests = [locate_request(one.request, named) for one, named in zip(to_locate, members, strict=True)]
         distinct = list(dict.fromkeys(requests))
         pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
         answered: dict[str, PlacementState] = {}
-        for state, request in zip(to_locate, requests, strict=True):
+        for state, request, named in zip(to_locate, requests, members, strict=True):
             page = pages[request]
             uuid = state.request.instance_uuid
             if isinstance(page, Fault):
                 answered[uuid] = replace(state, result=result_after(page))
             else:
-                spec = state.spec.with_peers(peers_of(state.request, page), uuid)
+                spec = state.spec.with_peers(peers_of(state.request, page, named), uuid)
                 answered[uuid] = replace(state, spec=spec)
         return [answered.get(state.request.instance_uuid, state) for state in states]
 

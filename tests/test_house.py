@@ -378,12 +378,19 @@ VALUES = {"empty", "none", "null", "full", "gone", "without"}
 
 
 def test_a_docstring_of_a_class_names_fields_that_it_has() -> None:
+    """Its own, and those of the classes of ours that it is made of."""
+    classes = {node.name: node for path in sources(*OURS) for node in nodes(path) if isinstance(node, ast.ClassDef)}
+
+    def known_of(node: ast.ClassDef) -> set[str]:
+        bases = [classes[one.id] for one in node.bases if isinstance(one, ast.Name) and one.id in classes]
+        return {*names_in(node)}.union(*map(known_of, bases))
+
     wrong: list[str] = []
     for path in sources(*OURS):
         for node in nodes(path):
             if not isinstance(node, ast.ClassDef) or not (text := ast.get_docstring(node)):
                 continue
-            known = {*VALUES, *names_in(node)}
+            known = VALUES | known_of(node)
             named = re.findall(r"(?:^|(?<=[.;)] ))((?:[a-z_]\w*(?:, | and ))*[a-z_]\w*): ", " ".join(text.split()))
             names = (name for group in named for name in re.split(r", | and ", group))
             wrong += [f"{where(path, node.lineno)} {node.name}: no {name}" for name in names if name not in known]

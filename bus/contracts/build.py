@@ -52,7 +52,22 @@ class FlavorCount(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 ImageProperties = Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)]
 
 
-class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
+class MachineSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client requests of its machine and its cell is told as it is. See `BuildRequest`."""
+
+    instance_uuid: Uuid
+    project_id: Word
+    user_id: Word = "unknown"
+    name: Annotated[str, Bound(max_length=255)] = ""
+    image: Annotated[str, Bound(max_length=255)] = ""
+    image_source: ImageSource | None = None
+    config_drive: ConfigDrive | None = None
+    networks: Networks = ()
+    volumes: VolumeRequests = ()
+    on_host_failure: EvacuationPolicy | None = None
+
+
+class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
 
     flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
@@ -72,12 +87,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     min_count: this many are enough (None: all of them); then as many start as find a host.
     """
 
-    instance_uuid: Uuid
     flavor: Label
-    project_id: Word
-    user_id: Word = "unknown"
-    name: Annotated[str, Bound(max_length=255)] = ""
-    image: Annotated[str, Bound(max_length=255)] = ""
     availability_zone: Word | None = None
     host: Annotated[str, Bound(max_length=255)] | None = None
     forced: bool = False
@@ -89,11 +99,6 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     image_properties: ImageProperties = {}
-    image_source: ImageSource | None = None
-    config_drive: ConfigDrive | None = None
-    networks: Networks = ()
-    volumes: VolumeRequests = ()
-    on_host_failure: EvacuationPolicy | None = None
     count: Members = 1
     also: Annotated[tuple[FlavorCount, ...], Bound(max_length=16)] = ()
     min_count: Members | None = None
@@ -158,7 +163,40 @@ class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float = 0.0
 
 
-class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
+class EventOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the events of all requests about an instance state, its build among them."""
+
+    instance_uuid: Uuid
+    project_id: Word
+    terminal: bool = False
+    cell: Word | None = None
+    host: str | None = None
+    host_uuid: Uuid | None = None
+    attempt: int = 0
+    code: str = ""
+    reason: Reason = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()
+    at: float = 0.0
+    zone: Zone = ""
+
+
+class RecordOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the records of all these requests state, as the scheduler has them."""
+
+    instance_uuid: Uuid
+    project_id: str
+    cell: str | None = None
+    host: str | None = None
+    code: str = ""
+    reason: str = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()
+    created_at: float = 0.0
+    updated_at: float = 0.0
+
+
+class BuildEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="build.event.v1"):
     """A build changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
 
     sequence: rises with every state of one instance, so a late event is recognised; a state that the next one overtook
@@ -171,22 +209,9 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     not known). host_uuid: of `host`; never on the API bus.
     """
 
-    instance_uuid: Uuid
-    project_id: Word
     state: BuildState
     sequence: int
-    terminal: bool = False
-    cell: Word | None = None
-    host: str | None = None
-    host_uuid: Uuid | None = None
-    attempt: int = 0
-    code: str = ""
-    reason: Reason = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
-    at: float = 0.0
     stamps: Stamps | None = None
-    zone: Zone = ""
 
 
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
@@ -212,7 +237,7 @@ class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
-class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=True):
     """A build as the scheduler has it on record.
 
     host, flavor: its present ones. condition: its state since its build (`instance.event.v1`); "": it is as
@@ -220,19 +245,9 @@ class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     several that it is of, and gang_min: how many of those start together at least.
     """
 
-    instance_uuid: Uuid
-    project_id: str
     flavor: str
     state: BuildState
     name: str = ""
-    cell: str | None = None
-    host: str | None = None
-    code: str = ""
-    reason: str = ""
-    created_at: float = 0.0
-    updated_at: float = 0.0
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
     condition: str = ""
     under_way: Uuid | None = None

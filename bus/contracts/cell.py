@@ -9,9 +9,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word, Zone
-from .deploy import ConfigDrive, ImageSource, Networks
-from .deploy import Volumes as VolumeRequests
-from .fences import EvacuationPolicy
+from .build import MachineSpec
 from .groups import ServerGroup
 from .stages import Stamps
 
@@ -21,6 +19,7 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     host_uuid: the root provider. service: the compute service that manages it. shapes: as in a claim option. zone: its
     availability zone when it was chosen, which the cell announces of the host that it builds on ("": there are none).
+    mappings: as in a claim option.
     """
 
     host_uuid: Uuid
@@ -29,29 +28,20 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     allocations: Allocations
     shapes: dict[Uuid, Generation] = {}
     zone: Zone = ""
+    mappings: dict[Annotated[str, Bound(max_length=64)], tuple[Uuid, ...]] = {}
 
 
-class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InstanceSpec(MachineSpec, frozen=True, kw_only=True, omit_defaults=True):
     """The part of a build that a cell needs.
 
     root_gb, traits (required ones), capabilities (`capabilities:NAME` of its extra specs): of the flavor, for drivers
     that deploy by them. on_host_failure: the policy for it when its host is fenced (None: as `wait`).
     """
 
-    instance_uuid: Uuid
-    project_id: Word
-    user_id: Word = "unknown"
-    name: str = ""
-    image: str = ""
     flavor: str = ""
-    image_source: ImageSource | None = None
-    config_drive: ConfigDrive | None = None
-    networks: Networks = ()
-    volumes: VolumeRequests = ()
     root_gb: Count = 0
     traits: Annotated[tuple[TraitName, ...], Bound(max_length=256)] = ()
     capabilities: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
-    on_host_failure: EvacuationPolicy | None = None
 
 
 class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
@@ -104,13 +94,17 @@ class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
     runs: bool = True
 
 
-class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
-    """Build on this host. `attempt` fences: a host never starts an attempt at or below one that it was commanded to
-    destroy.
+class AttemptOnHost(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which attempt on which host a message is about, and the compute service that manages it."""
 
-    deployment: the identity of the cell's database that has the record; the machine keeps it as its mark.
-    origin: the instance has a machine or an image already, which this attempt takes over (None: it is built anew).
-    """
+    instance_uuid: Uuid
+    attempt: int
+    host_uuid: Uuid
+    service: Word
+
+
+class MachineOrder(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A command about the machine of one attempt, with all that its host is to know of the instance. See `Spawn`."""
 
     spec: InstanceSpec
     attempt: int
@@ -118,20 +112,26 @@ class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
     allocations: Allocations
     service: Word
     deployment: Uuid | None = None
+
+
+class Spawn(Message, MachineOrder, frozen=True, kw_only=True, tag="compute.spawn.v1"):
+    """Build on this host. `attempt` fences: a host never starts an attempt at or below one that it was commanded to
+    destroy.
+
+    deployment: the identity of the cell's database that has the record; the machine keeps it as its mark.
+    origin: the instance has a machine or an image already, which this attempt takes over (None: it is built anew).
+    """
+
     origin: Origin | None = None
 
 
-class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
+class Destroy(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.destroy.v1"):
     """Make sure that no attempt up to and including this one runs or will ever run on this host.
 
     deployment: as in Spawn. A machine whose mark names another one, or none, is left alone and the command refused.
     unless_built: this attempt's machine stays when it is complete, and the answer is `active` once more.
     """
 
-    instance_uuid: Uuid
-    attempt: int
-    host_uuid: Uuid
-    service: Word
     deployment: Uuid | None = None
     unless_built: bool = False
 
@@ -208,7 +208,7 @@ class ComputeOutcome(StrEnum):
     DESTROYED = "destroyed"
 
 
-class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1"):
+class ComputeResult(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.result.v1"):
     """How one attempt ended on its host. May come late, twice, or never.
 
     reason: with `active`, a remark of the driver. final: with `failed`, no other host would do better (a broken image):
@@ -217,10 +217,6 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts.
     """
 
-    instance_uuid: Uuid
-    attempt: int
-    host_uuid: Uuid
-    service: Word
     outcome: ComputeOutcome
     code: str = ""
     reason: Reason = ""
@@ -292,7 +288,16 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     owner: Word | None = None
 
 
-class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
+class FromService(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which compute service a message comes from, and its place among those of that service. See `ComputeHosts`."""
+
+    service: Word
+    cell: Word
+    epoch: int
+    sequence: int
+
+
+class ComputeHosts(Message, FromService, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     """A compute service announces its hosts: at start, on request, when one changes. Pages of at most 1000.
 
     epoch: rises with every start of the service; sequence rises within it: older ones lose. first_sequence: the
@@ -304,10 +309,6 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     by a newer one. rescans: of RescanHosts, those that were received before this scan began.
     """
 
-    service: Word
-    cell: Word
-    epoch: int
-    sequence: int
     hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()
     complete: bool = False
     seen_at: float = 0.0
@@ -319,16 +320,12 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)] = ()
 
 
-class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
+class Heartbeat(Message, FromService, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
     """A compute service is up. stopping: it stops now, on purpose. interval_s: when to expect the next heartbeat.
 
     ring: the name that the services share which divide their free nodes among them (None: it shares none).
     """
 
-    service: Word
-    cell: Word
-    epoch: int
-    sequence: int
     stopping: bool = False
     interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
     ring: Word | None = None
@@ -486,15 +483,19 @@ class ServiceForgottenInCell(Message, frozen=True, kw_only=True, tag="cell.servi
     at: float
 
 
-class ServiceGone(Message, frozen=True, kw_only=True, tag="conductor.service_gone.v1"):
-    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again.
-
-    at: seconds since the epoch; a service that is down since later was back.
-    """
+class AboutService(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an announcement about a compute service of a cell states. at: seconds since the epoch."""
 
     cell: Word
     service: Word
     at: float = 0.0
+
+
+class ServiceGone(Message, AboutService, frozen=True, kw_only=True, tag="conductor.service_gone.v1"):
+    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again.
+
+    at: seconds since the epoch; a service that is down since later was back.
+    """
 
 
 MAX_NAMED_MACHINES = 20
@@ -509,31 +510,25 @@ class UnexplainedMachine(Struct, frozen=True, kw_only=True):
     why: Reason = ""
 
 
-class MachinesUnexplained(Message, frozen=True, kw_only=True, tag="conductor.unexplained.v1"):
+class MachinesUnexplained(Message, AboutService, frozen=True, kw_only=True, tag="conductor.unexplained.v1"):
     """Machines that no record explains were put on record: one message a page of a report that brings new ones.
 
     foreign, quarantined: how many are new; machines: the first of them, quarantined ones before foreign ones. Published
     once at most: `berth hosts --unknown` lists the machines. Foreign machines beyond those kept on record are left out.
     """
 
-    cell: Word
-    service: Word
     foreign: Count = 0
     quarantined: Count = 0
     machines: Annotated[tuple[UnexplainedMachine, ...], Bound(max_length=MAX_NAMED_MACHINES)] = ()
-    at: float = 0.0
 
 
-class BreakerTripped(Message, frozen=True, kw_only=True, tag="conductor.breaker.v1"):
+class BreakerTripped(Message, AboutService, frozen=True, kw_only=True, tag="conductor.breaker.v1"):
     """More than `limit` machines of one compute service were lost, newly quarantined or over: destruction stops there.
 
     It takes effect again after `berth breaker reset`. Several conductors that judge one report may each publish it.
     """
 
-    cell: Word
-    service: Word
     lost: Count = 0
     quarantined: Count = 0
     over: Count = 0
     limit: Count = 0
-    at: float = 0.0

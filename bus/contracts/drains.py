@@ -136,14 +136,9 @@ class DrainCommand(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     deadline_s: DeadlineS | None = None
 
 
-class DrainRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id.
+class DrainTerms(Struct, frozen=True, kw_only=True):
+    """What a drain was ordered to do, and how it stands. See `DrainRecord`."""
 
-    started_at, deadline_at: seconds since the epoch. code: why it has ended (`drain.done`, `drain.left`: something
-    could not move, `drain.deadline`, `drain.stopped`). hosts: how many it has disabled.
-    """
-
-    name: Label
     target: DrainTarget
     kind: MoveKind
     by: Label
@@ -157,6 +152,16 @@ class DrainRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     hosts: Count = 0
 
 
+class DrainRecord(DrainTerms, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id.
+
+    started_at, deadline_at: seconds since the epoch. code: why it has ended (`drain.done`, `drain.left`: something
+    could not move, `drain.deadline`, `drain.stopped`). hosts: how many it has disabled.
+    """
+
+    name: Label
+
+
 class DrainFailure(Struct, frozen=True, kw_only=True):
     """An instance that could not move."""
 
@@ -165,7 +170,7 @@ class DrainFailure(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class DrainProgress(Struct, frozen=True, kw_only=True):
+class DrainProgress(DrainTerms, frozen=True, kw_only=True):
     """The progress of a drain. host: the target's name. planned: its instances.
 
     counts: {state of an instance: how many}. moved, failed, under_way, not_begun: which, where one drain was asked for;
@@ -174,17 +179,6 @@ class DrainProgress(Struct, frozen=True, kw_only=True):
 
     id: Uuid
     host: str
-    target: DrainTarget
-    kind: MoveKind
-    by: str
-    reason: str
-    state: DrainState
-    code: str
-    started_at: float
-    deadline_at: float | None
-    at_once: int
-    per_minute: int | None
-    hosts: Count
     planned: Count
     counts: dict[str, int]
     moved: tuple[Uuid, ...] = ()

@@ -16,9 +16,9 @@ from msgspec import Struct
 
 from bus.contracts.patterns import matching
 
-from .base import Allocations, ClassName, Count, Label, Message, Reason, Uuid, Word, Zone
-from .build import AttemptRecord, FunnelStep, ImageProperties
-from .cell import InstanceSpec, Selection
+from .base import ClassName, Count, Label, Message, Reason, Uuid, Word
+from .build import EventOfInstance, ImageProperties, RecordOfInstance
+from .cell import AttemptOnHost, InstanceSpec, MachineOrder, Selection
 from .deploy import ImageSource
 from .groups import ServerGroup
 from .placement import Claim, ClaimResult, Release, ReleaseResult, Revert, RevertResult
@@ -62,7 +62,27 @@ class ResizePolicy(StrEnum):
     SAME_HOST = "same-host"
 
 
-class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.move.v1"):
+class RequestOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which request about which instance a message is about."""
+
+    request_id: Uuid
+    instance_uuid: Uuid
+    project_id: Word
+    kind: MoveKind
+
+
+class MoveOrder(RequestOfInstance, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client's request states and its cell carries out as it is. See `MoveRequest`."""
+
+    migration: Uuid | None = None
+    auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
+    offload: bool = False
+    rescue_password: RescuePassword = ""
+    fenced: bool = False
+    force: bool = False
+
+
+class MoveRequest(Message, MoveOrder, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.move.v1"):
     """Do one thing with one instance. `request_id` is chosen by the client and makes the request idempotent.
 
     It ends in one terminal `instance.event.v1` of that id. request_id is the migration's uuid too, under which the book
@@ -79,10 +99,6 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     since the fence. timeout_s: how long one step on one host may take.
     """
 
-    request_id: Uuid
-    instance_uuid: Uuid
-    project_id: Word
-    kind: MoveKind
     user_id: Word = "unknown"
     flavor: Label | None = None
     image: Annotated[str, Bound(max_length=255)] | None = None
@@ -93,12 +109,6 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
     max_attempts: Annotated[int, Bound(ge=1, le=9)] | None = None
     policy: ResizePolicy = ResizePolicy.ANY
-    migration: Uuid | None = None
-    auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
-    offload: bool = False
-    rescue_password: RescuePassword = ""
-    fenced: bool = False
-    force: bool = False
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
 
 
@@ -178,7 +188,7 @@ class AskedBy(Struct, frozen=True, kw_only=True):
     request_id: Uuid
 
 
-class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
+class MoveEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instance.event.v1"):
     """A request changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
 
     kind: None: the request's could not be read. sequence: rises with every event of one request, a conductor's with
@@ -191,25 +201,12 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     """
 
     request_id: Uuid
-    instance_uuid: Uuid
-    project_id: Word
     kind: MoveKind | None
     state: MoveState
     sequence: int = 0
-    terminal: bool = False
     condition: Condition = Condition.MOVING
-    cell: Word | None = None
-    host: str | None = None
-    host_uuid: Uuid | None = None
     flavor: str = ""
     image: str = ""
-    attempt: int = 0
-    code: str = ""
-    reason: Reason = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
-    at: float = 0.0
-    zone: Zone = ""
     departure: Departure | None = None
 
 
@@ -223,23 +220,13 @@ class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
-class MoveRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MoveRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=True):
     """A request as the scheduler has it on record. The other fields are those of its newest event."""
 
     request_id: Uuid
-    instance_uuid: Uuid
-    project_id: str
     kind: MoveKind
     state: MoveState
     terminal: bool = False
-    cell: str | None = None
-    host: str | None = None
-    code: str = ""
-    reason: str = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
-    created_at: float = 0.0
-    updated_at: float = 0.0
 
 
 class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
@@ -248,7 +235,7 @@ class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
     moves: tuple[MoveRecord, ...] = ()
 
 
-class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
+class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"):
     """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal MoveEvent.
 
     spec: the target state of the instance: of a rebuild its image counts, and of a request with hosts its flavor, as
@@ -264,22 +251,12 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     present ones, by its quota (a class without: no limit).
     """
 
-    request_id: Uuid
-    instance_uuid: Uuid
-    project_id: Word
-    kind: MoveKind
     spec: InstanceSpec | None = None
     expected_flavor: str = ""
     selections: Annotated[tuple[Selection, ...], Bound(max_length=9)] = ()
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     room: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
-    migration: Uuid | None = None
-    auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
-    offload: bool = False
-    rescue_password: RescuePassword = ""
-    fenced: bool = False
-    force: bool = False
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     to_cell: Word | None = None
     arrival: Departure | None = None
@@ -287,7 +264,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     stay: Count = 0
 
 
-class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"):
+class CellMoveQuery(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.move.query.v1"):
     """Queries the state of a CellMove that has had no event for a long time. It begins nothing.
 
     The answer is a MoveEvent: how far the request has come, or its end once more. A request that the cell has no record
@@ -295,10 +272,6 @@ class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"
     arrival: as in a CellMove.
     """
 
-    request_id: Uuid
-    instance_uuid: Uuid
-    project_id: Word
-    kind: MoveKind
     arrival: Departure | None = None
 
 
@@ -322,7 +295,7 @@ def _refuse_but_checks(change: ChangeKind | None) -> None:
         raise ValueError("another cell's hosts are checked, and nothing else is commanded there")
 
 
-class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1"):
+class ChangeMachine(Message, MachineOrder, frozen=True, kw_only=True, tag="compute.change.v1"):
     """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it).
 
     order: rises with every change that is requested of one instance; a host carries out none at or below the last it
@@ -332,13 +305,7 @@ class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1")
     """
 
     change: ChangeKind
-    spec: InstanceSpec
-    attempt: int
     order: int
-    host_uuid: Uuid
-    service: Word
-    allocations: Allocations
-    deployment: Uuid | None = None
     to_host: Uuid | None = None
     rescue_password: RescuePassword = ""
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
@@ -352,11 +319,13 @@ class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1")
 
 # The code of a change whose machine is not on its host: nothing could be changed, or changed back.
 MACHINE_ABSENT = "machine.absent"
+# The code of a check by a cell that the instance has left for the one that answers: its record of that is lost.
+ARRIVED = "move.arrived"
 # The code of a rescue that was begun and has failed: its own system may not run either, and unrescuing is the way back.
 RESCUE_FAILED = "rescue.failed"
 
 
-class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1"):
+class MachineChanged(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.changed.v1"):
     """How a change ended. May come late, twice, or never.
 
     done: it is as requested. Not done: code and reason, and the machine is as it was before, except that `runs` states
@@ -364,11 +333,7 @@ class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1
     it, and nothing was begun; elsewhere: a hand-over to another host may pass that check.
     """
 
-    instance_uuid: Uuid
-    attempt: int
     order: int
-    host_uuid: Uuid
-    service: Word
     change: ChangeKind
     done: bool
     runs: bool | None = None
@@ -388,13 +353,15 @@ class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
     """Have a host of another cell checked for an instance that is to leave its cell for that one; or, with the answer,
     the end of such a check. The schedulers hand both on. Nothing is changed, and nothing goes on record.
 
-    cell: which has the host; asked_by: the other one. change: the check, until it is answered.
+    cell: which has the host; asked_by: the other one. change: the check, until it is answered. stay: of the instance in
+    the cell that asks: the other one, if it has it in a later one, answers that itself (ARRIVED).
     """
 
     cell: Word
     asked_by: AskedBy
     change: ChangeMachine | None = None
     answer: MachineChanged | None = None
+    stay: Count = 0
 
     def __post_init__(self) -> None:
         about = self.change if self.answer is None else self.answer

@@ -315,17 +315,13 @@ class ObjectLogQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=T
     limit: Annotated[int, Bound(ge=1, le=MAX_PAGE)] = 100
 
 
-class ObjectLogEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ObjectLogEntry(ChangedObject, frozen=True, kw_only=True, omit_defaults=True):
     """One object that a revision has changed. at: seconds since the epoch."""
 
     revision: Version
     at: float
     who: str
-    kind: ObjectKind
-    name: str
     why: Reason = ""
-    before: dict[str, Any] | None = None
-    after: dict[str, Any] | None = None
     forced: bool = False
 
 

@@ -63,6 +63,16 @@ def _public_authorities() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
+async def bounded_body(answer: httpx.Response, max_bytes: int) -> bytes | None:
+    """The body of an answer that is streamed; None: it has more than so many bytes, and the rest was not read."""
+    body = bytearray()
+    async for chunk in answer.aiter_bytes():
+        body += chunk
+        if len(body) > max_bytes:
+            return None
+    return bytes(body)
+
+
 def error_text(body: bytes) -> str:
     """The service's reason of its refusal, at most MAX_ERROR characters; empty when it gives none that is readable.
 

@@ -8,9 +8,22 @@ moment: the instance has its image, and a host of the next cell is claimed for i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
-from bus.contracts.moves import ENDS_OF_MOVES, Condition, Departure, MoveEvent, MoveState
+from bus.contracts.base import Message
+from bus.contracts.moves import (
+    ARRIVED,
+    ENDS_OF_MOVES,
+    CellAsks,
+    CellCheck,
+    Condition,
+    Departure,
+    MachineChanged,
+    MoveEvent,
+    MoveState,
+)
 
 from . import steps
 from .desires import Wish, desire_of
@@ -41,6 +54,33 @@ def give_away(instance: Instance, at: float, context: StepContext) -> Step:
         return _depart(instance, at, context)
     leaving = steps.destroying(instance, State.DEPARTED, at, context)
     return report_progress(leaving, MoveState.MIGRATING, at, context)
+
+
+def passed_on(message: Message, cell: str, known: Mapping[str, Instance]) -> Message | None:
+    """The message to which a check for another cell leads here: the command to the host, or its answer to that cell, or
+    this cell's, of an instance that it has in a later stay than the one that asks. No record is changed; None: it leads
+    to none.
+    """
+    if isinstance(message, CellCheck) and message.answer is None:
+        change = message.change
+        record = None if change is None else known.get(change.spec.instance_uuid)
+        if change is None or record is None or record.stay <= message.stay or desire_of(record).elsewhere:
+            return change
+        answer = MachineChanged(
+            instance_uuid=record.uuid,
+            attempt=change.attempt,
+            order=change.order,
+            host_uuid=change.host_uuid,
+            service=change.service,
+            change=change.change,
+            done=False,
+            code=ARRIVED,
+            asked_by=message.asked_by,
+        )
+        return CellAsks(message=CellCheck(cell=cell, asked_by=message.asked_by, answer=answer))
+    if isinstance(message, MachineChanged) and message.asked_by is not None:
+        return CellAsks(message=CellCheck(cell=cell, asked_by=message.asked_by, answer=message))
+    return None
 
 
 def end_left(instance: Instance, event: Released, context: StepContext) -> Step:

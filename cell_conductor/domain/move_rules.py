@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
+    ARRIVED,
     MACHINE_ABSENT,
     CellMove,
     MoveKind,
@@ -70,6 +71,7 @@ from .move_steps import (
     note,
     note_not_claimed,
     over,
+    revert_book,
     summary_of_hosts,
     try_next,
     undo,
@@ -283,7 +285,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     if is_doubted(instance, context):
-        return undo_doubted(instance, event.at, context)
+        return _go_on_in_doubt(instance, event, context)
     if not event.done:
         return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, context)
     move = move_of(instance)
@@ -297,6 +299,15 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
         return finish(instance, event.at, context)
     earlier = replace(instance, move=replace(move, handed_over=True))
     return change(earlier, State.HANDING_OVER, event.at, context)
+
+
+def _go_on_in_doubt(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
+    """The move is undone. One to another cell is not while that cell has the instance: it has left, once more."""
+    if not instance.is_leaving or not move_of(instance).lost_code:
+        return undo_doubted(instance, event.at, context)
+    if event.code == ARRIVED:
+        return departure_rules.give_away(way_back.kept_here(instance), event.at, context)
+    return report_progress(revert_book(instance, event.at, context), MoveState.UNDOING, event.at, context)
 
 
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:

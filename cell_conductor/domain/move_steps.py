@@ -283,6 +283,8 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
     """Give the destination up: its machine, then its allocation; then the source is continued."""
     lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
     undone = replace(instance, move=lost, queried=False)
+    if lost.to_cell is not None and is_doubted(undone, context) and (undone.is_leaving or undone.alternates):
+        return ask_next_cell(undone, at, context)
     if undone.is_in_place:
         earlier = resize_back(steps.destroying(undone, State.REVERTING, at, context), at, context)
         return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, context))
@@ -290,6 +292,15 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
         return report_progress(revert_book(undone, at, context), MoveState.UNDOING, at, context)
     leaving = steps.destroying(undone, State.REVERTING, at, context)
     return report_progress(leaving, MoveState.UNDOING, at, context)
+
+
+def ask_next_cell(instance: Instance, at: float, context: StepContext) -> Step:
+    """Before what is claimed in the other cell is given back, that cell is asked whether the instance has arrived: its
+    departure may be lost here, and in the schedulers' record. A check of the host asks that as well.
+    """
+    if not instance.is_leaving:  # by the record nothing is claimed there
+        instance = replace(instance, position=1, attempt=instance.next_attempt, newest=instance.next_attempt)
+    return change(instance, State.PREPARING, at, context)
 
 
 def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:

@@ -40,7 +40,8 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
         if order.asked_by is None:
             return (order,)
         assert instance.move is not None and instance.move.to_cell is not None
-        return (CellAsks(message=CellCheck(cell=instance.move.to_cell, asked_by=order.asked_by, change=order)),)
+        cell, stay = instance.move.to_cell, instance.stay
+        return (CellAsks(message=CellCheck(cell=cell, asked_by=order.asked_by, change=order, stay=stay)),)
     desire, move = desire_of(instance), instance.move
     is_queried = instance.queried and desire.here in _ASKED
     orders: list[Destroy] = []

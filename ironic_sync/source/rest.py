@@ -13,7 +13,7 @@ import msgspec
 
 from bus.contracts.patterns import reason_of
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
-from bus.openstack.rest import IRONIC_VERSION, api_root, error_text, version_advice
+from bus.openstack.rest import IRONIC_VERSION, api_root, bounded_body, error_text, version_advice
 from bus.tracing.context import CURRENT
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
@@ -123,7 +123,7 @@ class RestSource:
                 asyncio.timeout(timeout_s),
                 self._client.stream("GET", path, params=params, headers=headers) as answer,
             ):
-                body = await _body(answer, max_bytes)
+                body = await bounded_body(answer, max_bytes)
             problem = str(answer.status_code) if answer.is_error else ""
         except SignInUnavailable as error:
             raise SourceUnavailable(error.reason, code=error.code) from error
@@ -134,6 +134,8 @@ class RestSource:
         finally:
             if span is not None:
                 span.end(problem)
+        if body is None:
+            raise SourceRefused(f"an answer of more than {max_bytes} bytes", code="ironic.too_large")
         if answer.status_code == 200:
             return _decode(path, body)
         if answer.status_code == 404 and _is_ironics(answer, body):
@@ -145,15 +147,6 @@ class RestSource:
         text = error_text(body)
         reason = f"{path}: HTTP {answer.status_code}{': ' if text else ''}{text}"
         raise SourceRefused(reason, code=f"ironic.http_{answer.status_code}")
-
-
-async def _body(answer: httpx.Response, max_bytes: int) -> bytes:
-    body = bytearray()
-    async for chunk in answer.aiter_bytes():
-        body += chunk
-        if len(body) > max_bytes:
-            raise SourceRefused(f"an answer of more than {max_bytes} bytes", code="ironic.too_large")
-    return bytes(body)
 
 
 def _decode(path: str, body: bytes) -> Any:

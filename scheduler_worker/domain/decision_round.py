@@ -17,12 +17,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.book import HeldAllocation
-from bus.contracts.build import HostScore
-from bus.contracts.cell import Selection
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import Fault
@@ -35,16 +32,10 @@ from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     LOST,
-    Assume,
     ClaimStranded,
-    Command,
-    Forget,
-    HostClaimed,
     PlacementRefused,
-    PlacementResult,
     PlacementState,
     PlacementStep,
-    Settle,
     result_after,
 )
 from scheduler_worker.domain.ranking import (
@@ -55,8 +46,8 @@ from scheduler_worker.domain.ranking import (
     RandomSource,
     RankedHost,
     Ranking,
-    Weights,
 )
+from scheduler_worker.domain.recovery import HeldByClaim, claimed, foreign_part, recovered, stranded
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import RequestSpec, room_for
 
@@ -345,12 +336,14 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     assert choice is not None
     if isinstance(answer, Fault):
         return PlacementStep(replace(state, result=result_after(answer)))
+    if state.foreign is not None and answer.holding and answer.option is None:
+        return _of_foreign(state, answer, selector, now=now)
     if answer.option is not None:
-        return _claimed(state, choice, answer.option, answer, selector, now=now)
+        return claimed(state, choice, answer.option, answer, selector, now=now)
     if answer.outcome is ClaimOutcome.CLAIMED or _is_held_elsewhere(answer):
         candidates = (choice.selected, *choice.alternates) if answer.outcome is ClaimOutcome.CLAIMED else ()
-        held = _Held(answer.holding, answer.consumer_generation or 0, answer.attempt or FIRST_ATTEMPT)
-        return _recover(state, candidates, held, selector, now=now)
+        held = HeldByClaim(answer.holding, answer.consumer_generation or 0, answer.attempt or FIRST_ATTEMPT)
+        return recovered(state, candidates, held, selector, now=now)
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
@@ -362,26 +355,30 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
 
 def found(state: PlacementState, held: HeldAllocation, selector: Selector, *, now: float) -> PlacementStep:
     """Apply what the instance holds already. now: wall clock."""
+    if state.foreign is not None:
+        part = foreign_part(state, held.holding, selector)
+        if held.project_id != state.request.project_id or not part or (held.run != state.run and part != held.holding):
+            return PlacementStep(state)  # the source of an evacuation, or another's
+        return recovered(state, (), HeldByClaim(part, held.consumer_generation, held.attempt), selector, now=now)
     if held.project_id != state.request.project_id or not held.attempt:
         return PlacementStep(replace(state, result=PlacementRefused(CONSUMER_CHANGED, ANOTHERS)))
-    stepped = _recover(state, (), _Held(held.holding, held.consumer_generation, held.attempt), selector, now=now)
+    stepped = recovered(state, (), HeldByClaim(held.holding, held.consumer_generation, held.attempt), selector, now=now)
     result = stepped.state.result
     if isinstance(result, ClaimStranded):
         return replace(stepped, state=replace(stepped.state, result=stranded(held, result.reason)))
     return stepped
 
 
-def stranded(held: HeldAllocation, reason: str) -> ClaimStranded:
-    """The result of a request that is not placed where its claim is held."""
-    return ClaimStranded(reason, held.cell, next(iter(held.hosts), None), held.attempt)
-
-
-class _Held(Struct, frozen=True):
-    """An allocation that a build is given to."""
-
-    holding: Mapping[str, Mapping[str, int]]
-    generation: int
-    attempt: int
+def _of_foreign(state: PlacementState, answer: ClaimResult, selector: Selector, *, now: float) -> PlacementStep:
+    """Apply what the instance of a foreign control plane holds. What this run has claimed is its host. So is what an
+    earlier call for the same request has claimed, whose answer was lost; but an evacuation holds what it leaves.
+    """
+    part = foreign_part(state, answer.holding, selector)
+    generation = answer.consumer_generation or 0
+    if answer.outcome is ClaimOutcome.CLAIMED or part == answer.holding:
+        return recovered(state, (), HeldByClaim(part, generation, FIRST_ATTEMPT), selector, now=now)
+    assert state.foreign is not None
+    return PlacementStep(replace(state, foreign=replace(state.foreign, adds_to=generation)))
 
 
 def _is_held_elsewhere(answer: ClaimResult) -> bool:
@@ -450,94 +447,3 @@ def _after_refusal(state: PlacementState, answer: ClaimResult) -> PlacementState
 def _uses_child_providers(claimed: RankedHost) -> bool:
     """Whether a provider other than the host's root was to give something."""
     return any(uuid != claimed.uuid for option in claimed.options for uuid in option.allocations)
-
-
-# --- a claim that holds
-
-
-def _claimed(
-    state: PlacementState, choice: Choice, option: int, answer: ClaimResult, selector: Selector, *, now: float
-) -> PlacementStep:
-    """Build where the claim is: on the chosen host, with one of the options that were offered."""
-    selected = choice.selected
-    commands: list[Command] = [Assume(selected.options[option].allocations)] if option else []
-    result = _host_claimed(
-        state,
-        selector.selection(selected, option),
-        choice.alternates,
-        _Held({}, answer.consumer_generation or 0, FIRST_ATTEMPT),
-        selector,
-        now=now,
-        passed=choice.passed,
-        score=selected.score,
-        weights=dict(zip((host.uuid for host in (selected, *choice.alternates)), choice.weights, strict=False)),
-    )
-    return PlacementStep(replace(state, result=result), (*commands, Settle(answer.generations, answer.sequence)))
-
-
-def _recover(
-    state: PlacementState, candidates: Sequence[RankedHost], held: _Held, selector: Selector, *, now: float
-) -> PlacementStep:
-    """Build where a claim is held: it is what counts."""
-    drop = (Forget(),)
-    main = _recovered_selection(held.holding, selector)
-    if main is None:
-        reason = "an earlier claim of this request holds a host that no compute service announces"
-        return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
-    cell = selector.cell_of(main.host_uuid)
-    alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
-    alternates = alternates[: state.max_alternates]
-    passed = len(alternates) + 1
-    result = _host_claimed(state, main, alternates, held, selector, now=now, passed=passed, score=0.0)
-    return PlacementStep(replace(state, result=result, recovered=main.host), drop)
-
-
-def _host_claimed(
-    state: PlacementState,
-    main: Selection,
-    alternates: Sequence[RankedHost],
-    held: _Held,
-    selector: Selector,
-    *,
-    now: float,
-    passed: int,
-    score: float,
-    weights: Mapping[str, Weights] | None = None,
-) -> PlacementResult:
-    cell = selector.cell_of(main.host_uuid)
-    if cell is None:
-        return ClaimStranded("no compute service announces the claimed host any more")
-    selections = (main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector)))
-    return HostClaimed(
-        cell=cell,
-        selections=selections,
-        consumer_generation=held.generation,
-        passed=passed,
-        score=score,
-        claims=state.claims,
-        decided_at=state.decided_at,
-        claimed_at=now,
-        attempt=held.attempt,
-        scores=tuple(
-            HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
-            for one in selections
-            if (found := (weights or {}).get(one.host_uuid))
-        ),
-    )
-
-
-def _is_still_in(cell: str, alternate: RankedHost, selector: Selector) -> bool:
-    """Whether an alternate may be named: while the claim was in flight its host may have left, or changed its cell."""
-    return selector.book.row_of(alternate.uuid) is not None and selector.cell_of(alternate.uuid) == cell
-
-
-def _recovered_selection(holding: Mapping[str, Mapping[str, int]], selector: Selector) -> Selection | None:
-    book = selector.book
-    rows = {provider: row for provider in sorted(holding) if (row := book.row_of(provider)) is not None}
-    # A sharing provider is no host: of the trees that take part, only the host's root is in the host table.
-    roots = dict.fromkeys(book.uuid_of(book.root_of(row)) for row in rows.values())
-    hosts = [root for root in roots if selector.table.index_of(root) is not None]
-    if len(hosts) != 1:
-        return None
-    shapes: Mapping[str, int] = {provider: book.shape_of(row) for provider, row in rows.items()}
-    return selector.selection_on(hosts[0], holding, shapes)

@@ -137,7 +137,7 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
             assert gang is not None
             why = GangIncomplete(gang, started, result.claims).reason
             result = ClaimStranded(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
-        decided = decision(one.request.request, one.request.spec, result, author, nearest=nearest)
+        decided = decision(one.pending.request, one.request.spec, result, author, nearest=nearest)
         concluded.append((one.pending, _decided_of(one.pending, decided, result)))
     return concluded
 

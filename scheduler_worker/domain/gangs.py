@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.build import BuildAccepted
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import MAX_GANG_PROVIDERS, Claim
+from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim
 from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.admission import Admission, Answered, PendingBuild
 from scheduler_worker.domain.builds import Gang
@@ -54,13 +54,18 @@ def largest_first(states: Sequence[PlacementState]) -> list[PlacementState]:
 
 
 def within_bounds(claims: Sequence[Claim]) -> tuple[Claim, ...]:
-    """A gang's claims, each with the first of its options, as many as one message may name providers."""
-    return tuple(_with_first_options(claim, len(claims)) for claim in claims)
+    """A gang's claims, each with the first of its options, as many as one message may name providers. Other members of
+    its server group are named once.
+    """
+    # Beyond the members of a request of berth's own, each takes the place of four providers in the message.
+    room = MAX_GANG_PROVIDERS - 4 * max(len(claims) - MAX_MEMBERS, 0)
+    first, *others = (_with_first_options(claim, room // len(claims)) for claim in claims)
+    return (first, *(replace(one, group_members=()) if one.group_members else one for one in others))
 
 
-def _with_first_options(claim: Claim, members: int) -> Claim:
+def _with_first_options(claim: Claim, room: int) -> Claim:
     totals = accumulate(len(option.allocations) for option in claim.options)
-    fitting = sum(total * members <= MAX_GANG_PROVIDERS for total in totals)
+    fitting = sum(total <= room for total in totals)
     return replace(claim, options=claim.options[: max(fitting, 1)])
 
 

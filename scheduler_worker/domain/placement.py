@@ -9,19 +9,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.book import HeldAllocation
-from bus.contracts.build import BuildRequest, HostScore
+from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
-from bus.contracts.placement import Claim, ClaimOutcome
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
 from bus.faults import Fault, RequestRefused, Transient
 from placement_worker.replica.book import Book
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Gang
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.ranking import Choice
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.view import RequestSpec
+from scheduler_worker.domain.view import Placeable, RequestSpec
 
 T = TypeVar("T")
 
+IGNORED = "host.ignored"  # as the request wants it
 CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client's: the scheduler never releases it
 
 # Outcomes after which the request claims again.
@@ -145,16 +146,29 @@ PlacementResult = DecidedResult | PlacementUnavailable
 # --- the state
 
 
+class ForeignClaim(Struct, frozen=True, kw_only=True):
+    """The instance is another control plane's, Nova's: its claims are foreign ones.
+
+    group_members: instances that it counts to the server group, whoever claimed them. adds_to: the generation of what
+    the instance holds and leaves, to which the claim adds; None: nothing, as far as is known.
+    """
+
+    group_members: tuple[str, ...] = ()
+    adds_to: int | None = None
+
+
 class PlacementRequest(Struct, frozen=True, kw_only=True):
     """A request to place. run: its claims are by it.
 
     gang: it is claimed together with its gang's other members; its min_count leaves out members that were withdrawn.
+    foreign: None of berth's own instances.
     """
 
-    request: BuildRequest
+    request: Placeable
     spec: RequestSpec
     run: str = ""
     gang: Gang | None = None
+    foreign: ForeignClaim | None = None
 
 
 class PlacementState(Struct, frozen=True, kw_only=True):
@@ -164,10 +178,10 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     selected one. same_host: the chosen host's shape had changed; claim it again. looked_again: how often nothing
     fitted, and another choice was made on the newest state of the replica, as each later one is.
     partly_full: hosts of which only some children are known to be full. recovered: the host where a claim of an earlier
-    run was found. run, gang: as in PlacementRequest.
+    run was found. run, gang, foreign: as in PlacementRequest.
     """
 
-    request: BuildRequest
+    request: Placeable
     spec: RequestSpec
     run: str
     rejected: Mapping[str, str]
@@ -183,6 +197,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     recovered: str | None = None
     result: PlacementResult | None = None
     gang: Gang | None = None
+    foreign: ForeignClaim | None = None
 
     @property
     def needs_refresh(self) -> bool:
@@ -193,7 +208,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
 def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementState:
     """The start: the hosts that the client ignores are rejected; unknown names are left out."""
     request = placement.request
-    ignored = dict.fromkeys((uuid for host in request.ignore_hosts for uuid in selector.uuids_of(host)), "host.ignored")
+    ignored = dict.fromkeys((uuid for host in request.ignore_hosts for uuid in selector.uuids_of(host)), IGNORED)
     return PlacementState(
         request=request,
         spec=placement.spec,
@@ -202,6 +217,7 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
         # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
         gang=placement.gang,
+        foreign=placement.foreign,
     )
 
 
@@ -233,9 +249,9 @@ def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:
     request = state.request
     assert state.choice is not None
     selected = state.choice.selected
-    options = tuple(selected.options)
-    if request.server_group is not None:
-        options = tuple(replace(option, host=selected.uuid) for option in options)
+    host = None if request.server_group is None else selected.uuid
+    foreign = state.foreign
+    options = tuple(ClaimOption(allocations=one.allocations, shapes=one.shapes, host=host) for one in selected.options)
     return Claim(
         consumer=request.instance_uuid,
         attempt=FIRST_ATTEMPT,
@@ -245,6 +261,9 @@ def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:
         user_id=request.user_id,
         server_group=request.server_group,
         limits=dict(limits),
+        foreign=foreign is not None,
+        consumer_generation=None if foreign is None else foreign.adds_to,
+        group_members=() if foreign is None or request.server_group is None else foreign.group_members,
     )
 
 

@@ -271,7 +271,8 @@ class Selector:
     def selection(self, candidate: RankedHost, option: int = 0) -> Selection:
         """One candidate as it is sent to the cell's conductor."""
         chosen = candidate.options[option]
-        return self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes)
+        found = self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes)
+        return replace(found, mappings=chosen.mappings) if chosen.mappings else found
 
     def selection_on(
         self, host_uuid: str, allocations: Mapping[str, Mapping[str, int]], shapes: Mapping[str, int]

@@ -9,16 +9,17 @@ matter; the hard policies are enforced by the claim.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.build import BuildRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.operations import AdminState
-from bus.contracts.placement import LocatePage, LocateRequest
+from bus.contracts.placement import MAX_NAMED, LocatePage, LocateRequest
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import Query, total_resources
 from placement_worker.replica.sharing import sharing_of
@@ -281,29 +282,69 @@ class Unsatisfiable(Struct, frozen=True):
     step: str
 
 
-def has_peers(request: BuildRequest) -> bool:
+class Placeable(Protocol):
+    """What placing reads of a request itself, beside its spec; a `BuildRequest` is one. As there."""
+
+    @property
+    def instance_uuid(self) -> str:
+        """The instance to be placed."""
+
+    @property
+    def project_id(self) -> str:
+        """Its project."""
+
+    @property
+    def user_id(self) -> str:
+        """Its user."""
+
+    @property
+    def server_group(self) -> ServerGroup | None:
+        """Its server group."""
+
+    @property
+    def different_host(self) -> tuple[str, ...]:
+        """Not where any of these instances is."""
+
+    @property
+    def same_host(self) -> tuple[str, ...]:
+        """Only where one of these instances is."""
+
+    @property
+    def ignore_hosts(self) -> tuple[str, ...]:
+        """Hosts, by name or uuid, that it never gets."""
+
+    @property
+    def max_attempts(self) -> int | None:
+        """The most hosts to name, the chosen one included; None: the setting."""
+
+
+def has_peers(request: Placeable) -> bool:
     """Whether the request depends on where other instances are."""
     return bool(request.server_group or request.different_host or request.same_host)
 
 
-def locate_request(request: BuildRequest) -> LocateRequest:
-    """The query to placement, the same for all members of a group: they share its answer.
+def locate_request(request: Placeable, members: Sequence[str] = ()) -> LocateRequest:
+    """The query to placement, the same for all members of a group: they share its answer. members: instances of its
+    server group that placement may not know as such; where they are more than a query may name, the claim knows them.
 
     An instance that holds a claim of an earlier run is counted with the others. Its next claim, or the probe where no
     host is left to it, finds that claim. One query for each such member would read the group's members that many times.
     """
+    named = dict.fromkeys((*request.different_host, *request.same_host, *members))
     return LocateRequest(
         project_id=request.project_id,
         server_group=request.server_group.uuid if request.server_group is not None else None,
-        consumers=tuple(dict.fromkeys((*request.different_host, *request.same_host))),
+        consumers=tuple(named)[:MAX_NAMED],
     )
 
 
-def peers_of(request: BuildRequest, page: LocatePage) -> Peers:
-    """Placement's answer, in the terms of the request."""
+def peers_of(request: Placeable, page: LocatePage, members: Sequence[str] = ()) -> Peers:
+    """Placement's answer, in the terms of the request. members: as in its query."""
+    there = Counter(host for one in members if one != request.instance_uuid for host in page.hosts.get(one, ()))
     return Peers(
         server_group=request.server_group,
-        members=page.members,
+        # Placement knows some of the named members itself.
+        members=page.members | {host: max(count, page.members.get(host, 0)) for host, count in there.items()},
         different_hosts=_hosts(page, request.different_host) if request.different_host else None,
         same_hosts=_hosts(page, request.same_host) if request.same_host else None,
     )

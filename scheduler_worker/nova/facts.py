@@ -8,13 +8,23 @@ Pure: what is read and when comes in.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGone, ServicesDigest
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.view import Membership
+
+MAX_NODES = 1_000_000
+MAX_INSTANCES = 4_000_000  # on all hosts together
+MAX_CPUS = 1_000  # descriptions of processors that are shared
+# One life of every nova-compute: Nova's services announce no epochs.
+EPOCH = 1
+DOWN = "service.silent"
 
 
 class ComputeNode(Struct, frozen=True, kw_only=True):
@@ -54,47 +64,282 @@ class NovaAggregate(Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
 
 
+class _Announced(Struct, frozen=True):
+    """What the host table was told of one nova-compute last."""
+
+    cell: str
+    hosts: tuple[HostReport, ...]
+
+
 class NovaFacts:
     """The facts as they are known now, and their image in a host table."""
 
     def __init__(self, table: HostTable) -> None:
         self._table = table
         self.version = 0  # rises with every change of nodes, aggregates or cells: rankings made before are outdated
+        self._nodes: dict[str, ComputeNode] = {}
+        self._by_host: dict[str, list[str]] = {}
+        self._services: dict[str, NovaService] = {}
+        self._cells: dict[str, str] = {}
+        self._aggregates: dict[str, NovaAggregate] = {}
+        self._instances = _Instances()
+        self._membership: Membership | None = None
+        self._announced: dict[str, _Announced] = {}
+        self._is_announced = True  # whether that is all that is known
+        self._sequence = 0
+        self._cpus: dict[tuple[tuple[str, str], ...], Mapping[str, str]] = {}
 
     # --- read by whoever places
 
     def node(self, uuid: str) -> ComputeNode | None:
         """The compute node with this root provider; None: Nova has named none."""
-        raise NotImplementedError
+        return self._nodes.get(uuid)
 
     def nodes_named(self, host: str | None, nodename: str | None = None) -> tuple[str, ...]:
         """The uuids of the compute nodes of this host, and of this node name (None: any), in order of their uuids."""
-        raise NotImplementedError
+        uuids = sorted(self._nodes) if host is None else self._by_host.get(host, ())
+        return tuple(uuid for uuid in uuids if nodename in (None, self._nodes[uuid].nodename))
 
     def cell_of(self, uuid: str) -> str | None:
         """The uuid of the Nova cell that a compute node is in; None: not known, so nothing is placed there."""
-        raise NotImplementedError
+        node = self._nodes.get(uuid)
+        return None if node is None else self._cells.get(node.host)
 
     def instances_on(self, uuid: str) -> frozenset[str]:
         """The instances that Nova has on the host of a compute node, as far as it was told."""
-        raise NotImplementedError
+        node = self._nodes.get(uuid)
+        return frozenset() if node is None else frozenset(self._instances.of_host.get(node.host, ()))
 
     def hosts_of(self, instances: Collection[str]) -> dict[str, tuple[str, ...]]:
         """{instance: the compute nodes of the host that Nova has it on}; instances that are nowhere are left out."""
-        raise NotImplementedError
+        found = {
+            one: tuple(uuid for host in self._instances.hosts.get(one, ()) for uuid in self._by_host.get(host, ()))
+            for one in instances
+        }
+        return {one: uuids for one, uuids in found.items() if uuids}
 
     def members(self, instances: Collection[str]) -> dict[str, int]:
         """{compute node: how many of these instances Nova has on its host}, without zeros: `Peers.members`."""
-        raise NotImplementedError
+        found = Counter(uuid for uuids in self.hosts_of(frozenset(instances)).values() for uuid in uuids)
+        return dict(sorted(found.items()))
 
     def aggregates(self) -> tuple[Aggregate, ...]:
         """Nova's aggregates as the scheduler's settings have them (`SchedulerConfig.aggregates`), in order of names."""
-        raise NotImplementedError
+        return self.membership().aggregates
 
     def membership(self) -> Membership:
         """Which compute nodes are in which aggregate, by Nova's word and not the book's (`Selector.membership`)."""
-        raise NotImplementedError
+        if self._membership is None:
+            ordered = sorted(self._aggregates.values(), key=lambda one: (one.name, one.uuid))
+            self._membership = Membership(
+                tuple(Aggregate(uuid=one.uuid, name=one.name, metadata=dict(one.metadata)) for one in ordered),
+                {
+                    one.uuid: frozenset(uuid for host in one.hosts for uuid in self._by_host.get(host, ()))
+                    for one in ordered
+                },
+            )
+        return self._membership
 
     def unknown(self, roots: Iterable[str]) -> tuple[str, ...]:
         """Those of these root providers that Nova has named no compute node for."""
-        raise NotImplementedError
+        return tuple(uuid for uuid in roots if uuid not in self._nodes)
+
+    def has_host(self, host: str) -> bool:
+        """Whether Nova has named a nova-compute or a compute node of this host."""
+        return host in self._services or host in self._by_host
+
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts that Nova has named, in order."""
+        return tuple(sorted(self._services.keys() | self._by_host.keys()))
+
+    def without_cell(self) -> tuple[str, ...]:
+        """The hosts with compute nodes whose cell is not known, in order."""
+        return tuple(sorted(self._by_host.keys() - self._cells.keys()))
+
+    def without_nodes(self) -> frozenset[str]:
+        """The hosts whose nova-compute is up and of which no compute node is known."""
+        return frozenset(one.host for one in self._services.values() if one.is_up and one.host not in self._by_host)
+
+    # --- written by the keeper
+
+    def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
+        """Take the states of nova-computes over. complete: those are all, and others are gone."""
+        found = {one.host: one for one in services}
+        after = found if complete else {**self._services, **found}
+        self._is_announced = self._is_announced and after == self._services
+        self._services = after
+
+    def put_nodes(self, nodes: Iterable[ComputeNode], *, complete: bool) -> None:
+        """Take compute nodes over. complete: those are all; others are gone, but for those of a host whose nova-compute
+        is not up: Nova leaves the nodes of a cell out that it cannot reach.
+        """
+        after = {one.uuid: self._shared(one) for one in nodes}
+        if complete:
+            down = {one.host for one in self._services.values() if not one.is_up}
+            after = {**{uuid: one for uuid, one in self._nodes.items() if one.host in down}, **after}
+        else:
+            after = {**self._nodes, **after}
+        if after == self._nodes or len(after) > MAX_NODES:
+            return
+        self._nodes = after
+        self._by_host = {}
+        for uuid in sorted(after):
+            self._by_host.setdefault(after[uuid].host, []).append(uuid)
+        self._changed()
+
+    def put_aggregates(self, aggregates: Iterable[NovaAggregate], *, complete: bool, but: Collection[str] = ()) -> None:
+        """Take aggregates over. complete: those are all, and others are gone. but: these (uuids) stay as they are."""
+        found = {one.uuid: one for one in aggregates if one.uuid not in but}
+        kept = {uuid: one for uuid, one in self._aggregates.items() if not complete or uuid in but}
+        after = {**kept, **found}
+        if after != self._aggregates:
+            self._aggregates = after
+            self._changed()
+
+    def drop_aggregate(self, uuid: str) -> None:
+        """An aggregate is gone."""
+        if self._aggregates.pop(uuid, None) is not None:
+            self._changed()
+
+    def put_cells(self, cells: Mapping[str, str]) -> None:
+        """Take the cells of hosts over: {host: cell uuid}, of all hosts that are in one."""
+        if cells != self._cells:
+            self._cells = dict(cells)
+            self._changed()
+
+    def put_instances(self, host: str, instances: Iterable[str], *, complete: bool) -> None:
+        """Instances on a host. complete: there are no others. What is beyond MAX_INSTANCES in all is not kept."""
+        if complete:
+            self._instances.clear(host)
+        for one in instances:
+            self._instances.add(host, one)
+
+    def drop_instance(self, host: str, instance: str) -> None:
+        """An instance is on a host no more."""
+        self._instances.drop(host, instance)
+
+    def announce(self, now_s: float) -> None:
+        """Bring the host table up to these facts. now_s: monotonic seconds."""
+        if not self._is_announced:
+            self._announce_hosts(now_s)
+            self._is_announced = True
+        self._digest(now_s)
+
+    def _announce_hosts(self, now_s: float) -> None:
+        reports = self._reports()
+        for host in [host for host in self._announced if host not in reports]:
+            gone = self._announced.pop(host)
+            self._table.forget_service(ServiceGone(service=host, cell=gone.cell), now_s)
+        changed = [host for host, one in reports.items() if self._announced.get(host) != one]
+        # A node may have changed its service. The table lets no service take what another lists, so all let go first.
+        for host in changed:
+            before = self._announced.get(host)
+            if before is not None and before.cell != reports[host].cell:
+                self._table.forget_service(ServiceGone(service=host, cell=before.cell), now_s)
+            elif before is not None:
+                stay = {one.uuid for one in reports[host].hosts}
+                kept = tuple(one for one in before.hosts if one.uuid in stay)
+                self._tell(host, _Announced(before.cell, kept), now_s)
+        for host in changed:
+            self._tell(host, reports[host], now_s)
+        self._announced = reports
+
+    def _reports(self) -> dict[str, _Announced]:
+        """Of every nova-compute whose cell is known."""
+        return {
+            host: _Announced(
+                self._cells[host], tuple(self._report(self._nodes[uuid], one) for uuid in self._by_host.get(host, ()))
+            )
+            for host, one in sorted(self._services.items())
+            if host in self._cells
+        }
+
+    def _report(self, node: ComputeNode, service: NovaService) -> HostReport:
+        """A compute node as a host. Its attributes are what a flavor's capabilities may name of Nova's HostState."""
+        known = {
+            "host": node.host,
+            "nodename": node.nodename,
+            "hypervisor_hostname": node.nodename,
+            "hypervisor_type": node.hypervisor_type,
+            "hypervisor_version": str(node.hypervisor_version) if node.hypervisor_version else "",
+            "host_ip": node.host_ip,
+        }
+        attributes = {key: value for key, value in known.items() if value}
+        attributes |= {f"cpu_info:{path}": value for path, value in node.cpu_info.items()}
+        return HostReport(
+            uuid=node.uuid,
+            name=node.nodename,
+            enabled=not service.is_disabled,
+            disabled_reason=service.reason if service.is_disabled else "",
+            attributes=attributes,
+        )
+
+    def _tell(self, host: str, report: _Announced, now_s: float) -> None:
+        self._sequence += 1
+        message = ComputeHosts(
+            service=host,
+            cell=report.cell,
+            epoch=EPOCH,
+            sequence=self._sequence,
+            first_sequence=self._sequence,
+            hosts=report.hosts,
+            complete=True,
+        )
+        self._table.apply(message, now_s)
+
+    def _digest(self, now_s: float) -> None:
+        """Which services are down, of each cell."""
+        self._sequence += 1
+        for cell in sorted({one.cell for one in self._announced.values()}):
+            mine = [self._services[host] for host, one in self._announced.items() if one.cell == cell]
+            down = tuple(
+                ServiceDown(service=one.host, epoch=EPOCH, code=DOWN, reason=one.reason or "Nova has it as down")
+                for one in mine
+                if not one.is_up
+            )
+            digest = ServicesDigest(cell=cell, term=1, number=self._sequence, down=down, up=len(mine) - len(down))
+            self._table.apply(digest, now_s)
+
+    def _shared(self, node: ComputeNode) -> ComputeNode:
+        """With a processor's description that equal nodes share: it may have kilobytes."""
+        key = tuple(sorted(node.cpu_info.items()))
+        if len(self._cpus) > MAX_CPUS:
+            self._cpus.clear()
+        return replace(node, cpu_info=self._cpus.setdefault(key, node.cpu_info))
+
+    def _changed(self) -> None:
+        self._membership = None
+        self._is_announced = False
+        self.version += 1
+
+
+class _Instances:
+    """Which instances are on which hosts; while one moves it may be on two."""
+
+    def __init__(self) -> None:
+        self.of_host: dict[str, dict[str, None]] = {}
+        self.hosts: dict[str, tuple[str, ...]] = {}
+
+    def add(self, host: str, instance: str) -> None:
+        known = self.hosts.get(instance, ())
+        if host in known or (not known and len(self.hosts) >= MAX_INSTANCES):
+            return
+        self.hosts[instance] = (*known, host)
+        self.of_host.setdefault(host, {})[instance] = None
+
+    def drop(self, host: str, instance: str) -> None:
+        mine = self.of_host.get(host, {})
+        if instance not in mine:
+            return
+        del mine[instance]
+        if not mine:
+            del self.of_host[host]
+        left = tuple(one for one in self.hosts[instance] if one != host)
+        if left:
+            self.hosts[instance] = left
+        else:
+            del self.hosts[instance]
+
+    def clear(self, host: str) -> None:
+        for instance in list(self.of_host.get(host, ())):
+            self.drop(host, instance)

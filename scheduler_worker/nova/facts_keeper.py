@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Protocol
+import asyncio
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-# The casts of topic `scheduler` that are facts; every scheduler receives them by its fanout queue.
-CASTS = frozenset(
-    {
-        "update_aggregates",
-        "delete_aggregate",
-        "update_instance_info",
-        "delete_instance_info",
-        "sync_instance_info",
-    }
-)
+import msgspec
+import structlog
+
+from bus.clock import Clock
+from bus.contracts.base import Uuid
+from bus.contracts.patterns import reason_of
+from bus.faults import Fault
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.nova.api_config import NovaApiConfig
+from scheduler_worker.nova.cells import CellMap
+from scheduler_worker.nova.facts import NovaFacts
+from scheduler_worker.nova.nova_rest import AggregateRow, NovaApi
+
+log = structlog.get_logger(__name__)
+
+MAX_ASKED = 32  # unknown root providers that are asked for one by one; for more, all compute nodes are read
+ASK_AGAIN_S = 1.0  # between two reads that a request without a host causes
+MAX_CAST = 100_000  # aggregates or instances of one cast
+
+AGGREGATE, AGGREGATES = "Aggregate", "AggregateList"
+INSTANCE, INSTANCES = "Instance", "InstanceList"
 
 
 class FactsSource(Protocol):
     """What the RPC server and the placer need of the keeper (`FactsKeeper`)."""
 
     def apply_cast(self, method: str, arguments: Mapping[str, object]) -> bool:
-        """Take one cast of CASTS in. False: it cannot be read; it is counted and logged, and changes nothing."""
+        """Take one cast of CASTS in. False: it cannot be read; it is logged, and changes nothing."""
         ...
 
     async def ask(self, unknown: Collection[str] = ()) -> bool:
@@ -31,3 +44,213 @@ class FactsSource(Protocol):
         least. False also when Nova does not answer in time: what is known counts.
         """
         ...
+
+
+class CastUnreadable(ValueError):
+    """A cast that is no cast of Nova's."""
+
+
+class FactsKeeper:
+    """Of one process. `first`: all facts have been read once."""
+
+    def __init__(
+        self,
+        api: NovaApi,
+        facts: NovaFacts,
+        table: HostTable,
+        *,
+        cells: CellMap,
+        config: NovaApiConfig,
+        clock: Clock,
+    ) -> None:
+        self._api = api
+        self._facts = facts
+        self._table = table
+        self._cells = cells
+        self._config = config
+        self._clock = clock
+        self._reading = asyncio.Lock()
+        self._read_s = -math.inf
+        self._nodes_due_s = self._instances_due_s = -math.inf
+        # Changed by casts since the poll under way began: its answer may be older than they are.
+        self._cast_aggregates: set[str] = set()
+        self._cast_hosts: set[str] = set()
+        self._without_nodes: frozenset[str] = frozenset()
+        self._no_nodes: set[str] = set()  # root providers that Nova has no compute node for
+        self.first = asyncio.Event()
+
+    # --- polling
+
+    async def run(self) -> None:
+        """Poll until cancelled. What cannot be read is read at the next poll; what is known counts until then."""
+        while True:
+            try:
+                async with self._reading:
+                    await self._poll(self._clock.monotonic())
+            except Fault as fault:
+                self._log_unread(fault)
+            await self._clock.sleep(self._config.poll_interval_s)
+
+    async def _poll(self, now_s: float) -> None:
+        await self._read_states()
+        if now_s >= self._nodes_due_s or self._facts.without_nodes() != self._without_nodes:
+            await self._read_nodes()
+            self._nodes_due_s = now_s + self._config.hosts_interval_s
+        self.first.set()
+        if self._config.instances_interval_s and now_s >= self._instances_due_s:
+            await self._read_instances()
+            self._instances_due_s = now_s + self._config.instances_interval_s
+
+    def _log_unread(self, fault: Fault) -> None:
+        log.warning("nova.unread", code=fault.code, why=fault.reason)
+
+    async def _read_states(self) -> None:
+        self._cast_aggregates.clear()
+        services, aggregates = await self._api.services(), await self._api.aggregates()
+        self._facts.put_services(services, complete=True)
+        self._facts.put_aggregates(aggregates, complete=True, but=self._cast_aggregates)
+        self._read_s = self._clock.monotonic()
+        await self._announce()
+
+    async def _read_nodes(self) -> None:
+        found = await self._api.nodes()
+        self._facts.put_nodes([node for node, _ in found], complete=True)
+        self._facts.put_services([service for _, service in found], complete=False)
+        self._without_nodes = self._facts.without_nodes()
+        self._no_nodes.clear()
+        await self._announce()
+
+    async def _read_instances(self) -> None:
+        self._cast_hosts.clear()
+        of_hosts = {}
+        for uuid, instances in (await self._api.instances()).items():
+            node = self._facts.node(uuid)
+            if node is not None and node.host not in self._cast_hosts:
+                of_hosts[node.host] = instances  # of all its compute nodes alike
+        for host, instances in of_hosts.items():
+            self._facts.put_instances(host, instances, complete=True)
+
+    async def ask(self, unknown: Collection[str] = ()) -> bool:
+        """As FactsSource has it."""
+        before = self._state()
+        async with self._reading:
+            try:
+                if self._clock.monotonic() - self._read_s >= ASK_AGAIN_S:
+                    await self._read_states()
+                await self._read_unknown(unknown)
+            except Fault as fault:
+                self._log_unread(fault)
+        return self._state() != before
+
+    async def _read_unknown(self, roots: Collection[str]) -> None:
+        unknown = [uuid for uuid in self._facts.unknown(roots) if uuid not in self._no_nodes]
+        if len(unknown) > MAX_ASKED:
+            await self._read_nodes()
+            self._no_nodes.update(self._facts.unknown(unknown))
+            return
+        for uuid in unknown:
+            found = await self._api.node(uuid)
+            if found is None:
+                self._no_nodes.add(uuid)
+            else:
+                self._facts.put_nodes([found[0]], complete=False)
+                self._facts.put_services([found[1]], complete=False)
+        if unknown:
+            await self._announce()
+
+    def _state(self) -> tuple[int, int]:
+        return self._facts.version, self._table.revision
+
+    async def _announce(self) -> None:
+        self._facts.put_cells(await self._cells.of_hosts(self._facts.hosts()))
+        self._facts.announce(self._clock.monotonic())
+
+    # --- casts
+
+    def apply_cast(self, method: str, arguments: Mapping[str, object]) -> bool:
+        """As FactsSource has it."""
+        try:
+            CASTS[method](self, arguments)
+        except (CastUnreadable, msgspec.ValidationError) as error:
+            log.warning("nova.cast_unreadable", cast=method, why=reason_of(error))
+            return False
+        return True
+
+    def _update_aggregates(self, arguments: Mapping[str, object]) -> None:
+        given = _objects(arguments.get("aggregates"), AGGREGATE, AGGREGATES)
+        found = [msgspec.convert(one, AggregateRow).as_fact() for one in given]
+        self._cast_aggregates.update(one.uuid for one in found)
+        self._facts.put_aggregates(found, complete=False)
+
+    def _delete_aggregate(self, arguments: Mapping[str, object]) -> None:
+        for one in _objects(arguments.get("aggregate"), AGGREGATE, AGGREGATES):
+            uuid = _uuid(one.get("uuid"))
+            self._cast_aggregates.add(uuid)
+            self._facts.drop_aggregate(uuid)
+
+    def _update_instances(self, arguments: Mapping[str, object]) -> None:
+        given = _objects(arguments.get("instance_info"), INSTANCE, INSTANCES)
+        self._put_instances(arguments, [_uuid(one.get("uuid")) for one in given], complete=False)
+
+    def _delete_instance(self, arguments: Mapping[str, object]) -> None:
+        uuid = _uuid(arguments.get("instance_uuid"))
+        if (host := self._host(arguments)) is not None:
+            self._facts.drop_instance(host, uuid)
+
+    def _sync_instances(self, arguments: Mapping[str, object]) -> None:
+        uuids = [_uuid(one) for one in _list(arguments.get("instance_uuids"))]
+        self._put_instances(arguments, uuids, complete=True)
+
+    def _put_instances(self, arguments: Mapping[str, object], uuids: Sequence[str], *, complete: bool) -> None:
+        if (host := self._host(arguments)) is not None:
+            self._facts.put_instances(host, uuids, complete=complete)
+
+    def _host(self, arguments: Mapping[str, object]) -> str | None:
+        """The host of a cast. None: Nova's API has not named it yet; its next sync comes within minutes. Raises
+        CastUnreadable.
+        """
+        host = arguments.get("host_name")
+        if not isinstance(host, str):
+            raise CastUnreadable("it names no host")
+        if not self._facts.has_host(host):
+            return None
+        self._cast_hosts.add(host)
+        return host
+
+
+# The casts of topic `scheduler` that are facts; every scheduler receives them by its fanout queue.
+CASTS: Mapping[str, Callable[[FactsKeeper, Mapping[str, object]], None]] = {
+    "update_aggregates": FactsKeeper._update_aggregates,
+    "delete_aggregate": FactsKeeper._delete_aggregate,
+    "update_instance_info": FactsKeeper._update_instances,
+    "delete_instance_info": FactsKeeper._delete_instance,
+    "sync_instance_info": FactsKeeper._sync_instances,
+}
+
+
+def _objects(primitive: object, one: str, several: str) -> Iterable[Mapping[str, Any]]:
+    """The fields of one versioned object, or of each of a list of them. Raises CastUnreadable."""
+    name, data = _object(primitive)
+    listed = [_object(member) for member in _list(data.get("objects"))] if name == several else [(name, data)]
+    if any(found != one for found, _ in listed):
+        raise CastUnreadable(f"it is no {one} and no {several}")
+    return [fields for _, fields in listed]
+
+
+def _object(primitive: object) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(primitive, dict):
+        raise CastUnreadable("it has no versioned object")
+    name, data = primitive.get("nova_object.name"), primitive.get("nova_object.data")
+    if not isinstance(name, str) or not isinstance(data, dict):
+        raise CastUnreadable("it has no versioned object")
+    return name, data
+
+
+def _list(given: object) -> list[Any]:
+    if not isinstance(given, list) or len(given) > MAX_CAST:
+        raise CastUnreadable(f"it has no list of at most {MAX_CAST}")
+    return given
+
+
+def _uuid(given: object) -> str:
+    return msgspec.convert(given, Uuid)

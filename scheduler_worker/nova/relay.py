@@ -79,7 +79,7 @@ class StockRelay:
     @property
     def unavailable_reason(self) -> str:
         """Why nothing can be relayed now; "": it can."""
-        return "" if self._transport.connected else "not connected"
+        return self._transport.blocked if self._transport.connected else "not connected"
 
     async def call(self, call: Call, reason: str, settle: Callable[[], None]) -> bytes:
         """The body of the answer to a call. settle: called once, just before the call leaves. It may be cancelled.

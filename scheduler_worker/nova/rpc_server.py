@@ -194,7 +194,7 @@ class RpcServer:
     @property
     def unavailable_reason(self) -> str:
         """Why no calls can be answered now; "": they can."""
-        return "" if self._transport.connected else "not connected"
+        return self._transport.blocked if self._transport.connected else "not connected"
 
     # --- what is delivered
 

@@ -228,6 +228,7 @@ OTHER_NAMES = {
         "service.version url.path"
     ),
     "messages of ASGI": "http.disconnect http.response.body http.response.start",
+    "fields of Nova's objects": "nova_object.data nova_object.name",
     "fields and events of Ironic's notifications": (
         "baremetal.node.*.* ironic.metrics ironic_object.data ironic_object.name ironic_object.namespace "
         "ironic_object.version oslo.message oslo.version"

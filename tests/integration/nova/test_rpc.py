@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 
+import aiormq
 import pytest
+from prometheus_client import REGISTRY
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from scheduler_worker.nova.envelope import Call, no_valid_host
-from tests.integration.nova.world import Instructed, chosen, front
+from scheduler_worker.nova.request_spec import NotDecided
+from tests.integration.nova.world import EXCHANGE, Instructed, chosen, front
 from tests.kit.nova_peer import NovaPeer, needs_nova, nova_peer
+from tests.kit.raw_amqp import long, raw_publisher, table
+from tests.kit.sources import ROOT
 from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.rabbitmq, needs_nova]
@@ -95,3 +101,198 @@ async def test_heartbeats_keep_a_long_call_alive(vhost: str, client: NovaPeer) -
     async with front(vhost, Instructed(slow)):
         found = await client.do("select", uuids=UUIDS, monitor_s=2)
         assert "result" in found, found
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"berth_nova_{name}_total", labels) or 0.0
+
+
+async def test_two_fronts_and_a_stock_scheduler_share_the_calls(vhost: str, client: NovaPeer) -> None:
+    """Each is carried out once, by one of them."""
+    one, other = Instructed(), Instructed()
+    async with nova_peer("server", vhost) as stock, front(vhost, one, name="a"), front(vhost, other, name="b"):
+        ids = [f"req-{number}" for number in range(30)]
+        found = await asyncio.gather(*(client.do("select", uuids=UUIDS[:1], request_id=each) for each in ids))
+        assert all("result" in each for each in found), found
+        taken = [each["request_id"] for each in stock.taken("select_destinations")]
+        ours = [call.request_id for call in (*one.calls, *other.calls)]
+        assert sorted(taken + ours) == sorted(ids) and taken and one.calls and other.calls
+
+
+# --- a server that is killed, a broker that is restarted, a client that is gone
+
+
+async def test_a_call_of_a_killed_server_is_carried_out_by_another(vhost: str, client: NovaPeer) -> None:
+    victim = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.integration.nova.victim", vhost, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    assert victim.stdout is not None
+    try:
+        await victim.stdout.readline()
+        asking = asyncio.create_task(client.do("select", uuids=UUIDS, limit_s=120))
+        taken = (await victim.stdout.readline()).decode().strip()
+    finally:
+        victim.kill()
+        await victim.wait()
+    dispatcher = Instructed()
+    async with front(vhost, dispatcher):
+        found = await asking
+        assert "result" in found, found
+    assert [call.unique_id for call in dispatcher.calls] == [taken]
+
+
+async def test_a_call_is_answered_once_after_the_connection_was_lost_in_the_middle(
+    own_broker: RabbitMQ, vhost: str, client: NovaPeer
+) -> None:
+    """It is delivered again while it is in hand, and carried out once."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def held(call: Call) -> object:
+        begun.set()
+        await go_on.wait()
+        return await chosen(call)
+
+    dispatcher = Instructed(held)
+    async with front(vhost, dispatcher) as server:
+        asking = asyncio.create_task(client.do("select", uuids=UUIDS))
+        await begun.wait()
+        session = server._transport._session
+        await asyncio.to_thread(
+            own_broker.evaluate,
+            '[rabbit_networking:close_connection(One, "tests") || One <- rabbit_networking:connections()].',
+        )
+        await until(lambda: server._transport._session not in (None, session))
+        go_on.set()
+        found = await asking
+        assert "result" in found, found
+        await until(lambda: server.in_hand == 0)
+    assert len(dispatcher.calls) == 1
+
+
+async def test_calls_after_a_restart_of_the_broker_are_answered(own_broker: RabbitMQ, client: NovaPeer) -> None:
+    vhost = own_broker.url("nova")
+    async with front(vhost, Instructed()) as server:
+        assert "result" in await client.do("select", uuids=UUIDS)
+        await asyncio.to_thread(own_broker.kill)
+        await asyncio.to_thread(own_broker.start)
+        await until(lambda: not server.unavailable_reason)
+        assert "result" in await client.do("select", uuids=UUIDS)
+
+
+async def test_a_server_that_stops_answers_what_it_has_in_hand(vhost: str, client: NovaPeer) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def held(call: Call) -> object:
+        begun.set()
+        await go_on.wait()
+        return await chosen(call)
+
+    async with front(vhost, Instructed(held)) as server:
+        asking = asyncio.create_task(client.do("select", uuids=UUIDS))
+        await begun.wait()
+        draining = asyncio.create_task(server.drain(60.0))
+        await until(lambda: not any(one._tag for one in server._subscriptions))
+        later = asyncio.create_task(client.do("select", uuids=UUIDS))
+        go_on.set()
+        await draining
+        assert "result" in await asking
+        other = Instructed()
+        async with front(vhost, other, name="other"):
+            assert "result" in await later
+        assert len(other.calls) == 1
+
+
+async def test_hostile_bodies_end_nothing(vhost: str, client: NovaPeer) -> None:
+    bodies = (b"", b"\xff", b"[" * 100_000, b"{}", b"null", b'{"oslo.version": "2.0", "oslo.message": "[]"}')
+    before = counted("calls", method="other", outcome="unreadable")
+    dispatcher = Instructed()
+    async with front(vhost, dispatcher), raw_publisher(vhost) as hostile:
+        for number, body in enumerate(bodies):
+            key = (b"scheduler", b"scheduler.front")[number % 2]
+            await hostile.publish(
+                EXCHANGE, key, body, content_type=b"\xff", headers=table({b"compression": b"S" + long(b"\xff")})
+            )
+            await hostile.publish("scheduler_fanout", b"", body)
+        assert "result" in await client.do("select", uuids=UUIDS)
+        await until(lambda: counted("calls", method="other", outcome="unreadable") == before + 2 * len(bodies))
+    assert len(dispatcher.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amqp_durable_queues": True, "rabbit_transient_queues_ttl": 60},
+        {"amqp_auto_delete": True},
+        {"rabbit_quorum_queue": True, "rabbit_transient_quorum_queue": True, "rabbit_quorum_delivery_limit": 7},
+        {
+            "rabbit_quorum_queue": True,
+            "rabbit_transient_quorum_queue": True,
+            "rabbit_stream_fanout": True,
+            "rabbit_qos_prefetch_count": 10,
+        },
+    ],
+    ids=["durable", "auto_delete", "quorum", "stream"],
+)
+async def test_queues_are_declared_as_novas_services_declare_them(vhost: str, options: dict[str, object]) -> None:
+    """A stock scheduler declares the same queues beside, which the broker refuses where they differ."""
+    ours = {name: value for name, value in options.items() if name != "rabbit_qos_prefetch_count"}
+    dispatcher = Instructed()
+    async with front(vhost, dispatcher, **ours), nova_peer("server", vhost, **options) as stock:
+        async with nova_peer("client", vhost, **options) as client:
+            await client.do("casts")
+            await until(lambda: len(dispatcher.calls) == 4 and stock.taken("update_aggregates"))
+            found = [await client.do("select", uuids=UUIDS) for _ in range(4)]
+            assert all("result" in one for one in found), found
+        assert len(stock.taken("select_destinations")) + dispatcher.methods().count("select_destinations") == 4
+
+
+async def test_queues_that_exist_otherwise_are_used_as_they_are(vhost: str, client: NovaPeer) -> None:
+    async with await aiormq.connect(vhost) as connection:
+        channel = await connection.channel()
+        await channel.exchange_declare(EXCHANGE, exchange_type="topic", durable=False)
+        await channel.queue_declare("scheduler", durable=False)
+    async with front(vhost, Instructed(), amqp_durable_queues=True):
+        assert "result" in await client.do("select", uuids=UUIDS)
+
+
+# --- the fallback
+
+
+async def test_what_is_not_decided_is_relayed_and_its_answer_as_it_came(
+    own_broker: RabbitMQ, vhost: str, client: NovaPeer
+) -> None:
+    async def undecided(_: Call) -> object:
+        raise NotDecided("numa_topology")
+
+    fallback = own_broker.add_vhost("stock")
+    before = counted("relayed", reason="numa_topology", outcome="answered")
+    async with (
+        nova_peer("server", fallback) as stock,
+        front(vhost, Instructed(undecided), stock=fallback) as server,
+    ):
+        found = await client.do("select", uuids=UUIDS, request_id="req-7")
+        assert found.get("result") == [["stock"], ["stock"]], found
+        (taken,) = stock.taken("select_destinations")
+        assert (taken["request_id"], taken["uuids"]) == ("req-7", UUIDS)
+        none = await client.do("select", uuids=UUIDS, request_id="req-none")
+        assert "NoValidHost" in none["raised"]["kinds"] and "stock has none" in none["raised"]["text"]
+        slow = await client.do("select", uuids=UUIDS, request_id="req-slow", monitor_s=2)
+        assert "result" in slow, slow
+        await client.do("casts")
+        await until(lambda: stock.taken("update_aggregates"))
+        assert server.in_hand == 0
+    assert counted("relayed", reason="numa_topology", outcome="answered") == before + 3
+
+
+async def test_a_relayed_call_that_no_scheduler_takes_has_no_valid_host(
+    own_broker: RabbitMQ, vhost: str, client: NovaPeer
+) -> None:
+    async def undecided(_: Call) -> object:
+        raise NotDecided("pci_requests")
+
+    async with front(vhost, Instructed(undecided), stock=own_broker.add_vhost("stock")):
+        found = await client.do("select", uuids=UUIDS)
+        assert "NoValidHost" in found["raised"]["kinds"], found
+    async with front(vhost, Instructed(undecided)):
+        found = await client.do("select", uuids=UUIDS)
+        assert "NoValidHost" in found["raised"]["kinds"] and "pci_requests" in found["raised"]["text"]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received
+from bus.contracts.base import Meta
 from bus.contracts.cell import CellDelete, Destroy, FoundMachine, InstanceSpec
 from bus.contracts.moves import (
+    CellAsks,
+    CellCheck,
     ChangeKind,
     ChangeMachine,
     Condition,
@@ -24,6 +31,7 @@ from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
+from cell_conductor.handlers import RequestHandlers
 from cell_conductor.search import LOGGED_MOVES
 from tests.unit.conductor.move_scenario import (
     MOVE,
@@ -33,11 +41,12 @@ from tests.unit.conductor.move_scenario import (
     active,
     begun,
     claimed,
+    refused,
     request,
     unbegun,
 )
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
-from tests.unit.conductor.world import Conductor, Services
+from tests.unit.conductor.world import Conductor, Quiet, Services
 
 # --- an instance moves to another cell: it never runs in both, and is destroyed only for a place that reads its image
 
@@ -383,6 +392,73 @@ def lost(given: Scenario, context: StepContext) -> Scenario:
     given.context = context
     given.instance = rules.give_up_lost(given.instance, 1_350.0, context, code="instance.lost", reason="x").instance
     return given
+
+
+def checks(made: Scenario) -> list[CellCheck]:
+    asks = [one.message for one in made.commands if isinstance(one, CellAsks)]
+    return [one for one in asks if isinstance(one, CellCheck)]
+
+
+@pytest.mark.parametrize("make", [leaving, stopping, checking])
+@pytest.mark.parametrize("has_arrived", [True, False])
+def test_a_claim_in_another_cell_is_given_back_only_if_that_cell_does_not_have_the_instance(
+    make: Callable[[], Scenario], has_arrived: bool
+) -> None:
+    """Where the schedulers were set back to before the departure as well, they gave it back while the instance ran
+    there, and the former cell offloaded it: another machine of it could be built from its image.
+    """
+    made = make()
+    made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
+    match made.instance.state:
+        case State.CLAIMING:
+            made.apply(refused(made.instance.next_attempt))
+        case State.HANDING_OVER:
+            made.end(1, 1, done=False, code="machine.absent")
+        case State.PREPARING:
+            made.end(2, made.instance.attempt)
+    for _ in range(2):
+        assert made.instance.phase == (State.PREPARING, None) and question_of(made.instance) is None
+        assert (checks(made)[-1].cell, checks(made)[-1].stay) == ("c2", made.instance.stay)
+        made.apply(e.TimedOut(at=2_000.0))
+    made.end(2, made.instance.attempt, done=False, code="move.arrived" if has_arrived else "image.missing")
+    if not has_arrived:
+        assert isinstance(question_of(made.instance), Revert)
+        return
+    assert made.instance.phase == (State.DESTROYING, State.DEPARTED)
+    made.apply(gone(made.instance, 1), e.Released(at=2_100.0, consumer=MOVE))
+    assert made.instance.state is State.DEPARTED and departure_of(made).cell == "c2"
+
+
+@pytest.mark.parametrize(
+    ("state", "stay", "answers"),
+    [
+        (State.ACTIVE, 1, True),
+        (State.DELETED, 1, True),
+        (State.ACTIVE, 0, False),
+        (State.DEPARTED, 2, False),
+        (None, 0, False),
+    ],
+)
+async def test_a_cell_answers_a_check_for_what_it_has_in_a_later_stay(
+    state: State | None, stay: int, answers: bool
+) -> None:
+    conductor, bus = Conductor(Services(s1=()), ("s1",)), Quiet()
+    await conductor.store.open()
+    if state is not None:
+        async with conductor.store.transaction() as transaction:
+            await transaction.insert([replace(active(), state=state, stay=stay)])
+    (check,) = checks(checking())
+    handlers = RequestHandlers(conductor.engine, SystemClock(), bus=bus)  # type: ignore[arg-type]
+    (outcome,) = await handlers.requests([Received(check, Meta(id="m"), "c2", "conductor.requests")])
+    (passed,) = bus.published
+    assert isinstance(outcome, Done)
+    if not answers:
+        assert passed == check.change
+        return
+    assert isinstance(passed, CellAsks) and isinstance(passed.message, CellCheck) and check.change is not None
+    answer = passed.message.answer
+    assert answer is not None and (answer.done, answer.code, answer.asked_by) == (False, "move.arrived", check.asked_by)
+    assert (answer.order, answer.attempt) == (check.change.order, check.change.attempt)
 
 
 def test_one_that_was_resized_in_place_is_not_adopted_with_its_move() -> None:

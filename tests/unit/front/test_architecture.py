@@ -161,8 +161,11 @@ MADE_ONLY = {
     ("scheduler_worker", "BuildRequest"): "the request of a tombstone, on record alone",
     ("scheduler_worker", "DrainQuery"): "for its own planner",
     ("scheduler_worker", "ServiceGone"): "for its own table of hosts",
+    ("scheduler_worker", "ComputeHosts"): "Nova's hosts, for its own table of hosts",
+    ("scheduler_worker", "ServicesDigest"): "Nova's services, for its own table of hosts",
     ("scheduler_worker", "BuildQuery"): "compared with one that was received",
     ("cell_conductor", "CellMove"): "the move that a query is about",
+    ("cell_conductor", "MachineChanged"): "a part of its answer to the check of another cell",
 }
 
 

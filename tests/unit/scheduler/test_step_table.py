@@ -14,7 +14,7 @@ from bus.contracts.build import HostScore
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.decision_round import MAX_PARTLY_FULL_RETRIES, found, nothing_fits, refused, step, stranded
+from scheduler_worker.domain.decision_round import MAX_PARTLY_FULL_RETRIES, found, nothing_fits, refused, step
 from scheduler_worker.domain.placement import (
     Assume,
     ClaimStranded,
@@ -27,6 +27,7 @@ from scheduler_worker.domain.placement import (
     initial_state,
 )
 from scheduler_worker.domain.ranking import Choice, RankedHost, Weights
+from scheduler_worker.domain.recovery import stranded
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.view import Peers
 from tests.unit.scheduler.hosts import PLENTY, Hosts

@@ -1,0 +1,50 @@
+"""Settings of the reads of Nova's REST API."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from bus.openstack.login import KeystoneLogin
+from bus.service.settings import Secret
+
+Seconds = Annotated[float, Bound(gt=0, le=86_400)]
+
+
+class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where Nova's hosts, services and aggregates are read, and how often."""
+
+    url: str = "http://127.0.0.1:8774/v2.1"
+    """Nova's API, as its endpoint in Keystone has it."""
+    keystone: KeystoneLogin = KeystoneLogin()
+    """Credentials for Keystone, of a user that may list hypervisors, services and aggregates. The token is renewed
+    when it expires.
+    """
+    token: Secret = ""
+    """An X-Auth-Token that another program renews; of a Nova with `auth_strategy` = `noauth2`, USER:PROJECT."""
+    verify_tls: bool = True
+    """Whether Nova's and Keystone's certificates are verified."""
+    ca_file: str = ""
+    """Certificates (PEM) of the authorities that sign Nova's and Keystone's. Empty: those that the system trusts."""
+    request_timeout_s: Seconds = 30.0
+    """Seconds that one request may take."""
+    page_size: Annotated[int, Bound(ge=1, le=1000)] = 500
+    """Rows in one page. Nova gives at most `[api] max_limit` of them."""
+    poll_interval_s: Seconds = 5.0
+    """Seconds between two reads of services and aggregates: so long a nova-compute that is down may count as up."""
+    hosts_interval_s: Seconds = 60.0
+    """Seconds between two reads of all compute nodes. A new one is read before a request fails for want of a host."""
+    instances_interval_s: Annotated[float, Bound(ge=0, le=86_400)] = 3600.0
+    """Seconds between two reads of the instances of all hosts, which is costly for Nova; between them its computes
+    announce them (`[filter_scheduler] track_instance_changes`). 0: they are never read.
+    """
+    cells: dict[str, tuple[str, ...]] = {}
+    """The cells of Nova by uuid, each with its hosts: names, or patterns with `*`. A host is in the first that names
+    it. `nova-manage cell_v2 list_cells` prints the uuids.
+    """
+    cells_database: Secret = ""
+    """Instead of `cells`: the address of Nova's API database, as `[api_database] connection` has it, of a user that may
+    read `cell_mappings` and `host_mappings`. Nothing else is read there, and nothing written.
+    """

@@ -1,0 +1,89 @@
+"""Which cell of Nova a host is in. Its REST API tells that to nobody: by the settings, or by its API database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+import sqlalchemy
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+from bus.clock import Clock
+from bus.service.settings import SettingsError
+from scheduler_worker.nova.api_config import NovaApiConfig
+from scheduler_worker.nova.nova_rest import NovaUnavailable
+
+AGAIN_S = 30.0  # between two reads of the database while a host has no cell
+MAX_MAPPINGS = 1_000_000
+CONNECT_S = 10
+
+# The two that are read; a disabled cell takes no builds.
+CELLS = "SELECT id, uuid FROM cell_mappings WHERE NOT disabled"
+HOSTS = "SELECT host, cell_id FROM host_mappings"
+
+
+class CellMap(Protocol):
+    """The cells of hosts."""
+
+    async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
+        """{host: cell uuid}; hosts whose cell is not known are left out. Raises NovaUnavailable."""
+        ...
+
+
+def cells_of(config: NovaApiConfig, clock: Clock) -> CellMap:
+    """The map that the settings name. Raises SettingsError: they name none, or a database that cannot be used."""
+    if config.cells_database:
+        return DatabaseCells(config.cells_database, clock)
+    if not config.cells:
+        reason = "nova.api.cells or nova.api.cells_database is needed: Nova's API names no cells"
+        raise SettingsError("nova.cells_unset", reason)
+    return ConfiguredCells(config.cells)
+
+
+class ConfiguredCells:
+    """By patterns of host names. cells: {cell uuid: patterns}, the first that matches counts."""
+
+    def __init__(self, cells: Mapping[str, Collection[str]]) -> None:
+        self._patterns = [(pattern, cell) for cell, patterns in cells.items() for pattern in patterns]
+        self._known: dict[str, str | None] = {}
+
+    async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
+        """As CellMap has it."""
+        for host in [one for one in hosts if one not in self._known]:
+            self._known[host] = next((cell for pattern, cell in self._patterns if fnmatchcase(host, pattern)), None)
+        return {host: cell for host in hosts if (cell := self._known[host]) is not None}
+
+
+class DatabaseCells:
+    """By Nova's API database, which is read at the start and while a host is not in what was read last."""
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        """Raises SettingsError."""
+        try:
+            self._engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
+        except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
+            reason = f"nova.api.cells_database cannot be used: {error}"
+            raise SettingsError("nova.cells_database", reason) from error
+        self._clock = clock
+        self._known: dict[str, str] = {}
+        self._again_s = clock.monotonic()
+
+    async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
+        """As CellMap has it. Raises NovaUnavailable."""
+        now_s = self._clock.monotonic()
+        if now_s >= self._again_s and any(host not in self._known for host in hosts):
+            self._again_s = now_s + AGAIN_S
+            try:
+                self._known = await asyncio.to_thread(self._read)
+            except SQLAlchemyError as error:
+                reason = f"Nova's API database: {type(error).__name__}"  # its text may have the password
+                raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
+        return {host: cell for host in hosts if (cell := self._known.get(host)) is not None}
+
+    def _read(self) -> dict[str, str]:
+        with self._engine.connect() as connection:
+            cells = {row[0]: str(row[1]) for row in connection.execute(sqlalchemy.text(CELLS)).fetchmany(MAX_MAPPINGS)}
+            found = connection.execute(sqlalchemy.text(HOSTS)).fetchmany(MAX_MAPPINGS)
+        return {str(host): cells[cell] for host, cell in found if cell in cells}

@@ -1,0 +1,365 @@
+"""Nova over HTTP: what a scheduler reads of it. Everything that comes back is hostile until it is parsed.
+
+A row that cannot be read is left out and counted (`unreadable`); an answer that is no list is a refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Protocol, TypeVar
+
+import httpx
+import msgspec
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from bus.clock import Clock
+from bus.contracts.base import Uuid
+from bus.contracts.patterns import reason_of
+from bus.faults import Fault, Transient
+from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
+from bus.openstack.rest import auth_of, bounded_body, error_text, tls_of
+from scheduler_worker.nova.api_config import NovaApiConfig
+from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService
+
+T = TypeVar("T")
+
+VERSION = "OpenStack-API-Version"
+NEWEST = (2, 104)  # that this module was written for
+OLDEST = (2, 88)
+# Newer lists of compute nodes have no `cpu_info`, and for each row of them some releases of Nova ask the nova-compute
+# for its uptime.
+OF_NODES = (2, 87)
+MAX_PAGE_BYTES = 64 * 2**20
+MAX_ROWS = 1_000_000  # of one list
+MAX_DEPTH = 4  # of a node's cpu_info that is read
+MAX_VALUES = 64
+MAX_VALUE = 8_192  # characters: a processor has some hundred features
+BUSY = frozenset({408, 413, 425, 429})  # Nova's rate limits were 413
+SERVICE = "nova-compute"
+_VERSION = re.compile(r"^(\d{1,2})\.(\d{1,5})$")
+
+Name = Annotated[str, Bound(min_length=1, max_length=255)]
+Text = Annotated[str, Bound(max_length=255)]
+
+
+class NovaUnavailable(Transient):
+    """Nova's API cannot be reached, is overloaded or answers with a server error: try again later."""
+
+    code = "nova.unavailable"
+
+
+class NovaRefused(Fault):
+    """Nova answers, but not the request: wrong credentials, version or address. For an operator."""
+
+    code = "nova.refused"
+
+
+class NovaApi(Protocol):
+    """Reads Nova. Every call is bounded in time and size. Raises NovaUnavailable, NovaRefused."""
+
+    async def services(self) -> list[NovaService]:
+        """All nova-computes, of all cells."""
+
+    async def nodes(self) -> list[tuple[ComputeNode, NovaService]]:
+        """All compute nodes that have a nova-compute, each with its state."""
+
+    async def node(self, uuid: str) -> tuple[ComputeNode, NovaService] | None:
+        """One compute node; None: Nova has none with this uuid."""
+
+    async def aggregates(self) -> list[NovaAggregate]:
+        """All host aggregates."""
+
+    async def instances(self) -> dict[str, tuple[str, ...]]:
+        """{compute node: the instances of its host}."""
+
+
+class _Service(Struct, frozen=True):
+    host: Name
+    binary: str = ""
+    status: str = ""
+    state: str = ""
+    disabled_reason: str | None = None
+    forced_down: bool = False
+
+
+class _ServiceOfNode(Struct, frozen=True):
+    host: Name
+    disabled_reason: str | None = None
+
+
+class _Node(Struct, frozen=True):
+    id: Uuid
+    hypervisor_hostname: Name
+    service: _ServiceOfNode
+    state: str = ""
+    status: str = ""
+    hypervisor_type: str | None = None
+    hypervisor_version: int | None = None
+    host_ip: str | None = None
+    cpu_info: Any = None
+
+
+class _Server(Struct, frozen=True):
+    uuid: Uuid
+
+
+class _NodeWithServers(Struct, frozen=True):
+    id: Uuid
+    servers: tuple[_Server, ...] = ()
+
+
+class AggregateRow(Struct, frozen=True):
+    """An aggregate as Nova's API and its casts have it: in both the fields have the same names."""
+
+    uuid: Uuid
+    name: Name
+    metadata: dict[Text, Text] | None = None
+    hosts: tuple[Name, ...] | None = None
+
+    def as_fact(self) -> NovaAggregate:
+        """The same in the terms of the facts."""
+        return NovaAggregate(uuid=self.uuid, name=self.name, metadata=self.metadata or {}, hosts=self.hosts or ())
+
+
+class NovaRest:
+    """The adapter for Nova's REST API. Connections are kept and bounded."""
+
+    def __init__(
+        self,
+        config: NovaApiConfig,
+        *,
+        clock: Clock,
+        transport: httpx.AsyncBaseTransport | None = None,
+        setting: str,
+    ) -> None:
+        """setting: where the settings have these. Raises SettingsError: the login or the certificates cannot be
+        used.
+        """
+        verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting=f"{setting}.ca_file")
+        self._auth = auth_of(
+            config.keystone,
+            username="",
+            password="",
+            clock=clock,
+            timeout_s=config.request_timeout_s,
+            verify=verify,
+            setting=f"{setting}.keystone",
+        )
+        self._timeout_s = config.request_timeout_s
+        self._page_size = config.page_size
+        self.url = config.url.rstrip("/")
+        self._version: tuple[int, int] | None = None
+        self.unreadable: dict[str, str] = {}  # {list: why the newest row of it could not be read}
+        self._client = httpx.AsyncClient(
+            headers={"Accept": "application/json", **({"X-Auth-Token": config.token} if config.token else {})},
+            auth=self._auth,
+            timeout=config.request_timeout_s,
+            limits=httpx.Limits(max_connections=8, max_keepalive_connections=8),
+            verify=verify,
+            transport=transport,
+            trust_env=False,  # a proxy meant for the world outside must not stand between us and Nova
+        )
+
+    async def services(self) -> list[NovaService]:
+        """All nova-computes, of all cells; one whose cell Nova cannot reach is not up."""
+        raw = await self.get("/os-services", {"binary": SERVICE})
+        return [
+            NovaService(
+                host=one.host,
+                is_up=one.state == "up" and not one.forced_down,
+                is_disabled=one.status == "disabled",
+                reason=one.disabled_reason or ("its cell is out of reach" if one.status == "UNKNOWN" else ""),
+            )
+            for one in self._rows(raw, "services", _Service)
+            if one.binary == SERVICE
+        ]
+
+    async def nodes(self) -> list[tuple[ComputeNode, NovaService]]:
+        """All compute nodes that have a nova-compute, each with its state."""
+        return [
+            node_of(one)
+            async for page in self.pages("/os-hypervisors/detail", "hypervisors", version=OF_NODES)
+            for one in self._rows(page, "hypervisors", _Node)
+        ]
+
+    async def node(self, uuid: str) -> tuple[ComputeNode, NovaService] | None:
+        """One compute node; None: Nova has none with this uuid."""
+        raw = await self.get(f"/os-hypervisors/{uuid}", version=OF_NODES, or_none=True)
+        rows = [] if raw is None else self._rows({"hypervisors": [raw.get("hypervisor")]}, "hypervisors", _Node)
+        return node_of(rows[0]) if rows and rows[0].id == uuid else None
+
+    async def aggregates(self) -> list[NovaAggregate]:
+        """All host aggregates."""
+        rows = self._rows(await self.get("/os-aggregates"), "aggregates", AggregateRow)
+        return [one.as_fact() for one in rows]
+
+    async def instances(self) -> dict[str, tuple[str, ...]]:
+        """{compute node: the instances of its host}; Nova makes a query for each row."""
+        return {
+            one.id: tuple(server.uuid for server in one.servers)
+            async for page in self.pages("/os-hypervisors", "hypervisors", {"with_servers": "true"})
+            for one in self._rows(page, "hypervisors", _NodeWithServers)
+        }
+
+    async def pages(
+        self,
+        path: str,
+        name: str,
+        params: Mapping[str, str] | None = None,
+        *,
+        version: tuple[int, int] | None = None,
+        marker: str | None = "id",
+    ) -> AsyncIterator[dict[str, Any]]:
+        """A list page by page, until a page is empty. marker: the field of the last row; None: pages go by offset.
+
+        Nova leaves rows out of a page without a link to the next (compute nodes whose service was deleted), so a page
+        that is not full is not the last one. Raises NovaUnavailable, NovaRefused.
+        """
+        asked = {**(params or {}), "limit": str(self._page_size)}
+        seen = 0
+        while seen < MAX_ROWS:
+            page = await self.get(path, asked, version=version)
+            rows = page.get(name)
+            if not isinstance(rows, list):
+                raise NovaRefused(f"{path}: the answer has no {name}", code="nova.not_a_list")
+            if not rows:
+                return
+            yield page
+            seen += len(rows)
+            if marker is None:
+                asked["offset"] = str(seen)
+                continue
+            last = rows[-1].get(marker) if isinstance(rows[-1], dict) else None
+            if not isinstance(last, str) or last == asked.get("marker"):
+                raise NovaRefused(f"{path}: the list goes round in circles", code="nova.endless_list")
+            asked["marker"] = last
+        raise NovaRefused(f"{path}: more than {MAX_ROWS} rows", code="nova.endless_list")
+
+    async def version(self) -> tuple[int, int]:
+        """The microversion that is used: the newest of this module's that the server has. Raises NovaUnavailable,
+        NovaRefused.
+        """
+        if self._version is None:
+            raw = await self._decoded(self.url + "/", {}, "")
+            found = raw.get("version") if isinstance(raw, dict) else None
+            text = found.get("version") if isinstance(found, dict) else None
+            digits = _VERSION.match(text) if isinstance(text, str) else None
+            if digits is None:
+                raise NovaRefused(f"{self.url} does not answer as Nova's API v2.1 does", code="nova.not_nova")
+            newest = (int(digits[1]), int(digits[2]))
+            if newest < OLDEST:
+                reason = f"Nova has microversions up to {text}, and {_dotted(OLDEST)} is needed"
+                raise NovaRefused(reason, code="nova.microversion")
+            self._version = min(newest, NEWEST)
+        return self._version
+
+    async def get(
+        self,
+        path: str,
+        params: Mapping[str, str] | None = None,
+        *,
+        version: tuple[int, int] | None = None,
+        or_none: bool = False,
+    ) -> Any:
+        """The JSON object of one answer. or_none: None for a 404. version: instead of the negotiated one. Raises
+        NovaUnavailable, NovaRefused.
+        """
+        used = await self.version() if version is None else version
+        raw = await self._decoded(self.url + path, params or {}, f"compute {_dotted(used)}", or_none=or_none)
+        if raw is None and or_none:
+            return None
+        if not isinstance(raw, dict):
+            raise NovaRefused(f"{path}: the answer is no JSON object", code="nova.not_json")
+        return raw
+
+    async def document(self, url: str) -> Any:
+        """The JSON of another service that takes our token. Raises NovaUnavailable, NovaRefused."""
+        return await self._decoded(url, {}, "")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+        if isinstance(self._auth, KeystoneAuth):
+            await self._auth.aclose()
+
+    def _rows(self, raw: Mapping[str, Any], name: str, kind: type[T]) -> list[T]:
+        rows = raw.get(name)
+        if not isinstance(rows, list):
+            raise NovaRefused(f"the answer has no {name}", code="nova.not_a_list")
+        found = []
+        for row in rows[:MAX_ROWS]:
+            try:
+                found.append(msgspec.convert(row, kind))
+            except msgspec.ValidationError as error:
+                self.unreadable[name] = reason_of(error)
+        return found
+
+    async def _decoded(self, url: str, params: Mapping[str, str], version: str, *, or_none: bool = False) -> Any:
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream("GET", url, params=params, headers={VERSION: version} if version else {}) as answer,
+            ):
+                body = await bounded_body(answer, MAX_PAGE_BYTES)
+        except SignInUnavailable as error:
+            raise NovaUnavailable(error.reason, code=error.code) from error
+        except SignInRefused as error:
+            raise NovaRefused(error.reason, code=error.code) from error
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise NovaUnavailable(f"{url}: {type(error).__name__}: {error}") from error
+        if body is None:
+            raise NovaRefused(f"{url}: an answer of more than {MAX_PAGE_BYTES} bytes", code="nova.too_large")
+        if answer.status_code == httpx.codes.NOT_FOUND and or_none:
+            return None
+        if answer.status_code >= 500 or answer.status_code in BUSY:
+            raise NovaUnavailable(f"{url}: HTTP {answer.status_code}")
+        if answer.status_code != httpx.codes.OK:
+            text = error_text(body)
+            reason = f"{url}: HTTP {answer.status_code}{': ' if text else ''}{text}"
+            raise NovaRefused(reason, code=f"nova.http_{answer.status_code}")
+        try:
+            return msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise NovaUnavailable(f"{url}: the answer is not JSON", code="nova.not_json") from error
+
+
+def node_of(one: _Node) -> tuple[ComputeNode, NovaService]:
+    """A row of Nova's list of hypervisors as a compute node, and the state of its service."""
+    node = ComputeNode(
+        uuid=one.id,
+        host=one.service.host,
+        nodename=one.hypervisor_hostname,
+        hypervisor_type=one.hypervisor_type or "",
+        hypervisor_version=one.hypervisor_version or 0,
+        host_ip=one.host_ip or "",
+        cpu_info=flattened(one.cpu_info),
+    )
+    service = NovaService(
+        host=one.service.host,
+        is_up=one.state == "up",
+        is_disabled=one.status == "disabled",
+        reason=one.service.disabled_reason or "",
+    )
+    return node, service
+
+
+def flattened(tree: object) -> dict[str, str]:
+    """The values of a tree by path ("topology:cores"), each as Nova's ComputeCapabilitiesFilter compares it."""
+    found: dict[str, str] = {}
+    level: Sequence[tuple[str, object]] = [("", tree)]
+    for _ in range(MAX_DEPTH):
+        below: list[tuple[str, object]] = []
+        for path, value in level:
+            if isinstance(value, dict):
+                below += [(f"{path}:{key}" if path else str(key), inner) for key, inner in value.items()][:MAX_VALUES]
+            elif path and value is not None and len(found) < MAX_VALUES:
+                found[path] = str(value)[:MAX_VALUE]
+        level = below
+    return found
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,371 @@
+"""`select_destinations` of topic `scheduler`: a RequestSpec of Nova, placed by berth's own placer.
+
+The instances of a call are requests of one placing: on the replica, through filters and weighers, claimed as a gang
+where they are several. Their claims are foreign ones, named by the id of the call's message: a call that is delivered
+again adopts what it had claimed. Nothing is kept: the state is Nova's and the book's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, Protocol
+from uuid import NAMESPACE_OID, uuid5
+
+import msgspec
+import structlog
+from msgspec import Meta as Bound
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.base import Uuid
+from bus.contracts.cell import Selection
+from bus.contracts.groups import ServerGroup
+from bus.contracts.patterns import reason_of
+from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_LOCATED_HOSTS, Release
+from bus.faults import Transient
+from placement_worker.replica.request import Query
+from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.decisions import CONTENDED
+from scheduler_worker.domain.explain import sentence
+from scheduler_worker.domain.placement import (
+    ClaimsContended,
+    ForeignClaim,
+    HostClaimed,
+    PlacementRequest,
+    PlacementResult,
+    PlacementUnavailable,
+)
+from scheduler_worker.domain.selector import NoValidHost, Selector
+from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
+from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host
+from scheduler_worker.nova.facts import NovaFacts
+from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
+from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
+from scheduler_worker.nova.resource_request import PrefilterSettings, resource_request, undecided
+from scheduler_worker.nova.selection import Primitive, legacy, primitive
+
+log = structlog.get_logger("nova")
+
+METHOD: Final = "select_destinations"
+NOTHING: Final = Query()
+OWNER_TRAIT: Final = "OWNER_NOVA"
+ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
+# Hints that a filter of Nova's reads which berth does not have.
+FILTERED_HINTS: Final = frozenset({"query", "build_near_host_ip", "cidr", "target_cell"})
+_WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+
+
+class PlacerPort(Protocol):
+    """What is called of the placer."""
+
+    async def place(self, requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
+        """The result of each request, in order."""
+
+
+class ReleasePort(Protocol):
+    """What is called of the claims."""
+
+    async def ask(self, questions: Sequence[Release]) -> Sequence[object]:
+        """Send these and wait for their answers."""
+
+
+class SelectionContended(Transient):
+    """The claims of a call were lost to others, as many as one delivery makes: it is placed again."""
+
+    code = CONTENDED
+
+
+class SelectArguments(Struct, frozen=True, kw_only=True):
+    """The arguments of a call, version 4.5. instance_uuids: None from a conductor older than Nova 16."""
+
+    spec_obj: Any
+    instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_CLAIMS_TOGETHER)] | None = None
+    return_objects: bool = False
+    return_alternates: bool = False
+
+
+class Ended(Struct, frozen=True, kw_only=True):
+    """Why a call ends without hosts. reason: for the user of the request, without names of hosts. lost: with them."""
+
+    reason: str
+    step: str = ""
+    lost: tuple[str, ...] = ()
+
+
+class NovaInstance(Struct, frozen=True, kw_only=True):
+    """One instance of a call, as the placer takes it (`Placeable`)."""
+
+    instance_uuid: str
+    project_id: str
+    user_id: str
+    server_group: ServerGroup | None = None
+    different_host: tuple[str, ...] = ()
+    same_host: tuple[str, ...] = ()
+    ignore_hosts: tuple[str, ...] = ()
+    max_attempts: int | None = None
+
+
+class Destinations:
+    """Answers the calls and takes the casts of topic `scheduler`. One per process.
+
+    configure: puts newer facts into the selector. settings: of the pre-filters. The rest is the scheduler's own.
+    """
+
+    def __init__(
+        self,
+        placer: PlacerPort,
+        releases: ReleasePort,
+        selector: Selector,
+        facts: NovaFacts,
+        source: FactsSource,
+        *,
+        configure: Callable[[], None],
+        settings: PrefilterSettings,
+    ) -> None:
+        self._placer = placer
+        self._releases = releases
+        self._selector = selector
+        self._facts = facts
+        self._source = source
+        self._configure = configure
+        self._settings = settings
+
+    async def call(self, call: Call) -> object:
+        """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient."""
+        if call.method in CASTS:
+            return self._source.apply_cast(call.method, call.arguments)
+        if call.method != METHOD:
+            raise no_such_method(call.method)
+        asked = _arguments(call.arguments)
+        request = parse_request_spec(asked.spec_obj)
+        if asked.instance_uuids is None:
+            raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
+        why = undecided(request, self._settings)
+        if why is not None:
+            raise why
+        self._configure()
+        if request.is_rebuild:
+            return self._answer(asked, [(None, self._rebuilt(request))])
+        claimed = await self._claimed(call, asked, request)
+        return self._answer(asked, *([(one, one.host_uuid) for one in hosts] for hosts in claimed))
+
+    async def _claimed(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[tuple[Selection, ...]]:
+        """The hosts of each instance: claimed, then alternates. Raises NoValidHost of Nova's."""
+        ended: Ended | None = None
+        for is_last in (False, True):
+            ended = None
+            for pinning in (True, False):
+                spec, is_pinned = self._spec(request, pinning=pinning)
+                if isinstance(spec, Unsatisfiable):
+                    ended = ended or Ended(reason=f"{spec.reason}.", step=spec.step)
+                    break
+                results = await self._placer.place(self._requests(call, asked, request, spec))
+                if all(isinstance(one, HostClaimed) for one in results):
+                    return [one.selections for one in results if isinstance(one, HostClaimed)]
+                ended = ended or await self._ended(call, spec, asked, results)
+                if not is_pinned or self._settings.disable_fallback_pcpu_query:
+                    break
+            if is_last or not await self._source.ask(self._facts.unknown(self._roots())):
+                break
+            self._configure()
+        assert ended is not None
+        log.info(
+            "nova.no_valid_host",
+            request_id=call.request_id,
+            instances=asked.instance_uuids,
+            reason=ended.reason,
+            step=ended.step,
+            lost=ended.lost,
+        )
+        raise no_valid_host(ended.reason)
+
+    def _roots(self) -> list[str]:
+        book = self._selector.book
+        return book.uuids_of(book.rows_of_roots())
+
+    def _spec(self, request: NovaRequest, *, pinning: bool) -> tuple[RequestSpec | Unsatisfiable, bool]:
+        """(spec of the request, whether it asks for pinned CPUs)."""
+        asked = resource_request(request, self._settings, self._facts, requires_owner=self._owns_all(), pinning=pinning)
+        if isinstance(asked, Unsatisfiable):
+            return asked, False
+        forced, named = self._named_hosts(request)
+        if named is not None and not named:
+            return Unsatisfiable("host.unknown", "no host has the requested name", "requested_host"), False
+        query = asked.query if named is None else replace(asked.query, only_roots=named)
+        destination = request.requested_destination
+        cell = None
+        if destination is not None and destination.cell is not None and not destination.allow_cross_cell_move:
+            cell = destination.cell.uuid
+        properties = {name: str(value) for name, value in request.image_or_none.properties.items()}
+        spec = RequestSpec(
+            query=query,
+            flavor=request.flavor.name,
+            project_id=request.project_id or "",
+            extra_specs=request.flavor.extra_specs,
+            availability_zone=request.availability_zone,
+            image_properties=properties,
+            forced=forced,
+            cell=cell,
+        )
+        return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),)), asked.cpu_pinning_requested
+
+    def _owns_all(self) -> bool:
+        """Whether all of Nova's hosts have the trait of their owner, so that it can be required."""
+        view = self._selector.all_hosts()
+        view = view.subset(view.known)
+        return bool(len(view)) and bool(view.has_trait(OWNER_TRAIT).all())
+
+    def _named_hosts(self, request: NovaRequest) -> tuple[bool, tuple[str, ...] | None]:
+        """(whether no filter is run, the hosts that the request names, None: any)."""
+        hosts, nodes, destination = request.force_hosts, request.force_nodes, request.requested_destination
+        if hosts or nodes:
+            found = [
+                uuid
+                for host in hosts or (None,)
+                for node in nodes or (None,)
+                for uuid in self._facts.nodes_named(host, node)
+            ]
+            return True, tuple(dict.fromkeys(found))
+        if destination is None or (destination.host is None and destination.node is None):
+            return False, None
+        return False, self._facts.nodes_named(destination.host, destination.node)
+
+    def _requests(
+        self, call: Call, asked: SelectArguments, request: NovaRequest, spec: RequestSpec
+    ) -> list[PlacementRequest]:
+        """The instances as the placer takes them: several together or not at all."""
+        assert asked.instance_uuids is not None
+        uuids = tuple(dict.fromkeys(asked.instance_uuids))
+        gang = Gang(uuid=uuids[0], size=len(uuids), min_count=len(uuids)) if len(uuids) > 1 else None
+        group = request.instance_group
+        members = _uuids(group.members or (), "group") if group is not None else ()
+        if len(members) > MAX_LOCATED_HOSTS:
+            raise NotDecided("group_too_large", f"more than {MAX_LOCATED_HOSTS} members")
+        one = NovaInstance(
+            instance_uuid=uuids[0],
+            project_id=_word(request.project_id, "project_id"),
+            user_id=_word(request.user_id or call.context.get("user_id") or "unknown", "user_id"),
+            server_group=_server_group(group),
+            different_host=_uuids(request.hints.get("different_host", ()), "different_host"),
+            same_host=_uuids(request.hints.get("same_host", ()), "same_host"),
+            ignore_hosts=tuple(uuid for host in request.ignore_hosts or () for uuid in self._facts.nodes_named(host)),
+            max_attempts=None if asked.return_alternates and asked.return_objects else 1,
+        )
+        if not FILTERED_HINTS.isdisjoint(request.hints):
+            raise NotDecided("hint", ", ".join(sorted(FILTERED_HINTS & request.hints.keys())))
+        foreign, run = ForeignClaim(group_members=members), run_of(call)
+        return [
+            PlacementRequest(request=replace(one, instance_uuid=uuid), spec=spec, run=run, gang=gang, foreign=foreign)
+            for uuid in uuids
+        ]
+
+    async def _ended(
+        self, call: Call, spec: RequestSpec, asked: SelectArguments, results: Sequence[PlacementResult]
+    ) -> Ended:
+        """Why not all of the instances have a host. What this call has claimed for the others is given back, as a stock
+        scheduler does. Raises Transient: it is not known, or worth another try.
+        """
+        for result in results:
+            if isinstance(result, PlacementUnavailable):
+                raise result
+        assert asked.instance_uuids is not None
+        claimed = [
+            Release(consumer=uuid, by=run_of(call))
+            for uuid, result in zip(dict.fromkeys(asked.instance_uuids), results, strict=True)
+            if isinstance(result, HostClaimed)
+        ]
+        for answer in await self._releases.ask(claimed) if claimed else ():
+            if isinstance(answer, Transient):
+                raise answer
+        for result in results:
+            if isinstance(result, ClaimsContended):
+                raise SelectionContended(f"{result.claims} claims were lost to others")
+        return ended_by(spec, results, self._selector.config.max_funnel_nearest)
+
+    def _rebuilt(self, request: NovaRequest) -> str:
+        """The host of a rebuild from another image, if it may stay there: nothing is claimed. Raises NoValidHost."""
+        _, named = self._named_hosts(request)
+        for host in named or ():
+            spec = RequestSpec(
+                query=NOTHING,
+                flavor=request.flavor.name,
+                project_id=request.project_id or "",
+                extra_specs=request.flavor.extra_specs,
+                image_properties={
+                    **{name: str(value) for name, value in request.image_or_none.properties.items()},
+                    **{f"trait:{trait}": "required" for trait in request.image_or_none.traits_required},
+                },
+            )
+            if self._selector.suits_rebuild(host, spec) is None:
+                return host
+        raise no_valid_host("The host of the instance does not support the image.")
+
+    def _answer(
+        self, asked: SelectArguments, *instances: Sequence[tuple[Selection | None, str]]
+    ) -> list[list[Primitive]] | list[Primitive]:
+        """The reply: for each instance its host and the alternates, each with its uuid."""
+        facts = self._facts
+        answered: list[list[Primitive]] = []
+        for hosts in instances:
+            found: list[Primitive] = []
+            for selection, uuid in hosts:
+                node, cell = facts.node(uuid), facts.cell_of(uuid)
+                if node is None or cell is None:  # it has left Nova meanwhile
+                    if not found:
+                        raise no_valid_host(ENOUGH)
+                    continue
+                zone = self._selector.zone_of(uuid) or self._selector.config.default_availability_zone
+                found.append(primitive(selection, node, cell=cell, zone=zone) if asked.return_objects else legacy(node))
+            answered.append(found)
+        return answered if asked.return_objects else [hosts[0] for hosts in answered]
+
+
+def run_of(call: Call) -> str:
+    """The name of a call's claims: the same when its message is delivered again."""
+    if _WORD.fullmatch(call.unique_id):
+        return call.unique_id
+    return uuid5(NAMESPACE_OID, f"{call.unique_id} {call.message_id}").hex
+
+
+def ended_by(spec: RequestSpec, results: Sequence[PlacementResult], nearest: int) -> Ended:
+    """The end of a call by its results: of several, the first that no host could take explains it."""
+    unplaced = [one for one in results if not isinstance(one, HostClaimed | PlacementUnavailable)]
+    first = min(unplaced, key=lambda one: 0 if isinstance(one, NoValidHost) else 1)
+    lost = tuple(loss.what for one in unplaced for loss in one.lost)
+    if isinstance(first, NoValidHost):
+        step = first.funnel[-1].step if first.funnel else ""
+        return Ended(reason=sentence(spec, first.funnel, nearest), step=step, lost=lost)
+    return Ended(reason=getattr(first, "reason", "") or ENOUGH, step=getattr(first, "code", ""), lost=lost)
+
+
+def _arguments(arguments: Mapping[str, object]) -> SelectArguments:
+    try:
+        return msgspec.convert(arguments, SelectArguments)
+    except msgspec.ValidationError as error:
+        raise SpecRefused(f"arguments: {reason_of(error)}") from None
+
+
+def _word(value: object, name: str) -> str:
+    """An id as the book takes one."""
+    if not isinstance(value, str) or not _WORD.fullmatch(value):
+        raise SpecRefused(f"{name}: 1 to 64 letters, digits, _ and -")
+    return value
+
+
+def _uuids(values: Sequence[str], name: str) -> tuple[str, ...]:
+    try:
+        return tuple(dict.fromkeys(msgspec.convert(values, tuple[Uuid, ...])))
+    except msgspec.ValidationError:
+        raise SpecRefused(f"{name}: an instance is named by its uuid") from None
+
+
+def _server_group(group: NovaGroup | None) -> ServerGroup | None:
+    """The server group of a request. Raises NotDecided: of a policy that berth does not know."""
+    if group is None or group.group_policy is None:
+        return None
+    try:
+        rules = {"max_per_host": int(group.rules.get("max_server_per_host", 1))}
+        return msgspec.convert({"uuid": group.uuid, "policy": group.group_policy, **rules}, ServerGroup)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise NotDecided("group_policy", reason_of(error)) from None

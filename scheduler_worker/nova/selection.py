@@ -1,0 +1,67 @@
+"""Selection 1.1 as Nova's conductor reads it: a chosen host or an alternate, and what is to be claimed there.
+
+Serialised as oslo.versionedobjects does it. Its allocation request is a text: the JSON of a `PUT /allocations` body,
+which the conductor sends to claim an alternate, and whose mappings it reads to bind ports and devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from bus.contracts.cell import Selection
+from scheduler_worker.nova.facts import ComputeNode
+from scheduler_worker.nova.request_spec import NAMESPACE, OBJECT
+
+# Of Placement, as which the conductor sends the allocation request: nova-scheduler 34 asks for candidates with it.
+MICROVERSION: Final = "1.36"
+
+Primitive = dict[str, Any]
+
+
+def versioned(name: str, version: str, fields: Mapping[str, object]) -> Primitive:
+    """An object of Nova's with these fields, all of which its writer has set."""
+    return {
+        OBJECT + "name": name,
+        OBJECT + "namespace": NAMESPACE,
+        OBJECT + "version": version,
+        OBJECT + "data": dict(fields),
+        OBJECT + "changes": sorted(fields),
+    }
+
+
+def limits() -> Primitive:
+    """The limits of a host. Only Nova's filter of NUMA topologies sets any, and berth decides no such request."""
+    return versioned("SchedulerLimits", "1.0", dict.fromkeys(("numa_topology", "vcpu", "disk_gb", "memory_mb")))
+
+
+def allocation_request(selection: Selection) -> str:
+    """The body that claims there. Without numbered groups all providers give the un-numbered one."""
+    mappings = selection.mappings or {"": tuple(selection.allocations)}
+    allocations = {uuid: {"resources": dict(amounts)} for uuid, amounts in selection.allocations.items()}
+    return msgspec.json.encode({"allocations": allocations, "mappings": mappings}).decode()
+
+
+def primitive(selection: Selection | None, node: ComputeNode, *, cell: str, zone: str) -> Primitive:
+    """A host as a Selection. selection: None where nothing is claimed, as for a rebuild. cell: uuid. zone: its name."""
+    return versioned(
+        "Selection",
+        "1.1",
+        {
+            "compute_node_uuid": node.uuid,
+            "service_host": node.host,
+            "nodename": node.nodename,
+            "cell_uuid": cell,
+            "limits": limits(),
+            "allocation_request": "null" if selection is None else allocation_request(selection),
+            "allocation_request_version": None if selection is None else MICROVERSION,
+            "availability_zone": zone,
+        },
+    )
+
+
+def legacy(node: ComputeNode) -> Primitive:
+    """The same for a conductor that asks for no objects (`return_objects` = False)."""
+    return {"host": node.host, "nodename": node.nodename, "limits": {}}

@@ -1,0 +1,318 @@
+"""The server of topic `scheduler` on a real RabbitMQ, before a client that sends bodies of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiormq
+import pytest
+from aiormq.abc import AbstractChannel, DeliveredMessage
+from msgspec import structs
+from pamqp.commands import Basic
+
+from berth.trial.embedded.rabbitmq import RabbitMQ
+from bus.faults import BrokenInvariant, DatabaseUnavailable
+from scheduler_worker.nova import rpc_server
+from scheduler_worker.nova.envelope import Call, parse_call
+from scheduler_worker.nova.request_spec import NotDecided
+from tests.integration.nova.world import EXCHANGE, Instructed, front
+from tests.kit.waiting import until
+
+pytestmark = pytest.mark.rabbitmq
+
+
+@pytest.fixture
+def vhost(own_broker: RabbitMQ) -> str:
+    return own_broker.add_vhost("nova")
+
+
+def enveloped(message: object) -> bytes:
+    return json.dumps({"oslo.version": "2.0", "oslo.message": json.dumps(message)}).encode()
+
+
+class Client:
+    """Sends calls, and collects the replies."""
+
+    def __init__(self, channel: AbstractChannel) -> None:
+        self._channel = channel
+        self.reply_queue = f"reply_{uuid.uuid4().hex}"
+        self.replies: list[dict[str, Any]] = []
+        self.bodies: list[bytes] = []
+
+    async def open(self) -> None:
+        await self._channel.queue_declare(self.reply_queue, exclusive=True)
+        await self._channel.basic_consume(self.reply_queue, self._take, no_ack=True)
+
+    async def _take(self, message: DeliveredMessage) -> None:
+        self.bodies.append(message.body)
+        self.replies.append(json.loads(json.loads(message.body)["oslo.message"]))
+
+    async def send(self, compress: bool = False, expiration: str | None = None, **fields: object) -> None:
+        message = {
+            "method": "select_destinations", "version": "4.5", "args": {}, "_msg_id": uuid.uuid4().hex,
+            "_reply_q": self.reply_queue, "_unique_id": uuid.uuid4().hex, **fields,
+        }  # fmt: skip
+        body = enveloped(message)
+        properties = Basic.Properties(
+            expiration=expiration, headers={"compression": "application/x-gzip"} if compress else None
+        )
+        await self._channel.basic_publish(
+            zlib.compress(body) if compress else body,
+            exchange=EXCHANGE,
+            routing_key="scheduler",
+            properties=properties,
+        )
+
+    async def cast(self, unique_id: str) -> None:
+        body = enveloped({"method": "delete_aggregate", "version": "4.1", "args": {}, "_unique_id": unique_id})
+        await self._channel.basic_publish(body, exchange="scheduler_fanout", routing_key="")
+
+    async def answers(self, count: int) -> list[dict[str, Any]]:
+        """The final replies, once there are so many."""
+        await until(lambda: len([one for one in self.replies if one["ending"]]) >= count)
+        return [one for one in self.replies if one["ending"]]
+
+
+@pytest.fixture
+async def client(vhost: str) -> AsyncIterator[Client]:
+    connection = await aiormq.connect(vhost)
+    try:
+        made = Client(await connection.channel())
+        await made.open()
+        yield made
+    finally:
+        await connection.close()
+
+
+async def named(call: Call) -> object:
+    return call.unique_id
+
+
+async def test_a_compressed_call_is_answered(vhost: str, client: Client) -> None:
+    async with front(vhost, Instructed(named)):
+        await client.send(compress=True, _unique_id="u", _msg_id="m")
+        (reply,) = await client.answers(1)
+    assert (reply["_msg_id"], reply["result"], reply["failure"]) == ("m", "u", None)
+
+
+async def test_a_call_waits_for_a_server_that_is_away_and_its_client_has_heartbeats(vhost: str, client: Client) -> None:
+    away = True
+
+    async def depends(call: Call) -> object:
+        if away:
+            raise DatabaseUnavailable("away")
+        return "there"
+
+    async with front(vhost, Instructed(depends)) as server:
+        await client.send(_timeout=2)
+        await until(lambda: client.replies)  # a heartbeat
+        away = False
+        (reply,) = await client.answers(1)
+        await until(lambda: server.in_hand == 0)
+    assert reply["result"] == "there" and client.replies[0]["ending"] is False
+
+
+async def test_a_client_without_a_timeout_has_no_heartbeat(vhost: str, client: Client) -> None:
+    """oslo.messaging's client fails on one that it has not asked for."""
+    go_on = asyncio.Event()
+
+    async def held(call: Call) -> object:
+        if call.unique_id != "asked":
+            await go_on.wait()
+        return None
+
+    async with front(vhost, Instructed(held)):
+        await client.send(_timeout=None)
+        await client.send(_timeout=0)
+        await client.send(_timeout=1)  # half of it is too short
+        await client.send(_unique_id="asked")
+        await client.answers(1)
+        go_on.set()
+        replies = await client.answers(4)
+    assert len(replies) == len(client.replies) == 4
+
+
+async def test_a_call_that_was_answered_is_not_carried_out_again(vhost: str, client: Client) -> None:
+    dispatcher = Instructed(named)
+    async with front(vhost, dispatcher):
+        await client.send(_unique_id="once")
+        await client.answers(1)
+        await client.send(_unique_id="once")
+        await client.send(_unique_id="twice")
+        await client.answers(2)
+    assert [call.unique_id for call in dispatcher.calls] == ["once", "twice"]
+
+
+async def test_a_call_ends_when_its_client_gives_up(vhost: str, client: Client) -> None:
+    ended = asyncio.Event()
+
+    async def endless(call: Call) -> object:
+        if call.unique_id == "next":
+            return None
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with front(vhost, Instructed(endless)) as server:
+        await client.send(expiration="1500")
+        await ended.wait()
+        await until(lambda: server.in_hand == 0)
+        await client.send(_unique_id="next")
+        await client.answers(1)
+    assert len(client.replies) == 1
+
+
+async def test_a_reply_to_a_client_that_is_gone_is_dropped(
+    vhost: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_server, "NOVA_REPLY", structs.replace(rpc_server.NOVA_REPLY, lasts_s=0.5))
+    dispatcher = Instructed(named)
+    async with front(vhost, dispatcher) as server:
+        await client.send(_reply_q="reply_gone")
+        await client.send(_reply_q="reply_gone")
+        await client.send()
+        await client.answers(1)
+        await until(lambda: server.in_hand == 0)
+    assert len(dispatcher.calls) == 3
+
+
+async def test_a_broken_invariant_ends_the_server(vhost: str, client: Client) -> None:
+    async def breaks(_: Call) -> object:
+        raise BrokenInvariant("planted")
+
+    async with front(vhost, Instructed(breaks)) as server:
+        running = asyncio.create_task(server.run())
+        await client.send()
+        with pytest.raises(BrokenInvariant):
+            await running
+
+
+async def test_no_more_calls_are_carried_out_at_a_time_than_there_are_slots(vhost: str, client: Client) -> None:
+    go_on = asyncio.Event()
+
+    async def held(_: Call) -> object:
+        await go_on.wait()
+
+    dispatcher = Instructed(held)
+    async with front(vhost, dispatcher) as server:
+        for _ in range(rpc_server.PREFETCH + 10):
+            await client.send()
+        await until(lambda: len(dispatcher.calls) == rpc_server.PREFETCH)
+        assert server.in_hand == rpc_server.PREFETCH
+        go_on.set()
+        await client.answers(rpc_server.PREFETCH + 10)
+
+
+STREAM = {"rabbit_quorum_queue": True, "rabbit_transient_quorum_queue": True, "rabbit_stream_fanout": True}
+
+
+@pytest.mark.parametrize("options", [{}, STREAM], ids=["queue", "stream"])
+async def test_casts_go_on_where_they_were_after_the_connection_was_lost(
+    own_broker: RabbitMQ, vhost: str, client: Client, options: dict[str, Any]
+) -> None:
+    """The casts in between are not lost: the queue stays, and of a stream the offset is known."""
+    dispatcher = Instructed()
+    async with front(vhost, dispatcher, **options) as server:
+        for unique_id in ("1", "2"):
+            await client.cast(unique_id)
+        await until(lambda: len(dispatcher.calls) == 2)
+        transport = server._transport
+        session = transport._session
+        assert session is not None
+        await session.close()
+        await client.cast("3")
+        await until(lambda: transport._session not in (None, session))
+        await client.cast("4")
+        await until(lambda: len(dispatcher.calls) >= 4)
+        assert [call.unique_id for call in dispatcher.calls] == ["1", "2", "3", "4"]
+
+
+class Stock:
+    """A scheduler of the fallback that replies as it is told; `taken` has the calls."""
+
+    def __init__(self, channel: AbstractChannel) -> None:
+        self.channel = channel
+        self.taken: list[Call] = []
+
+    async def open(self) -> None:
+        await self.channel.exchange_declare(EXCHANGE, exchange_type="topic")
+        await self.channel.queue_declare("scheduler")
+        await self.channel.queue_bind("scheduler", EXCHANGE, "scheduler")
+        await self.channel.basic_consume("scheduler", self._take, no_ack=True)
+
+    async def _take(self, message: DeliveredMessage) -> None:
+        self.taken.append(parse_call(message.body))
+
+    async def reply(self, call: Call, body: bytes) -> None:
+        await self.channel.basic_publish(body, routing_key=call.reply_queue)
+
+
+@pytest.fixture
+async def fallback(own_broker: RabbitMQ) -> AsyncIterator[tuple[str, Stock]]:
+    url = own_broker.add_vhost("stock")
+    connection = await aiormq.connect(url)
+    try:
+        made = Stock(await connection.channel())
+        await made.open()
+        yield url, made
+    finally:
+        await connection.close()
+
+
+async def undecided(_: Call) -> object:
+    raise NotDecided("any")
+
+
+async def test_a_relayed_call_is_not_delivered_again(vhost: str, client: Client, fallback: tuple[str, Stock]) -> None:
+    """The stock scheduler would claim for it a second time."""
+    url, stock = fallback
+    dispatcher = Instructed(undecided)
+    async with front(vhost, dispatcher, stock=url):
+        await client.send()
+        await until(lambda: stock.taken)
+    other = Instructed(named)
+    async with front(vhost, other):
+        await client.send(_unique_id="next")
+        await client.answers(1)
+    assert [call.unique_id for call in other.calls] == ["next"]
+
+
+async def test_an_answer_of_the_fallback_comes_byte_by_byte(
+    vhost: str, client: Client, fallback: tuple[str, Stock]
+) -> None:
+    url, stock = fallback
+    async with front(vhost, Instructed(undecided), stock=url):
+        await client.send(_msg_id="m", args={"pi": 3.10}, _context_request_id="req-1")
+        await until(lambda: stock.taken)
+        (call,) = stock.taken
+        assert (call.message_id, call.request_id) == ("m", "req-1") and call.reply_queue != client.reply_queue
+        odd = b' {"oslo.message": "{\\"_msg_id\\": \\"m\\", \\"ending\\":  true}",  "oslo.version":"2.1"}'
+        for body in (b"", b"{}", enveloped({"_msg_id": "other", "ending": True}), odd):
+            await stock.reply(call, body)
+        await client.answers(1)
+    assert client.bodies == [odd]
+
+
+async def test_a_fallback_that_is_silent_is_not_waited_for(
+    vhost: str, client: Client, fallback: tuple[str, Stock]
+) -> None:
+    url, stock = fallback
+    async with front(vhost, Instructed(undecided), stock=url):
+        await client.send(_timeout=1)
+        (reply,) = await client.answers(1)
+    assert stock.taken and json.loads(reply["failure"])["class"] == "NoValidHost"
+
+
+async def test_a_body_beyond_the_bound_is_rejected(vhost: str, client: Client) -> None:
+    dispatcher = Instructed(named)
+    async with front(vhost, dispatcher):
+        await client.send(args={"x": "x" * 2**24})
+        await client.send(_unique_id="next")
+        await client.answers(1)
+    assert [call.unique_id for call in dispatcher.calls] == ["next"]

@@ -1,0 +1,206 @@
+"""The servers of one of Nova's functional tests: a vhost, berth, and who answers topic `scheduler`.
+
+Run by Nova's own interpreter, not by berth's. Each test has its own, so nothing is to be reset between two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+START_TIMEOUT_S = 40.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.05
+HERE = Path(__file__).parent
+
+PLACEMENT_CONF = "[api]\nauth_strategy = noauth2\n[oslo_policy]\nenforce_new_defaults = False\n"
+# Who calls Nova's API: its own test fixtures take user, project and roles from these headers, in Keystone's place.
+ADMINISTRATOR = {
+    "HTTP_X_AUTH_USER": "admin",
+    "HTTP_X_AUTH_PROJECT_ID": "6f70656e737461636b20342065766572",
+    "HTTP_X_ROLES": "reader,member,admin",
+}
+
+App = Callable[[dict[str, Any], Any], Iterable[bytes]]
+
+
+class NotStarted(Exception):
+    """A server of the test's world did not come up."""
+
+
+class Quiet(WSGIRequestHandler):
+    """Writes no log."""
+
+    def log_message(self, *arguments: Any) -> None:
+        """Nothing."""
+
+
+class Threading(ThreadingMixIn, WSGIServer):
+    """A thread for each request."""
+
+    daemon_threads = True
+
+
+class ComputeApi:
+    """Nova's API on a real port, for a process that is not the test's; 503 until the test has made its API."""
+
+    def __init__(self) -> None:
+        self.app: App | None = None
+        self._server = make_server("127.0.0.1", 0, self._call, Threading, Quiet)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v2.1"
+        threading.Thread(target=self._server.serve_forever, name="compute-api", daemon=True).start()
+
+    def _call(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if self.app is None:
+            start_response("503 Service Unavailable", [("Content-Length", "0")])
+            return [b""]
+        return self.app(environ | ADMINISTRATOR, start_response)
+
+    def close(self) -> None:
+        """Give the port back."""
+        self.app = None
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Servers:
+    """The processes of one test.
+
+    mode: `front` (berth answers topic `scheduler`) or `apart` (a stock nova-scheduler, in a process of its own, does).
+    """
+
+    def __init__(self, mode: str, berth: str, amqp: str, folder: Path) -> None:
+        self.mode = mode
+        self.amqp = amqp.replace("amqp://", "rabbit://")
+        self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=folder))
+        self.compute = ComputeApi()
+        self._scheduler: subprocess.Popen[bytes] | None = None
+        address = f"127.0.0.1:{free_port()}"
+        self.placement = f"http://{address}"
+        (self.folder / "placement.conf").write_text(PLACEMENT_CONF)
+        words = ["nova", "serve"] if mode == "front" else ["placement", "serve", "--memory"]
+        self._log = (self.folder / "log").open("wb")
+        self._berth = self._run([berth, *words, "--api", address], {"PYTHONPATH": "", **self._settings()})
+
+    def _settings(self) -> dict[str, str]:
+        settings = {"PLACEMENT__REST__CONF_DIR": str(self.folder), "TELEMETRY__LOG_LEVEL": "warning"}
+        if self.mode == "front":
+            settings |= {"NOVA__TRANSPORT_URL": self.amqp, "NOVA__COMPUTE_URL": self.compute.url}
+        return {f"BERTH_{name}": value for name, value in settings.items()}
+
+    def _run(self, command: list[str], settings: dict[str, str]) -> subprocess.Popen[bytes]:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("BERTH_",))}
+        return subprocess.Popen(
+            command, env=env | settings, stdin=subprocess.PIPE, stdout=self._log, stderr=subprocess.STDOUT
+        )
+
+    def wait_placement(self) -> None:
+        """Until placement answers. Raises NotStarted."""
+        for _ in self._until(self._berth, "berth"):
+            try:
+                with urllib.request.urlopen(f"{self.placement}/", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                pass
+
+    def start_scheduler(self, cloud: Callable[[], dict[str, Any]]) -> None:
+        """Until topic `scheduler` is served. cloud: what a nova-scheduler outside the test's process has to know."""
+        if self.mode == "front":
+            return
+        (self.folder / "cloud.json").write_text(json.dumps({**cloud(), "placement": self.placement, "amqp": self.amqp}))
+        ready = self.folder / "ready"
+        ready.unlink(missing_ok=True)
+        command = [sys.executable, str(HERE / "stock_scheduler.py"), str(self.folder / "cloud.json"), str(ready)]
+        self._scheduler = self._run(command, {})
+        for _ in self._until(self._scheduler, "nova-scheduler"):
+            if ready.exists():
+                return
+
+    def stop_scheduler(self) -> None:
+        """Nobody serves topic `scheduler`."""
+        if self._scheduler is not None:
+            _end(self._scheduler)
+        self._scheduler = None
+
+    def stop(self) -> None:
+        """End everything."""
+        self.stop_scheduler()
+        _end(self._berth)
+        self._log.close()
+        self.compute.close()
+
+    def _until(self, process: subprocess.Popen[bytes], name: str) -> Iterator[None]:
+        until = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < until and process.poll() is None:
+            yield
+            time.sleep(POLL_S)
+        raise NotStarted(f"{name} did not start: {(self.folder / 'log').read_text()[-2000:]}")
+
+
+class World:
+    """The servers of the present test, and those of the next one, which start meanwhile: a start takes seconds."""
+
+    def __init__(self, mode: str, berth: str, amqp_urls: list[str], folder: Path) -> None:
+        self._mode = mode
+        self._berth = berth
+        self._urls = iter(amqp_urls)
+        self._folder = folder
+        self._ahead: Servers | None = None
+        self._now: Servers | None = None
+
+    @property
+    def servers(self) -> Servers:
+        """Those of the present test."""
+        assert self._now is not None, "more tests than vhosts"
+        return self._now
+
+    def next(self) -> None:
+        """Servers for another test; what the last one has used is gone."""
+        self._end()
+        self._now = self._ahead or self._start()
+        self._ahead = self._start()
+
+    def close(self) -> None:
+        """End everything."""
+        self._end()
+        if self._ahead is not None:
+            self._ahead.stop()
+
+    def _end(self) -> None:
+        if self._now is not None:
+            self._now.stop()
+        self._now = None
+
+    def _start(self) -> Servers | None:
+        url = next(self._urls, None)
+        return None if url is None else Servers(self._mode, self._berth, url, self._folder)
+
+
+def free_port() -> int:
+    """A port that nobody has just now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdin is not None:
+        process.stdin.close()

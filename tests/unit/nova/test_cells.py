@@ -1,0 +1,69 @@
+"""Which cell a host is in: by patterns, or by two queries to Nova's API database."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from bus.clock import SystemClock
+from bus.service.settings import SettingsError
+from scheduler_worker.nova import cells
+from scheduler_worker.nova.api_config import NovaApiConfig
+from scheduler_worker.nova.cells import ConfiguredCells, DatabaseCells, cells_of
+from scheduler_worker.nova.nova_rest import NovaUnavailable
+from tests.unit.nova.facts_kit import CELL1, CELL2
+
+
+async def test_the_first_pattern_that_names_a_host_counts() -> None:
+    found = ConfiguredCells({CELL1: ("edge-*", "h1"), CELL2: ("*.example",)})
+    hosts = ["edge-1", "h1", "h2", "edge-1.example", "a.example"]
+    assert await found.of_hosts(hosts) == {
+        "edge-1": CELL1,
+        "h1": CELL1,
+        "edge-1.example": CELL1,
+        "a.example": CELL2,
+    }
+
+
+def database(path: Path) -> str:
+    with sqlite3.connect(path) as made:
+        made.execute("CREATE TABLE cell_mappings (id INTEGER, uuid TEXT, name TEXT, disabled BOOLEAN)")
+        made.execute("CREATE TABLE host_mappings (id INTEGER, cell_id INTEGER, host TEXT)")
+        made.execute("INSERT INTO cell_mappings VALUES (1, ?, 'cell1', 0), (2, ?, 'off', 1)", (CELL1, CELL2))
+        made.execute("INSERT INTO host_mappings VALUES (1, 1, 'h1'), (2, 2, 'h2'), (3, 9, 'h3')")
+    return f"sqlite:///{path}"
+
+
+async def test_two_queries_and_another_read_only_for_a_new_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "AGAIN_S", 0.0)
+    found = DatabaseCells(database(tmp_path / "nova_api"), SystemClock())
+    assert await found.of_hosts(["h1", "h2", "h3"]) == {"h1": CELL1}, "a disabled cell takes no builds"
+    with sqlite3.connect(tmp_path / "nova_api") as changed:
+        changed.execute("INSERT INTO host_mappings VALUES (4, 1, 'h4')")
+    assert await found.of_hosts(["h1"]) == {"h1": CELL1}
+    assert await found.of_hosts(["h1", "h4"]) == {"h1": CELL1, "h4": CELL1}
+
+
+async def test_a_database_that_is_away(tmp_path: Path) -> None:
+    found = DatabaseCells(f"sqlite:///{tmp_path}/nowhere/nova_api", SystemClock())
+    with pytest.raises(NovaUnavailable) as unavailable:
+        await found.of_hosts(["h1"])
+    assert unavailable.value.code == "nova.cells_unavailable"
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        (NovaApiConfig(), "nova.cells_unset"),
+        (NovaApiConfig(cells_database="nonsense"), "nova.cells_database"),
+        (NovaApiConfig(cells_database="mysql+nothing://x"), "nova.cells_database"),
+    ],
+)
+async def test_settings_that_name_no_cells(config: NovaApiConfig, code: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        cells_of(config, SystemClock())
+    assert refused.value.code == code

@@ -1,0 +1,230 @@
+"""Polls, casts and questions: which of them counts when they cross, and what hostile casts do (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from bus.clock import SystemClock
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.nova.api_config import NovaApiConfig
+from scheduler_worker.nova.cells import ConfiguredCells
+from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService
+from scheduler_worker.nova.facts_keeper import CASTS, MAX_ASKED, FactsKeeper
+from scheduler_worker.nova.nova_rest import NovaUnavailable
+from tests.kit.virtual_time import on_virtual_time
+from tests.unit.nova.facts_kit import CELL1, MemoryNova, down, node, up, uuid_of
+
+
+class Kept:
+    """A keeper over a Nova in memory."""
+
+    def __init__(self, nova: MemoryNova, **config: Any) -> None:
+        self.nova = nova
+        self.table = HostTable()
+        self.facts = NovaFacts(self.table)
+        self.keeper = FactsKeeper(
+            nova,
+            self.facts,
+            self.table,
+            cells=ConfiguredCells({CELL1: ("*",)}),
+            config=NovaApiConfig(**config),
+            clock=SystemClock(),
+        )
+
+    async def after(self, seconds: float) -> None:
+        """Run for so long, and stop."""
+        running = asyncio.create_task(self.keeper.run())
+        await asyncio.sleep(seconds)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    def calls(self) -> list[str]:
+        made, self.nova.calls = self.nova.calls, []
+        return made
+
+
+@on_virtual_time
+async def test_states_are_read_often_nodes_seldom_and_instances_hardly_ever() -> None:
+    kept = Kept(MemoryNova(node(1)), poll_interval_s=5, hosts_interval_s=60, instances_interval_s=600)
+    kept.nova.servers = {uuid_of(1): (uuid_of(11),)}
+    await kept.after(602)
+    assert [kept.nova.calls.count(name) for name in ("services", "aggregates", "nodes", "instances")] == [
+        121,
+        121,
+        11,
+        2,
+    ]
+    assert kept.keeper.first.is_set() and kept.facts.members([uuid_of(11)]) == {uuid_of(1): 1}
+
+
+@on_virtual_time
+async def test_a_service_without_nodes_has_them_read_at_once_and_once() -> None:
+    """A nova-compute for Ironic may have none for ever."""
+    kept = Kept(MemoryNova(node(1)), hosts_interval_s=86_400)
+    kept.nova.of_hosts["host2"] = up("host2")
+    await kept.after(100)
+    assert kept.calls().count("nodes") == 1
+    kept.nova.of_hosts["host3"] = up("host3")
+    kept.nova.listed[uuid_of(3)] = node(3)
+    await kept.after(100)
+    assert kept.calls().count("nodes") == 1 and kept.facts.cell_of(uuid_of(3)) == CELL1
+
+
+@on_virtual_time
+async def test_an_outage_leaves_what_is_known_and_ends() -> None:
+    kept = Kept(MemoryNova(node(1)))
+    await kept.after(1)
+    kept.nova.fails = NovaUnavailable("it is away")
+    await kept.after(100)
+    assert kept.table.live_service_of(uuid_of(1)) == "host1"
+    assert await kept.keeper.ask([uuid_of(9)]) is False
+    kept.nova.fails = None
+    kept.nova.of_hosts["host1"] = down("host1")
+    await kept.after(1)
+    assert kept.table.is_down(uuid_of(1))
+
+
+@on_virtual_time
+async def test_an_unknown_host_is_asked_for_by_its_uuid() -> None:
+    kept = Kept(MemoryNova(node(1)))
+    await kept.after(0.5)
+    kept.calls()
+    kept.nova.listed[uuid_of(2)] = node(2)
+    kept.nova.of_hosts["host2"] = up("host2")
+    assert await kept.keeper.ask([uuid_of(1), uuid_of(2), uuid_of(3)]) is True
+    assert kept.calls() == ["node", "node"], "the states were read within this second"
+    assert kept.table.live_service_of(uuid_of(2)) == "host2"
+    await asyncio.sleep(2)
+    assert await kept.keeper.ask([uuid_of(3)]) is False, "a sharing provider; it is no host"
+    assert kept.calls() == ["services", "aggregates"]
+
+
+@on_virtual_time
+async def test_questions_at_the_same_time_share_one_read_and_many_hosts_are_listed() -> None:
+    kept = Kept(MemoryNova(node(1)))
+    kept.nova.of_hosts["host1"] = up("host1")
+    answers = await asyncio.gather(*(kept.keeper.ask([uuid_of(1)]) for _ in range(20)))
+    assert kept.calls() == ["services", "aggregates", "node"] and all(answers)
+    many = [uuid_of(number) for number in range(100, 100 + MAX_ASKED + 1)]
+    await asyncio.gather(*(kept.keeper.ask(many) for _ in range(20)))
+    assert kept.calls() == ["nodes"]
+
+
+def primitive(name: str, data: object) -> dict[str, object]:
+    return {
+        "nova_object.name": name,
+        "nova_object.namespace": "nova",
+        "nova_object.version": "1.3",
+        "nova_object.data": data,
+    }
+
+
+def of_aggregate(uuid: str, **data: object) -> dict[str, object]:
+    return primitive("Aggregate", {"id": 7, "uuid": uuid, "name": "a", "hosts": [], "metadata": {}, **data})
+
+
+@on_virtual_time
+async def test_casts_are_taken_in() -> None:
+    kept = Kept(MemoryNova(node(1), node(2)))
+    await kept.after(1)
+    cast = kept.keeper.apply_cast
+    a, b, c = (uuid_of(number) for number in (11, 12, 13))
+    zone = of_aggregate(uuid_of(7), hosts=["host1"], metadata={"availability_zone": "z"})
+    assert cast("update_aggregates", {"aggregates": primitive("AggregateList", {"objects": [zone]})})
+    assert kept.facts.membership().named == {uuid_of(7): {uuid_of(1)}}
+    assert cast("update_aggregates", {"aggregates": of_aggregate(uuid_of(7), hosts=None, metadata=None)})
+    assert [one.metadata for one in kept.facts.aggregates()] == [{}]
+    assert cast("delete_aggregate", {"aggregate": of_aggregate(uuid_of(7))})
+    assert kept.facts.aggregates() == ()
+    instances = primitive("InstanceList", {"objects": [primitive("Instance", {"uuid": one}) for one in (a, b)]})
+    assert cast("update_instance_info", {"host_name": "host1", "instance_info": instances})
+    assert cast("update_instance_info", {"host_name": "host1", "instance_info": primitive("Instance", {"uuid": c})})
+    assert kept.facts.instances_on(uuid_of(1)) == {a, b, c}
+    assert cast("delete_instance_info", {"host_name": "host1", "instance_uuid": a})
+    assert cast("sync_instance_info", {"host_name": "host2", "instance_uuids": [a]})
+    assert kept.facts.instances_on(uuid_of(1)) == {b, c} and kept.facts.instances_on(uuid_of(2)) == {a}
+    assert cast("sync_instance_info", {"host_name": "a host that comes", "instance_uuids": [a]})
+    assert kept.facts.members([a]) == {uuid_of(2): 1}
+
+
+HOSTILE: list[Any] = [
+    None, 1, "x", [], {}, {"nova_object.name": 1}, primitive("Aggregate", None), primitive("AggregateList", {}),
+    primitive("AggregateList", {"objects": 1}), primitive("AggregateList", {"objects": [1, None]}),
+    primitive("Instance", {"uuid": 3}), primitive("InstanceList", {"objects": [primitive("Aggregate", {})]}),
+    of_aggregate("no uuid"), primitive("Instance", {}), [uuid_of(1), 7], {"a": {"b": {}}},
+]  # fmt: skip
+UNREADABLE_AGGREGATES = [
+    of_aggregate(uuid_of(7), name=7), of_aggregate(uuid_of(7), metadata={"a": {}}), of_aggregate(uuid_of(7), hosts=[1]),
+    of_aggregate(uuid_of(7), hosts=["x" * 300]),
+]  # fmt: skip
+
+
+@on_virtual_time
+async def test_hostile_casts_change_nothing() -> None:
+    kept = Kept(MemoryNova(node(1)))
+    kept.nova.groups = {uuid_of(7): NovaAggregate(uuid=uuid_of(7), name="a", hosts=("host1",))}
+    kept.nova.servers = {uuid_of(1): (uuid_of(11),)}
+    await kept.after(1)
+    before = kept.facts.version, kept.table.revision, kept.facts.instances_on(uuid_of(1))
+    for method in CASTS:
+        for hostile in HOSTILE:
+            names = ("aggregates", "aggregate", "instance_info", "instance_uuid", "instance_uuids")
+            arguments = dict.fromkeys(names, hostile) | {"host_name": "host1"}
+            is_empty = method == "sync_instance_info" and hostile == []
+            assert is_empty or kept.keeper.apply_cast(method, arguments) is False, (method, hostile)
+            assert kept.keeper.apply_cast(method, {}) is False
+    for hostile in UNREADABLE_AGGREGATES:
+        assert kept.keeper.apply_cast("update_aggregates", {"aggregates": hostile}) is False
+    assert (kept.facts.version, kept.table.revision, kept.facts.instances_on(uuid_of(1))) == before
+
+
+@pytest.mark.parametrize("method", ["update_instance_info", "delete_instance_info", "sync_instance_info"])
+@on_virtual_time
+async def test_a_cast_of_instances_names_its_host(method: str) -> None:
+    kept = Kept(MemoryNova(node(1)))
+    given = {"instance_info": primitive("Instance", {"uuid": uuid_of(1)}), "instance_uuid": uuid_of(1)}
+    assert kept.keeper.apply_cast(method, {**given, "instance_uuids": [], "host_name": 7}) is False
+
+
+class _Crossing(MemoryNova):
+    """While a list is under way, a cast comes that is newer than it."""
+
+    def __init__(self) -> None:
+        super().__init__(node(1))
+        self.cast = lambda: None
+
+    async def services(self) -> list[NovaService]:
+        found = await super().services()
+        self.cast()
+        return found
+
+    async def instances(self) -> dict[str, tuple[str, ...]]:
+        found = await super().instances()
+        self.cast()
+        return found
+
+
+@on_virtual_time
+async def test_a_cast_that_crosses_a_poll_is_newer_than_its_answer() -> None:
+    nova = _Crossing()
+    kept = Kept(nova, instances_interval_s=1)
+    gone, made = uuid_of(7), uuid_of(8)
+    nova.groups = {gone: NovaAggregate(uuid=gone, name="gone")}
+    nova.servers = {uuid_of(1): (uuid_of(11),)}
+    await kept.after(1)
+
+    def casts() -> None:
+        kept.keeper.apply_cast("delete_aggregate", {"aggregate": of_aggregate(gone)})
+        kept.keeper.apply_cast("update_aggregates", {"aggregates": of_aggregate(made)})
+        kept.keeper.apply_cast("sync_instance_info", {"host_name": "host1", "instance_uuids": [uuid_of(12)]})
+
+    nova.cast = casts
+    await kept.after(1)
+    assert [one.uuid for one in kept.facts.aggregates()] == [made]
+    assert kept.facts.instances_on(uuid_of(1)) == {uuid_of(12)}
+    nova.cast = lambda: None
+    await kept.after(1)
+    assert [one.uuid for one in kept.facts.aggregates()] == [gone], "the next poll is newer than the casts"

@@ -1,0 +1,290 @@
+"""`select_destinations` against the real placer and a real book: which hosts, what is claimed, how it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from bus.clock import new_uuid
+from bus.faults import Fault
+from scheduler_worker.domain.placement import PlacementUnavailable
+from scheduler_worker.nova import select
+from scheduler_worker.nova.envelope import Call, RemoteFault
+from scheduler_worker.nova.request_spec import NotDecided, SpecRefused
+from tests.unit.nova.world import CELLS, PLENTY, Cloud, destination, group, hosts_of, queried, request_spec
+
+VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
+ONE = {"VCPU": 1, "MEMORY_MB": 65536, "DISK_GB": 1000}
+
+
+@pytest.fixture(autouse=True)
+def sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "resource_request", queried)
+
+
+async def cloud(hosts: int = 3, *, each: Mapping[str, int] = PLENTY, **fields: Any) -> Cloud:
+    return await Cloud([each] * hosts, **fields).open()
+
+
+async def test_a_boot_is_claimed_and_answered_with_alternates_of_its_cell() -> None:
+    here = await cloud(5, cells=[CELLS[0], CELLS[0], CELLS[0], CELLS[1], CELLS[1]])
+    (selections,) = await here.select(VMS[0], availability_zone="nova")
+    first = selections[0]
+    data = first["nova_object.data"]
+    at = int(data["service_host"][1:])
+    assert (first["nova_object.name"], first["nova_object.version"]) == ("Selection", "1.1")
+    assert (data["nodename"], data["compute_node_uuid"]) == (f"h{at}.local", here.uuids[at])
+    assert data["availability_zone"] == "nova" and data["allocation_request_version"] == "1.36"
+    assert json.loads(data["allocation_request"]) == {
+        "allocations": {here.uuids[at]: {"resources": {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}}},
+        "mappings": {"": [here.uuids[at]]},
+    }
+    assert await here.held(VMS[0]) == [at]
+    assert len(selections) == (3 if data["cell_uuid"] == CELLS[0] else 2)
+    assert {one["nova_object.data"]["cell_uuid"] for one in selections} == {data["cell_uuid"]}
+
+
+async def test_conductors_that_ask_for_less_get_less() -> None:
+    here = await cloud()
+    arguments = {"spec_obj": request_spec(), "instance_uuids": [VMS[0]]}
+    call = Call(method="select_destinations", arguments=arguments, unique_id="r")
+    (plain,) = await here.destinations.call(call)  # type: ignore[misc]
+    assert plain.keys() == {"host", "nodename", "limits"}
+    call = Call(method="select_destinations", arguments=arguments | {"return_objects": True}, unique_id="r")
+    (selections,) = await here.destinations.call(call)  # type: ignore[misc]
+    assert hosts_of([selections]) == [[plain["host"]]], "the same call adopts its claim"
+
+
+async def test_a_redelivered_call_adopts_what_it_has_claimed() -> None:
+    here = await cloud(2, each=ONE)
+    first = await here.select(VMS[0])
+    again = await here.select(VMS[0], front=here.front())
+    assert hosts_of(first)[0][0] == hosts_of(again)[0][0]
+    assert len(await here.held(VMS[0])) == 1
+
+
+async def test_a_call_that_is_made_again_gets_what_the_first_has_claimed() -> None:
+    """The conductor has given up waiting for the first, and asks anew."""
+    here = await cloud(2, each=ONE)
+    first = await here.select(VMS[0], run="call1")
+    again = await here.select(VMS[0], run="call2")
+    assert hosts_of(first)[0][0] == hosts_of(again)[0][0]
+    assert len(await here.held(VMS[0])) == 1
+
+
+async def test_several_start_together_or_not_at_all() -> None:
+    here = await cloud(3, each=ONE)
+    answer = await here.select(*VMS[:3])
+    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h1", "h2"]
+    full = await cloud(2, each=ONE)
+    with pytest.raises(RemoteFault) as caught:
+        await full.select(*VMS[:3])
+    assert caught.value.class_name == "NoValidHost"
+    assert [await full.held(vm) for vm in VMS[:3]] == [[], [], []]
+
+
+async def test_more_than_a_hundred_in_one_request() -> None:
+    here = await cloud(10)
+    vms = [new_uuid(here.rng) for _ in range(130)]
+    answer = await here.select(*vms)
+    assert len(answer) == 130
+    assert all([len(await here.held(vm)) == 1 for vm in vms])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"ignore_hosts": ["h0", "h2"]}, {"h1"}),
+        ({"force_hosts": ["h2"]}, {"h2"}),
+        ({"force_nodes": ["h1.local"]}, {"h1"}),
+        ({"force_hosts": ["h1"], "force_nodes": ["h1.local"]}, {"h1"}),
+        ({"force_hosts": ["h1"], "force_nodes": ["h2.local"]}, set()),
+        ({"requested_destination": destination(host="h2")}, {"h2"}),
+        ({"requested_destination": destination(host="h2", node="h1.local")}, set()),
+        ({"requested_destination": destination(host="nowhere")}, set()),
+        ({"requested_destination": destination(host=None)}, {"h0", "h1", "h2"}),
+        ({"scheduler_hints": {"different_host": [VMS[9]]}}, {"h1", "h2"}),
+        ({"scheduler_hints": {"same_host": [VMS[9]]}}, {"h0"}),
+        ({"scheduler_hints": {"reservation": ["x"]}}, {"h0", "h1", "h2"}),
+    ],
+)
+async def test_where_a_request_may_go(fields: dict[str, Any], expected: set[str]) -> None:
+    here = await cloud()
+    await here.hold(VMS[9], 0)
+    if not expected:
+        with pytest.raises(RemoteFault) as caught:
+            await here.select(VMS[0], **fields)
+        assert caught.value.class_name == "NoValidHost"
+        return
+    (hosts,) = hosts_of(await here.select(VMS[0], **fields))
+    assert set(hosts) == expected
+
+
+async def test_only_hosts_of_the_requested_cell() -> None:
+    here = await cloud(4, cells=[CELLS[0], CELLS[0], CELLS[0], CELLS[1]])
+    cell = {"nova_object.name": "CellMapping", "nova_object.namespace": "nova", "nova_object.version": "1.1"}
+    wanted = destination(cell=cell | {"nova_object.data": {"uuid": CELLS[1]}})
+    assert hosts_of(await here.select(VMS[0], requested_destination=wanted)) == [["h3"]]
+    crossing = destination(cell=cell | {"nova_object.data": {"uuid": CELLS[1]}}, allow_cross_cell_move=True)
+    assert hosts_of(await here.select(VMS[1], requested_destination=crossing))
+
+
+# --- server groups
+
+
+async def test_members_that_berth_never_claimed_keep_their_hosts_to_themselves() -> None:
+    here = await cloud(3)
+    await here.hold(VMS[8], 0)
+    await here.hold(VMS[9], 1)
+    apart = group("anti-affinity", [VMS[8], VMS[9], VMS[0]])
+    assert hosts_of(await here.select(VMS[0], instance_group=apart)) == [["h2"]]
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[1], run="other", instance_group=apart)
+    assert "server group" in caught.value.message
+    together = group("affinity", [VMS[8], VMS[2]])
+    assert hosts_of(await here.select(VMS[2], run="third", instance_group=together)) == [["h0"]]
+
+
+async def test_members_booted_at_once_by_several_fronts_stay_apart() -> None:
+    here = await cloud(4)
+    apart = group("anti-affinity", VMS[:4])
+    answers = await asyncio.gather(
+        *(here.select(vm, run=f"r{n}", front=here.front(), instance_group=apart) for n, vm in enumerate(VMS[:4]))
+    )
+    assert sorted(hosts_of(answer)[0][0] for answer in answers) == ["h0", "h1", "h2", "h3"]
+
+
+async def test_a_multi_create_of_a_group_is_apart_or_together() -> None:
+    here = await cloud(3)
+    answer = await here.select(*VMS[:3], instance_group=group("anti-affinity", VMS[:3]))
+    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h1", "h2"]
+    answer = await here.select(*VMS[4:8], run="r", instance_group=group("affinity", VMS[4:8]))
+    assert len({hosts[0] for hosts in hosts_of(answer)}) == 1
+    pairs = group("anti-affinity", VMS[10:16], max_server_per_host="3")
+    answer = await here.select(*VMS[10:16], run="s", instance_group=pairs)
+    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h0", "h1", "h1", "h2", "h2"]
+
+
+# --- evacuations
+
+
+async def test_an_evacuation_holds_its_source_beside_its_new_host() -> None:
+    here = await cloud(3)
+    await here.hold(VMS[0], 0)
+    (hosts,) = hosts_of(await here.select(VMS[0], ignore_hosts=["h0"]))
+    assert "h0" not in hosts
+    assert await here.held(VMS[0]) == [0, int(hosts[0][1:])]
+    (again,) = hosts_of(await here.select(VMS[0], ignore_hosts=["h0"]))
+    assert again[0] == hosts[0], "delivered again it adopts the new host alone"
+    assert await here.held(VMS[0]) == [0, int(hosts[0][1:])]
+
+
+async def test_an_evacuation_without_a_host_leaves_what_is_held() -> None:
+    here = await cloud(1)
+    await here.hold(VMS[0], 0)
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0], ignore_hosts=["h0"])
+    assert caught.value.class_name == "NoValidHost"
+    assert await here.held(VMS[0]) == [0]
+
+
+# --- no host, and no answer
+
+
+async def test_no_valid_host_says_why_and_names_no_host() -> None:
+    here = await cloud(3, each={"VCPU": 1, "MEMORY_MB": 100, "DISK_GB": 10})
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0])
+    assert caught.value.class_name == "NoValidHost" and caught.value.keywords["code"] == 500
+    assert "3 are too small in MEMORY_MB" in caught.value.message
+    assert not any(f"h{n}" in caught.value.message for n in range(3))
+    assert len(here.asked) == 1
+
+
+async def test_an_unknown_host_is_asked_for_before_there_is_none() -> None:
+    here = await cloud(1, late={0})
+    assert hosts_of(await here.select(VMS[0])) == [["h0"]]
+    assert here.asked == [(here.uuids[0],)]
+
+
+async def test_no_answer_of_placement_is_never_no_host() -> None:
+    here = await cloud()
+    here.claims.unavailable = True
+    with pytest.raises(PlacementUnavailable):
+        await here.select(VMS[0])
+    here.claims.unavailable = False
+    assert await here.select(VMS[0])
+
+
+REBUILD = {"scheduler_hints": {"_nova_check_type": ["rebuild"]}, "force_hosts": ["h1"], "force_nodes": ["h1.local"]}
+
+
+async def test_a_rebuild_is_checked_on_its_host_and_claims_nothing() -> None:
+    here = await cloud()
+    answer = await here.select(VMS[0], **REBUILD)
+    assert hosts_of(answer) == [["h1"]]
+    assert answer[0][0]["nova_object.data"]["allocation_request"] == "null"
+    assert await here.held(VMS[0]) == []
+    image = {"nova_object.name": "ImageMeta", "nova_object.namespace": "nova", "nova_object.version": "1.8"}
+    props = {"nova_object.name": "ImageMetaProps", "nova_object.namespace": "nova", "nova_object.version": "1.40"}
+    data = {"properties": props | {"nova_object.data": {"traits_required": ["CUSTOM_MAGIC"]}}}
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0], image=image | {"nova_object.data": data}, **REBUILD)
+    assert caught.value.class_name == "NoValidHost"
+
+
+# --- hostile calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, SpecRefused),
+        ({"spec_obj": 1}, SpecRefused),
+        ({"spec_obj": request_spec(), "instance_uuids": [1]}, SpecRefused),
+        ({"spec_obj": request_spec(), "instance_uuids": []}, SpecRefused),
+        ({"spec_obj": request_spec(), "instance_uuids": ["x" * 36]}, SpecRefused),
+        ({"spec_obj": request_spec(), "instance_uuids": VMS[:1] * 1001}, SpecRefused),
+        ({"spec_obj": request_spec(project_id="a b"), "instance_uuids": VMS[:1]}, SpecRefused),
+        ({"spec_obj": request_spec(project_id=None), "instance_uuids": VMS[:1]}, SpecRefused),
+        ({"spec_obj": request_spec(), "instance_uuids": None}, NotDecided),
+        ({"spec_obj": request_spec(instance_group=group("odd", [])), "instance_uuids": VMS[:1]}, NotDecided),
+        ({"spec_obj": request_spec(instance_group=group("affinity", ["x"])), "instance_uuids": VMS[:1]}, SpecRefused),
+        (
+            {
+                "spec_obj": request_spec(instance_group=group("anti-affinity", [], max_server_per_host="x")),
+                "instance_uuids": VMS[:1],
+            },
+            NotDecided,
+        ),
+        ({"spec_obj": request_spec(scheduler_hints={"query": ["[]"]}), "instance_uuids": VMS[:1]}, NotDecided),
+        ({"spec_obj": request_spec(scheduler_hints={"same_host": ["x"]}), "instance_uuids": VMS[:1]}, SpecRefused),
+    ],
+)
+async def test_what_is_no_request_is_refused_and_claims_nothing(
+    arguments: dict[str, Any], expected: type[Fault | NotDecided]
+) -> None:
+    here = await cloud()
+    with pytest.raises(expected):
+        await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r"))
+    assert here.claims.submitted == []
+
+
+async def test_casts_go_to_the_facts_and_other_methods_nowhere() -> None:
+    here = await cloud()
+    await here.destinations.call(Call(method="update_aggregates", fanout=True))
+    assert here.casts == ["update_aggregates"]
+    with pytest.raises(RemoteFault) as caught:
+        await here.destinations.call(Call(method="run_instance"))
+    assert caught.value.class_name == "NoSuchMethod"
+
+
+@pytest.mark.parametrize("unique", ["", "x" * 65, "a/b"])
+def test_a_run_always_has_a_name(unique: str) -> None:
+    name = select.run_of(Call(method="m", unique_id=unique, message_id="1"))
+    assert len(name) == 32 and name == select.run_of(Call(method="m", unique_id=unique, message_id="1"))
+    assert name != select.run_of(Call(method="m", unique_id=unique, message_id="2"))

@@ -1,0 +1,220 @@
+"""A cloud of Nova before the real placer and a real book in memory; what Nova says of its hosts is made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+from uuid import NAMESPACE_OID, uuid5
+
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport, Release
+from placement_worker.domain.allocations import Replace
+from placement_worker.domain.claim_ledger import ConsumerWrite
+from placement_worker.replica.book import Book
+from placement_worker.replica.request import Query
+from scheduler_worker import plugins
+from scheduler_worker.claims import HeldClaims
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.nova.envelope import Call
+from scheduler_worker.nova.facts import ComputeNode, NovaFacts
+from scheduler_worker.nova.request_spec import NovaRequest
+from scheduler_worker.nova.resource_request import PrefilterSettings, ResourceRequest
+from scheduler_worker.nova.select import Destinations
+from scheduler_worker.nova.selection import Primitive, versioned
+from scheduler_worker.placing import Placer
+from tests.kit.claims import BookClaims
+
+CELLS = ("ce110000-0000-4000-8000-000000000001", "ce110000-0000-4000-8000-000000000002")
+PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
+FLAVOR = {"name": "m1.small", "flavorid": "1", "vcpus": 1, "memory_mb": 512, "root_gb": 1}
+
+
+def queried(request: NovaRequest, *_: object, **__: object) -> ResourceRequest:
+    """The flavor's sizes, as the translation of requests has them."""
+    flavor = request.flavor
+    return ResourceRequest(
+        query=Query(resources={"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.root_gb}),
+        limit=None,
+    )
+
+
+class KnownFacts(NovaFacts):
+    """The nodes of the world: their host is `h0`, `h1` ..., their node name `h0.local` ..."""
+
+    def __init__(self, table: HostTable) -> None:
+        super().__init__(table)
+        self.nodes: dict[str, ComputeNode] = {}
+        self.cells: dict[str, str] = {}
+
+    def node(self, uuid: str) -> ComputeNode | None:
+        return self.nodes.get(uuid)
+
+    def cell_of(self, uuid: str) -> str | None:
+        return self.cells.get(uuid)
+
+    def nodes_named(self, host: str | None, nodename: str | None = None) -> tuple[str, ...]:
+        return tuple(
+            one.uuid for one in self.nodes.values() if host in (None, one.host) and nodename in (None, one.nodename)
+        )
+
+    def unknown(self, roots: Iterable[str]) -> tuple[str, ...]:
+        return tuple(uuid for uuid in roots if uuid not in self.nodes)
+
+
+class Cloud:
+    """Hosts by what each has; `late` ones are in the book and not known to Nova's facts until they are asked for."""
+
+    def __init__(
+        self, amounts: Sequence[Mapping[str, int]], *, cells: Sequence[str] = (), late: Collection[int] = ()
+    ) -> None:
+        self.rng = random.Random(7)
+        self.clock = SystemClock()
+        self.uuids = [new_uuid(self.rng) for _ in amounts]
+        self._amounts, self._cells = amounts, cells or [CELLS[0]] * len(amounts)
+        self.late = set(late)
+        self.claims = BookClaims()
+        self.released: list[Release] = []
+        self.asked: list[tuple[str, ...]] = []
+        self.casts: list[str] = []
+        self.replica, self.table = Book(), HostTable()
+        self.facts = KnownFacts(self.table)
+        self.config = SchedulerConfig(retry_jitter_s=0.002)
+        self.selector = Selector(
+            self.replica,
+            self.table,
+            self.config,
+            flavors={},
+            filters=plugins.filters(self.config),
+            weighings=plugins.weighings(self.config),
+        )
+        self.destinations = self.front()
+
+    def front(self) -> Destinations:
+        """Another front on the same book."""
+        held = HeldClaims(self.claims, self.table.last_cell_of, self.no_runs)
+        placer = Placer(
+            self.claims,
+            held,
+            self.selector,
+            self,
+            clock=self.clock,
+            rng=random.Random(5),
+            config=self.config,
+        )
+        return Destinations(
+            placer,
+            self,
+            self.selector,
+            self.facts,
+            self,
+            configure=lambda: None,
+            settings=PrefilterSettings(),
+        )
+
+    async def open(self) -> Cloud:
+        await self.claims.book.open()
+        for at, uuid in enumerate(self.uuids):
+            inventories = {name: Inventory(total=total) for name, total in self._amounts[at].items()}
+            report = ProviderReport(uuid=uuid, name=f"h{at}.local", inventories=inventories)
+            await self.claims.book.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(report,))])
+        self.know(at for at in range(len(self.uuids)) if at not in self.late)
+        await self.refresh(timeout_s=1.0)
+        return self
+
+    def know(self, hosts: Iterable[int]) -> None:
+        """Nova names these hosts."""
+        for at in hosts:
+            uuid = self.uuids[at]
+            self.facts.nodes[uuid] = ComputeNode(uuid=uuid, host=f"h{at}", nodename=f"h{at}.local")
+            self.facts.cells[uuid] = self._cells[at]
+            self.table.apply(
+                ComputeHosts(
+                    service=f"h{at}",
+                    cell=self._cells[at],
+                    epoch=1,
+                    sequence=1,
+                    hosts=(HostReport(uuid=uuid, name=f"h{at}.local"),),
+                    complete=True,
+                ),
+                0.0,
+            )
+
+    # --- the ports
+
+    async def no_runs(self, instances: Sequence[str]) -> dict[str, str]:
+        return {}
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        page = await self.claims.book.snapshot(None, 1000)
+        self.replica.load(list(page.providers), page.sequence)
+        return True
+
+    async def ask(self, questions: Any = ()) -> Any:
+        """Both of Nova, about root providers, and of placement, to release."""
+        if questions and isinstance(questions[0], Release):
+            self.released += questions
+            return await self.claims.book.apply(list(questions))
+        self.asked.append(tuple(questions))
+        self.know(sorted(self.late))
+        found, self.late = bool(self.late), set()
+        return found
+
+    def apply_cast(self, method: str, arguments: Mapping[str, object]) -> bool:
+        self.casts.append(method)
+        return True
+
+    # --- what Nova does
+
+    async def select(self, *instances: str, run: str = "call1", front: Destinations | None = None, **spec: Any) -> Any:
+        """What a conductor gets: the result of its call."""
+        call = Call(
+            method="select_destinations",
+            arguments={
+                "spec_obj": request_spec(**spec),
+                "instance_uuids": list(instances),
+                "return_objects": True,
+                "return_alternates": True,
+            },
+            version="4.5",
+            unique_id=run,
+            context={"request_id": "req-1", "user_id": "u"},
+        )
+        return await (front or self.destinations).call(call)
+
+    async def hold(self, instance: str, host: int, vcpus: int = 1) -> None:
+        """As a client of Placement's API claims."""
+        write = ConsumerWrite(instance, {self.uuids[host]: {"VCPU": vcpus}}, "p", "u", "INSTANCE", None)
+        assert await self.claims.book.write_allocations([Replace((write,))]) == [None]
+        await self.refresh(timeout_s=1.0)
+
+    async def held(self, instance: str) -> list[int]:
+        """The hosts on which an instance holds something."""
+        found = await self.claims.book.reads.holding([instance])
+        return sorted(self.uuids.index(uuid) for one in found for uuid in one.holding)
+
+
+def request_spec(**fields: Any) -> Primitive:
+    """RequestSpec 1.16 as the conductor serialises it."""
+    data: dict[str, Any] = {"project_id": "p", "user_id": "u", "flavor": versioned("Flavor", "1.2", FLAVOR), **fields}
+    return versioned("RequestSpec", "1.16", data)
+
+
+def group(policy: str, members: Sequence[str], **rules: str) -> Primitive:
+    """InstanceGroup 1.11; one for each policy."""
+    uuid = str(uuid5(NAMESPACE_OID, policy))
+    data = {"uuid": uuid, "policy": policy, "members": list(members), "_rules": rules}
+    return versioned("InstanceGroup", "1.11", data)
+
+
+def destination(**fields: Any) -> Primitive:
+    """Destination 1.4."""
+    return versioned("Destination", "1.4", fields)
+
+
+def hosts_of(answer: Sequence[Sequence[Primitive]]) -> list[list[str]]:
+    """The names of the hosts for each instance."""
+    return [[one["nova_object.data"]["service_host"] for one in selections] for selections in answer]
