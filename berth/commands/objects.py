@@ -129,7 +129,8 @@ def _print_file(objects: Sequence[StoredObject], as_plain: object, as_json: bool
     if as_json:
         print_json(as_plain)
     else:
-        out.print(Text(as_toml(_file(objects))), end="", soft_wrap=True)
+        tree = file_of([(one.kind, one.name, one.body) for one in objects])
+        out.print(Text(as_toml(tree)), end="", soft_wrap=True)
 
 
 flavors = object_commands(ObjectKind.FLAVOR, "Flavors, which clients may request.")
@@ -270,11 +271,14 @@ async def stored_objects(
         after = (page.objects[-1].kind.value, page.objects[-1].name)
 
 
-def _file(found: Sequence[StoredObject]) -> dict[str, Any]:
-    """Objects as the tree of a file for `berth apply`. The rules are one object, without a name in the file."""
+def file_of(found: Sequence[tuple[ObjectKind, str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Objects as the tree of a file for `berth apply`. The rules are one object, without a name in the file.
+
+    found: kind, name and body of each.
+    """
     tree: dict[str, Any] = {}
     for section, kind in SECTIONS.items():
-        bodies = {one.name: _in_file(kind, one.body) for one in found if one.kind is kind}
+        bodies = {name: _in_file(kind, body) for its, name, body in found if its is kind}
         if bodies:
             tree[section] = bodies.get(SCHEDULING, {}) if kind is ObjectKind.SCHEDULING else bodies
     return tree

@@ -85,6 +85,7 @@ class NovaFacts:
         self._instances = _Instances()
         self._membership: Membership | None = None
         self._announced: dict[str, _Announced] = {}
+        self._is_announced = True  # whether that is all that is known
         self._sequence = 0
         self._cpus: dict[tuple[tuple[str, str], ...], Mapping[str, str]] = {}
 
@@ -164,7 +165,9 @@ class NovaFacts:
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
         """Take the states of nova-computes over. complete: those are all, and others are gone."""
         found = {one.host: one for one in services}
-        self._services = found if complete else {**self._services, **found}
+        after = found if complete else {**self._services, **found}
+        self._is_announced = self._is_announced and after == self._services
+        self._services = after
 
     def put_nodes(self, nodes: Iterable[ComputeNode], *, complete: bool) -> None:
         """Take compute nodes over. complete: those are all; others are gone, but for those of a host whose nova-compute
@@ -217,6 +220,12 @@ class NovaFacts:
 
     def announce(self, now_s: float) -> None:
         """Bring the host table up to these facts. now_s: monotonic seconds."""
+        if not self._is_announced:
+            self._announce_hosts(now_s)
+            self._is_announced = True
+        self._digest(now_s)
+
+    def _announce_hosts(self, now_s: float) -> None:
         reports = self._reports()
         for host in [host for host in self._announced if host not in reports]:
             gone = self._announced.pop(host)
@@ -234,7 +243,6 @@ class NovaFacts:
         for host in changed:
             self._tell(host, reports[host], now_s)
         self._announced = reports
-        self._digest(now_s)
 
     def _reports(self) -> dict[str, _Announced]:
         """Of every nova-compute whose cell is known."""
@@ -301,6 +309,7 @@ class NovaFacts:
 
     def _changed(self) -> None:
         self._membership = None
+        self._is_announced = False
         self.version += 1
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct, field
 
+from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 
 INVALID: Final = "nova.spec_invalid"
@@ -26,7 +27,8 @@ MAX_FIELDS = 1_000
 MAX_OBJECTS = 1_000
 
 
-Amount = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # as Placement bounds it
+MAX_AMOUNT = 2**31 - 1  # as Placement bounds it
+Amount = Annotated[int, Meta(ge=0, le=MAX_AMOUNT)]
 
 
 class SpecRefused(Fault):
@@ -317,7 +319,7 @@ def parse_request_spec(primitive: object) -> NovaRequest:
     try:
         return msgspec.convert(plain, NovaRequest)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise SpecRefused(f"RequestSpec: {error}") from None
+        raise SpecRefused(f"RequestSpec: {reason_of(error)}") from None
 
 
 def _fields(value: object, name: str) -> dict[str, object]:

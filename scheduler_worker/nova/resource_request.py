@@ -1,4 +1,5 @@
-"""A RequestSpec as a candidate query: what Nova's ResourceRequest and its pre-filters make of one, by the same rules.
+"""A RequestSpec as a candidate query: what Nova's ResourceRequest and its pre-filters make of one, by the same rules
+(Nova 34, `nova/scheduler/utils.py`).
 
 `resource_request` gives the query that berth searches by; `querystring` writes it as Nova asks it of Placement's
 `GET /allocation_candidates`, which is how the translation is tested against Nova's own.
@@ -6,40 +7,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Literal, Protocol
+from urllib.parse import urlencode
+from uuid import UUID
 
+import os_resource_classes
 from msgspec import Struct
 
-from placement_worker.replica.request import Query
+from placement_worker.replica.request import UNNUMBERED, Group, Query
 from scheduler_worker.config import Aggregate
+from scheduler_worker.domain.flavors import HOST_UNKNOWN, MAX_GROUPS
 from scheduler_worker.domain.view import Unsatisfiable
-from scheduler_worker.nova.request_spec import NotDecided, NovaRequest
+from scheduler_worker.nova import constraints
+from scheduler_worker.nova.config import PrefilterSettings
+from scheduler_worker.nova.prefilters import Additions, prefilter, tenant_aggregates
+from scheduler_worker.nova.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaRequest
 
+__all__ = [
+    "PrefilterSettings",
+    "QueryFacts",
+    "ResourceRequest",
+    "querystring",
+    "resource_request",
+    "translated",
+    "undecided",
+]
 
-class PrefilterSettings(Struct, frozen=True, kw_only=True):
-    """The settings of nova.conf that shape a query, under Nova's names and with its defaults. The conductor and the API
-    of the same Nova have them too: they must agree.
-    """
+REFUSED: Final = "nova.query_refused"
 
-    max_placement_results: int = 1000
-    """`[scheduler]`: the limit of a query. It changes the query string alone: berth looks at every host."""
-    enable_isolated_aggregate_filtering: bool = False
-    """`[scheduler]`: aggregates with `trait:X` = required are only for requests that require X."""
-    limit_tenants_to_placement_aggregate: bool = False
-    """`[scheduler]`: a project with aggregates (`filter_tenant_id*`) gets hosts of these."""
-    placement_aggregate_required_for_tenants: bool = False
-    """`[scheduler]`: a project without such an aggregate gets no host."""
-    query_placement_for_image_type_support: bool = False
-    """`[scheduler]`: hosts that support the image's disk format."""
-    image_metadata_prefilter: bool = False
-    """`[scheduler]`: hosts that support the buses and models that the image's properties name."""
-    query_placement_for_routed_network_aggregates: bool = False
-    """`[scheduler]`: hosts of the segments of the request's networks. Only Neutron knows them: it is not decided."""
-    pci_in_placement: bool = False
-    """`[filter_scheduler]`: PCI requests of flavors are request groups."""
-    disable_fallback_pcpu_query: bool = False
-    """`[workarounds]`: pinned CPUs are asked for as PCPU alone."""
+_OF_OTHERS = frozenset({"group", "same_host", "different_host"})  # with one of these hints Nova asks for all candidates
+
+_STANDARD = frozenset(os_resource_classes.STANDARDS)
+_CUSTOM = "CUSTOM_"
+_GROUPED = re.compile(r"^(resources|trait)([a-zA-Z0-9_-]{1,64})?:(.*)$")
+_SUFFIX = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_POLICIES: Final[dict[str, Literal["none", "isolate"]]] = {"none": "none", "isolate": "isolate"}
 
 
 class QueryFacts(Protocol):
@@ -68,9 +72,13 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
 
 
 def undecided(request: NovaRequest, settings: PrefilterSettings) -> NotDecided | None:
-    """Why berth does not decide this request, if so."""
+    """Why berth does not decide this request, if so; whether its hints are known is the caller's to say."""
     if request.numa_topology is not None:
         return NotDecided("numa_topology", "the request has a NUMA topology")
+    if any(one.is_of_port for one in request.pci):
+        return NotDecided("pci_ports", "a port asks for a PCI device")
+    if request.pci and not settings.pci_in_placement:
+        return NotDecided("pci", "the flavor asks for PCI devices, and they are not in placement")
     return None
 
 
@@ -82,10 +90,324 @@ def resource_request(
     requires_owner: bool,
     pinning: bool = True,
 ) -> ResourceRequest | Unsatisfiable:
-    """The query of a request, pre-filters applied; Unsatisfiable where Nova finds no host without asking for one.
+    """The query of a request, pre-filters applied; Unsatisfiable where Nova finds no host without asking for one, or by
+    a query that Placement refuses.
 
     requires_owner: every compute node's provider has the trait OWNER_NOVA, so that it can be required (Nova compares
     versions of compute services, which its API does not tell). pinning: translate the CPU policy to PCPU (Nova's
     enable_pinning_translate). Raises NotDecided.
     """
-    raise NotDecided("not_built", "the translation is being written")
+    asked = translated(request, settings, facts, requires_owner=requires_owner, pinning=pinning)
+    if isinstance(asked, Unsatisfiable):
+        return asked
+    why = _refused(asked.query)
+    return asked if why is None else Unsatisfiable(REFUSED, f"Placement refuses the query: {why}", "flavor")
+
+
+def translated(
+    request: NovaRequest,
+    settings: PrefilterSettings,
+    facts: QueryFacts,
+    *,
+    requires_owner: bool,
+    pinning: bool = True,
+) -> ResourceRequest | Unsatisfiable:
+    """`resource_request`, which may be one that Placement refuses. Raises NotDecided."""
+    aggregates = facts.aggregates()
+    tenant = tenant_aggregates(request, settings, aggregates)
+    if isinstance(tenant, Unsatisfiable):
+        return tenant
+    drafted = _drafted(request, pinning=pinning)
+    required = frozenset(trait for group in drafted.groups.values() for trait in group.required)
+    added = prefilter(
+        request,
+        settings,
+        aggregates,
+        tenant=tenant,
+        required_traits=required,
+        requires_owner=requires_owner,
+    )
+    _apply(drafted, added, request)
+    nodes = _target_nodes(request, facts)
+    if isinstance(nodes, Unsatisfiable):
+        return nodes
+    if len(nodes) == 1:
+        drafted.group().in_tree = nodes[0]
+    has_several = sum(suffix != UNNUMBERED for suffix in drafted.groups) > 1
+    if has_several and drafted.group_policy is None and drafted.suffixes_of_flavor <= 1:
+        drafted.group_policy = "none"  # the groups are not the flavor's, so it could not state one
+    asks_for_all = len(nodes) > 1 or not _OF_OTHERS.isdisjoint(request.hints)
+    return ResourceRequest(
+        query=drafted.query(request, added, only_roots=tuple(nodes) if len(nodes) > 1 else ()),
+        limit=None if asks_for_all else settings.max_placement_results,
+        cpu_pinning_requested=drafted.cpu_pinning_requested,
+    )
+
+
+def querystring(requested: ResourceRequest) -> str:
+    """The query as Nova writes it (`ResourceRequest.to_querystring`), parameters and names in order."""
+    query = requested.query
+    parameters: list[tuple[str, str]] = []
+    if requested.limit is not None:
+        parameters.append(("limit", str(requested.limit)))
+    if query.group_policy is not None:
+        parameters.append(("group_policy", query.group_policy))
+    if of_root := _traits(query.root_required, query.root_forbidden):
+        parameters.append(("root_required", of_root))
+    parameters += [("same_subtree", ",".join(sorted(suffixes))) for suffixes in query.same_subtree]
+    for group in (_unnumbered(query), *query.groups):
+        if group.suffix == UNNUMBERED and group == Group():
+            continue
+        amounts = (f"{name}:{amount}" for name, amount in group.resources.items())
+        parameters.append((f"resources{group.suffix}", ",".join(sorted(amounts))))
+        if traits := _traits(group.required, group.forbidden):
+            parameters.append((f"required{group.suffix}", traits))
+        member_of = ["in:" + ",".join(sorted(uuids)) for uuids in group.member_of]
+        if group.forbidden_aggregates:
+            member_of.append("!in:" + ",".join(sorted(group.forbidden_aggregates)))
+        parameters += [(f"member_of{group.suffix}", one) for one in member_of]
+        if group.in_tree:
+            parameters.append((f"in_tree{group.suffix}", group.in_tree))
+    return urlencode(sorted(parameters))
+
+
+def _traits(required: Sequence[Sequence[str]], forbidden: Sequence[str]) -> str:
+    """Nova has no any-of groups: each has one trait."""
+    return ",".join([*sorted(names[0] for names in required), *(f"!{name}" for name in sorted(forbidden))])
+
+
+def _unnumbered(query: Query) -> Group:
+    return Group(**{name: getattr(query, name) for name in Group.__struct_fields__ if name != "suffix"})
+
+
+class _Draft(Struct):
+    """A group while it is put together."""
+
+    resources: dict[str, int] = {}
+    required: set[str] = set()
+    forbidden: set[str] = set()
+    member_of: list[tuple[str, ...]] = []
+    forbidden_aggregates: set[str] = set()
+    in_tree: str | None = None
+
+    def add(self, resource_class: str, amount: int | str) -> None:
+        """An amount instead of an earlier one; what is no amount, or of a class that cannot be, is left out."""
+        if resource_class not in _STANDARD and not resource_class.startswith(_CUSTOM):
+            return
+        try:
+            number = int(amount)
+        except ValueError:
+            return
+        if number >= 0:
+            self.resources[resource_class] = number
+
+    @property
+    def is_empty(self) -> bool:
+        rest = (self.required, self.forbidden, self.member_of, self.forbidden_aggregates)
+        return not (self.resources or any(rest))
+
+    def made(self, suffix: str) -> Group:
+        return Group(
+            suffix=suffix,
+            resources=dict(sorted(self.resources.items())),
+            required=_each(self.required),
+            forbidden=tuple(sorted(self.forbidden)),
+            member_of=tuple(self.member_of),
+            forbidden_aggregates=tuple(sorted(self.forbidden_aggregates)),
+            in_tree=self.in_tree,
+        )
+
+
+class _Drafted(Struct):
+    """All groups while they are put together. suffixes_of_flavor: how many groups the flavor's extra specs name."""
+
+    groups: dict[str, _Draft] = {}
+    group_policy: Literal["none", "isolate"] | None = None
+    suffixes_of_flavor: int = 0
+    cpu_pinning_requested: bool = False
+
+    def group(self, suffix: str = UNNUMBERED) -> _Draft:
+        return self.groups.setdefault(suffix, _Draft())
+
+    def has_class(self, resource_class: str) -> bool:
+        """Whether any group names a class, be it with 0."""
+        return any(resource_class in group.resources for group in self.groups.values())
+
+    def query(self, request: NovaRequest, added: Additions, *, only_roots: tuple[str, ...]) -> Query:
+        level = request.request_level_params
+        own = self.groups.get(UNNUMBERED, _Draft()).made(UNNUMBERED)
+        return Query(
+            **{name: getattr(own, name) for name in Group.__struct_fields__ if name != "suffix"},
+            groups=tuple(group.made(suffix) for suffix, group in sorted(self.groups.items()) if suffix != UNNUMBERED),
+            group_policy=self.group_policy,
+            root_required=_each(level.root_required | added.root_required),
+            root_forbidden=tuple(sorted(level.root_forbidden | added.root_forbidden)),
+            same_subtree=tuple(tuple(sorted(suffixes)) for suffixes in level.same_subtree),
+            only_roots=only_roots,
+        )
+
+
+def _each(traits: set[str] | frozenset[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple((name,) for name in sorted(traits))
+
+
+def _drafted(request: NovaRequest, *, pinning: bool) -> _Drafted:
+    """The groups of flavor, image and requesters, without what the pre-filters add. Raises NotDecided."""
+    drafted = _Drafted()
+    _add_extra_specs(drafted, request)
+    drafted.suffixes_of_flavor = sum(suffix != UNNUMBERED for suffix in drafted.groups)
+    if request.image_or_none.traits_required:
+        drafted.group().required.update(request.image_or_none.traits_required)
+    if pinning:
+        _add_cpus(drafted, request)
+    _add_groups_of_requesters(drafted, request)
+    _add_sizes(drafted, request)
+    _add_devices(drafted, request)
+    for group in drafted.groups.values():
+        group.resources = {name: amount for name, amount in group.resources.items() if amount}
+    drafted.groups = {suffix: group for suffix, group in drafted.groups.items() if not group.is_empty}
+    return drafted
+
+
+def _add_extra_specs(drafted: _Drafted, request: NovaRequest) -> None:
+    for key, value in request.flavor.extra_specs.items():
+        if key == "group_policy":
+            drafted.group_policy = _POLICIES.get(value, drafted.group_policy)
+        elif found := _GROUPED.match(key):
+            kind, suffix, name = found.groups()
+            group = drafted.group(suffix or UNNUMBERED)
+            if kind == "resources":
+                group.add(name, value)
+            elif value == "required":
+                group.required.add(name)
+            elif value == "forbidden":
+                group.forbidden.add(name)
+
+
+def _add_cpus(drafted: _Drafted, request: NovaRequest) -> None:
+    """The CPU policy as PCPU and VCPU, and the trait of hyperthreads."""
+    cpus = constraints.cpus(request)
+    drafted.cpu_pinning_requested = cpus.is_dedicated
+    if cpus.vcpus is not None:
+        drafted.group().add("VCPU", cpus.vcpus)
+    if cpus.pcpus is not None:
+        drafted.group().add("PCPU", cpus.pcpus)
+    if cpus.hyperthreading is not None:
+        own = drafted.group()
+        (own.required if cpus.hyperthreading else own.forbidden).add("HW_CPU_HYPERTHREADING")
+
+
+def _add_groups_of_requesters(drafted: _Drafted, request: NovaRequest) -> None:
+    """The groups of ports, device profiles and PCI requests, each under its requester's id."""
+    for one in request.groups_of_requesters:
+        suffix = one.requester_id
+        if not suffix or suffix in drafted.groups or one.is_empty:
+            raise NotDecided("request_groups", "a request group is empty, has no requester, or one that is there twice")
+        drafted.groups[suffix] = _Draft(
+            resources=dict(one.resources),
+            required=set(one.required_traits),
+            forbidden=set(one.forbidden_traits),
+            member_of=[tuple(sorted(uuids)) for uuids in one.aggregates],
+            forbidden_aggregates=set(one.forbidden_aggregates),
+            in_tree=one.in_tree,
+        )
+
+
+def _add_sizes(drafted: _Drafted, request: NovaRequest) -> None:
+    """The flavor's own sizes, of each class that nothing else names. A volume takes the place of the root disk."""
+    flavor, own = request.flavor, drafted.group
+    if not drafted.has_class("VCPU") and not drafted.has_class("PCPU"):
+        own().add("VCPU", flavor.vcpus)
+    if not drafted.has_class("MEMORY_MB"):
+        own().add("MEMORY_MB", flavor.memory_mb)
+    if not drafted.has_class("DISK_GB"):
+        disk_gb = flavor.ephemeral_gb + -(-flavor.swap // 1024) + (0 if request.is_bfv else flavor.root_gb)
+        own().add("DISK_GB", disk_gb)
+
+
+def _add_devices(drafted: _Drafted, request: NovaRequest) -> None:
+    """What flavor and image ask for in words of their own: memory encryption, persistent memory, TPM, firmware."""
+    amounts = constraints.persistent_memory(request)
+    traits = list(constraints.tpm_traits(request))
+    if encryption := constraints.memory_encryption_trait(request):
+        amounts["MEM_ENCRYPTION_CONTEXT"] = 1
+        traits.append(encryption)
+    if constraints.chosen(request, "pci_numa_affinity_policy", constraints.PCI_POLICIES) == "socket":
+        traits.append("COMPUTE_SOCKET_PCI_NUMA_AFFINITY")
+    if constraints.chosen(request, "secure_boot", ("required", "disabled", "optional"), prefix="os") == "required":
+        traits.append("COMPUTE_SECURITY_UEFI_SECURE_BOOT")
+    mode = constraints.chosen(request, "maxphysaddr_mode", ("passthrough", "emulate"))
+    if mode:
+        traits.append(f"COMPUTE_ADDRESS_SPACE_{'EMULATED' if mode == 'emulate' else 'PASSTHROUGH'}")
+    if constraints.stateless_firmware(request):
+        traits.append("COMPUTE_SECURITY_STATELESS_FIRMWARE")
+    for name, amount in amounts.items():
+        drafted.group().add(name, amount)
+    if traits:
+        drafted.group().required.update(traits)
+
+
+def _apply(drafted: _Drafted, added: Additions, request: NovaRequest) -> None:
+    """The aggregates of the pre-filters and of the destination, and what the groups of PCI requests must have."""
+    asked = request.requested_destination or NovaDestination()
+    member_of = [*(tuple(one.split(",")) for one in asked.aggregates or ()), *added.member_of]
+    forbidden = added.forbidden_aggregates | (asked.forbidden_aggregates or frozenset())
+    if member_of:
+        drafted.group().member_of = member_of
+    if forbidden:
+        drafted.group().forbidden_aggregates |= forbidden
+    if not added.of_pci:
+        return
+    of_pci = {one.request_id for one in request.pci if one.request_id and not one.is_of_port}
+    for one in request.groups_of_requesters:
+        if one.requester_id and one.requester_id.rsplit("-", 1)[0] in of_pci:
+            drafted.group(one.requester_id).required |= added.of_pci
+
+
+def _target_nodes(request: NovaRequest, facts: QueryFacts) -> Sequence[str] | Unsatisfiable:
+    """The compute nodes of the host or node that the request names; none: it names none."""
+    asked = request.requested_destination or NovaDestination()
+    host = asked.host or next(iter(request.force_hosts or ()), None)
+    node = asked.node or next(iter(request.force_nodes or ()), None)
+    if not host and not node:
+        return ()
+    cell = asked.cell.uuid if asked.cell is not None else None
+    nodes = [one for one in facts.nodes_named(host, node) if cell is None or facts.cell_of(one) == cell]
+    if not nodes:
+        return Unsatisfiable(HOST_UNKNOWN, f"No such host - host: {host} node: {node} ", "requested_host")
+    return nodes
+
+
+def _refused(query: Query) -> str | None:
+    """Why Placement refuses the query (status 400), which Nova takes as "no valid host". Raises NotDecided."""
+    own = _unnumbered(query)
+    groups = (*query.groups, *([own] if own != Group() else []))
+    if len(groups) > MAX_GROUPS:
+        raise NotDecided("groups", f"more than {MAX_GROUPS} request groups")
+    if len(query.groups) > 1 and query.group_policy is None:
+        return "more than one numbered group, and no group_policy"
+    if not groups or any(not group.resources for group in groups):
+        return "a request group has no resources"
+    if any(amount > MAX_AMOUNT for group in groups for amount in group.resources.values()):
+        return f"an amount is above {MAX_AMOUNT}"
+    suffixes = {group.suffix for group in query.groups}
+    if any(not _SUFFIX.fullmatch(suffix) for suffix in suffixes):
+        return "a request group has a name that is not allowed"
+    if any(not suffixes.issuperset(subtree) for subtree in query.same_subtree):
+        return "same_subtree names a group that there is not"
+    named = [uuid for group in groups for uuids in (*group.member_of, group.forbidden_aggregates) for uuid in uuids]
+    if not all(map(_is_uuid, (*named, *(group.in_tree for group in groups if group.in_tree)))):
+        return "an aggregate or a tree is named by no uuid"
+    traits = [(group.required, group.forbidden) for group in groups] + [(query.root_required, query.root_forbidden)]
+    if any(not {name for (name,) in required}.isdisjoint(forbidden) for required, forbidden in traits):
+        return "a trait is required and forbidden"
+    return None
+
+
+def _is_uuid(text: str) -> bool:
+    """Whether Placement takes it as a uuid: hyphens and upper case do not matter."""
+    try:
+        UUID(text)
+    except ValueError:
+        return False
+    return True

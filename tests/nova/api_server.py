@@ -8,6 +8,7 @@ token of `admin:PROJECT` or `service-...` is an administrator's, other requests 
 
 from __future__ import annotations
 
+import json
 import os
 import posix
 import sys
@@ -20,6 +21,7 @@ import webob.dec
 import webob.exc  # noqa: F401  (nova.api.wsgi reaches for both)
 from nova import context, objects
 from nova.api import wsgi
+from nova.objects.base import NovaObjectSerializer
 from nova.tests.functional import integrated_helpers
 
 # Where a wheel has it; the fixtures look for it in a source tree.
@@ -51,6 +53,18 @@ class Cloud(integrated_helpers.ProviderUsageBaseTestCase):
         self.patch(wsgi.Loader, "__init__", lambda loader, config_path=None: made(loader, str(PASTE)))
         super().setUp()
 
+    def primitives(self) -> dict[str, Any]:
+        """All aggregates and all instances as Nova's computes and API cast them to schedulers."""
+        admin = context.get_admin_context()
+        serializer = NovaObjectSerializer()
+        with context.target_cell(admin, self.cell_mappings["cell1"]) as cell:
+            instances = objects.InstanceList.get_all(cell)
+        aggregates = objects.AggregateList.get_all(admin)
+        return {
+            "aggregates": serializer.serialize_entity(admin, aggregates),
+            "instance_info": serializer.serialize_entity(admin, instances),
+        }
+
     def test_serve(self) -> None:
         for host in HOSTS:
             self._start_compute(host)
@@ -63,6 +77,9 @@ class Cloud(integrated_helpers.ProviderUsageBaseTestCase):
                 found = objects.HostMappingList.get_all(context.get_admin_context())
                 start_response("200 OK", [("Content-Type", "text/plain")])
                 return ["".join(f"{one.host} {one.cell_mapping.uuid}\n" for one in found).encode()]
+            if path == "/control/casts":
+                start_response("200 OK", [("Content-Type", "application/json")])
+                return [json.dumps(self.primitives()).encode()]
             if not token.startswith(("admin:", "service-")) and path.strip("/") not in ("", "v2.1"):
                 start_response("401 Unauthorized", [("Content-Type", "application/json")])
                 return [b"{}"]

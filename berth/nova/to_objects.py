@@ -1,0 +1,224 @@
+"""A cloud's definitions as the objects of `berth apply`; what cannot be one is named with its reason. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from berth.nova.cloud import CLASS, SERVERS, Cloud, FlavorRow, GroupRow, is_nova_limit
+from bus.contracts.objects import DEFAULT_QUOTA, MAX_AGGREGATE_HOSTS, ChangedObject, Flavor, ObjectKind
+from bus.contracts.placement import INSTANCES
+from scheduler_worker.domain.flavors import FlavorInvalid, parse
+from scheduler_worker.domain.object_rules import broken_rule
+from scheduler_worker.domain.objects import body_of, unknown_class
+from scheduler_worker.nova.nova_rest import AggregateRow
+
+MIB_OF_GIB = 1024
+# Nova's own limits that berth has, and their names here. A limit of cores counts dedicated ones, too.
+LIMITS = {"cores": "VCPU", "ram": "MEMORY_MB", "instances": INSTANCES}
+# What Nova's scheduler makes resources, traits or a topology of; berth's has no such request yet.
+UNSUPPORTED = (
+    "accel:", "hw:cpu_dedicated_mask", "hw:cpu_realtime", "hw:locked_memory", "hw:mem_encryption", "hw:mem_page_size",
+    "hw:numa_", "hw:pci_numa_affinity_policy", "hw:pmem", "hw:tpm_", "hw:vif_multiqueue", "os:secure_boot",
+    "pci_passthrough:", "quota:vif_",
+)  # fmt: skip
+POLICY, DEDICATED = "hw:cpu_policy", "dedicated"
+EMULATOR, ISOLATE = "hw:emulator_threads_policy", "isolate"
+NONE = "none"
+
+
+class LeftOut(Struct, frozen=True, kw_only=True):
+    """A row of Nova that is no object of berth. kind, name: as Nova's operators call it."""
+
+    kind: str
+    name: str
+    code: str
+    reason: str
+
+
+class Imported(Struct, frozen=True, kw_only=True):
+    """objects: by kind and name, as `berth apply` takes them. notes: what of a row that was taken is otherwise here."""
+
+    objects: dict[ObjectKind, dict[str, dict[str, Any]]]
+    left_out: tuple[LeftOut, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class _Import:
+    """One import while it is made."""
+
+    def __init__(self) -> None:
+        self.objects: dict[ObjectKind, dict[str, dict[str, Any]]] = {}
+        self.left_out: list[LeftOut] = []
+        self.notes: list[str] = []
+
+    def leave_out(self, kind: str, name: str, code: str, reason: str) -> None:
+        self.left_out.append(LeftOut(kind=kind, name=name, code=code, reason=reason))
+
+    def put(self, kind: ObjectKind, name: str, body: dict[str, Any], noun: str) -> None:
+        """Take an object, if a scheduler would."""
+        changed = ChangedObject(kind=kind, name=name, after=body)
+        try:
+            parsed = body_of(kind, name, body)
+            if isinstance(parsed, Flavor):
+                parse(name, parsed)
+        except (ValueError, FlavorInvalid) as error:
+            self.leave_out(noun, name, "import.refused", str(error))
+            return
+        why = unknown_class([changed]) or broken_rule([changed], {(kind, name): body})
+        if why is not None:
+            self.leave_out(noun, name, "import.refused", why)
+            return
+        self.objects.setdefault(kind, {})[name] = body
+
+
+def imported(cloud: Cloud, *, with_hosts: bool = False) -> Imported:
+    """The objects of a cloud. with_hosts: aggregates name their hosts; else their members are those in Placement."""
+    making = _Import()
+    for kind, name, why in cloud.unreadable:
+        making.leave_out(kind, name, "import.unreadable", why)
+    for flavor in sorted(cloud.flavors, key=lambda one: one.name):
+        _flavor(making, flavor, cloud.access.get(flavor.id, ()))
+    for aggregate in sorted(cloud.aggregates, key=lambda one: one.name):
+        _aggregate(making, aggregate, with_hosts=with_hosts)
+    _groups(making, cloud.groups)
+    for project, limits in _unified(making, cloud) if cloud.is_unified else _own_quotas(making, cloud):
+        making.put(ObjectKind.QUOTA, project, {"limits": limits}, "quota")
+    return Imported(objects=making.objects, left_out=tuple(making.left_out), notes=tuple(making.notes))
+
+
+def _flavor(making: _Import, flavor: FlavorRow, projects: tuple[str, ...]) -> None:
+    if flavor.extra_specs is None:
+        making.leave_out("flavor", flavor.name, "import.unreadable", "its extra specs are not shown to this user")
+        return
+    if not flavor.is_public and not projects:
+        reason = "it is private, and no project has access to it: here a flavor without projects is everyone's"
+        making.leave_out("flavor", flavor.name, "import.of_nobody", reason)
+        return
+    specs = dict(flavor.extra_specs)
+    odd = sorted(key for key in specs if key.startswith(UNSUPPORTED))
+    if specs.get(POLICY, DEDICATED) not in {"shared", DEDICATED}:
+        odd.append(POLICY)
+    if odd:
+        reason = f"berth decides by no {', '.join(odd)}: as it is, it would be placed otherwise than by Nova"
+        making.leave_out("flavor", flavor.name, "import.spec", reason)
+        return
+    swap_mb = flavor.swap if isinstance(flavor.swap, int) else 0
+    if flavor.ephemeral or swap_mb:
+        making.notes.append(f"flavor {flavor.name}: its disk counts its ephemeral disk and swap, as Nova claims them")
+    specs |= _dedicated(flavor.vcpus, specs)
+    if len({key.partition(":")[0] for key in specs if key.startswith("resources") and key[9:10] not in {":", ""}}) > 1:
+        if "group_policy" not in specs:
+            making.notes.append(
+                f"flavor {flavor.name}: group_policy = none is set, because Placement takes no two groups without it"
+            )
+        specs.setdefault("group_policy", NONE)
+    body: dict[str, Any] = {
+        "vcpus": flavor.vcpus,
+        "memory_mb": flavor.ram,
+        "disk_gb": flavor.disk + flavor.ephemeral + math.ceil(swap_mb / MIB_OF_GIB),
+        "extra_specs": specs,
+    }
+    if not flavor.is_public:
+        body["projects"] = list(projects)
+    making.put(ObjectKind.FLAVOR, flavor.name, body, "flavor")
+
+
+def _dedicated(vcpus: int, specs: Mapping[str, str]) -> dict[str, str]:
+    """The class of dedicated CPUs instead of shared ones, unless the flavor names amounts of either."""
+    if specs.get(POLICY) != DEDICATED or specs.keys() & {"resources:PCPU", "resources:VCPU"}:
+        return {}
+    more = specs.get(EMULATOR) == ISOLATE
+    return {"resources:PCPU": str(vcpus + more), "resources:VCPU": "0"}
+
+
+def _aggregate(making: _Import, aggregate: AggregateRow, *, with_hosts: bool) -> None:
+    hosts = aggregate.hosts or ()
+    body: dict[str, Any] = {"uuid": aggregate.uuid, "name": aggregate.name, "metadata": dict(aggregate.metadata or {})}
+    if with_hosts:
+        body["hosts"] = sorted(hosts)
+        if len(hosts) > MAX_AGGREGATE_HOSTS:
+            reason = f"it has {len(hosts)} hosts, and an aggregate names at most {MAX_AGGREGATE_HOSTS}"
+            making.leave_out("aggregate", aggregate.name, "import.refused", reason)
+            return
+    making.put(ObjectKind.AGGREGATE, aggregate.name, body, "aggregate")
+
+
+def _groups(making: _Import, groups: list[GroupRow]) -> None:
+    """Server groups. Of several that a project calls alike each has the beginning of its uuid in its name."""
+    alike = Counter((one.project_id, one.name) for one in groups)
+    for group in sorted(groups, key=lambda one: (one.project_id, one.name, one.id)):
+        name = f"{group.project_id}/{group.name}"
+        if alike[group.project_id, group.name] > 1:
+            name = f"{name}-{group.id}"
+            making.notes.append(f"server group {group.id} is here {name}: its project has several of its name")
+        if group.policy is None:
+            making.leave_out("server group", name, "import.refused", "it has no policy")
+            continue
+        body: dict[str, Any] = {"uuid": group.id, "policy": group.policy}
+        most = group.rules.get("max_server_per_host")
+        if most is not None:
+            body["max_per_host"] = int(most) if isinstance(most, str) and most.isdecimal() else most
+        making.put(ObjectKind.GROUP, name, body, "server group")
+
+
+def _own_quotas(making: _Import, cloud: Cloud) -> Iterator[tuple[str, dict[str, int]]]:
+    """(project, limits) by Nova's own quotas; -1 is no limit. A project that has the default has no object."""
+    default = _named(cloud.default_quota)
+    if others := sorted(cloud.default_quota.keys() - LIMITS.keys()):
+        making.notes.append(f"limits that berth does not have: {', '.join(others)}")
+    if default:
+        yield DEFAULT_QUOTA, default
+    for project, limits in sorted(cloud.quotas.items()):
+        if _named(limits) != default:
+            yield project, _named(limits)
+
+
+def _named(limits: Mapping[str, int]) -> dict[str, int]:
+    return {LIMITS[name]: limit for name, limit in sorted(limits.items()) if name in LIMITS and limit >= 0}
+
+
+def _unified(making: _Import, cloud: Cloud) -> Iterator[tuple[str, dict[str, int]]]:
+    """(project, limits) by Keystone's; here a project's quota replaces the default, so it repeats what it leaves."""
+    making.notes.append("the quotas are Keystone's unified limits; Nova counts by them with its UnifiedLimitsDriver")
+    default: dict[str, int] = {}
+    for one in cloud.registered:
+        if (name := _of_unified(making, one.resource_name, "registered limit", default)) is not None:
+            default[name] = one.default_limit
+    own: dict[str, dict[str, int]] = {}
+    for limit in cloud.limits:
+        if limit.project_id is None:
+            if is_nova_limit(limit.resource_name):
+                reason = "it is of a domain, and berth has limits of projects"
+                making.leave_out("limit", f"{limit.domain_id} {limit.resource_name}", "import.limit", reason)
+            continue
+        mine = own.setdefault(limit.project_id, {})
+        noun = f"limit of {limit.project_id}"
+        if (name := _of_unified(making, limit.resource_name, noun, mine)) is not None:
+            mine[name] = limit.resource_limit
+    if default:
+        yield DEFAULT_QUOTA, _limited(default)
+    for project, mine in sorted(own.items()):
+        if _limited({**default, **mine}) != _limited(default):
+            yield project, _limited({**default, **mine})
+
+
+def _limited(limits: Mapping[str, int]) -> dict[str, int]:
+    return {name: limit for name, limit in sorted(limits.items()) if limit >= 0}
+
+
+def _of_unified(making: _Import, resource: str, noun: str, known: Mapping[str, int]) -> str | None:
+    """The name of a limit here. None: it is of another service or of no kind that berth has."""
+    if not is_nova_limit(resource):
+        if resource.startswith("server_"):
+            making.notes.append(f"{noun} {resource}: berth does not have it")
+        return None
+    name = INSTANCES if resource == SERVERS else resource.removeprefix(CLASS)
+    if name in known:
+        making.leave_out(noun, resource, "import.limit", "there are several, of different regions")
+        return None
+    return name

@@ -1,0 +1,244 @@
+"""A Nova cloud's definitions as objects, and objects as Nova's: row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from berth.commands import import_nova
+from berth.commands.as_toml import as_toml
+from berth.commands.import_nova import config_of, names_of, parts_of, tree_of
+from berth.commands.objects import read_file
+from berth.nova.cloud import Cloud, FlavorRow, GroupRow, ProjectLimit, RegisteredLimit
+from berth.nova.to_nova import exported
+from berth.nova.to_objects import imported
+from bus.contracts.objects import ObjectKind
+from scheduler_worker.nova.nova_rest import AggregateRow
+
+UUID = "00000000-0000-4000-8000-000000000007"
+OTHER = "00000000-0000-4000-8000-000000000008"
+
+
+def flavor(name: str = "f", specs: dict[str, str] | None = None, **more: Any) -> FlavorRow:
+    return FlavorRow(id=name, name=name, extra_specs=specs or {}, **{"vcpus": 2, "ram": 512, "disk": 10, **more})
+
+
+@pytest.mark.parametrize(
+    ("row", "body"),
+    [
+        (flavor(), {"vcpus": 2, "memory_mb": 512, "disk_gb": 10, "extra_specs": {}}),
+        (flavor(ephemeral=5, swap=1025), {"disk_gb": 17}),
+        (flavor(swap=""), {"disk_gb": 10}),
+        (flavor(specs={"hw:cpu_policy": "shared"}), {"extra_specs": {"hw:cpu_policy": "shared"}}),
+        (
+            flavor(specs={"hw:cpu_policy": "dedicated", "hw:emulator_threads_policy": "isolate"}),
+            {
+                "extra_specs": {
+                    "hw:cpu_policy": "dedicated",
+                    "hw:emulator_threads_policy": "isolate",
+                    "resources:PCPU": "3",
+                    "resources:VCPU": "0",
+                }
+            },
+        ),
+        (
+            flavor(specs={"resources1:VGPU": "1", "trait1:CUSTOM_A": "required"}),
+            {"extra_specs": {"resources1:VGPU": "1", "trait1:CUSTOM_A": "required"}},
+        ),
+        (
+            flavor(specs={"resources1:VGPU": "1", "resources_A:VGPU": "1"}),
+            {"extra_specs": {"resources1:VGPU": "1", "resources_A:VGPU": "1", "group_policy": "none"}},
+        ),
+        (
+            flavor(specs={"resources1:VGPU": "1", "resources2:VGPU": "1", "group_policy": "isolate"}),
+            {"extra_specs": {"resources1:VGPU": "1", "resources2:VGPU": "1", "group_policy": "isolate"}},
+        ),
+    ],
+)
+def test_flavors(row: FlavorRow, body: dict[str, Any]) -> None:
+    found = imported(Cloud(flavors=[row]))
+    assert found.left_out == () and found.objects[ObjectKind.FLAVOR]["f"].items() >= body.items()
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        (flavor(specs={"hw:numa_nodes": "2"}), "import.spec"),
+        (flavor(specs={"pci_passthrough:alias": "a:1"}), "import.spec"),
+        (flavor(specs={"hw:cpu_policy": "mixed"}), "import.spec"),
+        (flavor(is_public=False), "import.of_nobody"),
+        (flavor(specs={"resources:nonsense": "1"}), "import.refused"),
+        (flavor(specs={"resources:NO_SUCH_CLASS": "1"}), "import.refused"),
+        (flavor(specs={"a": "x" * 300}), "import.refused"),
+        (flavor("a\nb"), "import.refused"),
+        (flavor(vcpus=0, ram=0, disk=0), "import.refused"),
+    ],
+)
+def test_flavors_that_cannot_be_taken(row: FlavorRow, code: str) -> None:
+    found = imported(Cloud(flavors=[row, flavor("other")]))
+    assert [(one.name, one.code) for one in found.left_out] == [(row.name, code)]
+    assert found.objects[ObjectKind.FLAVOR].keys() == {"other"}
+
+
+def test_a_private_flavor_is_its_projects() -> None:
+    found = imported(Cloud(flavors=[flavor(is_public=False)], access={"f": ("p1", "p2")}))
+    assert found.objects[ObjectKind.FLAVOR]["f"]["projects"] == ["p1", "p2"]
+
+
+def test_extra_specs_that_are_not_shown_leave_a_flavor_out() -> None:
+    row = FlavorRow(id="f", name="f", vcpus=1, ram=1, disk=1)
+    assert [one.code for one in imported(Cloud(flavors=[row])).left_out] == ["import.unreadable"]
+
+
+def test_aggregates_with_and_without_their_hosts() -> None:
+    rack = AggregateRow(uuid=UUID, name="rack", metadata={"availability_zone": "z"}, hosts=("b", "a"))
+    body = {"uuid": UUID, "name": "rack", "metadata": {"availability_zone": "z"}}
+    assert imported(Cloud(aggregates=[rack])).objects[ObjectKind.AGGREGATE] == {"rack": body}
+    assert imported(Cloud(aggregates=[rack]), with_hosts=True).objects[ObjectKind.AGGREGATE] == {
+        "rack": {**body, "hosts": ["a", "b"]}
+    }
+    many = AggregateRow(uuid=UUID, name="many", hosts=tuple(map(str, range(1001))))
+    assert [one.name for one in imported(Cloud(aggregates=[many]), with_hosts=True).left_out] == ["many"]
+    assert imported(Cloud(aggregates=[many])).left_out == ()
+
+
+def group(uuid: str = UUID, name: str = "web", project: str = "p", **more: Any) -> GroupRow:
+    return GroupRow(id=uuid, name=name, project_id=project, **{"policy": "anti-affinity", **more})
+
+
+def test_server_groups_and_those_that_a_project_calls_alike() -> None:
+    rows = [group(), group(OTHER), group(OTHER[:-1] + "9", project="q", rules={"max_server_per_host": "3"})]
+    found = imported(Cloud(groups=rows))
+    assert found.objects[ObjectKind.GROUP] == {
+        f"p/web-{UUID}": {"uuid": UUID, "policy": "anti-affinity"},
+        f"p/web-{OTHER}": {"uuid": OTHER, "policy": "anti-affinity"},
+        "q/web": {"uuid": OTHER[:-1] + "9", "policy": "anti-affinity", "max_per_host": 3},
+    }
+    assert found.left_out == () and len(found.notes) == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        group(policy=None),
+        group(policy="legacy"),
+        group(project="no project"),
+        group("no uuid"),
+        group(name="x" * 255),
+        group(name="a\tb"),
+        group(rules={"max_server_per_host": 0}),
+        group(rules={"max_server_per_host": "many"}),
+    ],
+)
+def test_server_groups_that_cannot_be_taken(row: GroupRow) -> None:
+    found = imported(Cloud(groups=[row]))
+    assert [one.code for one in found.left_out] == ["import.refused"] and not found.objects
+
+
+def test_nova_s_own_quotas() -> None:
+    default = {"cores": 20, "ram": 51_200, "instances": 10, "key_pairs": 100}
+    quotas = {"same": default, "more": {**default, "cores": 99}, "free": {"cores": -1, "ram": -1, "instances": -1}}
+    found = imported(Cloud(default_quota=default, quotas=quotas))
+    assert tree_of(found)["quotas"] == {
+        "default": {"INSTANCES": 10, "MEMORY_MB": 51_200, "VCPU": 20},
+        "free": {},
+        "more": {"INSTANCES": 10, "MEMORY_MB": 51_200, "VCPU": 99},
+    }
+    assert found.left_out == () and "key_pairs" in found.notes[0]
+
+
+def test_unified_limits() -> None:
+    registered = [
+        RegisteredLimit(resource_name=name, default_limit=limit)
+        for name, limit in (
+            ("servers", 10),
+            ("class:VCPU", 20),
+            ("class:PCPU", -1),
+            ("volumes", 5),
+            ("server_groups", 7),
+        )
+    ]
+    limits = [
+        ProjectLimit(resource_name="class:VCPU", resource_limit=99, project_id="p"),
+        ProjectLimit(resource_name="class:CUSTOM_GOLD", resource_limit=1, project_id="p"),
+        ProjectLimit(resource_name="servers", resource_limit=10, project_id="same"),
+        ProjectLimit(resource_name="servers", resource_limit=1, domain_id="d"),
+        ProjectLimit(resource_name="volumes", resource_limit=1, domain_id="d"),
+        ProjectLimit(resource_name="class:nonsense", resource_limit=1, project_id="odd"),
+    ]
+    found = imported(
+        Cloud(registered=registered, limits=limits, quotas={"p": {"cores": 1}}, default_quota={"cores": 2})
+    )
+    assert tree_of(found)["quotas"] == {
+        "default": {"INSTANCES": 10, "VCPU": 20},
+        "p": {"CUSTOM_GOLD": 1, "INSTANCES": 10, "VCPU": 99},
+    }
+    assert [(one.name, one.code) for one in found.left_out] == [
+        ("d servers", "import.limit"),
+        ("odd", "import.refused"),
+    ]
+
+
+def test_rows_that_could_not_be_read_are_named() -> None:
+    found = imported(Cloud(unreadable=[("flavor", "odd", "why")]))
+    assert [(one.kind, one.name, one.code) for one in found.left_out] == [("flavor", "odd", "import.unreadable")]
+
+
+def test_files_of_no_more_than_a_change_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_nova, "MAX_CHANGES", 2)
+    found = imported(Cloud(flavors=[flavor(name) for name in ("a", "b", "c")], groups=[group()]))
+    parts = parts_of(found)
+    files = names_of(tmp_path / "nova.toml", len(parts))
+    assert [one.name for one in files] == ["nova.toml", "nova-2.toml"]
+    read = set()
+    for file, part in zip(files, parts, strict=True):
+        file.write_text(as_toml(part))
+        read |= {(one.kind, one.name) for one in read_file(file)[0]}
+    assert read == {(kind, name) for kind, bodies in found.objects.items() for name in bodies}
+
+
+def test_credentials_are_those_of_openstack_s_clients() -> None:
+    login = {"OS_AUTH_URL": "http://k/v3", "OS_USERNAME": "u", "OS_PASSWORD": "p", "OS_PROJECT_NAME": "admin"}
+    config = config_of("http://n/v2.1", login)
+    assert (config.keystone.auth_url, config.keystone.username, config.keystone.project_name) == (
+        "http://k/v3",
+        "u",
+        "admin",
+    )
+    assert config_of("http://n", {**login, "OS_TOKEN": "t"}).keystone.auth_url == ""
+
+
+def test_the_other_way_round() -> None:
+    found = exported(
+        [
+            (ObjectKind.FLAVOR, "a b", {"vcpus": 2, "memory_mb": 512, "extra_specs": {"trait:X": "required"}}),
+            (ObjectKind.FLAVOR, "bm", {"extra_specs": {"resources:CUSTOM_GOLD": "1"}, "projects": ["p"]}),
+            (ObjectKind.FLAVOR, "ours", {"vcpus": 1, "extra_specs": {"trait:in:A,B": "required"}}),
+            (
+                ObjectKind.AGGREGATE,
+                "r",
+                {"uuid": UUID, "metadata": {"availability_zone": "z", "k": "v"}, "hosts": ["h"]},
+            ),
+            (ObjectKind.GROUP, "p/web", {"policy": "anti-affinity", "max_per_host": 2}),
+            (ObjectKind.QUOTA, "default", {"limits": {"VCPU": 5, "CUSTOM_GOLD": 1}}),
+            (ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": -1.0}}),
+        ]
+    )
+    assert found.commands == (
+        "openstack aggregate create --zone z --property k=v r",
+        "openstack aggregate add host r h",
+        "openstack flavor create --vcpus 2 --ram 512 --disk 0 --property trait:X=required 'a b'",
+        "openstack flavor create --vcpus 1 --ram 1 --disk 0 --property resources:CUSTOM_GOLD=1"
+        " --property resources:MEMORY_MB=0 --property resources:VCPU=0 --private bm",
+        "openstack flavor set --project p bm",
+        "openstack --os-compute-api-version 2.64 --os-project-id p server group create --policy anti-affinity"
+        " --rule max_server_per_host=2 web",
+        "openstack quota set --class --cores 5 --instances -1 --ram -1 default",
+    )
+    assert [(one.kind, one.name) for one in found.left_out] == [
+        ("flavor", "ours"),
+        ("quota", "default"),
+        ("scheduling", "default"),
+    ]
