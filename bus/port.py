@@ -255,3 +255,8 @@ class Transport(Protocol):
         """Have a function called (in the event loop) each time a reconnection fails because another connection has a
         private queue of this one. The transport tries again.
         """
+
+
+async def waiting_in(transport: Transport, row: QueueRow) -> int:
+    """Return the number of ready messages in all queues of a row without placeholders. Raises as the transport does."""
+    return sum([await transport.depth(queue.name) for queue in row.queues])

@@ -19,8 +19,8 @@ from bus.turns import turn_for
 from placement_worker.domain import allocations, trees
 from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, reshape
-from placement_worker.domain.claim_group import NOBODY, ClaimGroup, ClaimReply
-from placement_worker.domain.claim_ledger import Decision
+from placement_worker.domain.claim_group import NOBODY, ClaimGroup, numbered
+from placement_worker.domain.claim_ledger import ClaimReply, Decision
 from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import WriteRefusal, caused
@@ -320,9 +320,9 @@ async def claim(
     most = port.NO_LIMITS if alone else group.limits
     sequence = await transaction.write_claims(decision, locked, changes_of_usage(decision), most)
     # A cell learns nothing of others' consumers.
-    lost = group.lost(decision.verdicts) if bus == ABOVE_CELLS else {}
+    lost = decision.lost if bus == ABOVE_CELLS else {}
     holders = await transaction.newest_holders(lost) if lost else NOBODY
-    return group.replies(decision.verdicts, sequence, bus, holders)
+    return numbered(decision.replies, sequence, bus, holders)
 
 
 async def report(

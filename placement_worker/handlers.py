@@ -15,7 +15,7 @@ from bus.contracts.base import Message, Refusal
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from placement_worker import metrics
 from placement_worker.book import ResourceBook
-from placement_worker.domain.claim_group import ClaimReply
+from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.refusal import Why
 from placement_worker.domain.reports import NAME_TAKEN, ReportRefusal

@@ -12,7 +12,7 @@ from bus.bus import API, Bus
 from bus.cell_links import CellLink, CellLinks
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
-from bus.consuming.lanes import LANE_PREFETCH
+from bus.consuming.in_flight import LANE_PREFETCH
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.moves import MoveEvent

@@ -16,9 +16,8 @@ from berth.load.summary import percentiles
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
 from bus.contracts.queues import DEAD_LETTERS, QUEUES, QueueKind, Where
-from bus.depths import waiting_in
 from bus.faults import Fault, Transient
-from bus.port import BusError, Transport
+from bus.port import BusError, Transport, waiting_in
 
 SAMPLE_S = 0.5
 # Hosts are queried so often, and never more than a twentieth of the time: a large fleet is a large answer.

@@ -23,9 +23,8 @@ from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import ProviderState
 from bus.contracts.queues import DEAD_LETTERS, QUEUES, Where
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
-from bus.depths import waiting_in
 from bus.faults import Fault
-from bus.port import BusError, QueueMissing, Transport
+from bus.port import BusError, QueueMissing, Transport, waiting_in
 from bus.service.environment import Environment
 
 # Hosts are read anew at most so often, however many pages show them.

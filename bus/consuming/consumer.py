@@ -29,6 +29,8 @@ from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.in_flight import (
     SUSPECT_FROM,
+    ArrivedDelivery,
+    ConsumerLane,
     InFlightDelivery,
     InFlightMessage,
     is_over,
@@ -36,7 +38,6 @@ from bus.consuming.in_flight import (
     may_be_begun,
     of_use_until,
 )
-from bus.consuming.lanes import ArrivedDelivery, ConsumerLane
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
 from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta

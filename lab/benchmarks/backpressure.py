@@ -38,7 +38,7 @@ from berth.load.summary import percentiles
 from berth.site import Site
 from berth.trial.servers import RealServers, SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
-from bus.consuming.lanes import LANE_PREFETCH
+from bus.consuming.in_flight import LANE_PREFETCH
 from bus.contracts.base import Meta
 from bus.contracts.queues import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES
 from bus.wire import pack

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, islice
+from collections.abc import Mapping, Sequence
+from itertools import count
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts import placement as messages
 from bus.contracts.groups import GroupPolicy
-from placement_worker.domain.claim_ledger import ClaimVerdict, Lacking
+from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import HARD
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
 
-ClaimReply = (
-    messages.ClaimResult
-    | messages.ClaimAllResult
-    | messages.ReleaseResult
-    | messages.RevertResult
-    | messages.SwapResult
-)
 Holders = Mapping[int, tuple[messages.ClaimHolder, ...]]
 
 NOBODY: Holders = {}
@@ -88,49 +82,6 @@ class ClaimGroup:
         most = MAX_GROUP_MEMBERS_READ + len(self.consumers)
         return WantedMembers(sorted(self._hosts), sorted(moved), sorted(self._together), most)
 
-    def lost(self, verdicts: Sequence[ClaimVerdict]) -> dict[int, tuple[str, Lacking]]:
-        """Return {place among the claims: (consumer, what it lacked)} of the first claims that found a provider full,
-        at most MAX_LOST_NAMED: the holders are looked up for these alone.
-        """
-        claims = (
-            pair
-            for item, verdict in zip(self.items, verdicts, strict=True)
-            if isinstance(item, messages.Claim | messages.ClaimAll)
-            for pair in _claims_of(item, verdict)
-        )
-        full = ((place, (claim.consumer, one.lacking)) for place, (claim, one) in enumerate(claims) if one.lacking)
-        return dict(islice(full, messages.MAX_LOST_NAMED))
-
-    def replies(
-        self, verdicts: Sequence[ClaimVerdict], sequence: int, bus: str, holders: Holders = NOBODY
-    ) -> list[ClaimReply]:
-        """Return the reply to each item. holders: of what lost claims lacked, by the places of `lost`."""
-        places = count()
-
-        def claimed(verdict: ClaimVerdict) -> messages.ClaimResult:
-            return messages.ClaimResult(
-                outcome=messages.ClaimOutcome(verdict.outcome),
-                option=verdict.option,
-                outcomes=verdict.outcomes,
-                consumer_generation=verdict.consumer_generation,
-                generations=verdict.generations,
-                sequence=sequence if verdict.changed else 0,
-                reason=verdict.reason,
-                holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
-                members=verdict.members if bus == ABOVE_CELLS else {},  # a cell learns nothing of other cells' hosts
-                holders=holders.get(next(places), ()),
-                attempt=verdict.attempt,
-            )
-
-        def reply(item: ClaimItem, verdict: ClaimVerdict) -> ClaimReply:
-            if isinstance(item, messages.Claim):
-                return claimed(verdict)
-            if isinstance(item, messages.ClaimAll):
-                return messages.ClaimAllResult(results=tuple(map(claimed, verdict.of_gang)))
-            return _moved(item, verdict, sequence if verdict.changed else 0)
-
-        return [reply(item, verdict) for item, verdict in zip(self.items, verdicts, strict=True)]
-
     def _add(self, item: messages.Claim | messages.Release | messages.Revert | messages.Swap) -> None:
         if isinstance(item, messages.Claim):
             self._add_claim(item)
@@ -182,32 +133,22 @@ class ClaimGroup:
         self.classes.update(*holding.values())
 
 
-def _claims_of(
-    item: messages.Claim | messages.ClaimAll, verdict: ClaimVerdict
-) -> Iterator[tuple[messages.Claim, ClaimVerdict]]:
-    if isinstance(item, messages.Claim):
-        yield item, verdict
-    else:
-        yield from zip(item.claims, verdict.of_gang, strict=True)
+def numbered(decided: Sequence[ClaimReply], sequence: int, bus: str, holders: Holders = NOBODY) -> list[ClaimReply]:
+    """Return the replies with the number in the feed of what they have changed. holders: of what lost claims lacked, by
+    the places of `Decision.lost`.
+    """
+    places = count()
 
+    def claimed(result: messages.ClaimResult) -> messages.ClaimResult:
+        members = result.members if bus == ABOVE_CELLS else {}  # a cell learns nothing of other cells' hosts
+        named = holders.get(next(places), ())
+        return replace(result, sequence=result.sequence and sequence, members=members, holders=named)
 
-def _moved(
-    item: messages.Release | messages.Revert | messages.Swap, verdict: ClaimVerdict, number: int
-) -> messages.ReleaseResult | messages.RevertResult | messages.SwapResult:
-    if isinstance(item, messages.Release):
-        return messages.ReleaseResult(outcome=verdict.outcome, sequence=number)
-    if isinstance(item, messages.Revert):
-        return messages.RevertResult(
-            outcome=verdict.outcome,
-            consumer_generation=verdict.consumer_generation,
-            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
-            sequence=number,
-            reason=verdict.reason,
-        )
-    return messages.SwapResult(
-        outcome=messages.ClaimOutcome(verdict.outcome),
-        consumer=verdict.consumer,
-        generations=verdict.generations,
-        sequence=number,
-        reason=verdict.reason,
-    )
+    def reply(one: ClaimReply) -> ClaimReply:
+        if isinstance(one, messages.ClaimResult):
+            return claimed(one)
+        if isinstance(one, messages.ClaimAllResult):
+            return messages.ClaimAllResult(results=tuple(map(claimed, one.results)))
+        return replace(one, sequence=one.sequence and sequence)
+
+    return list(map(reply, decided))

@@ -9,7 +9,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import Claim, ClaimOutcome, Migration
+from bus.contracts.placement import (
+    Claim,
+    ClaimAllResult,
+    ClaimResult,
+    Migration,
+    ReleaseResult,
+    RevertResult,
+    SwapResult,
+)
 from placement_worker.domain.moves import source_held, total_of
 from placement_worker.domain.server_groups import (
     GroupCount,
@@ -26,41 +34,28 @@ _UNTOUCHED: Mapping[str, int] = {}
 
 # (provider, class) pairs with too little free.
 Lacking = tuple[tuple[str, str], ...]
+ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
 
-
-class ClaimVerdict(Struct, frozen=True, kw_only=True):
-    """The result of one item. changed: the item wrote something, so its reply carries the transaction's feed number.
-
-    of_gang: the result of each claim of a ClaimAll. lacking: of a claim that is full. attempt: as in ClaimResult.
-    """
-
-    outcome: str
-    option: int | None = None
-    outcomes: tuple[ClaimOutcome, ...] = ()
-    consumer: str | None = None
-    consumer_generation: int | None = None
-    generations: dict[str, int] = {}
-    changed: bool = False
-    reason: str = ""
-    holding: Holding = {}
-    members: dict[str, int] = {}
-    of_gang: tuple[ClaimVerdict, ...] = ()
-    lacking: Lacking = ()
-    attempt: int = 0
+# The feed's number in the reply to an item that has written something, until the transaction has one.
+CHANGED = 1
 
 
 class Decision(Struct, frozen=True):
-    """The verdict on every item, and the rows to write. Each row occurs once and has absolute values.
+    """The reply to every item, and the rows to write. Each row occurs once and has absolute values.
 
-    consumers: the new state of each changed consumer; None: the row is deleted. used, generations: the new values of
-    each changed provider. joined: the new members of each server group, with the host that the member's claim named.
+    replies: with CHANGED for the number in the feed, and without the holders. consumers: the new state of each changed
+    consumer; None: the row is deleted. used, generations: the new values of each changed provider. joined: the new
+    members of each server group, with the host that the member's claim named. lost: {place among the claims: (consumer,
+    what it lacked)} of the first claims that found a provider full, at most MAX_LOST_NAMED: the holders are looked up
+    for these alone.
     """
 
-    verdicts: list[ClaimVerdict]
+    replies: list[ClaimReply]
     consumers: dict[str, ConsumerState | None]
     used: dict[str, dict[str, int]]
     generations: dict[str, int]
     joined: dict[GroupKey, dict[str, str]] = {}
+    lost: dict[int, tuple[str, Lacking]] = {}
 
 
 class AnyGeneration(Struct, frozen=True):
@@ -116,10 +111,12 @@ class ClaimLedger:
         self.used: dict[str, dict[str, int]] = {}
         self.generations: dict[str, int] = {}
         self.gang: Collection[str] = ()
+        self.claims = 0  # how many are decided, or are about to be
+        self.lost: dict[int, tuple[str, Lacking]] = {}
 
-    def decision(self, verdicts: list[ClaimVerdict]) -> Decision:
-        """The verdicts, and the rows to write."""
-        return Decision(verdicts, self.changed_consumers, self.used, self.generations, self.joined)
+    def decision(self, replies: list[ClaimReply]) -> Decision:
+        """The replies, and the rows to write."""
+        return Decision(replies, self.changed_consumers, self.used, self.generations, self.joined, self.lost)
 
     def trial(self, gang: Collection[str]) -> ClaimLedger:
         """Return a copy on which the claims of a gang are tried, so that the original stays as it is. gang: the
@@ -133,6 +130,7 @@ class ClaimLedger:
         copy.used = {uuid: dict(used) for uuid, used in self.used.items()}
         copy.generations = dict(self.generations)
         copy.gang = gang
+        copy.claims, copy.lost = self.claims, self.lost
         return copy
 
     def adopt(self, trial: ClaimLedger) -> None:
@@ -313,3 +311,8 @@ class ClaimLedger:
 def holding_of(known: ConsumerState | None) -> Holding:
     """The allocations of a consumer, empty when the consumer does not exist."""
     return known.holding if known is not None else NOTHING
+
+
+def shown(holding: Holding) -> dict[str, dict[str, int]]:
+    """Allocations as replies show them."""
+    return {uuid: dict(amounts) for uuid, amounts in holding.items()}

@@ -13,14 +13,30 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec.structs import replace
 
 from bus.contracts.feed import Change
-from bus.contracts.placement import Claim, ClaimAll, ClaimOption, ClaimOutcome, Release, Revert, Swap
+from bus.contracts.placement import (
+    MAX_LOST_NAMED,
+    Claim,
+    ClaimAll,
+    ClaimAllResult,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+    Swap,
+    SwapResult,
+)
 from placement_worker.domain.claim_ledger import (
+    CHANGED,
     ClaimLedger,
-    ClaimVerdict,
+    ClaimReply,
     ConsumerWrite,
     Decision,
     Lacking,
     holding_of,
+    shown,
 )
 from placement_worker.domain.moves import (
     COUNTED_MIGRATION_TYPE,
@@ -57,7 +73,7 @@ INSTANCE_TYPE = "INSTANCE"
 OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
 _NO_AMOUNTS: Mapping[str, int] = {}
 _CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.GONE
-_INCOMPLETE = ClaimVerdict(outcome=ClaimOutcome.INCOMPLETE)
+_INCOMPLETE = ClaimResult(outcome=ClaimOutcome.INCOMPLETE)
 
 
 def decide(
@@ -82,7 +98,7 @@ def decide(
     return ledger.decision([_decided(ledger, item) for item in items])
 
 
-def _decided(ledger: ClaimLedger, item: ClaimItem) -> ClaimVerdict:
+def _decided(ledger: ClaimLedger, item: ClaimItem) -> ClaimReply:
     if isinstance(item, Claim):
         return _claim(ledger, item)
     if isinstance(item, ClaimAll):
@@ -106,15 +122,16 @@ def may_be_new(claim: Claim) -> bool:
     return claim.consumer_generation is None or claim.release_first
 
 
-def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
+def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimResult:
+    ledger.claims += 1
     known = ledger.consumer(claim.consumer)
     held = holding_of(known)
     if not claim.options:
-        return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="claim.options: it names none")
+        return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.options: it names none")
     if claim.foreign and (claim.release_first or claim.migration is not None):
-        return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="claim.foreign: it releases first or moves")
+        return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.foreign: it releases first or moves")
     if ledger.is_others(held):
-        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
+        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
     if known is not None and known.holding and _is_repeated(claim, known):
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
@@ -149,8 +166,8 @@ def _overall(outcomes: Outcomes) -> ClaimOutcome:
     return next(hope for hope in _HOPE if hope in outcomes)
 
 
-def _turned_down(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past: str) -> ClaimVerdict:
-    """Return the verdict on a claim none of whose options was taken; nothing changes. past: the limit that was
+def _turned_down(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past: str) -> ClaimResult:
+    """Return the reply to a claim none of whose options was taken; nothing changes. past: the limit that was
     exceeded.
     """
     known, overall = ledger.consumer(claim.consumer), _overall(outcomes)
@@ -158,13 +175,16 @@ def _turned_down(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past: st
     members = visible_members(ledger.others(claim, ledger.gang)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and known.holding else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
-    return ClaimVerdict(
+    if overall is _FULL and len(ledger.lost) < MAX_LOST_NAMED:
+        lacking = _lacking(ledger, claim.options[outcomes.index(_FULL)], held)
+        if lacking:
+            ledger.lost[ledger.claims - 1] = claim.consumer, lacking
+    return ClaimResult(
         outcome=overall,
         outcomes=outcomes,
         consumer_generation=generation,
         reason=reason,
         members=members,
-        lacking=_lacking(ledger, claim.options[outcomes.index(_FULL)], held) if overall is _FULL else (),
     )
 
 
@@ -178,22 +198,21 @@ def _lacking(ledger: ClaimLedger, option: ClaimOption, held: Holding) -> Lacking
     )
 
 
-def _claim_all(ledger: ClaimLedger, item: ClaimAll) -> ClaimVerdict:
+def _claim_all(ledger: ClaimLedger, item: ClaimAll) -> ClaimAllResult:
     """Take all claims of a gang or none. Every claim is tried, so that the answer names all conflicts at once."""
     consumers = frozenset(claim.consumer for claim in item.claims)
+    trial = ledger.trial(consumers)
+    ledger.claims += len(item.claims)
     if len(consumers) != len(item.claims) or any(one.release_first or one.migration for one in item.claims):
-        wrong = ClaimVerdict(
+        wrong = ClaimResult(
             outcome=ClaimOutcome.INVALID, reason="claim_all: a consumer is named twice, releases first or moves"
         )
-        return replace(wrong, of_gang=(wrong,) * len(item.claims))
-    trial = ledger.trial(consumers)
-    verdicts = tuple(_claim(trial, claim) for claim in item.claims)
-    if all(verdict.outcome is _CLAIMED for verdict in verdicts):
-        changed = any(verdict.changed for verdict in verdicts)
+        return ClaimAllResult(results=(wrong,) * len(item.claims))
+    results = tuple(_claim(trial, claim) for claim in item.claims)
+    if all(result.outcome is _CLAIMED for result in results):
         ledger.adopt(trial)
-        return ClaimVerdict(outcome=_CLAIMED, changed=changed, of_gang=verdicts)
-    tried = tuple(_INCOMPLETE if verdict.changed else verdict for verdict in verdicts)
-    return ClaimVerdict(outcome=ClaimOutcome.INCOMPLETE, of_gang=tried)
+        return ClaimAllResult(results=results)
+    return ClaimAllResult(results=tuple(_INCOMPLETE if result.sequence else result for result in results))
 
 
 def _is_repeated(claim: Claim, known: ConsumerState) -> bool:
@@ -226,55 +245,53 @@ def _is_fence_of_another(known: ConsumerState, claim: Claim) -> bool:
     return bool(is_runs_fence) and claim.by not in (None, known.run)
 
 
-def _changed(claim: Claim, known: ConsumerState | None) -> ClaimVerdict:
+def _changed(claim: Claim, known: ConsumerState | None) -> ClaimResult:
     """The refusal of a claim that is not the newest, or of another run than what is held. To its own project it shows
     what the consumer holds, and the attempt: not that of a migration, whose uuid a client may have requested a build
     under.
     """
     if known is None or not known.holding:
-        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED)
-    refused = ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=known.generation)
+        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    refused = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=known.generation)
     if known.project_id != claim.project_id:
         return refused
     is_build = known.attempt >= claim.attempt and known.consumer_type == claim.consumer_type
-    return replace(refused, holding=known.holding, attempt=known.attempt if is_build else 0)
+    return replace(refused, holding=shown(known.holding), attempt=known.attempt if is_build else 0)
 
 
-def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> ClaimVerdict:
+def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> ClaimResult:
     if claim.by is not None and claim.by != known.run:
         ledger.write(claim.consumer, replace(known, run=claim.by))
     option = next((n for n, option in enumerate(claim.options) if option.allocations == known.holding), None)
-    return ClaimVerdict(
+    return ClaimResult(
         outcome=_CLAIMED,
         option=option,
         consumer_generation=known.generation,
         generations=ledger.generations_of(known.holding),
-        holding=known.holding if option is None else NOTHING,
+        holding=shown(known.holding) if option is None else {},
     )
 
 
-def _migration_flaw(ledger: ClaimLedger, claim: Claim, held: Holding) -> ClaimVerdict | None:
-    """The verdict when the consumer cannot move under this migration; None when it can."""
+def _migration_flaw(ledger: ClaimLedger, claim: Claim, held: Holding) -> ClaimResult | None:
+    """The reply when the consumer cannot move under this migration; None when it can."""
     assert claim.migration is not None
     uuid = claim.migration.uuid
     if uuid == claim.consumer:
-        return ClaimVerdict(
-            outcome=ClaimOutcome.INVALID, reason="claim.migration: an instance is not its own migration"
-        )
+        return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.migration: an instance is not its own migration")
     migration = ledger.consumer(uuid)
     kept = holding_of(migration)
     if ledger.is_others(kept):
-        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=uuid, reason=OF_ANOTHER_CELL)
+        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
     if claim.release_first:
         # This is the claim of an alternate: the migration already holds the source of the same instance, or nothing.
         is_ours = is_migration(migration) and migration.project_id == claim.project_id
         taken = kept and not is_ours
     elif not held:
-        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason="claim.nothing_to_move: it holds nothing")
+        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, reason="claim.nothing_to_move: it holds nothing")
     else:
         taken = kept
     reason = "claim.migration_in_use: another consumer of this uuid holds something"
-    return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=uuid, reason=reason) if taken else None
+    return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=reason) if taken else None
 
 
 def _held_after(claim: Claim, option: ClaimOption, held: Holding) -> Holding:
@@ -284,7 +301,7 @@ def _held_after(claim: Claim, option: ClaimOption, held: Holding) -> Holding:
 
 def _take(
     ledger: ClaimLedger, claim: Claim, known: ConsumerState | None, outcomes: Outcomes, source: Holding
-) -> ClaimVerdict:
+) -> ClaimResult:
     """Take the last option that was tried."""
     number = len(outcomes) - 1
     wanted = _held_after(claim, claim.options[number], holding_of(known))
@@ -299,13 +316,13 @@ def _take(
         claim.consumer,
         ConsumerState(generation, attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted, run),
     )
-    return ClaimVerdict(
+    return ClaimResult(
         outcome=_CLAIMED,
         option=number,
         outcomes=outcomes,
         consumer_generation=generation,
         generations=ledger.generations_of(wanted),
-        changed=True,
+        sequence=CHANGED,
     )
 
 
@@ -329,7 +346,7 @@ def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding, kind: str =
 
 def _release_only(
     ledger: ClaimLedger, claim: Claim, known: ConsumerState, outcomes: Outcomes, source: Holding
-) -> ClaimVerdict:
+) -> ClaimResult:
     """Release what the consumer holds, for a claim with release_first that does not fit. The fence refuses older
     attempts; this attempt may still be repeated. The migration of a move counts in the instance's place until then.
     """
@@ -337,10 +354,10 @@ def _release_only(
         _keep_source(ledger, claim, source, COUNTED_MIGRATION_TYPE)
     ledger.move(known.holding, NOTHING)
     ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
-    return ClaimVerdict(
+    return ClaimResult(
         outcome=_overall(outcomes),
         outcomes=outcomes,
-        changed=True,
+        sequence=CHANGED,
         generations=ledger.generations_of(known.holding),
     )
 
@@ -384,7 +401,7 @@ def _fits(
     return ClaimOutcome.INVALID if invalid else _CLAIMED
 
 
-def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
+def _release(ledger: ClaimLedger, release: Release) -> ReleaseResult:
     known = ledger.consumer(release.consumer)
     attempt = release.attempt
     if known is None or not known.holding:
@@ -394,17 +411,17 @@ def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
             # A claim of this attempt may still be in flight; the fence refuses the claim when it arrives. Of two runs
             # it is refused whosever it is.
             ledger.write(release.consumer, _fence(before, attempt, None if is_of_another else release.by))
-        return ClaimVerdict(outcome="absent")
+        return ReleaseResult(outcome="absent")
     if ledger.is_others(known.holding):
-        return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
+        return ReleaseResult(outcome="consumer_changed")
     is_another = release.of_migration and not is_migration(known)
     is_another |= release.project_id not in (None, known.project_id)
     is_another |= release.by not in (None, known.run)
     if is_another or (attempt is not None and known.attempt > attempt):
-        return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
+        return ReleaseResult(outcome="consumer_changed")
     ledger.move(known.holding, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt, release.by))
-    return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))
+    return ReleaseResult(outcome="released", sequence=CHANGED)
 
 
 def _trimmed(revert: Revert, migration: ConsumerState) -> ConsumerState:
@@ -421,48 +438,47 @@ def _keeps_source(revert: Revert, held: Holding, kept: Holding) -> bool:
     return bool(source & kept.keys()) and not source & held.keys()
 
 
-def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
+def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
     """Give the source's allocations back to the instance. Capacity is compared with the sum that the instance and its
     migration hold before and after, as for a swap.
     """
     if revert.consumer == revert.migration.uuid:
-        return ClaimVerdict(outcome="consumer_changed", reason="revert.migration: it is the instance itself")
+        return RevertResult(outcome="consumer_changed", reason="revert.migration: it is the instance itself")
     known, migration = ledger.consumer(revert.consumer), ledger.consumer(revert.migration.uuid)
     if not is_migration(migration) and not _keeps_source(revert, holding_of(known), holding_of(migration)):
         migration = None  # an instance that was built under the request's uuid: its allocation is its own
     held, kept = holding_of(known), holding_of(migration)
     if ledger.is_others(held) or ledger.is_others(kept):
-        return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
+        return RevertResult(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
     if known is None and migration is not None and migration.holding:
         known = _trimmed(revert, migration)
     if known is None or known.attempt > revert.attempt:
-        return ClaimVerdict(outcome="consumer_changed", consumer_generation=None if known is None else known.generation)
+        return RevertResult(outcome="consumer_changed", consumer_generation=None if known is None else known.generation)
     if migration is not None and migration.holding and migration.project_id != known.project_id:
-        return ClaimVerdict(outcome="consumer_changed", consumer=revert.migration.uuid)
+        return RevertResult(outcome="consumer_changed")
     if known.attempt == revert.attempt and not kept:
-        return ClaimVerdict(outcome="reverted", consumer_generation=known.generation, holding=held)
+        return RevertResult(outcome="reverted", consumer_generation=known.generation, holding=shown(held))
     source: Holding = held
     if known.attempt > revert.source_attempt:
         source = whole_source(revert.migration.source, ledger.source_held(revert.migration, held, kept))
         outcome = _fits(ledger, source, total_of((held, kept)), source)
         if outcome is not _CLAIMED:
-            return ClaimVerdict(outcome=outcome.value, reason="revert.no_room: the source has less than it had")
+            return RevertResult(outcome=outcome.value, reason="revert.no_room: the source has less than it had")
         ledger.move(held, source)
         ledger.move(kept, NOTHING)
         if migration is not None:
             ledger.write(revert.migration.uuid, None)
     after = replace(known, generation=known.generation + 1, attempt=revert.attempt, holding=source)
     ledger.write(revert.consumer, after)
-    return ClaimVerdict(
+    return RevertResult(
         outcome="reverted",
-        changed=True,
+        sequence=CHANGED,
         consumer_generation=after.generation,
-        generations=ledger.generations_of(source),
-        holding=source,
+        holding=shown(source),
     )
 
 
-def _swap(ledger: ClaimLedger, swap: Swap) -> ClaimVerdict:
+def _swap(ledger: ClaimLedger, swap: Swap) -> SwapResult:
     """Replace the allocations of several consumers, all or none."""
     writes = [
         ConsumerWrite(
@@ -477,18 +493,18 @@ def _swap(ledger: ClaimLedger, swap: Swap) -> ClaimVerdict:
         for entry in swap.consumers
     ]
     if len({write.consumer for write in writes}) != len(writes):
-        return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
+        return SwapResult(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
     before, after = ledger.totals(writes)
     if all(ledger.held_by(write.consumer) == write.holding for write in writes):
-        return ClaimVerdict(outcome=_CLAIMED, generations=ledger.generations_of(before))
+        return SwapResult(outcome=_CLAIMED, generations=ledger.generations_of(before))
     for write in writes:
         if ledger.is_others(ledger.held_by(write.consumer)):
-            return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=write.consumer, reason=OF_ANOTHER_CELL)
+            return SwapResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=write.consumer, reason=OF_ANOTHER_CELL)
         if not ledger.is_expected(write):
-            return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=write.consumer)
+            return SwapResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=write.consumer)
     for write in writes:
         outcome = _fits(ledger, write.holding, before, after)
         if outcome is not _CLAIMED:
-            return ClaimVerdict(outcome=outcome, consumer=write.consumer)
+            return SwapResult(outcome=outcome, consumer=write.consumer)
     ledger.replace(writes, bump_left=True)
-    return ClaimVerdict(outcome=_CLAIMED, changed=True, generations=ledger.generations_of({**before, **after}))
+    return SwapResult(outcome=_CLAIMED, sequence=CHANGED, generations=ledger.generations_of({**before, **after}))

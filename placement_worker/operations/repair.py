@@ -11,7 +11,8 @@ from msgspec import Struct
 from bus.contracts.placement import Swap
 from bus.persistence.tables import fetch
 from placement_worker.book import claim
-from placement_worker.domain.claim_group import ClaimGroup, ClaimReply
+from placement_worker.domain.claim_group import ClaimGroup
+from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import feed

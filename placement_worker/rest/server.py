@@ -56,11 +56,6 @@ class InProcessRest:
         self.application = Application(self.api, auth or NoAuth2(), policy, broken=self._fail)
         self.application.opened = False
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests are answered from the book."""
-        return self.application.opened
-
     async def run(self) -> None:
         """Answer requests until drained. Raises BrokenInvariant."""
         self.application.opened = True

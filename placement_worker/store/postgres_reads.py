@@ -25,6 +25,7 @@ from placement_worker.store.rows import (
     PARENT,
     PROVIDERS,
     ROOT,
+    holdings_of,
     one_of,
     read_provider,
     read_providers,
@@ -176,7 +177,7 @@ class PostgresReads:
                 run=run,
                 attempt=attempt,
                 consumer_generation=generation,
-                holding=_by_provider(providers, names, amounts),
+                holding=holdings_of((uuid, *row) for row in zip(providers, names, amounts, strict=True))[uuid],
                 hosts=tuple(hosts),
                 cell=cell,
             )
@@ -388,10 +389,3 @@ def _holders(requested: queries.HostTreeQuery) -> sa.Select[Any]:
     found = sa.select(allocations.c.consumer).distinct().where(one_of(allocations.c.provider_id, "ids"))
     found = found.order_by(allocations.c.consumer).limit(requested.limit + 1)
     return found if requested.after is None else found.where(allocations.c.consumer > requested.after)
-
-
-def _by_provider(providers: Sequence[str], names: Sequence[str], amounts: Sequence[int]) -> dict[str, dict[str, int]]:
-    held: dict[str, dict[str, int]] = {}
-    for provider, name, amount in zip(providers, names, amounts, strict=True):
-        held.setdefault(provider, {})[name] = amount
-    return held

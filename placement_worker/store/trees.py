@@ -162,14 +162,7 @@ def difference(before: Sequence[str], after: Sequence[str]) -> tuple[list[str], 
 
 def _rows_of_sources(sources: Sources) -> list[dict[str, object]]:
     return [
-        {
-            "root": root,
-            "source": source,
-            "version": row.version,
-            "digest": row.digest.hex(),
-            "settled": row.settled,
-            "providers": list(row.providers),
-        }
+        {"root": root, "source": source, **asdict(row), "digest": row.digest.hex()}
         for (root, source), row in sources.items()
     ]
 

@@ -19,10 +19,9 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Handler, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD_LETTERS, QueueKind, QueueRow, Where
-from bus.depths import waiting_in
 from bus.local import LocalServer, LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Delivery, Outgoing, Transport
+from bus.port import Delivery, Outgoing, Transport, waiting_in
 from bus.rabbitmq.transport import RabbitTransport
 from tests.kit.waiting import PATIENCE_S, until
 

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from bus.contracts.placement import ClaimAll, ClaimOutcome
+from bus.contracts.placement import ClaimAll, ClaimAllResult
 from placement_worker.domain import claims
-from placement_worker.domain.claim_ledger import ClaimVerdict
 from scheduler_worker import placing
 from scheduler_worker.domain import decisions, gangs
 from scheduler_worker.domain.placement import PlacementRefused
@@ -21,10 +20,8 @@ REFUSED = PlacementRefused("", "", is_fenced=True)
 def gang_claimed_one_by_one() -> AbstractContextManager[Any]:
     """Placement takes of a gang what fits."""
 
-    def claim_all(ledger: Any, item: ClaimAll) -> ClaimVerdict:
-        verdicts = tuple(claims._claim(ledger, claim) for claim in item.claims)
-        changed = any(verdict.changed for verdict in verdicts)
-        return ClaimVerdict(outcome=ClaimOutcome.CLAIMED, changed=changed, of_gang=verdicts)
+    def claim_all(ledger: Any, item: ClaimAll) -> ClaimAllResult:
+        return ClaimAllResult(results=tuple(claims._claim(ledger, claim) for claim in item.claims))
 
     return patch.object(claims, "_claim_all", claim_all)
 

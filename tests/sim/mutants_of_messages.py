@@ -108,7 +108,7 @@ def release_leaves_no_fence() -> AbstractContextManager[Any]:
     def release(ledger: Any, message: Any) -> Any:
         known = Consumer(ledger, message.consumer)
         if known is None or not known.holding:
-            return claims.ClaimVerdict(outcome="absent")
+            return claims.ReleaseResult(outcome="absent")
         return released(ledger, message)
 
     return patch.object(claims, "_release", release)

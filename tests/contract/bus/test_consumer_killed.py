@@ -11,7 +11,7 @@ import pytest
 
 from bus.bus import Bus
 from bus.consuming.consumer import SUSPECT_WAIT_S, Consumer
-from bus.consuming.lanes import ConsumerLane
+from bus.consuming.in_flight import ConsumerLane
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest

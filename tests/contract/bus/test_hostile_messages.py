@@ -15,14 +15,13 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.consuming.consumer import Consumer
-from bus.consuming.in_flight import InFlightMessage
-from bus.consuming.lanes import ArrivedDelivery
+from bus.consuming.in_flight import ArrivedDelivery, InFlightMessage
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.consuming.outcome_handling import OutcomeHandler, OutcomeMessage
 from bus.contracts.build import BuildAccepted
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD_LETTERS
-from bus.depths import waiting_in
 from bus.key_trust import letters_code
+from bus.port import waiting_in
 from bus.rabbitmq.transport import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.rig import REQUESTS, Answering, Collector, boot

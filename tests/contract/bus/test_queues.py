@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.consuming import dead_letters, lanes
+from bus.consuming import dead_letters, in_flight
 from bus.consuming.dead_letters import UNKNOWN
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message, encode
@@ -397,7 +397,7 @@ async def test_a_consumers_hands_hold_few_bytes_however_large_the_bodies_are(
 ) -> None:
     """A scheduler grew from 140 to 605 MB: 512 messages of a megabyte, and each was in bounds."""
     size, bound = 50_000, 200_000
-    monkeypatch.setattr(lanes, "MAX_LANE_BYTES", bound)
+    monkeypatch.setattr(in_flight, "MAX_LANE_BYTES", bound)
     await bus.declare(REQUESTS)
     handler = Gated()
     consumer = await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus import wire
-from bus.consuming import lanes
-from bus.consuming.lanes import ConsumerLane
+from bus.consuming import in_flight
+from bus.consuming.in_flight import ConsumerLane
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest
 from bus.contracts.catalogue import (
@@ -398,7 +398,7 @@ def test_a_lane_with_many_bytes_in_hand_is_paused_until_half_of_them_are_settled
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """512 of a megabyte were in a scheduler's memory."""
-    monkeypatch.setattr(lanes, "MAX_LANE_BYTES", 100)
+    monkeypatch.setattr(in_flight, "MAX_LANE_BYTES", 100)
     lane, subscription = ConsumerLane("q"), Regulated()
     lane.subscription = subscription  # type: ignore[assignment]
     sent: list[Any] = [Sent("x", 40) for _ in range(4)]

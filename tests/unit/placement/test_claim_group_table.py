@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from bus.contracts import placement as messages
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import ClaimAll, ClaimHolder, ClaimOption, ClaimOutcome, Migration, Release, Revert, Swap
-from placement_worker.domain.claim_group import ClaimGroup
-from placement_worker.domain.claim_ledger import ClaimVerdict
-from placement_worker.domain.claims import ClaimItem
+from placement_worker.domain.claim_group import ClaimGroup, numbered
+from placement_worker.domain.claim_ledger import CHANGED
+from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.values import ConsumerState
-from tests.unit.placement.test_claims import MIGRATION, OTHER, VM, A, B, claim
+from tests.unit.placement.test_claims import CLASSES, MIGRATION, OTHER, VM, A, B, claim, provider, room
 
 GROUP = "99999999-0000-4000-8000-000000000000"
 SOURCE = {B: {"DISK_GB": 2}}
@@ -132,76 +132,62 @@ def test_the_lowest_limit_of_each_project_counts() -> None:
     assert group.projects == ["b", "p"]
 
 
-FULL = ClaimVerdict(outcome="full", lacking=((A, "VCPU"),))
-DONE = ClaimVerdict(outcome="claimed")
+FULL = messages.ClaimResult(outcome=ClaimOutcome.FULL)
+
+
+def lost(*items: ClaimItem) -> dict[int, Any]:
+    """Of claims of more than a provider has."""
+    return decide(items, {}, {A: provider(VCPU=room(8))}, CLASSES).lost
 
 
 def test_the_claims_that_found_a_provider_full_are_numbered_through() -> None:
-    gang = ClaimAll(claims=(claim({}, consumer=OTHER), claim({}, consumer=B)))
-    items = [claim({}), Release(consumer=VM), gang, claim({}, consumer=A)]
-    verdicts = [FULL, DONE, ClaimVerdict(outcome="incomplete", of_gang=(DONE, FULL)), FULL]
-    assert ClaimGroup(items).lost(verdicts) == {0: (VM, FULL.lacking), 2: (B, FULL.lacking), 3: (A, FULL.lacking)}
+    much, little, lacking = {A: {"VCPU": 9}}, {A: {"VCPU": 1}}, ((A, "VCPU"),)
+    gang = ClaimAll(claims=(claim(little, consumer=OTHER), claim(much, consumer=B)))
+    invalid = ClaimAll(claims=(claim(much), claim(much)))
+    items = [claim(much), Release(consumer=VM), gang, claim(much, consumer=A)]
+    assert lost(*items) == {0: (VM, lacking), 2: (B, lacking), 3: (A, lacking)}
+    assert lost(invalid, claim(much)) == {2: (VM, lacking)}
     holders = {place: (ClaimHolder(consumer=str(place), project_id="p"),) for place in range(4)}
-    first, _, second, third = ClaimGroup(items).replies(verdicts, 7, "api", holders)
+    replies = [FULL, messages.ReleaseResult(outcome="absent"), messages.ClaimAllResult(results=(FULL, FULL)), FULL]
+    first, _, second, third = numbered(replies, 7, "api", holders)
     assert isinstance(first, messages.ClaimResult) and isinstance(third, messages.ClaimResult)
     assert isinstance(second, messages.ClaimAllResult)
     assert [one.holders for one in (first, *second.results, third)] == list(holders.values())
 
 
 def test_no_more_lost_claims_are_named_than_are_looked_up() -> None:
-    items = [claim({}, consumer=f"{n}") for n in range(messages.MAX_LOST_NAMED + 1)]
-    assert list(ClaimGroup(items).lost([FULL] * len(items))) == list(range(messages.MAX_LOST_NAMED))
+    items = [claim({A: {"VCPU": 9}}, consumer=f"{n}") for n in range(messages.MAX_LOST_NAMED + 1)]
+    assert list(lost(*items)) == list(range(messages.MAX_LOST_NAMED))
 
 
-VERDICT: dict[str, Any] = {
-    "consumer_generation": 4,
-    "generations": {A: 11},
-    "reason": "why",
-    "holding": {A: {"VCPU": 1}},
-}
-OF_CLAIM = {"option": 1, "outcomes": (ClaimOutcome.FULL, ClaimOutcome.CLAIMED), "attempt": 3}
-RESULT = messages.ClaimResult(outcome=ClaimOutcome.CLAIMED, sequence=7, members={A: 2}, **VERDICT, **OF_CLAIM)
+RESULTS = [
+    messages.ClaimResult(
+        outcome=ClaimOutcome.CLAIMED,
+        option=1,
+        outcomes=(ClaimOutcome.FULL, ClaimOutcome.CLAIMED),
+        consumer_generation=4,
+        generations={A: 11},
+        reason="why",
+        holding={A: {"VCPU": 1}},
+        members={A: 2},
+        attempt=3,
+    ),
+    messages.ReleaseResult(outcome="released"),
+    messages.RevertResult(outcome="reverted", consumer_generation=4, holding={A: {"VCPU": 1}}, reason="why"),
+    messages.SwapResult(outcome=ClaimOutcome.CLAIMED, consumer=VM, generations={A: 11}, reason="why"),
+]
 
 
 @pytest.mark.parametrize("changed", [True, False])
-@pytest.mark.parametrize(
-    ("item", "verdict", "result"),
-    [
-        (claim({}), {"outcome": "claimed", "members": {A: 2}, **VERDICT, **OF_CLAIM}, RESULT),
-        (Release(consumer=VM), {"outcome": "released"}, messages.ReleaseResult(outcome="released", sequence=7)),
-        (
-            REVERT,
-            {"outcome": "reverted", **VERDICT},
-            messages.RevertResult(
-                outcome="reverted", sequence=7, consumer_generation=4, holding={A: {"VCPU": 1}}, reason="why"
-            ),
-        ),
-        (
-            Swap(consumers=(ENTRY,)),
-            {"outcome": "claimed", "consumer": VM, **VERDICT},
-            messages.SwapResult(
-                outcome=ClaimOutcome.CLAIMED, consumer=VM, sequence=7, generations={A: 11}, reason="why"
-            ),
-        ),
-    ],
-    ids=["claim", "release", "revert", "swap"],
-)
-def test_the_reply_to_an_item(item: ClaimItem, verdict: dict[str, Any], result: Any, changed: bool) -> None:
+@pytest.mark.parametrize("result", RESULTS, ids=["claim", "release", "revert", "swap"])
+def test_the_reply_to_an_item(result: Any, changed: bool) -> None:
     """It carries the number in the feed of what it has changed."""
-    (reply,) = ClaimGroup([item]).replies([ClaimVerdict(**verdict, changed=changed)], 7, "api")
+    (reply,) = numbered([replace(result, sequence=CHANGED if changed else 0)], 7, "api")
     assert reply == replace(result, sequence=7 if changed else 0)
 
 
 @pytest.mark.parametrize(("bus", "members"), [("api", {A: 2}), ("c1", {})])
 def test_a_cell_learns_nothing_of_other_hosts(bus: str, members: dict[str, int]) -> None:
-    verdict = ClaimVerdict(outcome="ruled_out", members={A: 2})
-    (reply,) = ClaimGroup([claim({})]).replies([verdict], 7, bus)
-    assert reply == messages.ClaimResult(outcome=ClaimOutcome.RULED_OUT, members=members)
-
-
-def test_each_item_has_a_verdict() -> None:
-    for told in (ClaimGroup([claim({})]).lost, lambda verdicts: ClaimGroup([claim({})]).replies(verdicts, 7, "api")):
-        with pytest.raises(ValueError, match="zip"):
-            told([])
-    with pytest.raises(ValueError, match="zip"):
-        ClaimGroup([ClaimAll(claims=(claim({}),))]).lost([DONE])
+    decided = messages.ClaimResult(outcome=ClaimOutcome.RULED_OUT, members={A: 2})
+    (reply,) = numbered([decided], 7, bus)
+    assert reply == replace(decided, members=members)

@@ -55,7 +55,7 @@ def run(
 
 
 def outcome(item: ClaimItem, host: ClaimedProvider, consumers: Mapping[str, ConsumerState] | None = None) -> str:
-    return run(item, providers={A: host}, consumers=consumers).verdicts[0].outcome
+    return run(item, providers={A: host}, consumers=consumers).replies[0].outcome
 
 
 def test_each_item_sees_what_the_ones_before_it_did() -> None:
@@ -66,7 +66,7 @@ def test_each_item_sees_what_the_ones_before_it_did() -> None:
         claim({A: {"VCPU": 3}}, consumer=OTHER),
     ]
     decision = run(*items, providers={A: provider(VCPU=room(4))})
-    assert [verdict.outcome for verdict in decision.verdicts] == ["claimed", "full", "released", "claimed"]
+    assert [verdict.outcome for verdict in decision.replies] == ["claimed", "full", "released", "claimed"]
     assert decision.used == {A: {"VCPU": 3}}
     assert decision.generations == {A: 13}
     assert decision.consumers[VM] is None
@@ -117,7 +117,7 @@ def test_a_refusal_names_the_later_attempt_that_holds_the_consumer(
     known: ConsumerState, attempt: int, shown: tuple[int, Hold]
 ) -> None:
     host = provider(VCPU=room(8, 2 if known.holding else 0))
-    (verdict,) = run(claim(HELD, attempt=attempt), providers={A: host}, consumers={VM: known}).verdicts
+    (verdict,) = run(claim(HELD, attempt=attempt), providers={A: host}, consumers={VM: known}).replies
     assert (verdict.attempt, verdict.holding) == shown
 
 
@@ -125,7 +125,7 @@ def test_an_earlier_claim_of_something_else_carries_what_it_holds() -> None:
     decision = run(
         claim({B: {"VCPU": 1}}), providers={A: provider(VCPU=room(2, 2)), B: provider()}, consumers={VM: holder(HELD)}
     )
-    (verdict,) = decision.verdicts
+    (verdict,) = decision.replies
     assert (verdict.outcome, verdict.option, verdict.holding) == ("claimed", None, HELD)
 
 
@@ -133,14 +133,14 @@ def test_release_first_gives_back_even_when_nothing_fits_and_may_be_repeated() -
     item = claim({B: {"VCPU": 9}}, attempt=2, consumer_generation=1, release_first=True)
     providers = {A: provider(VCPU=room(4, 2)), B: provider(VCPU=room(4))}
     decision = run(item, providers=providers, consumers={VM: holder(HELD)})
-    assert decision.verdicts[0].outcome == "full"
+    assert decision.replies[0].outcome == "full"
     assert decision.used == {A: {"VCPU": 0}}
     fence = decision.consumers[VM]
     assert fence is not None
     assert (fence.holding, fence.attempt) == ({}, 1)
     # The same message again, after a crash between its commit and its reply; meanwhile there is room.
     again = run(item, providers={**providers, B: provider(VCPU=room(9))}, consumers={VM: fence})
-    assert again.verdicts[0].outcome == "claimed"
+    assert again.replies[0].outcome == "claimed"
 
 
 def swap(*entries: tuple[str, int | None, Hold]) -> Swap:
@@ -176,7 +176,7 @@ def test_a_swap_of_an_attempt_yields_to_a_newer_one(
         Swap(consumers=(replace(entry, attempt=attempt),)), providers={A: provider(VCPU=room(2))}, consumers=consumers
     )
     after = decision.consumers.get(VM)
-    assert (decision.verdicts[0].outcome, after.attempt if after else None) == expected
+    assert (decision.replies[0].outcome, after.attempt if after else None) == expected
 
 
 # --- random groups against a small model: usage is what is held, no provider is overcommitted, splits do not matter
@@ -234,7 +234,7 @@ class Model:
             }
             self.providers[uuid] = ClaimedProvider(generation, old.shape, inventories, root=uuid)
         assert set(decision.used) == set(decision.generations)
-        return [verdict.outcome for verdict in decision.verdicts]
+        return [verdict.outcome for verdict in decision.replies]
 
     def held(self) -> dict[tuple[str, str], int]:
         held: dict[tuple[str, str], int] = {}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.groups import GroupPolicy, ServerGroup
@@ -16,7 +17,7 @@ from bus.contracts.placement import (
     Migration,
     Release,
 )
-from placement_worker.domain.claim_ledger import ClaimVerdict, Decision
+from placement_worker.domain.claim_ledger import CHANGED, Decision
 from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.values import ConsumerState
 from tests.unit.placement.test_claims import (
@@ -48,20 +49,50 @@ ONE: Hold = {A: {"VCPU": 1}}
 
 
 def run(*items: ClaimItem, consumers: Mapping[str, ConsumerState] | None = None, **fields: Any) -> Decision:
-    """Reasons are cut to their codes."""
-    decision = decide(items, consumers or {}, HOSTS, CLASSES, **fields)
-    return replace(decision, verdicts=[replace(one, reason=one.reason.partition(":")[0]) for one in decision.verdicts])
+    return decide(items, consumers or {}, HOSTS, CLASSES, **fields)
 
 
-def verdict(said: str, **fields: Any) -> ClaimVerdict:
-    return ClaimVerdict(outcome=said, **fields)
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What a decision says of one item: its reply, and the generations of the providers that it has changed."""
+
+    outcome: str
+    option: int | None = None
+    outcomes: tuple[str, ...] = ()
+    consumer: str | None = None
+    consumer_generation: int | None = None
+    generations: dict[str, int] = {}
+    changed: bool = False
+    reason: str = ""
+    holding: Hold = {}
+    members: dict[str, int] = {}
+    lacking: tuple[tuple[str, str], ...] = ()
+    attempt: int = 0
 
 
-def changed(**fields: Any) -> ClaimVerdict:
+def verdicts(decision: Decision) -> list[Verdict]:
+    """Of items none of which is a gang. Reasons are cut to their codes."""
+    return [_verdict(decision, place, reply) for place, reply in enumerate(decision.replies)]
+
+
+def _verdict(decision: Decision, place: int, reply: Any) -> Verdict:
+    said = {name: getattr(reply, name) for name in reply.__struct_fields__ if name in Verdict.__struct_fields__}
+    if "generations" not in said and reply.sequence:
+        of = getattr(reply, "holding", decision.generations)
+        said["generations"] = {uuid: decision.generations.get(uuid, HOSTS[uuid].generation) for uuid in of}
+    said["reason"] = said.get("reason", "").partition(":")[0]
+    _, lacking = decision.lost.get(place, ("", ()))
+    return Verdict(**said, changed=bool(reply.sequence), lacking=lacking)
+
+
+def verdict(said: str, **fields: Any) -> Verdict:
+    return Verdict(outcome=said, **fields)
+
+
+def changed(**fields: Any) -> Verdict:
     return verdict("consumer_changed", **fields)
 
 
-def taken(generation: int = 1, *where: str, **fields: Any) -> ClaimVerdict:
+def taken(generation: int = 1, *where: str, **fields: Any) -> Verdict:
     made = {"option": 0, "outcomes": ("claimed",), "generations": dict.fromkeys(where or (A,), 11), "changed": True}
     return verdict("claimed", consumer_generation=generation, **{**made, **fields})
 
@@ -120,10 +151,10 @@ OTHERS = "claim.foreign_cell"
     ],
 )
 def test_whose_allocation_it_is(
-    known: ConsumerState | None, fields: dict[str, Any], expected: ClaimVerdict, after: ConsumerState | None
+    known: ConsumerState | None, fields: dict[str, Any], expected: Verdict, after: ConsumerState | None
 ) -> None:
     decision = run(claim(ONE, user_id="u", **fields), consumers={VM: known} if known else {})
-    assert decision.verdicts == [expected]
+    assert verdicts(decision) == [expected]
     assert decision.consumers == ({VM: after} if after else {})
 
 
@@ -173,12 +204,12 @@ def test_a_foreign_claim_adds_and_knows_no_attempts(
     known: ConsumerState | None,
     wanted: Hold,
     fields: dict[str, Any],
-    expected: ClaimVerdict,
+    expected: Verdict,
     after: ConsumerState | None,
 ) -> None:
     asked = claim(wanted, user_id="u", by="r", foreign=True, **fields)
     decision = run(asked, consumers={VM: known} if known else {})
-    assert decision.verdicts == [expected]
+    assert verdicts(decision) == [expected]
     assert decision.consumers == ({VM: after} if after else {})
 
 
@@ -186,7 +217,7 @@ def test_a_foreign_claim_adds_and_knows_no_attempts(
 def test_what_a_foreign_claim_adds_counts_beside_what_is_held(most: int, outcome: str) -> None:
     asked = claim(THERE, by="r", foreign=True, consumer_generation=1, limits={"VCPU": most})
     loaded = {"projects": {"p": {"VCPU": 1, "INSTANCES": 1}}, "consumers": {VM: row(ONE, attempt=0)}}
-    assert run(asked, **loaded).verdicts[0].outcome == outcome
+    assert run(asked, **loaded).replies[0].outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -215,18 +246,18 @@ def test_what_a_foreign_claim_adds_counts_beside_what_is_held(most: int, outcome
         ),
     ],
 )
-def test_what_a_claim_finds(wanted: list[Hold], shapes: dict[str, int], expected: ClaimVerdict) -> None:
+def test_what_a_claim_finds(wanted: list[Hold], shapes: dict[str, int], expected: Verdict) -> None:
     asked = replace(
         claim(*wanted or [{}], shapes=shapes), options=claim(*wanted, shapes=shapes).options if wanted else ()
     )
     decision = run(asked, foreign={CELL})
-    assert decision.verdicts == [expected]
+    assert verdicts(decision) == [expected]
     assert bool(decision.consumers) is (expected.outcome == "claimed")
 
 
 def test_what_is_lacking_is_counted_beside_what_the_consumer_holds() -> None:
     asked = claim({A: {"VCPU": 8, "DISK_GB": 99}}, attempt=2, consumer_generation=1)
-    (full,) = run(asked, consumers={VM: holder(HELD)}).verdicts
+    (full,) = verdicts(run(asked, consumers={VM: holder(HELD)}))
     assert (full.lacking, full.consumer_generation) == (((A, "DISK_GB"),), 1)
 
 
@@ -237,8 +268,8 @@ def test_a_consumer_of_another_cell_is_left_alone(mine: bool) -> None:
     said = [run(item, consumers={VM: holder(HELD)}, foreign=foreign) for item in items]
     assert all(bool(decision.consumers) is mine for decision in said)
     if not mine:
-        assert [decision.verdicts for decision in said] == [
-            [changed(reason=OTHERS)], [changed(reason=OTHERS)], [changed(consumer=VM, reason=OTHERS)]
+        assert [verdicts(decision) for decision in said] == [
+            [changed(reason=OTHERS)], [changed()], [changed(consumer=VM, reason=OTHERS)]
         ]  # fmt: skip
 
 
@@ -299,7 +330,7 @@ GANG = ClaimAll(claims=(member(OTHER), member(NOWHERE, B)))
 )
 def test_where_the_next_member_may_be(loaded: dict[str, Any], items: list[ClaimItem], expected: dict[str, str]) -> None:
     for host, outcome in expected.items():
-        *_, last = run(*items, member(OTHER, host), **loaded).verdicts
+        *_, last = run(*items, member(OTHER, host), **loaded).replies
         assert (last.outcome, last.members) == (outcome, {host: 1} if outcome == "ruled_out" else {})
 
 
@@ -307,26 +338,26 @@ def test_the_members_that_a_group_of_claims_has_made() -> None:
     assert run(member(VM), TO_B).joined == {("p", GROUP): {VM: B, MIGRATION: A}}
     assert run(TO_B, **LOADED).joined == {("p", GROUP): {VM: B, MIGRATION: A}}
     moved = run(replace(TO_B, server_group=None), consumers={VM: holder(ONE)})
-    assert (moved.verdicts[0].outcome, moved.joined) == ("claimed", {})
+    assert (moved.replies[0].outcome, moved.joined) == ("claimed", {})
     newly = run(TO_B, consumers={VM: holder(ONE)})
     assert newly.joined == {("p", GROUP): {VM: B}}, "it was no member where it was"
 
 
 def test_a_member_is_never_in_its_own_way() -> None:
     here = member(VM, attempt=2, consumer_generation=1)
-    assert run(here, **LOADED).verdicts[0].outcome == "claimed"
+    assert run(here, **LOADED).replies[0].outcome == "claimed"
     back = replace(here, attempt=3, consumer_generation=2, migration=MOVE, release_first=True)
-    assert [one.outcome for one in run(TO_B, back, **LOADED).verdicts] == ["claimed", "claimed"]
+    assert [one.outcome for one in run(TO_B, back, **LOADED).replies] == ["claimed", "claimed"]
 
 
 def test_a_move_is_shown_no_migration_of_its_own() -> None:
     loaded = {"groups": {("p", GROUP): {VM: (B,), MIGRATION: (A,), OTHER: (A,)}}}
     known = {VM: holder(THERE), MIGRATION: kept(ONE), OTHER: holder(ONE)}
     asked = member(VM, B, "affinity", attempt=2, consumer_generation=1, release_first=True, migration=MOVE)
-    (refused,) = run(replace(asked, release_first=False, migration=None), consumers=known, **loaded).verdicts
+    (refused,) = run(replace(asked, release_first=False, migration=None), consumers=known, **loaded).replies
     assert (refused.outcome, refused.members) == ("ruled_out", {A: 2})
     known[VM] = row({})
-    (refused,) = run(asked, consumers=known, **loaded).verdicts
+    (refused,) = run(asked, consumers=known, **loaded).replies
     assert (refused.outcome, refused.members) == ("ruled_out", {A: 1})
 
 
@@ -336,26 +367,26 @@ def test_a_rule_comes_after_room_and_shows_members_whatever_comes_first() -> Non
         ClaimOption(allocations={host: {"VCPU": amount}}, host=host) for host, amount in ((A, 1), (B, 9), (A, 9))
     ]
     asked = Claim(consumer=OTHER, options=tuple(options), project_id="p", server_group=two)
-    (full,) = run(asked, **LOADED).verdicts
+    (full,) = run(asked, **LOADED).replies
     assert (full.outcome, full.outcomes, full.members) == ("full", ("ruled_out", "full", "full"), {A: 1})
-    (roomless,) = run(replace(asked, options=(options[2],)), **LOADED).verdicts
+    (roomless,) = run(replace(asked, options=(options[2],)), **LOADED).replies
     assert (roomless.outcome, roomless.members) == ("full", {}), "the rule was not asked"
-    (second,) = run(replace(asked, options=(options[0], replace(options[1], allocations=THERE))), **LOADED).verdicts
+    (second,) = run(replace(asked, options=(options[0], replace(options[1], allocations=THERE))), **LOADED).replies
     assert (second.outcome, second.option) == ("claimed", 1)
-    (hostless,) = run(replace(asked, options=(replace(options[0], host=None),)), **LOADED).verdicts
+    (hostless,) = run(replace(asked, options=(replace(options[0], host=None),)), **LOADED).replies
     assert hostless.outcome == "invalid"
 
 
 def test_a_gang_shows_the_members_that_are_there_without_it() -> None:
     gang = ClaimAll(claims=(member(OTHER), member(NOWHERE), member(MIGRATION, B)))
-    (refused,) = run(gang, groups={("p", GROUP): {VM: (B,)}}, consumers={VM: holder(THERE)}).verdicts
-    first, second, third = refused.of_gang
+    (refused,) = run(gang, groups={("p", GROUP): {VM: (B,)}}, consumers={VM: holder(THERE)}).replies
+    first, second, third = refused.results
     assert (first.outcome, second.outcome, third.outcome) == ("incomplete", "ruled_out", "ruled_out")
     assert (first.members, second.members, third.members) == ({}, {}, {B: 1})
 
 
 def test_the_gang_of_an_earlier_item_is_there() -> None:
-    (_, refused) = run(GANG, member(VM)).verdicts
+    (_, refused) = run(GANG, member(VM)).replies
     assert refused.members == {A: 1}
 
 
@@ -402,9 +433,11 @@ LIMITED = {"limits": {"VCPU": 4}}
     ],
 )  # fmt: skip
 def test_a_project_stays_within_its_limits(items: list[ClaimItem], expected: str) -> None:
-    *_, last = run(*items, **QUOTA).verdicts
+    *_, last = run(*items, **QUOTA).replies
     assert last.outcome == expected
-    assert last.reason == {"over_limit": next(iter(getattr(items[-1], "limits", {})), "")}.get(expected, "")
+    assert last.reason.partition(":")[0] == {"over_limit": next(iter(getattr(items[-1], "limits", {})), "")}.get(
+        expected, ""
+    )
 
 
 def test_a_move_of_what_a_migration_counts_in_its_instances_place_stays_within_the_limit() -> None:
@@ -413,33 +446,33 @@ def test_a_move_of_what_a_migration_counts_in_its_instances_place_stays_within_t
     move = Migration(uuid=MIGRATION, source={A: {"VCPU": 3}})
     for amount, outcome in ((3, "claimed"), (4, "claimed"), (5, "over_limit")):
         asked = claim({B: {"VCPU": amount}}, attempt=2, release_first=True, migration=move, limits={"VCPU": 4})
-        assert run(asked, **loaded).verdicts[0].outcome == outcome
+        assert run(asked, **loaded).replies[0].outcome == outcome
 
 
 # --- gangs
 
 
 @pytest.mark.parametrize(
-    ("claims", "outcome", "each"),
+    ("claims", "each"),
     [
-        ([claim(ONE), claim(THERE, consumer=OTHER)], "claimed", ["claimed", "claimed"]),
-        ([claim(ONE), claim(ONE)], "invalid", ["invalid", "invalid"]),
-        ([claim(ONE), claim(ONE, consumer=OTHER, release_first=True)], "invalid", ["invalid", "invalid"]),
-        ([claim(ONE), claim(ONE, consumer=OTHER, migration=MOVE)], "invalid", ["invalid", "invalid"]),
-        ([claim(ONE), claim({A: {"VCPU": 6}}, consumer=OTHER)], "incomplete", ["incomplete", "full"]),
-        ([claim({A: {"VCPU": 9}}), claim(ONE, consumer=OTHER)], "incomplete", ["full", "incomplete"]),
-        ([claim(HELD, consumer=MIGRATION), claim(ONE)], "claimed", ["claimed", "claimed"]),
-        ([claim(HELD, consumer=MIGRATION), claim({A: {"VCPU": 9}})], "incomplete", ["claimed", "full"]),
-        ([claim(HELD, consumer=MIGRATION)], "claimed", ["claimed"]),
+        ([claim(ONE), claim(THERE, consumer=OTHER)], ["claimed", "claimed"]),
+        ([claim(ONE), claim(ONE)], ["invalid", "invalid"]),
+        ([claim(ONE), claim(ONE, consumer=OTHER, release_first=True)], ["invalid", "invalid"]),
+        ([claim(ONE), claim(ONE, consumer=OTHER, migration=MOVE)], ["invalid", "invalid"]),
+        ([claim(ONE), claim({A: {"VCPU": 6}}, consumer=OTHER)], ["incomplete", "full"]),
+        ([claim({A: {"VCPU": 9}}), claim(ONE, consumer=OTHER)], ["full", "incomplete"]),
+        ([claim(HELD, consumer=MIGRATION), claim(ONE)], ["claimed", "claimed"]),
+        ([claim(HELD, consumer=MIGRATION), claim({A: {"VCPU": 9}})], ["claimed", "full"]),
+        ([claim(HELD, consumer=MIGRATION)], ["claimed"]),
     ],
 )
-def test_a_gang_is_taken_whole_or_not_at_all(claims: list[Claim], outcome: str, each: list[str]) -> None:
+def test_a_gang_is_taken_whole_or_not_at_all(claims: list[Claim], each: list[str]) -> None:
     decision = run(ClaimAll(claims=tuple(claims)), consumers={MIGRATION: holder(HELD)})
-    (said,) = decision.verdicts
-    assert (said.outcome, [one.outcome for one in said.of_gang]) == (outcome, each)
-    new = [one.consumer for one in claims if outcome == "claimed" and one.consumer != MIGRATION]
+    (said,) = decision.replies
+    assert [one.outcome for one in said.results] == each
+    new = [one.consumer for one in claims if {*each} == {"claimed"} and one.consumer != MIGRATION]
     assert sorted(decision.consumers) == sorted(new)
-    assert said.changed is bool(new)
+    assert sum(one.sequence for one in said.results) == len(new) * CHANGED
     assert bool(decision.generations) is bool(decision.used) is bool(new)
 
 

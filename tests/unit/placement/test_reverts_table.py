@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.placement import ConsumerAllocations, Migration, Release, Revert, Swap
-from placement_worker.domain.claim_ledger import ClaimVerdict
 from placement_worker.domain.values import ConsumerState
 from tests.unit.placement.test_claims import HELD, MIGRATION, NOWHERE, OTHER, VM, A, B, Hold, claim
 from tests.unit.placement.test_claims_table import (
@@ -18,17 +17,19 @@ from tests.unit.placement.test_claims_table import (
     THERE,
     Consumers,
     Rows,
+    Verdict,
     changed,
     kept,
     row,
     run,
     taken,
     verdict,
+    verdicts,
 )
 
 MOVE = Migration(uuid=MIGRATION, source=HELD)
 COUNTED = "MIGRATION_COUNTED"
-IN_USE = changed(consumer=MIGRATION, reason="claim.migration_in_use")
+IN_USE = changed(reason="claim.migration_in_use")
 
 
 # --- the claim of a move
@@ -52,15 +53,15 @@ IN_USE = changed(consumer=MIGRATION, reason="claim.migration_in_use")
     ],
     ids=["away", "in place", "all in place", "under a free row", "under a used row", "nothing", "another cell's"],
 )
-def test_a_claim_moves_its_consumer(wanted: Hold, known: Consumers, expected: ClaimVerdict, after: Rows) -> None:
+def test_a_claim_moves_its_consumer(wanted: Hold, known: Consumers, expected: Verdict, after: Rows) -> None:
     generation = 1 if known[VM].holding else None
     asked = claim(wanted, attempt=2, consumer_generation=generation, user_id="u", migration=MOVE)
     decision = run(asked, consumers=known, foreign={CELL})
-    assert (decision.verdicts, decision.consumers) == ([expected], after)
+    assert (verdicts(decision), decision.consumers) == ([expected], after)
 
 
 def test_an_instance_is_not_its_own_migration() -> None:
-    (said,) = run(claim(THERE, migration=Migration(uuid=VM, source=HELD))).verdicts
+    (said,) = verdicts(run(claim(THERE, migration=Migration(uuid=VM, source=HELD))))
     assert said == verdict("invalid", reason="claim.migration")
 
 
@@ -122,13 +123,13 @@ NO_ROOM: Hold = {B: {"VCPU": 99}}
     ],
 )
 def test_the_claim_of_an_alternate_releases_what_failed(
-    wanted: Hold, known: Consumers, expected: ClaimVerdict, after: Rows
+    wanted: Hold, known: Consumers, expected: Verdict, after: Rows
 ) -> None:
     asked = claim(
         wanted, attempt=3, consumer_generation=known[VM].generation, user_id="u", release_first=True, migration=MOVE
     )
     decision = run(asked, consumers=known)
-    assert (decision.verdicts, decision.consumers) == ([expected], after)
+    assert (verdicts(decision), decision.consumers) == ([expected], after)
 
 
 def test_a_migration_that_only_counts_no_more_moves_no_generation() -> None:
@@ -147,9 +148,9 @@ def test_a_source_that_names_a_provider_that_is_no_more_is_what_is_kept() -> Non
 def test_a_build_without_an_alternate_leaves_its_fence() -> None:
     asked = claim(NO_ROOM, attempt=3, consumer_generation=2, release_first=True)
     decision = run(asked, consumers={VM: replace(FAILED, run="r")})
-    assert decision.verdicts == [replace(LEFT, generations={B: 11})]
+    assert verdicts(decision) == [replace(LEFT, generations={B: 11})]
     assert decision.consumers == {VM: row({}, 2, 2)}
-    (again,) = run(asked).verdicts
+    (again,) = verdicts(run(asked))
     assert again == replace(LEFT, changed=False, lacking=((B, "VCPU"),)), "nothing of it is left"
 
 
@@ -158,7 +159,7 @@ def test_a_build_without_an_alternate_leaves_its_fence() -> None:
 FREE = verdict("absent")
 RELEASED = verdict("released", changed=True, generations={A: 11})
 HOLDS = row(HELD, 3, 2, "r")
-REFUSED = changed(consumer_generation=3)
+REFUSED = changed()
 UNKNOWN = ConsumerState(0, 0, "", "", "")
 
 
@@ -188,15 +189,15 @@ UNKNOWN = ConsumerState(0, 0, "", "", "")
         (kept(HELD), {}, RELEASED, None),
     ],
 )
-def test_a_release(known: ConsumerState | None, fields: dict[str, Any], expected: ClaimVerdict, after: Any) -> None:
+def test_a_release(known: ConsumerState | None, fields: dict[str, Any], expected: Verdict, after: Any) -> None:
     decision = run(Release(consumer=VM, **fields), consumers={VM: known} if known else {})
-    assert (decision.verdicts, decision.consumers) == ([expected], {} if after == "same" else {VM: after})
+    assert (verdicts(decision), decision.consumers) == ([expected], {} if after == "same" else {VM: after})
 
 
 # --- a revert
 
 
-def back(generation: int, hold: Hold = HELD, *, new: bool = True, **generations: int) -> ClaimVerdict:
+def back(generation: int, hold: Hold = HELD, *, new: bool = True, **generations: int) -> Verdict:
     moved = {{"a": A, "b": B}[name]: number for name, number in generations.items()}
     return verdict("reverted", consumer_generation=generation, holding=hold, generations=moved, changed=new)
 
@@ -218,7 +219,7 @@ HALF: Hold = {A: {"VCPU": 1}, B: {"VCPU": 2}}
         ({VM: row(HELD, 3, 4), MIGRATION: kept({})}, back(3, new=False), {}),
         ({VM: row(THERE, 3, 4), MIGRATION: kept(HELD)}, back(4, a=12), {VM: row(HELD, 4, 4), MIGRATION: None}),
         ({VM: row(THERE, 3, 5), MIGRATION: kept(HELD)}, changed(consumer_generation=3), {}),
-        ({VM: FAILED, MIGRATION: kept(HELD, project_id="q")}, changed(consumer=MIGRATION), {}),
+        ({VM: FAILED, MIGRATION: kept(HELD, project_id="q")}, changed(), {}),
         ({VM: FAILED, MIGRATION: kept({}, project_id="q")}, back(3, {}), {VM: row({}, 3, 4), MIGRATION: None}),
         ({VM: FAILED}, back(3, {}), {VM: row({}, 3, 4)}),
         ({}, changed(), {}),
@@ -255,10 +256,10 @@ HALF: Hold = {A: {"VCPU": 1}, B: {"VCPU": 2}}
         "beside another cell's",
     ],
 )
-def test_a_revert(known: Consumers, expected: ClaimVerdict, after: Rows) -> None:
+def test_a_revert(known: Consumers, expected: Verdict, after: Rows) -> None:
     revert = Revert(consumer=VM, migration=MOVE, source_attempt=1, attempt=4)
     decision = run(revert, consumers=known, foreign={CELL})
-    assert (decision.verdicts, decision.consumers) == ([expected], after)
+    assert (verdicts(decision), decision.consumers) == ([expected], after)
 
 
 @pytest.mark.parametrize(
@@ -267,14 +268,14 @@ def test_a_revert(known: Consumers, expected: ClaimVerdict, after: Rows) -> None
 def test_what_another_client_gave_up_of_a_source_needs_room(source: Hold, outcome: str) -> None:
     revert = Revert(consumer=VM, migration=Migration(uuid=MIGRATION, source=source), source_attempt=1, attempt=4)
     decision = run(revert, consumers={VM: FAILED, MIGRATION: kept(HELD)})
-    (said,) = decision.verdicts
+    (said,) = verdicts(decision)
     assert (said.outcome, said.reason) == (outcome, "revert.no_room" if outcome == "full" else "")
     assert bool(decision.consumers) is bool(decision.used) is (outcome == "reverted")
 
 
 def test_a_revert_names_two_consumers() -> None:
     revert = Revert(consumer=VM, migration=Migration(uuid=VM, source=HELD), source_attempt=1, attempt=4)
-    assert run(revert, consumers={VM: row(HELD)}).verdicts == [changed(reason="revert.migration")]
+    assert verdicts(run(revert, consumers={VM: row(HELD)})) == [changed(reason="revert.migration")]
 
 
 # --- a swap
@@ -343,6 +344,6 @@ DONE = {A: 11, B: 11}
         "no room for the other",
     ],
 )
-def test_a_swap(entries: list[ConsumerAllocations], known: Consumers, expected: ClaimVerdict, after: Rows) -> None:
+def test_a_swap(entries: list[ConsumerAllocations], known: Consumers, expected: Verdict, after: Rows) -> None:
     decision = run(Swap(consumers=tuple(entries)), consumers=known)
-    assert (decision.verdicts, decision.consumers) == ([expected], after)
+    assert (verdicts(decision), decision.consumers) == ([expected], after)

@@ -33,7 +33,7 @@ def test_a_revert_of_an_instance_whose_fence_was_trimmed_makes_its_consumer_anew
     revert = Revert(consumer=VM, migration=Migration(uuid=MIGRATION, source=HELD), source_attempt=1, attempt=3)
     kept = replace(holder(HELD, attempt=2), consumer_type="MIGRATION")
     decision = run(revert, providers=HOSTS, consumers={MIGRATION: kept})
-    (verdict,), after = decision.verdicts, decision.consumers[VM]
+    (verdict,), after = decision.replies, decision.consumers[VM]
     assert (verdict.outcome, verdict.consumer_generation) == ("reverted", 1)
     assert after is not None and (after.generation, after.attempt, after.holding) == (1, 3, HELD)
 
