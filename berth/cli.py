@@ -71,6 +71,7 @@ COMMANDS = {
     "bus": ("databases", "bus"),
     "dead-letters": ("dead_letters", "dead_letters"),
     "placement": ("placement", "placement"),
+    "nova": ("nova", "nova"),
     "quarantine": ("safety", "quarantine"),
     "breaker": ("safety", "breaker"),
     "baremetal": ("baremetal", "baremetal"),

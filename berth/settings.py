@@ -23,6 +23,7 @@ from compute_sim.config import ComputeConfig, IronicConfig
 from ironic_sync.config import IronicSyncConfig
 from placement_worker.config import PlacementConfig
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.nova.config import NovaConfig
 
 MEMORY = "memory://"
 EMBEDDED = "embedded"
@@ -175,6 +176,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of each placement process."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """Of each scheduler process."""
+    nova: NovaConfig = NovaConfig()
+    """Of each process in front of a Nova."""
     conductor: ConductorConfig = ConductorConfig()
     """Of each cell conductor process."""
     compute: ComputeConfig = ComputeConfig(hosts=25)

@@ -57,7 +57,7 @@ def serve(
         settings = with_rest_at(settings, api)
         if memory:
             raise SystemExit(_run(settings, "", ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))))
-        with _database(settings, scratch=scratch) as url:
+        with database_of_book(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
         stop = explain(fault)
@@ -87,7 +87,8 @@ def _run(settings: Settings, url: str, store: ResourceBook | None = None) -> int
 
 
 @contextlib.contextmanager
-def _database(settings: Settings, *, scratch: bool) -> Iterator[str]:
+def database_of_book(settings: Settings, *, scratch: bool) -> Iterator[str]:
+    """The address of the book's database while it is used: the settings', or an embedded server's."""
     if scratch:
         with Postgres() as server:
             yield server.url()

@@ -32,6 +32,7 @@ class Role(StrEnum):
 
     PLACEMENT = "placement"
     SCHEDULER = "scheduler"
+    NOVA_SCHEDULER = "nova-scheduler"
     CONDUCTOR = "conductor"
     COMPUTE = "compute"
     IRONIC_SYNC = "ironic-sync"
@@ -108,6 +109,10 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
         import scheduler_worker.app  # noqa: PLC0415
 
         return lambda env: scheduler_worker.app.build(env, settings.scheduler, here.cells)
+    if role is Role.NOVA_SCHEDULER:
+        import scheduler_worker.nova.app  # noqa: PLC0415
+
+        return lambda env: scheduler_worker.nova.app.build(env, settings.nova, settings.scheduler)
     if role is Role.IRONIC_SYNC:
         import ironic_sync.app  # noqa: PLC0415
 

@@ -145,7 +145,8 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
 def _retry_of(placed: PlacedBuild) -> Retry | None:
     """How a placement is tried again with its request; None: its result is final."""
     result, delivery = placed.result, placed.pending.delivery
-    if isinstance(result, NoValidHost) and result.may_be_early and delivery.awaits_hosts:
+    is_early = isinstance(result, ClaimStranded) or (isinstance(result, NoValidHost) and result.may_be_early)
+    if is_early and delivery.awaits_hosts:
         return HOSTS_UNKNOWN
     return None if delivery.last else retry_of(result)
 
@@ -183,7 +184,7 @@ def retry_of(result: PlacementResult) -> Retry | None:
     match result:
         case ClaimsContended():
             return Retry(CONTENDED, f"{result.claims} claims were lost to others")
-        case ClaimStranded():
+        case ClaimStranded(cell=None):  # a known cell is queried at once: the host may be gone for good
             return Retry(STRANDED, result.reason)
     return None
 

@@ -93,13 +93,16 @@ class Selector:
         filters: Sequence[Filter],
         weighings: Sequence[Weighing],
         revision: int = 0,
+        membership: Membership | None = None,
     ) -> None:
-        """Decide by these from the next decision on. revision: of the objects that the configuration holds."""
+        """Decide by these from the next decision on. revision: of the objects that the configuration holds. membership:
+        in its aggregates, where that is not the book's (None: it is).
+        """
         self.config = config
         self.flavors = flavors
         self.filters = tuple(filters)
         self.weighings = tuple(weighings)
-        self.membership = Membership(config.aggregates)
+        self.membership = Membership(config.aggregates) if membership is None else membership
         self._zoned = self.membership.with_key(ZONE_KEY)
         self.revision = revision
         self._specs: dict[tuple[str, str, str | None], RequestSpec] = {}  # of requests that name nothing else

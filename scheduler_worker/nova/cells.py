@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -68,7 +69,7 @@ class DatabaseCells:
             raise SettingsError("nova.cells_database", reason) from error
         self._clock = clock
         self._known: dict[str, str] = {}
-        self._again_s = clock.monotonic()
+        self._again_s = -math.inf
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
         """As CellMap has it. Raises NovaUnavailable."""

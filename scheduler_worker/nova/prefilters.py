@@ -12,6 +12,7 @@ from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import TRAIT_KEY, ZONE_KEY
 from scheduler_worker.domain.view import Unsatisfiable
 from scheduler_worker.filters.project import KEY as TENANT_KEY
+from scheduler_worker.nova.config import PrefilterSettings
 from scheduler_worker.nova.constraints import chosen, flag, is_true, tpm_traits
 from scheduler_worker.nova.request_spec import NotDecided, NovaRequest
 
@@ -33,31 +34,6 @@ _TRAITS_OF_PROPERTIES: Final = {
     "hw_emulation_architecture": "COMPUTE_ARCH",
     "hw_viommu_model": "COMPUTE_VIOMMU",
 }
-
-
-class PrefilterSettings(Struct, frozen=True, kw_only=True):
-    """The settings of nova.conf that shape a query, under Nova's names and with its defaults. The conductor and the API
-    of the same Nova have them too: they must agree.
-    """
-
-    max_placement_results: int = 1000
-    """`[scheduler]`: the limit of a query. It changes the query string alone: berth looks at every host."""
-    enable_isolated_aggregate_filtering: bool = False
-    """`[scheduler]`: aggregates with `trait:X` = required are only for requests that require X."""
-    limit_tenants_to_placement_aggregate: bool = False
-    """`[scheduler]`: a project with aggregates (`filter_tenant_id*`) gets hosts of these."""
-    placement_aggregate_required_for_tenants: bool = False
-    """`[scheduler]`: a project without such an aggregate gets no host."""
-    query_placement_for_image_type_support: bool = False
-    """`[scheduler]`: hosts that support the image's disk format."""
-    image_metadata_prefilter: bool = False
-    """`[scheduler]`: hosts that support the buses and models that the image's properties name."""
-    query_placement_for_routed_network_aggregates: bool = False
-    """`[scheduler]`: hosts of the segments of the request's networks. Only Neutron knows them: it is not decided."""
-    pci_in_placement: bool = False
-    """`[filter_scheduler]`: PCI requests of flavors are request groups."""
-    disable_fallback_pcpu_query: bool = False
-    """`[workarounds]`: pinned CPUs are asked for as PCPU alone."""
 
 
 class Additions(Struct, frozen=True, kw_only=True):

@@ -21,7 +21,8 @@ from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import HOST_UNKNOWN, MAX_GROUPS
 from scheduler_worker.domain.view import Unsatisfiable
 from scheduler_worker.nova import constraints
-from scheduler_worker.nova.prefilters import Additions, PrefilterSettings, prefilter, tenant_aggregates
+from scheduler_worker.nova.config import PrefilterSettings
+from scheduler_worker.nova.prefilters import Additions, prefilter, tenant_aggregates
 from scheduler_worker.nova.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaRequest
 
 __all__ = [

@@ -38,11 +38,12 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
+from scheduler_worker.nova.config import PrefilterSettings
 from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
-from scheduler_worker.nova.resource_request import PrefilterSettings, resource_request, undecided
+from scheduler_worker.nova.resource_request import resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
 
 log = structlog.get_logger("nova")
@@ -141,6 +142,8 @@ class Destinations:
         request = parse_request_spec(asked.spec_obj)
         if asked.instance_uuids is None:
             raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
+        if unread := sorted(FILTERED_HINTS & request.hints.keys()):
+            raise NotDecided("hint", ", ".join(unread))
         why = undecided(request, self._settings)
         if why is not None:
             raise why
@@ -252,8 +255,6 @@ class Destinations:
             ignore_hosts=tuple(uuid for host in request.ignore_hosts or () for uuid in self._facts.nodes_named(host)),
             max_attempts=None if asked.return_alternates and asked.return_objects else 1,
         )
-        if not FILTERED_HINTS.isdisjoint(request.hints):
-            raise NotDecided("hint", ", ".join(sorted(FILTERED_HINTS & request.hints.keys())))
         foreign, run = ForeignClaim(group_members=members), run_of(call)
         return [
             PlacementRequest(request=replace(one, instance_uuid=uuid), spec=spec, run=run, gang=gang, foreign=foreign)
@@ -367,5 +368,5 @@ def _server_group(group: NovaGroup | None) -> ServerGroup | None:
     try:
         rules = {"max_per_host": int(group.rules.get("max_server_per_host", 1))}
         return msgspec.convert({"uuid": group.uuid, "policy": group.group_policy, **rules}, ServerGroup)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise NotDecided("group_policy", reason_of(error)) from None
+    except (msgspec.ValidationError, ValueError):
+        raise NotDecided("group_policy", "a rule of the server group that berth does not know") from None

@@ -51,7 +51,7 @@ def test_the_version_is_the_packages() -> None:
 
 # They run until they are stopped, or what they print is a document of a form of its own.
 NO_JSON = {
-    "run", "web", "fencer", "placement serve",
+    "run", "web", "fencer", "placement serve", "nova serve",
     "man", "asyncapi", "trace-settings", "placement export", "placement openapi",
 }  # fmt: skip
 

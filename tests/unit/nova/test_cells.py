@@ -36,6 +36,10 @@ def database(path: Path) -> str:
     return f"sqlite:///{path}"
 
 
+def test_a_map_is_made_before_any_loop_runs() -> None:
+    assert isinstance(cells_of(NovaApiConfig(cells_database="sqlite://"), SystemClock()), DatabaseCells)
+
+
 async def test_two_queries_and_another_read_only_for_a_new_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,15 +15,10 @@ from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.nova import select
 from scheduler_worker.nova.envelope import Call, RemoteFault
 from scheduler_worker.nova.request_spec import NotDecided, SpecRefused
-from tests.unit.nova.world import CELLS, PLENTY, Cloud, destination, group, hosts_of, queried, request_spec
+from tests.unit.nova.world import CELLS, PLENTY, Cloud, destination, group, hosts_of, request_spec
 
 VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
 ONE = {"VCPU": 1, "MEMORY_MB": 65536, "DISK_GB": 1000}
-
-
-@pytest.fixture(autouse=True)
-def sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "resource_request", queried)
 
 
 async def cloud(hosts: int = 3, *, each: Mapping[str, int] = PLENTY, **fields: Any) -> Cloud:
@@ -109,7 +104,6 @@ async def test_more_than_a_hundred_in_one_request() -> None:
         ({"requested_destination": destination(host=None)}, {"h0", "h1", "h2"}),
         ({"scheduler_hints": {"different_host": [VMS[9]]}}, {"h1", "h2"}),
         ({"scheduler_hints": {"same_host": [VMS[9]]}}, {"h0"}),
-        ({"scheduler_hints": {"reservation": ["x"]}}, {"h0", "h1", "h2"}),
     ],
 )
 async def test_where_a_request_may_go(fields: dict[str, Any], expected: set[str]) -> None:

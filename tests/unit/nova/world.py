@@ -13,16 +13,14 @@ from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport, 
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.replica.book import Book
-from placement_worker.replica.request import Query
 from scheduler_worker import plugins
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.nova.config import PrefilterSettings
 from scheduler_worker.nova.envelope import Call
 from scheduler_worker.nova.facts import ComputeNode, NovaFacts
-from scheduler_worker.nova.request_spec import NovaRequest
-from scheduler_worker.nova.resource_request import PrefilterSettings, ResourceRequest
 from scheduler_worker.nova.select import Destinations
 from scheduler_worker.nova.selection import Primitive, versioned
 from scheduler_worker.placing import Placer
@@ -31,15 +29,6 @@ from tests.kit.claims import BookClaims
 CELLS = ("ce110000-0000-4000-8000-000000000001", "ce110000-0000-4000-8000-000000000002")
 PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
 FLAVOR = {"name": "m1.small", "flavorid": "1", "vcpus": 1, "memory_mb": 512, "root_gb": 1}
-
-
-def queried(request: NovaRequest, *_: object, **__: object) -> ResourceRequest:
-    """The flavor's sizes, as the translation of requests has them."""
-    flavor = request.flavor
-    return ResourceRequest(
-        query=Query(resources={"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.root_gb}),
-        limit=None,
-    )
 
 
 class KnownFacts(NovaFacts):

@@ -27,7 +27,6 @@ from scheduler_worker.domain.explain import phrase
 from scheduler_worker.domain.gangs import with_gang_results
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.placement import (
-    ClaimStranded,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
@@ -233,14 +232,6 @@ def test_members_that_have_claims_start_when_enough_of_them_have(least: int, que
     ]
     (_, first), _ = conclude(placed, Author(who="s", at=1.0), 3)
     assert isinstance(first, DecidedBuild) and (first.claimed is None) is queried
-
-
-def test_a_build_whose_claim_is_stranded_is_tried_again() -> None:
-    (member,) = members_of(taken(BUILD_REQUEST), start=0)
-    stranded = ClaimStranded("why", "c1", HOST, 1, ())
-    placed = PlacedBuild(member, PlacementRequest(request=member.request, spec=Hosts([]).spec()), stranded)
-    ((_, outcome),) = conclude([placed], Author(who="s", at=1.0), 3)
-    assert isinstance(outcome, Retry)
 
 
 @pytest.mark.parametrize("attempt", [0, 1])

@@ -1,0 +1,117 @@
+"""`berth nova`: in front of an OpenStack Nova."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+
+import placement_worker.app
+import scheduler_worker.nova.app
+from berth.commands.common import Stop, explain, print_stop, settings_of
+from berth.commands.options import CommandGroup
+from berth.commands.placement import DEFAULT_API, database_of_book
+from berth.rest_address import with_rest_at
+from berth.settings import BusSettings, Settings
+from berth.site import Brokers, Site, process_name
+from berth.trial.embedded.process import ServerFailed, ServerMissing
+from bus.clock import SystemClock
+from bus.service.environment import Environment
+from bus.service.main import run_process
+from bus.service.service import Service
+from bus.service.settings import SettingsError
+from placement_worker.book import ResourceBook
+from placement_worker.store.memory_rows import MemoryBookRows
+from placement_worker.store.memory_table import MemoryBookTable
+
+nova = CommandGroup(no_args_is_help=True, help="In front of an OpenStack Nova.")
+
+
+@nova.command()
+def serve(
+    context: typer.Context,
+    api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
+    scratch: Annotated[
+        bool, typer.Option("--scratch", help="An empty book in a database that is lost at the end.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="The same without a database: the book is in this process's memory.")
+    ] = False,
+) -> None:
+    """Be Placement and the scheduler of a Nova in one process, instead of placement-api and nova-scheduler.
+
+    Serves Placement's REST API, and takes the calls of topic `scheduler` from Nova's broker (`nova.transport_url`). The
+    book is in the configured database, else in an embedded PostgreSQL below the state directory. Stop it and start the
+    two others to go back: what is kept is Placement's and Nova's own.
+
+    Beside a whole berth: `berth run nova-scheduler`.
+    """
+    try:
+        # Between the two parts is the bus of this process, whatever other workers use.
+        settings = replace(with_rest_at(settings_of(context), api), bus=BusSettings())
+        if memory:
+            book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
+            raise SystemExit(_run(settings, "", book))
+        with database_of_book(settings, scratch=scratch) as url:
+            raise SystemExit(_run(settings, url))
+    except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
+        stop = explain(fault)
+        assert stop is not None
+        print_stop(stop)
+        raise SystemExit(stop.status) from None
+
+
+def _run(settings: Settings, url: str, book: ResourceBook | None = None) -> int:
+    here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
+    process = process_name("nova")
+    telemetry = settings.telemetry
+    return run_process(
+        lambda env: both(env, settings, book),
+        lambda: here.environment(process, takes_cells=False),
+        role="nova",
+        process=process,
+        log_level=telemetry.log_level,
+        log_style=telemetry.log_format,
+    )
+
+
+def both(env: Environment, settings: Settings, book: ResourceBook | None = None) -> Service:
+    """Placement and the front as one service. Placement answers while Nova's API or broker is not there yet. At the end
+    the front is drained first, as its calls claim at placement.
+    """
+    placement = _Part(placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True))
+    front = _Part(scheduler_worker.nova.app.build(env, settings.nova, settings.scheduler))
+    service = Service("nova", clock=env.clock)
+    for part in (placement, front):
+        service.add_task(part.service.name, part.run)
+        service.add_bus_check(part.service.name, part.not_ready)
+    for part in (front, placement):
+        service.add_drain(part.drain)
+    return service
+
+
+class _Part:
+    """A service within another one."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._stop = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until it is drained, cancelled or has failed."""
+        try:
+            await self.service.run(self._stop)
+        finally:
+            self._ended.set()
+
+    async def drain(self, _grace_s: float) -> None:
+        """Stop it, and wait for its end, which its own grace time bounds."""
+        self._stop.set()
+        await self._ended.wait()
+
+    def not_ready(self) -> str:
+        """What of it is not ready."""
+        return "; ".join(self.service.not_ready())

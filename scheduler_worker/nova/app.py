@@ -1,0 +1,183 @@
+"""Wires the front of a Nova: the API bus to placement, the replica and the placer, Nova's API, and its topic."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.rabbitmq.address import BadBusUrl
+from bus.rabbitmq.transport import RabbitTransport
+from bus.service.environment import Environment
+from bus.service.presence import announce_presence
+from bus.service.service import Service
+from bus.service.settings import SettingsError
+from placement_worker.replica.book import Book
+from placement_worker.replica.follower import Follower
+from placement_worker.replica.search import warm_up_search
+from scheduler_worker import plugins
+from scheduler_worker.claims import BusClaims, HeldClaims
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.nova.cells import cells_of
+from scheduler_worker.nova.config import NovaConfig
+from scheduler_worker.nova.facts import NovaFacts
+from scheduler_worker.nova.facts_keeper import FactsKeeper
+from scheduler_worker.nova.nova_rest import NovaRest
+from scheduler_worker.nova.relay import StockRelay
+from scheduler_worker.nova.rpc_server import RpcServer
+from scheduler_worker.nova.select import Destinations
+from scheduler_worker.placing import Placer
+
+NAME = "nova-scheduler"
+
+
+def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> Service:
+    """One server of the topic. Any number may run side by side, and beside stock nova-schedulers.
+
+    scheduler: how hosts are weighed and claimed. Raises SettingsError.
+    """
+    service = Service(NAME, clock=env.clock)
+    api = env.bus(API)
+    scheduler = _of_nova(scheduler, config)
+    table = HostTable()
+    selector = Selector(
+        Book(),
+        table,
+        scheduler,
+        flavors={},
+        filters=plugins.filters(scheduler),
+        weighings=plugins.weighings(scheduler),
+    )
+    facts = NovaFacts(table)
+    rest = NovaRest(config.api, clock=env.clock, setting="nova.api")
+    keeper = FactsKeeper(rest, facts, table, cells=cells_of(config.api, env.clock), config=config.api, clock=env.clock)
+    follower = Follower(api, selector.book, process=env.process, clock=env.clock)
+    claims = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
+    placer = Placer(
+        claims,
+        HeldClaims(claims, table.last_cell_of, _no_records),
+        selector,
+        follower,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+        config=scheduler,
+    )
+    destinations = Destinations(
+        placer,
+        claims,
+        selector,
+        facts,
+        keeper,
+        configure=partial(configure, selector, facts, scheduler),
+        settings=config.prefilters,
+    )
+    server = _server(env, config, destinations)
+    service.add_resource(api.open, api.close)
+    service.add_resource(follower.start, follower.close)
+    service.add_resource(None, rest.close)
+    service.add_task("replica", follower.run)
+    service.add_task("nova facts", keeper.run)
+    service.add_preparation(follower.ready.wait)
+    service.add_preparation(keeper.first.wait)
+    service.add_check("replica", follower.ready.is_set)
+    service.add_check("nova facts", keeper.first.is_set)
+    service.add_bus_check("bus api", lambda: api.unavailable_reason)
+    _add_server(service, server)
+    announce_presence(service, env, api, NAME)
+    return service
+
+
+def _add_server(service: Service, server: RpcServer) -> None:
+    """Calls are taken once all else is prepared."""
+    started = asyncio.Event()
+    service.add_resource(server.open, server.close)
+    service.add_task("nova calls", partial(_serve, server, started))
+    service.add_preparation(partial(_start, server, started))
+    service.add_drain(server.drain)
+    service.add_bus_check("bus nova", lambda: server.unavailable_reason)
+
+
+def configure(selector: Selector, facts: NovaFacts, config: SchedulerConfig) -> None:
+    """Decide by Nova's aggregates as they are known now."""
+    if facts.version == selector.revision:
+        return
+    known = replace(config, aggregates=facts.aggregates())
+    selector.configure(
+        known,
+        flavors={},
+        filters=selector.filters,
+        weighings=plugins.weighings(known),
+        revision=facts.version,
+        membership=facts.membership(),
+    )
+
+
+def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> SchedulerConfig:
+    """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts."""
+    return replace(
+        scheduler,
+        flavors={},
+        default_flavors=(),
+        aggregates=(),
+        enabled_filters=config.enabled_filters,
+        default_availability_zone=config.default_availability_zone,
+    )
+
+
+async def _no_records(_instances: Sequence[str]) -> Mapping[str, str]:
+    """Of Nova's instances berth has no records."""
+    return {}
+
+
+async def _start(server: RpcServer, started: asyncio.Event) -> None:
+    warm_up_search()
+    await server.start()
+    started.set()
+
+
+async def _serve(server: RpcServer, started: asyncio.Event) -> None:
+    await started.wait()
+    await server.run()
+
+
+def _server(env: Environment, config: NovaConfig, destinations: Destinations) -> RpcServer:
+    """The server on Nova's broker, and the fallback. Raises SettingsError."""
+    connect: Callable[[str, str], RabbitTransport] = partial(_transport, env.process)
+    unique = f"{env.rng.getrandbits(128):032x}"
+    relay = None
+    if config.fallback_url:
+        relay = StockRelay(
+            connect("fallback_url", config.fallback_url), control_exchange=config.control_exchange, unique=unique
+        )
+    return RpcServer(
+        connect("transport_url", config.transport_url),
+        destinations,
+        host=config.host or socket.gethostname(),
+        unique=unique,
+        options=config.rabbit,
+        control_exchange=config.control_exchange,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+        relay=relay,
+    )
+
+
+def _as_amqp(url: str) -> str:
+    """Nova's own way to write it (`rabbit://`) is understood as well."""
+    return url.replace("rabbit://", "amqp://", 1) if url.startswith("rabbit://") else url
+
+
+def _transport(process: str, setting: str, url: str) -> RabbitTransport:
+    if not url:
+        raise SettingsError("nova.transport_url", f"nova.{setting} is needed: where Nova's services meet")
+    try:
+        return RabbitTransport(_as_amqp(url), name="nova", connection_name=f"berth {process}")
+    except BadBusUrl as error:
+        raise SettingsError(error.code, f"nova.{setting}: {error}") from None

@@ -1,0 +1,71 @@
+"""Settings of the front of a real Nova, under Nova's names where Nova has them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from bus.service.settings import Secret
+from scheduler_worker.nova.api_config import NovaApiConfig
+from scheduler_worker.nova.queues import RabbitOptions
+
+# Those that Nova enables of itself, as far as they look at hosts and berth has them, and berth's own for hints.
+# AvailabilityZoneFilter and its like are pre-filters there and here.
+NOVA_FILTERS = (
+    "scheduler_worker.filters.host_state.ComputeFilter",
+    "scheduler_worker.filters.extra_specs.ComputeCapabilitiesFilter",
+    "scheduler_worker.filters.group.ServerGroupAntiAffinityFilter",
+    "scheduler_worker.filters.group.ServerGroupAffinityFilter",
+    "scheduler_worker.filters.hinted_hosts.DifferentHostFilter",
+    "scheduler_worker.filters.hinted_hosts.SameHostFilter",
+)
+
+
+class PrefilterSettings(Struct, frozen=True, kw_only=True):
+    """The settings of nova.conf that shape a query, under Nova's names and with its defaults. The conductor and the API
+    of the same Nova have them too: they must agree.
+    """
+
+    max_placement_results: int = 1000
+    """`[scheduler]`: the limit of a query. It changes the query string alone: berth looks at every host."""
+    enable_isolated_aggregate_filtering: bool = False
+    """`[scheduler]`: aggregates with `trait:X` = required are only for requests that require X."""
+    limit_tenants_to_placement_aggregate: bool = False
+    """`[scheduler]`: a project with aggregates (`filter_tenant_id*`) gets hosts of these."""
+    placement_aggregate_required_for_tenants: bool = False
+    """`[scheduler]`: a project without such an aggregate gets no host."""
+    query_placement_for_image_type_support: bool = False
+    """`[scheduler]`: hosts that support the image's disk format."""
+    image_metadata_prefilter: bool = False
+    """`[scheduler]`: hosts that support the buses and models that the image's properties name."""
+    query_placement_for_routed_network_aggregates: bool = False
+    """`[scheduler]`: hosts of the segments of the request's networks. Only Neutron knows them: it is not decided."""
+    pci_in_placement: bool = False
+    """`[filter_scheduler]`: PCI requests of flavors are request groups."""
+    disable_fallback_pcpu_query: bool = False
+    """`[workarounds]`: pinned CPUs are asked for as PCPU alone."""
+
+
+class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of each process that answers the topic `scheduler` of a Nova. How hosts are weighed is in `[scheduler]`."""
+
+    transport_url: Secret = ""
+    """The virtual host of Nova's services, as `bus.url`; the same that `transport_url` of nova.conf names."""
+    host: Annotated[str, Bound(max_length=255)] = ""
+    """The name of this server (`scheduler.HOST`), as `host` of nova.conf. Empty: the machine's."""
+    control_exchange: Annotated[str, Bound(min_length=1, max_length=255)] = "nova"
+    """As in nova.conf."""
+    rabbit: RabbitOptions = RabbitOptions()
+    """`[oslo_messaging_rabbit]` of nova.conf."""
+    fallback_url: Secret = ""
+    """The virtual host on which a stock nova-scheduler takes what berth does not decide. Empty: that fails."""
+    enabled_filters: tuple[str, ...] = NOVA_FILTERS
+    """Filters instead of `scheduler.enabled_filters`, in the order in which they run."""
+    default_availability_zone: Annotated[str, Bound(min_length=1, max_length=255)] = "nova"
+    """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
+    prefilters: PrefilterSettings = PrefilterSettings()
+    """The settings of nova.conf that shape a query."""
+    api: NovaApiConfig = NovaApiConfig()
+    """Where hosts, services and aggregates are read."""
