@@ -98,10 +98,10 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
 async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client was answered that there is no such instance; a scheduler dies before it has looked at the record."""
+    """Its delete is the cell's, which has not ended it; a scheduler dies before it has looked at the record."""
     request, host = await running(world)
     await world.delete(request)
-    await world.ended(request.instance_uuid, BuildState.REFUSED)
+    await until(lambda: [one.instance_uuid for _, one in world.deletes] == [request.instance_uuid])
     recording = Gate(monkeypatch, SchedulingEngine, "record")
     await world.ask(request)
     await recording.wait()
