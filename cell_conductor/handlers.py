@@ -70,7 +70,7 @@ log = structlog.get_logger(__name__)
 DONE = Done()
 UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services that are up answered")
 GIVEN_UP_QUEUE = "conductor.given_up"
-UNSEEN = Refusal(code=IN_DOUBT, reason=UNSURE.reason)
+UNSEEN = Refusal(code=IN_DOUBT, reason="it may have a later machine, and not all compute services have answered")
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
 ANOTHERS = Refusal(
     code=MACHINE_EXISTS, reason="a host has a machine of it with the mark of another deployment, or none"

@@ -68,6 +68,7 @@ from .move_steps import (
     finish,
     is_awaited,
     leave,
+    leave_now,
     note,
     note_not_claimed,
     over,
@@ -303,10 +304,13 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
 
 def _go_on_in_doubt(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The move is undone. One to another cell is not while that cell has the instance: it has left, once more."""
-    if not instance.is_leaving or not move_of(instance).lost_code:
+    move = move_of(instance)
+    if not instance.is_leaving or not (move.lost_code or move.delete):
         return undo_doubted(instance, event.at, context)
     if event.code == ARRIVED:
         return departure_rules.give_away(way_back.kept_here(instance), event.at, context)
+    if move.delete:
+        return leave_now(instance, event.at, context)
     return report_progress(revert_book(instance, event.at, context), MoveState.UNDOING, event.at, context)
 
 

@@ -34,6 +34,13 @@ AWAITS_CONFIRM = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
 
 
 def leave(instance: Instance, at: float, context: StepContext) -> Step:
+    """The instance is deleted in the middle of a move. In doubt the other cell that it was to leave for may have it."""
+    if may_have_arrived(instance, context):
+        return ask_next_cell(replace(instance, move=replace(move_of(instance), delete=True)), at, context)
+    return leave_now(instance, at, context)
+
+
+def leave_now(instance: Instance, at: float, context: StepContext) -> Step:
     """Have both hosts destroy their machines of it; the claims are held until they have."""
     desire = desire_of(instance)
     here_gone = not (desire.here in MAY_BE_THERE or is_at_source(instance) or may_have_advanced(instance, context))
@@ -283,7 +290,7 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
     """Give the destination up: its machine, then its allocation; then the source is continued."""
     lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
     undone = replace(instance, move=lost, queried=False)
-    if lost.to_cell is not None and is_doubted(undone, context) and (undone.is_leaving or undone.alternates):
+    if may_have_arrived(undone, context):
         return ask_next_cell(undone, at, context)
     if undone.is_in_place:
         earlier = resize_back(steps.destroying(undone, State.REVERTING, at, context), at, context)
@@ -294,8 +301,17 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
     return report_progress(leaving, MoveState.UNDOING, at, context)
 
 
+def may_have_arrived(instance: Instance, context: StepContext) -> bool:
+    """Whether the other cell that it is to leave for may have it by now: the record was set back, and that cell was not
+    asked before something is given back.
+    """
+    is_to_leave = move_of(instance).to_cell is not None and (instance.is_leaving or bool(instance.alternates))
+    is_asked = desire_of(instance).asks in (Ask.REVERT, Ask.RELEASE)
+    return is_to_leave and not is_asked and is_doubted(instance, context)
+
+
 def ask_next_cell(instance: Instance, at: float, context: StepContext) -> Step:
-    """Before what is claimed in the other cell is given back, that cell is asked whether the instance has arrived: its
+    """Before what is claimed in the other cell is given up, that cell is asked whether the instance has arrived: its
     departure may be lost here, and in the schedulers' record. A check of the host asks that as well.
     """
     if not instance.is_leaving:  # by the record nothing is claimed there

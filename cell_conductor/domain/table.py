@@ -125,7 +125,7 @@ ADOPT_DECIDED = Rule(adopt_rules.adopt_decided, (State.CLAIMING,))
 
 USUAL: Mapping[type[Event], Cell] = {
     BuildRequested: Rule(repeat_rules.answer_build),
-    DeleteRequested: Rule(delete_rules.delete, (State.DESTROYING, State.RELEASING)),
+    DeleteRequested: Rule(delete_rules.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
     Spawned: DESTROY_ORPHAN,
     SpawnFailed: Rule(rules.destroy_leftover),
     TimedOut: None,

@@ -229,9 +229,16 @@ CASTS: Mapping[str, Callable[[FactsKeeper, Mapping[str, object]], None]] = {
 
 
 def _objects(primitive: object, one: str, several: str) -> Iterable[Mapping[str, Any]]:
-    """The fields of one versioned object, or of each of a list of them. Raises CastUnreadable."""
-    name, data = _object(primitive)
-    listed = [_object(member) for member in _list(data.get("objects"))] if name == several else [(name, data)]
+    """The fields of one versioned object, or of each of some: Nova sends them as a list object and as a plain list.
+
+    Raises CastUnreadable.
+    """
+    members = [primitive]
+    if isinstance(primitive, list) and primitive:
+        members = _list(primitive)
+    elif (whole := _object(primitive))[0] == several:
+        members = _list(whole[1].get("objects"))
+    listed = [_object(member) for member in members]
     if any(found != one for found, _ in listed):
         raise CastUnreadable(f"it is no {one} and no {several}")
     return [fields for _, fields in listed]

@@ -87,7 +87,7 @@ class RPCFixture(module.RPCFixture):  # type: ignore[misc]
     def setUp(self) -> None:
         world().next()
         setter = conffixture.ConfFixture.transport_url.fset
-        amqp = world().servers.amqp
+        amqp = world().servers.amqp.replace("amqp://", "rabbit://")
         url = property(conffixture.ConfFixture.transport_url.fget, lambda fixture, _: setter(fixture, amqp))
         with mock.patch.object(conffixture.ConfFixture, "transport_url", url):
             super().setUp()
@@ -201,6 +201,8 @@ class Calls:
 
         def counted(*arguments: Any, **named: Any) -> Any:
             self.count += 1
+            if WORLDS:
+                world().servers.keep_up(cloud)
             return real(*arguments, **named)
 
         rpcapi.SchedulerAPI.select_destinations = counted

@@ -25,6 +25,7 @@ import outside
 import testtools
 from nova.conf import paths
 from oslo_config import cfg
+from oslo_utils.fixture import uuidsentinel
 from world import World
 
 
@@ -93,7 +94,7 @@ def main() -> None:
     calls = outside.Calls()
     world = None
     if options.mode != "stock":
-        world = World(options.mode, options.berth, given["amqp"], options.work)
+        world = World(options.mode, options.berth, given["amqp"], uuidsentinel.cell1, options.work)
         outside.install(world)
     try:
         with options.results.open("a") as file:

@@ -50,9 +50,9 @@ class BerthFixture(functional_fixtures.PlacementFixture):  # type: ignore[misc]
 class NeutronFixture(nova_fixtures.NeutronFixture):  # type: ignore[misc]
     """A Neutron whose state is the test's process's: a port that is not known here is a plain one."""
 
-    def show_port(self, is_admin: bool, port_id: str, **named: Any) -> dict[str, Any]:
+    def show_port(self, port_id: str, **named: Any) -> dict[str, Any]:
         try:
-            return dict(super().show_port(is_admin, port_id, **named))
+            return dict(super().show_port(port_id, **named))
         except neutron_exceptions.PortNotFoundClient:
             return {"port": {**self.port_1, "id": port_id}}
 
@@ -82,7 +82,7 @@ def settle(cloud: dict[str, Any]) -> None:
         except (cfg.NoSuchOptError, cfg.NoSuchGroupError, ValueError):
             continue  # one that only the test's process knows
     CONF.set_override("connection", cloud["api_database"], "api_database")
-    CONF.set_override("transport_url", cloud["amqp"])
+    CONF.set_override("transport_url", cloud["amqp"].replace("amqp://", "rabbit://"))
     CONF.set_override("use_stderr", True)
     CONF.set_override("debug", False)
 

@@ -14,12 +14,15 @@ import tempfile
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import amqp
 
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 30.0
@@ -79,26 +82,36 @@ class ComputeApi:
 class Servers:
     """The processes of one test.
 
-    mode: `front` (berth answers topic `scheduler`) or `apart` (a stock nova-scheduler, in a process of its own, does).
+    url: of the vhost. cell: the uuid of the one that has the hosts. mode: `front` (berth answers topic `scheduler`) or
+    `apart` (a stock nova-scheduler, in a process of its own, does).
     """
 
-    def __init__(self, mode: str, berth: str, amqp: str, folder: Path) -> None:
+    def __init__(self, mode: str, berth: str, url: str, cell: str, folder: Path) -> None:
         self.mode = mode
-        self.amqp = amqp.replace("amqp://", "rabbit://")
+        self.amqp = url
+        self._cell = cell
         self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=folder))
         self.compute = ComputeApi()
         self._scheduler: subprocess.Popen[bytes] | None = None
+        self._cloud: dict[str, Any] = {}  # what it was told
+        self._served = False
         address = f"127.0.0.1:{free_port()}"
         self.placement = f"http://{address}"
         (self.folder / "placement.conf").write_text(PLACEMENT_CONF)
-        words = ["nova", "serve"] if mode == "front" else ["placement", "serve", "--memory"]
+        words = ["nova", "serve"] if mode == "front" else ["placement", "serve"]
         self._log = (self.folder / "log").open("wb")
-        self._berth = self._run([berth, *words, "--api", address], {"PYTHONPATH": "", **self._settings()})
+        self._berth = self._run([berth, *words, "--memory", "--api", address], {"PYTHONPATH": "", **self._settings()})
 
     def _settings(self) -> dict[str, str]:
         settings = {"PLACEMENT__REST__CONF_DIR": str(self.folder), "TELEMETRY__LOG_LEVEL": "warning"}
         if self.mode == "front":
-            settings |= {"NOVA__TRANSPORT_URL": self.amqp, "NOVA__COMPUTE_URL": self.compute.url}
+            settings |= {
+                "NOVA__TRANSPORT_URL": self.amqp,
+                "NOVA__API__URL": self.compute.url,
+                "NOVA__API__TOKEN": "not-looked-at",
+                "NOVA__API__CELLS": json.dumps({self._cell: ["*"]}),
+                "NOVA__API__POLL_INTERVAL_S": "0.5",
+            }
         return {f"BERTH_{name}": value for name, value in settings.items()}
 
     def _run(self, command: list[str], settings: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -120,7 +133,9 @@ class Servers:
         """Until topic `scheduler` is served. cloud: what a nova-scheduler outside the test's process has to know."""
         if self.mode == "front":
             return
-        (self.folder / "cloud.json").write_text(json.dumps({**cloud(), "placement": self.placement, "amqp": self.amqp}))
+        self._cloud = cloud()
+        told = {**self._cloud, "placement": self.placement, "amqp": self.amqp}
+        (self.folder / "cloud.json").write_text(json.dumps(told))
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
         command = [sys.executable, str(HERE / "stock_scheduler.py"), str(self.folder / "cloud.json"), str(ready)]
@@ -128,6 +143,33 @@ class Servers:
         for _ in self._until(self._scheduler, "nova-scheduler"):
             if ready.exists():
                 return
+
+    def keep_up(self, cloud: Callable[[], dict[str, Any]]) -> None:
+        """Before a call: restart a scheduler whose settings the test has changed since, as its operator would; wait for
+        a front, which serves once it has read Nova's API, and that comes last in a test.
+        """
+        if self.mode == "front" and not self._served:
+            self._wait_served()
+        if self._scheduler is not None and cloud() != self._cloud:
+            self.stop_scheduler()
+            self.start_scheduler(cloud)
+
+    def _wait_served(self) -> None:
+        address = urllib.parse.urlsplit(self.amqp)
+        with amqp.Connection(
+            f"{address.hostname}:{address.port}",
+            userid=urllib.parse.unquote(address.username or ""),
+            password=urllib.parse.unquote(address.password or ""),
+            virtual_host=urllib.parse.unquote(address.path[1:]),
+        ) as connection:
+            for _ in self._until(self._berth, "the front"):
+                try:
+                    _, _, consumers = connection.channel().queue_declare("scheduler", passive=True)
+                except amqp.NotFound:
+                    continue
+                if consumers:
+                    self._served = True
+                    return
 
     def stop_scheduler(self) -> None:
         """Nobody serves topic `scheduler`."""
@@ -153,10 +195,11 @@ class Servers:
 class World:
     """The servers of the present test, and those of the next one, which start meanwhile: a start takes seconds."""
 
-    def __init__(self, mode: str, berth: str, amqp_urls: list[str], folder: Path) -> None:
+    def __init__(self, mode: str, berth: str, amqp_urls: list[str], cell: str, folder: Path) -> None:
         self._mode = mode
         self._berth = berth
         self._urls = iter(amqp_urls)
+        self._cell = cell
         self._folder = folder
         self._ahead: Servers | None = None
         self._now: Servers | None = None
@@ -186,7 +229,7 @@ class World:
 
     def _start(self) -> Servers | None:
         url = next(self._urls, None)
-        return None if url is None else Servers(self._mode, self._berth, url, self._folder)
+        return None if url is None else Servers(self._mode, self._berth, url, self._cell, self._folder)
 
 
 def free_port() -> int:

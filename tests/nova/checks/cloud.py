@@ -22,7 +22,6 @@ class Cloud(integrated_helpers.ProviderUsageBaseTestCase):  # type: ignore[misc]
     hosts = HOSTS
 
     def setUp(self) -> None:
-        self.flags(weight_classes=["nova.scheduler.weights.ram.RAMWeigher"], group="filter_scheduler")
         self.flags(instances=-1, cores=-1, ram=-1, group="quota")
         super().setUp()
         for host in self.hosts:

@@ -429,6 +429,27 @@ def test_a_claim_in_another_cell_is_given_back_only_if_that_cell_does_not_have_t
     assert made.instance.state is State.DEPARTED and departure_of(made).cell == "c2"
 
 
+@pytest.mark.parametrize("make", [leaving, stopping, checking])
+@pytest.mark.parametrize("has_arrived", [True, False])
+def test_a_delete_of_what_may_have_left_releases_nothing_in_the_other_cell_before_that_has_answered(
+    make: Callable[[], Scenario], has_arrived: bool
+) -> None:
+    """What is claimed there was released, and the instance ran on."""
+    made = make()
+    made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
+    made.apply(e.DeleteRequested(at=1_500.0, project_id="p"))
+    if made.instance.state is State.CLAIMING:
+        made.apply(refused(made.instance.next_attempt))
+    made.apply(e.TimedOut(at=2_000.0))
+    assert made.instance.phase == (State.PREPARING, None) and question_of(made.instance) is None
+    assert made.destroys == [] and checks(made)[-1].stay == made.instance.stay
+    made.end(2, made.instance.attempt, done=False, code="move.arrived" if has_arrived else "image.missing")
+    follows = State.DEPARTED if has_arrived else State.DELETED
+    assert made.instance.phase == (State.DESTROYING, follows)
+    made.apply(gone(made.instance, 1), e.Released(at=2_100.0, consumer=MOVE if has_arrived else UUID))
+    assert made.instance.then is (None if has_arrived else State.DELETED)
+
+
 @pytest.mark.parametrize(
     ("state", "stay", "answers"),
     [

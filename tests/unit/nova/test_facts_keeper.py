@@ -135,7 +135,8 @@ async def test_casts_are_taken_in() -> None:
     zone = of_aggregate(uuid_of(7), hosts=["host1"], metadata={"availability_zone": "z"})
     assert cast("update_aggregates", {"aggregates": primitive("AggregateList", {"objects": [zone]})})
     assert kept.facts.membership().named == {uuid_of(7): {uuid_of(1)}}
-    assert cast("update_aggregates", {"aggregates": of_aggregate(uuid_of(7), hosts=None, metadata=None)})
+    # as the API of Nova sends it
+    assert cast("update_aggregates", {"aggregates": [of_aggregate(uuid_of(7), hosts=None, metadata=None)]})
     assert [one.metadata for one in kept.facts.aggregates()] == [{}]
     assert cast("delete_aggregate", {"aggregate": of_aggregate(uuid_of(7))})
     assert kept.facts.aggregates() == ()
