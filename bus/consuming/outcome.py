@@ -22,42 +22,37 @@ class Done(Struct, frozen=True):
     after: asyncio.Future[None] | None = None
 
 
-class Retry(Struct, frozen=True):
+class Coded(Struct, frozen=True):
+    """An outcome with a reason: a stable code, and words for a person."""
+
+    code: str
+    reason: str = ""
+
+
+class Retry(Coded, frozen=True):
     """The message cannot be handled now: it is delivered again after the queue's next delay, and given up after the
     last one.
     """
 
-    code: str
-    reason: str = ""
 
-
-class Refuse(Struct, frozen=True):
+class Refuse(Coded, frozen=True):
     """The message can never be handled: the requester gets a Refusal; without a requester, the message is a dead letter
     with this code and reason.
     """
 
-    code: str
-    reason: str = ""
 
-
-class Wait(Struct, frozen=True):
+class Wait(Coded, frozen=True):
     """A server that this message depends on does not answer: the handler is called again with it after a wait, which
     holds up no other message of its batch, and uses up no retry.
     """
 
-    code: str
-    reason: str = ""
 
-
-class GiveUp(Struct, frozen=True):
+class GiveUp(Coded, frozen=True):
     """The consumer gives the message up: its handler has stated no outcome, and may have put it on record before.
 
     A requester gets a Refusal. Without one, or where another queue ends requests by their dead letters (which then
     announces the end), the message is a dead letter.
     """
-
-    code: str
-    reason: str = ""
 
 
 Outcome = Done | Retry | Refuse | Wait | GiveUp

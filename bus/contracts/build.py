@@ -163,35 +163,35 @@ class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float = 0.0
 
 
-class EventOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the events of all requests about an instance state, its build among them."""
+class StatusOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a request about an instance has gone so far."""
 
     instance_uuid: Uuid
+    host: str | None = None
+    code: str = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()
+
+
+class EventOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults=True):
+    """What the events of all requests about an instance state, its build among them."""
+
     project_id: Word
     terminal: bool = False
     cell: Word | None = None
-    host: str | None = None
     host_uuid: Uuid | None = None
     attempt: int = 0
-    code: str = ""
     reason: Reason = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
     at: float = 0.0
     zone: Zone = ""
 
 
-class RecordOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RecordOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults=True):
     """What the records of all these requests state, as the scheduler has them."""
 
-    instance_uuid: Uuid
     project_id: str
     cell: str | None = None
-    host: str | None = None
-    code: str = ""
     reason: str = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
     created_at: float = 0.0
     updated_at: float = 0.0
 

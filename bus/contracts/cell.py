@@ -94,11 +94,16 @@ class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
     runs: bool = True
 
 
-class AttemptOnHost(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which attempt on which host a message is about, and the compute service that manages it."""
+class NumberedAttempt(Struct, frozen=True, kw_only=True):
+    """Which attempt to build which instance something is about."""
 
     instance_uuid: Uuid
     attempt: int
+
+
+class AttemptOnHost(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=True):
+    """Which attempt on which host a message is about, and the compute service that manages it."""
+
     host_uuid: Uuid
     service: Word
 
@@ -161,16 +166,12 @@ class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
     on_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_FOUND)] = ()
 
 
-class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class FoundMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
     """A machine that no order has ended. project_id: that it was built for; allocations: its resources, by provider
     (None: the service does not know). built: it is complete. foreign: it has the mark of another deployment.
     """
 
-    instance_uuid: Uuid
-    host_uuid: Uuid
     host: Label
-    service: Word
-    attempt: int
     built: bool = True
     project_id: Word | None = None
     allocations: Allocations | None = None
@@ -251,7 +252,7 @@ class RescanHosts(Message, frozen=True, kw_only=True, tag="compute.rescan.v1"):
 UNKNOWN_ATTEMPT = 0
 
 
-class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Running(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=True):
     """One instance that a host carries, and the attempt that built it (0: the host does not know).
 
     deployment: the identity that its mark names (None: it has no mark of ours). built: it is certainly complete.
@@ -260,8 +261,6 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reserved: the service keeps its resources out of the host's inventory; see ReserveMachines.
     """
 
-    instance_uuid: Uuid
-    attempt: int
     deployment: Uuid | None = None
     built: bool = True
     destroying: bool = False
@@ -334,11 +333,9 @@ class Heartbeat(Message, FromService, frozen=True, kw_only=True, tag="compute.he
 MAX_WAITING = 1000
 
 
-class WaitingBuild(Struct, frozen=True, kw_only=True):
+class WaitingBuild(NumberedAttempt, frozen=True, kw_only=True):
     """An attempt that goes on as soon as the manager of its host answers. since: seconds since the epoch."""
 
-    instance_uuid: Uuid
-    attempt: int
     since: float
     reason: Reason
 
@@ -408,11 +405,9 @@ MAX_RESERVED_MACHINES = 10_000  # of one host
 MAX_RESERVED_AT_ONCE = 1_000  # of one message, unless one host has more
 
 
-class ReservedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ReservedMachine(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=True):
     """A machine whose resources are not offered. allocations: its resources by its record (None: no record has it)."""
 
-    instance_uuid: Uuid
-    attempt: int
     allocations: Allocations | None = None
 
 

@@ -82,7 +82,15 @@ class AdminStateSet(Message, frozen=True, kw_only=True, tag="hosts.set.result.v1
     host: HostAdminState
 
 
-class ForgetHost(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.forget.v1"):
+class Reasoned(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who has something forgotten that is gone for good, and why."""
+
+    reason: Annotated[Reason, Bound(min_length=1)]
+    by: Label
+    cell: Word | None = None
+
+
+class ForgetHost(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.forget.v1"):
     """Forget a host that is gone for good: `host` is its uuid, or its name when one host has it. Idempotent.
 
     Its provider tree leaves the book, and the decision about it and its place in aggregates leave the schedulers'
@@ -94,9 +102,6 @@ class ForgetHost(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """
 
     host: Label
-    reason: Annotated[Reason, Bound(min_length=1)]
-    by: Label
-    cell: Word | None = None
 
 
 class HostForgotten(Message, frozen=True, kw_only=True, tag="hosts.forgotten.v1"):
@@ -110,7 +115,7 @@ class HostForgotten(Message, frozen=True, kw_only=True, tag="hosts.forgotten.v1"
     aggregates: tuple[str, ...] = ()
 
 
-class ForgetService(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.forget.v1"):
+class ForgetService(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.forget.v1"):
     """Forget a compute service that is gone for good, with the machines that it may have had. Idempotent.
 
     Its cell drops its lease, so nothing waits for its answer any more: neither moves between cells in doubt after a
@@ -121,9 +126,6 @@ class ForgetService(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     service: Word
-    reason: Annotated[Reason, Bound(min_length=1)]
-    by: Label
-    cell: Word | None = None
 
 
 class ServiceForgotten(Message, frozen=True, kw_only=True, tag="services.forgotten.v1"):

@@ -82,11 +82,10 @@ async def live(
     environment: Callable[[], Environment],
     *,
     http: tuple[str, int] | None = None,
-    stop: asyncio.Event | None = None,
 ) -> None:
     """Run one worker on the running event loop, with signal handling."""
     gc.set_threshold(*GC_THRESHOLD)  # what is loaded is examined as a whole once, when it is frozen
-    stop = stop if stop is not None else asyncio.Event()
+    stop = asyncio.Event()
     _on_signals(stop)
     surroundings = environment()
     service = build(surroundings)

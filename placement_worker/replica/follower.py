@@ -21,7 +21,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges, FeedHead, SnapshotPage, SnapshotRequest
 from bus.faults import RequestRefused, RequestTimeout
 from bus.port import BusError, BusForbidden
-from bus.retrying import Retrying, RetryPolicy
+from bus.retrying import UNTIL_AVAILABLE, Retrying
 from bus.turns import next_turn
 from placement_worker.replica import metrics
 from placement_worker.replica.book import Book
@@ -50,8 +50,6 @@ class FollowerLimits(Struct, frozen=True, kw_only=True):
     head_lag_s: float = 2.0
     silence_s: float = 5.0
     watch_s: float = 0.5
-    first_wait_s: float = 0.05
-    longest_wait_s: float = 5.0
     pages: int = MAX_PAGES
 
 
@@ -274,7 +272,6 @@ class Follower:
 
     async def _retry_until_answered(self) -> None:
         """Run one round of requests, and repeat it while placement or the bus is unavailable."""
-        policy = RetryPolicy(first_s=self._limits.first_wait_s, longest_s=self._limits.longest_wait_s)
 
         def may_pass(error: BaseException) -> bool:
             waits = isinstance(error, RequestTimeout | RequestRefused | BusError | SnapshotOutrun)
@@ -285,7 +282,9 @@ class Follower:
             log.warning("replica.waits", code=code, reason=str(error), sequence=self.book.sequence)
 
         # Until there is an answer, the replica is not ready, or reports that it is out of date.
-        await Retrying(policy, self._clock, self._rng).call(self._catch_up.run, may_pass, on_failure=log_failure)
+        await Retrying(UNTIL_AVAILABLE, self._clock, self._rng).call(
+            self._catch_up.run, may_pass, on_failure=log_failure
+        )
 
     def _drop_buffered(self) -> None:
         self._kept.clear()  # the book was set back, or the snapshot will contain these changes
