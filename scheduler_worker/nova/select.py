@@ -131,6 +131,8 @@ class Destinations:
         self._source = source
         self._configure = configure
         self._settings = settings
+        self._roots: object = None  # of the book, as they were looked at last
+        self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
     async def call(self, call: Call) -> object:
         """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient."""
@@ -147,6 +149,7 @@ class Destinations:
         why = undecided(request, self._settings)
         if why is not None:
             raise why
+        await self._meet_new_hosts()
         self._configure()
         if request.is_rebuild:
             return self._answer(asked, [(None, self._rebuilt(request))])
@@ -169,7 +172,7 @@ class Destinations:
                 ended = ended or await self._ended(call, spec, asked, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
                     break
-            if is_last or not await self._source.ask(self._facts.unknown(self._roots())):
+            if is_last or not await self._source.ask(self._unknown()):
                 break
             self._configure()
         assert ended is not None
@@ -183,9 +186,21 @@ class Destinations:
         )
         raise no_valid_host(ended.reason)
 
-    def _roots(self) -> list[str]:
+    async def _meet_new_hosts(self) -> None:
+        """Ask Nova about the hosts that have come to the book since the last call: it has made their compute nodes
+        first. Until the next poll they would be nobody's choice, and nobody's alternate.
+        """
+        roots = self._selector.book.rows_of_roots()
+        if roots is self._roots:
+            return
+        self._roots, before = roots, self._unnamed
+        self._unnamed = frozenset(self._unknown())
+        if new := self._unnamed - before:
+            await self._source.ask(sorted(new))
+
+    def _unknown(self) -> tuple[str, ...]:
         book = self._selector.book
-        return book.uuids_of(book.rows_of_roots())
+        return self._facts.unknown(book.uuids_of(book.rows_of_roots()))
 
     def _spec(self, request: NovaRequest, *, pinning: bool) -> tuple[RequestSpec | Unsatisfiable, bool]:
         """(spec of the request, whether it asks for pinned CPUs)."""

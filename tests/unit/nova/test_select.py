@@ -205,6 +205,13 @@ async def test_an_unknown_host_is_asked_for_before_there_is_none() -> None:
     assert here.asked == [(here.uuids[0],)]
 
 
+async def test_a_new_host_is_met_before_it_is_needed() -> None:
+    here = await cloud(2, late={1})
+    assert len(hosts_of(await here.select(VMS[0]))[0]) == 2
+    await here.select(VMS[1], run="call2")
+    assert here.asked == [(here.uuids[1],)], "once"
+
+
 async def test_no_answer_of_placement_is_never_no_host() -> None:
     here = await cloud()
     here.claims.unavailable = True
