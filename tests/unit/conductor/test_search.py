@@ -155,6 +155,16 @@ async def test_its_own_machine_and_a_service_that_does_not_answer_show_that_ther
     assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 3)
 
 
+async def test_a_doubted_instance_is_searched_for_whether_the_database_was_set_back_or_not() -> None:
+    """Its request waited for ever, and with it all that had come in the same batch."""
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
+    await conductor.store.open()
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([replace(at_rest(), doubted=True)])
+    assert isinstance(await conductor.request(STOP), Done)
+    assert len(conductor.relay.sent) == 1
+
+
 @pytest.mark.parametrize("why", ["forgotten", "fenced"])
 async def test_a_service_that_is_down_need_not_answer_where_its_machines_are_known_to_be_off(why: str) -> None:
     services = Services(s1=(OWN,), s2=())
@@ -239,10 +249,13 @@ async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_w
     assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)
 
 
+@pytest.mark.parametrize("listed", [(), (replace(OWN, attempt=1),)], ids=["nothing", "its own"])
 @pytest.mark.parametrize("phase", [(State.CLAIMING, State.BUILDING), (State.RELEASING, State.FAILED)], ids=in_text)
-async def test_a_doubted_record_fails_over_or_ends_only_when_all_have_answered(phase: Phase) -> None:
+async def test_a_doubted_record_fails_over_or_ends_only_when_all_have_answered(
+    phase: Phase, listed: tuple[FoundMachine, ...]
+) -> None:
     """A record that was set back claimed an alternate, while the forgotten attempt 2 ran on a third host."""
-    services = Services(s1=(), s2=(replace(machine(), attempt=2),))
+    services = Services(s1=listed, s2=(replace(machine(), attempt=2),))
     conductor = Conductor(services, ("s1", "s2"))
     await conductor.store.open()
     over = Instance(
@@ -259,10 +272,10 @@ async def test_a_doubted_record_fails_over_or_ends_only_when_all_have_answered(p
     )
     async with conductor.store.transaction() as transaction:
         await transaction.insert([over])
-    services.silent = {"s1", "s2"}
+    services.silent = {"s2"} if listed else {"s1", "s2"}
     assert await conductor.engine.sweep() == 1
     await conductor.engine.search()
-    assert (await conductor.recorded() or over).phase == phase
+    assert (await conductor.recorded() or over).phase == phase and services.of_placement == []
     services.silent = set()
     async with conductor.store.transaction() as transaction:
         await transaction.lock([UUID])
@@ -428,3 +441,16 @@ async def test_two_answers_about_one_instance_in_a_batch_count_once() -> None:
     assert recorded is not None and (recorded.state, recorded.attempt) == (State.HANDING_OVER, claim.attempt)
     orders = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
     assert len([one for one in orders if isinstance(one, ChangeMachine)]) == 1
+
+
+async def test_an_answer_to_another_question_of_the_same_attempt_changes_nothing() -> None:
+    """Asked twice at one generation and answered twice: the first answer gave the generation that is asked with now."""
+    there = leaving().instance
+    conductor = await conductor_of(Services(), there)
+    claim = question_of(there)
+    assert isinstance(claim, Claim) and there.move is not None
+    asked_by = AskedBy(cell="c1", request_id=there.move.request_id)
+    answer = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    earlier = replace(claim, consumer_generation=(claim.consumer_generation or 0) + 1)
+    await conductor.engine.answered([CellBook(asked_by=asked_by, instance_uuid=UUID, question=earlier, answer=answer)])
+    assert await conductor.recorded() == there

@@ -11,6 +11,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.cell import CellBuild, ComputeHosts, FindMachines, FoundMachine, HostReport, MachinesFound, Running
+from bus.contracts.placement import Claim, Release
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance
@@ -82,10 +83,12 @@ class Services:
         self.hosts: tuple[str, ...] = tuple(host(n) for n in range(1, 10))  # that each has looked at
         self.page: int | None = None  # of these hosts in one answer
         self.queried: list[FindMachines] = []
+        self.of_placement: list[Any] = []
 
     async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[MachinesFound | Fault]:
         """One answer or fault each."""
         self.queried += [one for one in messages if isinstance(one, FindMachines)]
+        self.of_placement += [one for one in messages if isinstance(one, Claim | Release)]
         return [
             MachinesFound(
                 machines=tuple(self.machines[one.service]),
