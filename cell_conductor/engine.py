@@ -365,12 +365,14 @@ class Engine:
             return await transaction.lock(sorted(instances))
 
     async def answered(self, books: Sequence[CellBook]) -> None:
-        """Apply placement's answers that came by way of the schedulers."""
+        """Apply placement's answers that came by way of the schedulers, each to the question that is still asked."""
         known = await self.known({one.instance_uuid for one in books})
         events: list[InstanceEvent] = []
         for one in books:
             instance = known.get(one.instance_uuid)
-            event = None if instance is None else self._placement.event_of(instance, one)
+            if instance is None or question_of(instance) != one.question:
+                continue
+            event = self._placement.event_of(instance, one)
             events += [InstanceEvent(one.instance_uuid, event)] if event is not None else []
         if events:
             await self._ask_placement(await self._apply(events))

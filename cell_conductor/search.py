@@ -38,7 +38,7 @@ LOGGED_MOVES = 20  # of those that one search holds
 
 
 class Searched(Struct, frozen=True):
-    """machines: by instance. missing: services that are up and have not answered; "": it is not
+    """machines: by instance. missing: services that were asked and have not answered; "": it is not
     known yet which are up. hosts: that were looked at, of a thorough search.
     """
 
@@ -170,7 +170,7 @@ class MachineSearch:
         return set(uuids) - {one.uuid for one in briefs if one.state is not State.TOMBSTONE}
 
     async def _find_outdated(self, uuids: Collection[str]) -> set[str]:
-        if not uuids or not self.set_back.has_been:
+        if not uuids:
             return set()
         briefs = await self._store.briefs([], sorted(uuids))
         return {one.uuid for one in briefs if is_outdated(one, self.set_back)}
@@ -274,12 +274,11 @@ class MachineSearch:
         found: dict[str, tuple[FoundMachine, ...]] = {}
         unsure: set[str] = set()
         for uuid, instance in doubted.items():
-            machines = searched.of(uuid)
-            if machines is None and self.set_back.doubted_for_s(instance, now) < limit_s:
-                unsure.add(uuid)
-            elif forgotten := forgotten_machines(instance, machines or ()):
+            if forgotten := forgotten_machines(instance, searched.of(uuid) or ()):
                 unsure.add(uuid)
                 found[uuid] = forgotten
+            elif searched.missing and self.set_back.doubted_for_s(instance, now) < limit_s:
+                unsure.add(uuid)
         return found, unsure
 
     async def find_decided(

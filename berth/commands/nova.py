@@ -43,8 +43,9 @@ def serve(
     """Be Placement and the scheduler of a Nova in one process, instead of placement-api and nova-scheduler.
 
     Serves Placement's REST API, and takes the calls of topic `scheduler` from Nova's broker (`nova.transport_url`). The
-    book is in the configured database, else in an embedded PostgreSQL below the state directory. Stop it and start the
-    two others to go back: what is kept is Placement's and Nova's own.
+    book is in the configured database, else in an embedded PostgreSQL below the state directory. It is a copy: fill it
+    first (`berth placement import --from-url`). A Placement that is started again does not know what was claimed here
+    meanwhile, and the way back has not been tried yet.
 
     Beside a whole berth: `berth run nova-scheduler`.
     """

@@ -13,7 +13,7 @@ import compute_sim.drivers.hypervisor
 from bus.contracts.cell import Spawn
 from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import Claim, Release
-from cell_conductor import placement_requests
+from cell_conductor import engine, placement_requests
 from cell_conductor.domain import (
     change_rules,
     delete_rules,
@@ -61,7 +61,7 @@ def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]
 def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Another question to placement."""
     wanted, stack = table.question_of, ExitStack()
-    for module in (table, placement_requests):
+    for module in (table, placement_requests, engine):
         stack.enter_context(patch.object(module, "question_of", lambda instance: change(instance, wanted(instance))))
     return stack
 
