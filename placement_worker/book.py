@@ -303,7 +303,7 @@ async def claim(
         await transaction.lock_groups(keys)
     locked = await transaction.lock_claims(group.consumers, group.providers, limited=limited, alone=alone)
     holding = {uuid for uuid, consumer in locked.found.items() if consumer.holding}
-    if group.enrolled:
+    if bus == ABOVE_CELLS and group.enrolled:  # a cell has no word about others' instances
         await transaction.enroll(group.enrolled)
     members = await transaction.members(group.members(holding)) if keys else {}
     decision = decide(

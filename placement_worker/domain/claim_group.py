@@ -120,7 +120,7 @@ class ClaimGroup:
             return
         key = (claim.project_id, group.uuid)
         self._keys.add(key)
-        if claim.group_members:
+        if claim.foreign:  # of its own members the book knows more than anyone who claims
             self.enrolled.setdefault(key, set()).update(claim.group_members)
         self._grouped.update((*key, one) for one in named)
         if group.policy in HARD:

@@ -260,7 +260,7 @@ def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:
         project_id=request.project_id,
         user_id=request.user_id,
         server_group=request.server_group,
-        limits=dict(limits),
+        limits=dict(limits) if foreign is None else {},  # its control plane has limits of its own
         foreign=foreign is not None,
         consumer_generation=None if foreign is None else foreign.adds_to,
         group_members=() if foreign is None or request.server_group is None else foreign.group_members,

@@ -71,7 +71,6 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     )
     destinations = Destinations(
         placer,
-        claims,
         selector,
         facts,
         keeper,

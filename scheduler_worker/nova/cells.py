@@ -18,7 +18,7 @@ from scheduler_worker.nova.nova_rest import NovaUnavailable
 
 AGAIN_S = 30.0  # between two reads of the database while a host has no cell
 MAX_MAPPINGS = 1_000_000
-CONNECT_S = 10
+READ_S = 10.0  # that a read of the database is waited for
 
 # The two that are read; a disabled cell takes no builds.
 CELLS = "SELECT id, uuid FROM cell_mappings WHERE NOT disabled"
@@ -77,8 +77,9 @@ class DatabaseCells:
         if now_s >= self._again_s and any(host not in self._known for host in hosts):
             self._again_s = now_s + AGAIN_S
             try:
-                self._known = await asyncio.to_thread(self._read)
-            except SQLAlchemyError as error:
+                async with asyncio.timeout(READ_S):
+                    self._known = await asyncio.to_thread(self._read)
+            except (SQLAlchemyError, TimeoutError) as error:
                 reason = f"Nova's API database: {type(error).__name__}"  # its text may have the password
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
         return {host: cell for host in hosts if (cell := self._known.get(host)) is not None}

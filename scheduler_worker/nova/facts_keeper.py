@@ -18,12 +18,13 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import CellMap
 from scheduler_worker.nova.facts import NovaFacts
-from scheduler_worker.nova.nova_rest import AggregateRow, NovaApi
+from scheduler_worker.nova.nova_rest import AggregateRow, NovaApi, NovaUnavailable
 
 log = structlog.get_logger(__name__)
 
 MAX_ASKED = 32  # unknown root providers that are asked for one by one; for more, all compute nodes are read
 ASK_AGAIN_S = 1.0  # between two reads that a request without a host causes
+ASK_LIMIT_S = 5.0  # that such a request waits for Nova's API: it has one of the places of all calls
 MAX_CAST = 100_000  # aggregates or instances of one cast
 
 AGGREGATE, AGGREGATES = "Aggregate", "AggregateList"
@@ -87,6 +88,9 @@ class FactsKeeper:
             try:
                 async with self._reading:
                     await self._poll(self._clock.monotonic())
+                if self._config.instances_interval_s and self._clock.monotonic() >= self._instances_due_s:
+                    await self._read_instances()
+                    self._instances_due_s = self._clock.monotonic() + self._config.instances_interval_s
             except Fault as fault:
                 self._log_unread(fault)
             await self._clock.sleep(self._config.poll_interval_s)
@@ -97,19 +101,16 @@ class FactsKeeper:
             await self._read_nodes()
             self._nodes_due_s = now_s + self._config.hosts_interval_s
         self.first.set()
-        if self._config.instances_interval_s and now_s >= self._instances_due_s:
-            await self._read_instances()
-            self._instances_due_s = now_s + self._config.instances_interval_s
 
     def _log_unread(self, fault: Fault) -> None:
         log.warning("nova.unread", code=fault.code, why=fault.reason)
 
     async def _read_states(self) -> None:
+        self._read_s = self._clock.monotonic()  # failed or not, it is not read again at once
         self._cast_aggregates.clear()
         services, aggregates = await self._api.services(), await self._api.aggregates()
         self._facts.put_services(services, complete=True)
         self._facts.put_aggregates(aggregates, complete=True, but=self._cast_aggregates)
-        self._read_s = self._clock.monotonic()
         await self._announce()
 
     async def _read_nodes(self) -> None:
@@ -133,13 +134,15 @@ class FactsKeeper:
     async def ask(self, unknown: Collection[str] = ()) -> bool:
         """As FactsSource has it."""
         before = self._state()
-        async with self._reading:
-            try:
+        try:
+            async with asyncio.timeout(ASK_LIMIT_S), self._reading:
                 if self._clock.monotonic() - self._read_s >= ASK_AGAIN_S:
                     await self._read_states()
                 await self._read_unknown(unknown)
-            except Fault as fault:
-                self._log_unread(fault)
+        except TimeoutError:
+            self._log_unread(NovaUnavailable(f"no answer within {ASK_LIMIT_S:g} s"))
+        except Fault as fault:
+            self._log_unread(fault)
         return self._state() != before
 
     async def _read_unknown(self, roots: Collection[str]) -> None:

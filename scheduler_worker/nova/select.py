@@ -7,10 +7,11 @@ again adopts what it had claimed. Nothing is kept: the state is Nova's and the b
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Protocol
-from uuid import NAMESPACE_OID, uuid5
+from uuid import NAMESPACE_OID, UUID, uuid5
 
 import msgspec
 import structlog
@@ -22,7 +23,7 @@ from bus.contracts.base import Uuid
 from bus.contracts.cell import Selection
 from bus.contracts.groups import ServerGroup
 from bus.contracts.patterns import reason_of
-from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_LOCATED_HOSTS, Release
+from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_LOCATED_HOSTS, MAX_NAMED
 from bus.faults import Transient
 from placement_worker.replica.request import Query
 from scheduler_worker.domain.builds import Gang
@@ -62,13 +63,6 @@ class PlacerPort(Protocol):
 
     async def place(self, requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
         """The result of each request, in order."""
-
-
-class ReleasePort(Protocol):
-    """What is called of the claims."""
-
-    async def ask(self, questions: Sequence[Release]) -> Sequence[object]:
-        """Send these and wait for their answers."""
 
 
 class SelectionContended(Transient):
@@ -116,7 +110,6 @@ class Destinations:
     def __init__(
         self,
         placer: PlacerPort,
-        releases: ReleasePort,
         selector: Selector,
         facts: NovaFacts,
         source: FactsSource,
@@ -125,7 +118,6 @@ class Destinations:
         settings: PrefilterSettings,
     ) -> None:
         self._placer = placer
-        self._releases = releases
         self._selector = selector
         self._facts = facts
         self._source = source
@@ -169,7 +161,7 @@ class Destinations:
                 results = await self._placer.place(self._requests(call, asked, request, spec))
                 if all(isinstance(one, HostClaimed) for one in results):
                     return [one.selections for one in results if isinstance(one, HostClaimed)]
-                ended = ended or await self._ended(call, spec, asked, results)
+                ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
                     break
             if is_last or not await self._source.ask(self._unknown()):
@@ -265,8 +257,8 @@ class Destinations:
             project_id=_word(request.project_id, "project_id"),
             user_id=_word(request.user_id or call.context.get("user_id") or "unknown", "user_id"),
             server_group=_server_group(group),
-            different_host=_uuids(request.hints.get("different_host", ()), "different_host"),
-            same_host=_uuids(request.hints.get("same_host", ()), "same_host"),
+            different_host=_hinted(request, "different_host"),
+            same_host=_hinted(request, "same_host"),
             ignore_hosts=tuple(uuid for host in request.ignore_hosts or () for uuid in self._facts.nodes_named(host)),
             max_attempts=None if asked.return_alternates and asked.return_objects else 1,
         )
@@ -276,24 +268,15 @@ class Destinations:
             for uuid in uuids
         ]
 
-    async def _ended(
-        self, call: Call, spec: RequestSpec, asked: SelectArguments, results: Sequence[PlacementResult]
-    ) -> Ended:
-        """Why not all of the instances have a host. What this call has claimed for the others is given back, as a stock
-        scheduler does. Raises Transient: it is not known, or worth another try.
+    def _ended(self, spec: RequestSpec, results: Sequence[PlacementResult]) -> Ended:
+        """Why not all of the instances have a host. Raises Transient: it is not known, or worth another try.
+
+        Nothing is given back: several are claimed together or not at all, so what one of them holds all the same is of
+        an earlier delivery of this call, and its instance may run by now.
         """
         for result in results:
             if isinstance(result, PlacementUnavailable):
                 raise result
-        assert asked.instance_uuids is not None
-        claimed = [
-            Release(consumer=uuid, by=run_of(call))
-            for uuid, result in zip(dict.fromkeys(asked.instance_uuids), results, strict=True)
-            if isinstance(result, HostClaimed)
-        ]
-        for answer in await self._releases.ask(claimed) if claimed else ():
-            if isinstance(answer, Transient):
-                raise answer
         for result in results:
             if isinstance(result, ClaimsContended):
                 raise SelectionContended(f"{result.claims} claims were lost to others")
@@ -374,6 +357,19 @@ def _uuids(values: Sequence[str], name: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(msgspec.convert(values, tuple[Uuid, ...])))
     except msgspec.ValidationError:
         raise SpecRefused(f"{name}: an instance is named by its uuid") from None
+
+
+def _hinted(request: NovaRequest, name: str) -> tuple[str, ...]:
+    """The instances that a hint names. What is no uuid is nobody's: Nova's API takes any text, keeps it with the
+    server, and sends it again with each move. Raises NotDecided.
+    """
+    found: dict[str, None] = {}
+    for one in request.hints.get(name, ()):
+        with contextlib.suppress(ValueError):
+            found[str(UUID(one))] = None
+    if len(found) > MAX_NAMED:
+        raise NotDecided("hint", f"{name} names more than {MAX_NAMED} instances")
+    return tuple(found)
 
 
 def _server_group(group: NovaGroup | None) -> ServerGroup | None:

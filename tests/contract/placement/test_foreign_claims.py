@@ -19,6 +19,7 @@ from bus.contracts.placement import (
 from placement_worker.book import ResourceBook
 from placement_worker.domain.allocations import Remove, Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
+from placement_worker.domain.values import ABOVE_CELLS
 from tests.contract.books import HOSTS, VMS, Books
 
 GROUP = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)
@@ -119,3 +120,18 @@ async def test_more_than_a_hundred_are_claimed_together(store: ResourceBook) -> 
     (reply,) = await store.apply([gang])
     assert isinstance(reply, ClaimAllResult)
     assert {one.outcome for one in reply.results} == {ClaimOutcome.CLAIMED}
+
+
+@pytest.mark.parametrize(
+    ("foreign", "bus", "outcome"),
+    [(True, ABOVE_CELLS, "ruled_out"), (False, ABOVE_CELLS, "claimed"), (True, "c1", "claimed")],
+)
+async def test_only_a_foreign_claim_above_the_cells_names_members(
+    store: ResourceBook, foreign: bool, bus: str, outcome: str
+) -> None:
+    """A cell could make any other project's instance a member of a group, and shut hosts to it."""
+    await written(store, VMS[1], 0)
+    naming = replace(asked(VMS[0], server_group=GROUP, group_members=(VMS[1],)), foreign=foreign)
+    await store.apply([naming], bus=bus)
+    after = await claimed(store, asked(VMS[2], 0, server_group=GROUP))
+    assert after.outcome == outcome

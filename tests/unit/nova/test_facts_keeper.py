@@ -12,7 +12,7 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells
 from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService
-from scheduler_worker.nova.facts_keeper import CASTS, MAX_ASKED, FactsKeeper
+from scheduler_worker.nova.facts_keeper import ASK_LIMIT_S, CASTS, MAX_ASKED, FactsKeeper
 from scheduler_worker.nova.nova_rest import NovaUnavailable
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.nova.facts_kit import CELL1, MemoryNova, down, node, up, uuid_of
@@ -111,6 +111,33 @@ async def test_questions_at_the_same_time_share_one_read_and_many_hosts_are_list
     many = [uuid_of(number) for number in range(100, 100 + MAX_ASKED + 1)]
     await asyncio.gather(*(kept.keeper.ask(many) for _ in range(20)))
     assert kept.calls() == ["nodes"]
+
+
+@on_virtual_time
+async def test_a_nova_that_does_not_answer_holds_questions_up_once_and_not_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each question read anew after the one before: calls without a host held up the topic for minutes."""
+    kept = Kept(MemoryNova(node(1)))
+    await kept.after(0.5)
+    hanging = asyncio.Event()
+    monkeypatch.setattr(kept.nova, "services", hanging.wait)
+    await asyncio.sleep(10)
+    kept.calls()
+    began = asyncio.get_running_loop().time()
+    answers = await asyncio.gather(*(kept.keeper.ask([uuid_of(3)]) for _ in range(40)))
+    assert not any(answers) and asyncio.get_running_loop().time() - began <= ASK_LIMIT_S
+
+
+@on_virtual_time
+async def test_a_read_that_fails_is_shared_as_well() -> None:
+    kept = Kept(MemoryNova(node(1)))
+    await kept.after(0.5)
+    kept.nova.fails = NovaUnavailable("down")
+    await asyncio.sleep(10)
+    kept.calls()
+    await asyncio.gather(*(kept.keeper.ask() for _ in range(20)))
+    assert kept.calls() == ["services"]
 
 
 def primitive(name: str, data: object) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bus.clock import new_uuid
+from bus.contracts.placement import MAX_NAMED, Release
 from bus.faults import Fault
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.nova import select
@@ -17,6 +18,7 @@ from scheduler_worker.nova.envelope import Call, RemoteFault
 from scheduler_worker.nova.request_spec import NotDecided, SpecRefused
 from tests.unit.nova.world import CELLS, PLENTY, Cloud, destination, group, hosts_of, request_spec
 
+MANY = [f"d0000000-0000-4000-8000-{n:012}" for n in range(MAX_NAMED + 1)]
 VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
 ONE = {"VCPU": 1, "MEMORY_MB": 65536, "DISK_GB": 1000}
 
@@ -62,6 +64,20 @@ async def test_a_redelivered_call_adopts_what_it_has_claimed() -> None:
     assert len(await here.held(VMS[0])) == 1
 
 
+async def test_a_redelivered_call_takes_nothing_from_those_that_run_by_now() -> None:
+    """One of its instances was deleted meanwhile, and another one has its place."""
+    here = await cloud(2, each=ONE)
+    await here.select(*VMS[:2])
+    kept = await here.held(VMS[0])
+    await here.claims.book.apply([Release(consumer=VMS[1], by="call1")])
+    await here.refresh(timeout_s=1.0)
+    await here.select(VMS[2], run="call2")
+    await here.refresh(timeout_s=1.0)
+    with pytest.raises(RemoteFault):
+        await here.select(*VMS[:2], front=here.front())
+    assert await here.held(VMS[0]) == kept
+
+
 async def test_a_call_that_is_made_again_gets_what_the_first_has_claimed() -> None:
     """The conductor has given up waiting for the first, and asks anew."""
     here = await cloud(2, each=ONE)
@@ -104,6 +120,8 @@ async def test_more_than_a_hundred_in_one_request() -> None:
         ({"requested_destination": destination(host=None)}, {"h0", "h1", "h2"}),
         ({"scheduler_hints": {"different_host": [VMS[9]]}}, {"h1", "h2"}),
         ({"scheduler_hints": {"same_host": [VMS[9]]}}, {"h0"}),
+        ({"scheduler_hints": {"same_host": [VMS[9].upper().replace("-", "")]}}, {"h0"}),
+        ({"scheduler_hints": {"same_host": ["x"], "different_host": ["y", VMS[9]]}}, {"h1", "h2"}),
     ],
 )
 async def test_where_a_request_may_go(fields: dict[str, Any], expected: set[str]) -> None:
@@ -263,7 +281,7 @@ async def test_a_rebuild_is_checked_on_its_host_and_claims_nothing() -> None:
             NotDecided,
         ),
         ({"spec_obj": request_spec(scheduler_hints={"query": ["[]"]}), "instance_uuids": VMS[:1]}, NotDecided),
-        ({"spec_obj": request_spec(scheduler_hints={"same_host": ["x"]}), "instance_uuids": VMS[:1]}, SpecRefused),
+        ({"spec_obj": request_spec(scheduler_hints={"same_host": MANY}), "instance_uuids": VMS[:1]}, NotDecided),
     ],
 )
 async def test_what_is_no_request_is_refused_and_claims_nothing(

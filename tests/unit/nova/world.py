@@ -9,7 +9,7 @@ from uuid import NAMESPACE_OID, uuid5
 
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ComputeHosts, HostReport
-from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport, Release
+from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.replica.book import Book
@@ -66,7 +66,6 @@ class Cloud:
         self._amounts, self._cells = amounts, cells or [CELLS[0]] * len(amounts)
         self.late = set(late)
         self.claims = BookClaims()
-        self.released: list[Release] = []
         self.asked: list[tuple[str, ...]] = []
         self.casts: list[str] = []
         self.replica, self.table = Book(), HostTable()
@@ -96,7 +95,6 @@ class Cloud:
         )
         return Destinations(
             placer,
-            self,
             self.selector,
             self.facts,
             self,
@@ -143,10 +141,7 @@ class Cloud:
         return True
 
     async def ask(self, questions: Any = ()) -> Any:
-        """Both of Nova, about root providers, and of placement, to release."""
-        if questions and isinstance(questions[0], Release):
-            self.released += questions
-            return await self.claims.book.apply(list(questions))
+        """Of Nova, about root providers."""
         self.asked.append(tuple(questions))
         self.know(sorted(self.late))
         found, self.late = bool(self.late), set()

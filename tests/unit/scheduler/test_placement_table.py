@@ -22,6 +22,7 @@ from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (
     ClaimsContended,
     ClaimStranded,
+    ForeignClaim,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
@@ -317,3 +318,4 @@ def test_a_claim_names_its_run_and_of_a_groups_member_the_host(
     claim = claim_of(state, {"VCPU": 9})
     assert ([one.host for one in claim.options], claim.by, claim.attempt) == ([host] * 2, by, 1)
     assert (claim.server_group, claim.limits) == (state.request.server_group, {"VCPU": 9})
+    assert claim_of(replace(state, foreign=ForeignClaim()), {"VCPU": 9}).limits == {}, "its own control plane's"
