@@ -21,7 +21,6 @@ from bus.contracts.cell import (
     ComputeOutcome,
     ComputeResult,
     ForgetServiceInCell,
-    FoundMachine,
     RescanHosts,
 )
 from bus.contracts.cell_queries import CellBuildQuery
@@ -58,11 +57,12 @@ from .domain.events import (
 from .domain.instance import MACHINE_EXISTS
 from .domain.move_events import IN_DOUBT
 from .domain.report import Differences, Newest, differences
+from .domain.steps import cut
 from .engine import Engine
 from .fences import FenceKeeper
 from .guard import Guard, HostOwners, Leases, QuarantineReservations
 from .lease_keeper import LeaseForgetter
-from .search import MachineSearch
+from .search import MachineSearch, Searched
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
@@ -70,7 +70,6 @@ log = structlog.get_logger(__name__)
 DONE = Done()
 UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services that are up answered")
 GIVEN_UP_QUEUE = "conductor.given_up"
-UNSEEN = Refusal(code=IN_DOUBT, reason="it may have a later machine, and not all compute services have answered")
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
 ANOTHERS = Refusal(
     code=MACHINE_EXISTS, reason="a host has a machine of it with the mark of another deployment, or none"
@@ -217,10 +216,11 @@ class RequestHandlers:
 
 
 def _with_found(
-    one: InstanceEvent, found: tuple[FoundMachine, ...] | None, search: MachineSearch, *, is_last: bool
+    one: InstanceEvent, searched: Searched, search: MachineSearch, *, is_last: bool
 ) -> InstanceEvent | None:
-    """The event with the machines that were found (None: not all services have answered); None: it is not taken now."""
-    event, is_anothers = one.event, not found and _is_anothers(one, search)
+    """The event with the machines that were found; None: it is not taken now."""
+    event, found = one.event, searched.of(one.uuid)
+    is_anothers = not found and _is_anothers(one, search)
     if is_query(event):
         why = ANOTHERS if is_anothers else event.given_up
         return None if found is None else replace(one, event=replace(event, found=found, given_up=why))
@@ -230,7 +230,9 @@ def _with_found(
         log.warning("instance.delete_unanswered", instance=one.uuid, reason="its machine is not ours")
         return None
     if found is None and is_begun_by(event):
-        return replace(one, event=move_event(event.request, event.at, event.cause, given_up=UNSEEN))
+        reason = f"it may have a later machine, and not all compute services have answered: {searched.silent}"
+        why = Refusal(code=IN_DOUBT, reason=cut(reason))
+        return replace(one, event=move_event(event.request, event.at, event.cause, given_up=why))
     return replace(one, event=replace(event, found=found or ()))
 
 
