@@ -31,14 +31,10 @@ from .domain.desires import desire_of
 from .domain.evacuations import misses_proof
 from .domain.events import (
     BuildRequested,
-    Claimed,
-    ClaimRefused,
     DeleteRequested,
     InstanceEvent,
     MachineFound,
     MoveRequested,
-    Released,
-    Reverted,
     TimedOut,
 )
 from .domain.fence_steps import FenceSteps
@@ -48,7 +44,7 @@ from .domain.leases import Lease
 from .domain.move_doubts import is_searched_for
 from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
-from .domain.table import IllegalStep, question_of, step
+from .domain.table import question_of, step
 from .domain.way_back import SourceQuery
 from .placement_requests import (
     PendingQuestion,
@@ -216,16 +212,14 @@ class Engine:
         new = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and not one.event.is_query}
         for number in range(MAX_STALE):
             # First on cached instances, in one round trip; with locks after a conflict.
-            is_locked = number > 0
-            begun = self._store.transaction() if is_locked else self._store.optimistic(new)
+            begun = self._store.transaction() if number else self._store.optimistic(new)
             try:
                 async with begun as transaction:
                     change = await transaction.recognise()
                     if change is None:
                         fresh = await self._fresh(transaction, incoming)
                         known = await transaction.lock(uuids)
-                        possible = self._possible(known, fresh) if is_locked else fresh
-                        recorded = await self._record(transaction, known, possible)
+                        recorded = await self._record(transaction, known, fresh)
                         transaction.durable = not may_be_redone(recorded, known)
             except Conflict:
                 continue
@@ -247,36 +241,6 @@ class Engine:
             return incoming
         new = await transaction.first_time(ids)
         return [a for a in incoming if not a.message_id or a.message_id in new]
-
-    def _possible(self, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
-        """These events, without placement's answers to requests that no record of theirs has made.
-
-        Only a database that was set back or replaced in between does that. Claims and releases stand in placement; a
-        machine without a record is quarantined with its host's next report.
-        """
-        context = replace(self._context, deployment=self._store.deployment)
-        now, possible = dict(known), []
-        for one in incoming:
-            before = now.get(one.uuid) or Instance(uuid=one.uuid)
-            try:
-                now[one.uuid] = step(before, one.event, context).instance
-            except IllegalStep as fault:
-                if not isinstance(one.event, Claimed | ClaimRefused | Released | Reverted):
-                    raise
-                kind = type(one.event).__name__
-                metrics.UNEXPECTED_ANSWERS.labels(before.state, kind).inc()
-                log.error(
-                    "cell.answer_unexpected",
-                    instance=one.uuid,
-                    cause=before.cause or one.uuid,
-                    state=before.state,
-                    answer=kind,
-                    reason=str(fault),
-                    hint="the cell's database was set back or replaced under this conductor",
-                )
-            else:
-                possible.append(one)
-        return possible
 
     async def _record(
         self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]

@@ -15,7 +15,6 @@ from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, Version
 from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.set_back import SetBack
-from cell_conductor.domain.table import IllegalStep
 
 from .safety import FenceStore, LeaseStore, Safety
 
@@ -226,8 +225,6 @@ class InstanceWrites(WriteSet, kw_only=True):
 
 class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
     """A Transaction that writes at its end. absent: instances that are expected not to be on record."""
-
-    STALE = (IllegalStep,)
 
     def __init__(
         self, rows: RowStore[Instance, InstanceWrites], cache: VersionCache[Instance], absent: Collection[str]

@@ -139,13 +139,11 @@ async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_dat
     await cell.around.requested.wait()
     async with cell.database.raw() as connection:
         await connection.execute("DELETE FROM instances")
-    with capture_logs() as logs:
-        cell.around.answers.set()
-        second = cell.build(2)
-        await cell.around.bus.publish(second)
-        await until(lambda: cell.around.ends(second.spec.instance_uuid) == [BuildState.ACTIVE])
-        await cell.drain()
-    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.answer_unexpected"]
+    cell.around.answers.set()
+    second = cell.build(2)
+    await cell.around.bus.publish(second)
+    await until(lambda: cell.around.ends(second.spec.instance_uuid) == [BuildState.ACTIVE])
+    await cell.drain()
 
 
 async def test_a_conductor_does_not_go_on_with_the_database_that_replaces_its_own(cell: Cell) -> None:
