@@ -91,20 +91,6 @@ class FenceView(Protocol):
         """Add these, which have just been recorded."""
 
 
-class NoFences:
-    """For cells in which no fence is ever made."""
-
-    known: Mapping[str, Fence] = {}
-    still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
-    is_recent = True
-
-    def invalidate(self) -> None:
-        """There are none."""
-
-    def note_losses(self, losses: Sequence[Loss]) -> None:
-        """There are none."""
-
-
 class Sender(Protocol):
     """Publishes the messages of outbox rows, once they are committed (`bus.persistence.relay.Relay`)."""
 
@@ -124,9 +110,9 @@ class Engine:
         clock: Clock,
         config: ConductorConfig,
         cell: str,
-        down: Callable[[], Mapping[str, Lease]] = dict,
-        fences: FenceView | None = None,
-        search: MachineSearch | None = None,
+        down: Callable[[], Mapping[str, Lease]],
+        fences: FenceView,
+        search: MachineSearch,
     ) -> None:
         self._store = store
         self._bus = bus
@@ -134,7 +120,7 @@ class Engine:
         self._clock = clock
         self._config = config
         self._down = down
-        self._fences = fences or NoFences()
+        self._fences = fences
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
         self._unsearched: dict[str, PendingQuestion] = {}
@@ -254,7 +240,7 @@ class Engine:
         ended_by = FenceSteps()
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
-            if self._search is not None and is_unsearched(before, instance_event.event, context.set_back):
+            if is_unsearched(before, instance_event.event, context.set_back):
                 raise Transient("the database was set back since this was taken", code="cell.database_set_back")
             stepped = step(before, instance_event.event, context)
             if isinstance(instance_event.event, DeleteRequested) and is_of_another_project(
@@ -345,21 +331,17 @@ class Engine:
         """Have the next search look for this machine in quarantine, and for others of its instance, and give it to the
         instance if it is the only one. It comes again with each report of its host.
         """
-        if self._search is not None and len(self._decided) < MAX_UNSEARCHED:
+        if len(self._decided) < MAX_UNSEARCHED:
             self._decided[record.machine.uuid] = record
             self._search_due.set()
 
     async def _see_sources(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
         """The answers about the sources of moves that are to be undone."""
         sources = {one.instance.uuid: one.message for one in questions if isinstance(one.message, SourceQuery)}
-        if not sources or self._search is None:
-            return []
         found = await self._search.see_sources(sources, self._clock.time)
         return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
 
     async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:
-        if not decided or self._search is None:
-            return []
         known = await self.known(decided)
         found = await self._search.find_decided(decided, known)
         now = self._clock.time()
@@ -389,7 +371,7 @@ class Engine:
         for one in questions:
             uuid, is_for_services = one.instance.uuid, isinstance(one.message, SourceQuery)
             is_first = is_for_services or is_searched(one.instance) or is_searched_for(one.instance)
-            if self._search is None or not is_first:
+            if not is_first:
                 ready.append(one)
             elif uuid in self._unsearched or len(self._unsearched) < MAX_UNSEARCHED:
                 self._unsearched[uuid] = one
@@ -406,7 +388,6 @@ class Engine:
         """Machines of doubted builds that fail over, and of doubted moves; and the instances for which nothing is to be
         requested of placement now.
         """
-        assert self._search is not None
         doubted = {one.instance.uuid: one.instance for one in questions if is_searched(one.instance)}
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
         now = self._clock.time()

@@ -85,15 +85,13 @@ class RequestHandlers:
         self,
         engine: Engine,
         clock: Clock,
-        fences: FenceKeeper | None = None,
-        search: MachineSearch | None = None,
-        forgetter: LeaseForgetter | None = None,
+        bus: Bus,
         *,
-        bus: Bus | None = None,
+        fences: FenceKeeper,
+        search: MachineSearch,
+        forgetter: LeaseForgetter,
     ) -> None:
-        """`search`: how the cell's services are queried about doubted builds (None: they are not). bus: the cell's, on
-        which checks for other cells are passed on.
-        """
+        """`bus`: the cell's, on which checks for other cells are passed on."""
         self._bus = bus
         self._forgetter = forgetter
         self._engine = engine
@@ -109,8 +107,6 @@ class RequestHandlers:
         if len(rest) < len(batch):
             handled = iter(await self.requests(rest) if rest else ())
             return [await self._forget(one) if _is_about_service(one.message) else next(handled) for one in batch]
-        if self._fences is None:
-            return await self._take(batch, "requests")
         decisions = [received.message for received in batch if isinstance(received.message, CellFence)]
         if decisions:
             await self._fences.take(decisions, self._engine)
@@ -125,8 +121,7 @@ class RequestHandlers:
 
     async def _forget(self, received: Received) -> Outcome:
         command = received.message
-        if self._forgetter is None or not isinstance(command, ForgetServiceInCell):
-            return Refuse("message.unexpected", type(command).__name__)
+        assert isinstance(command, ForgetServiceInCell)
         if received.is_late():
             return DONE  # its operator has been answered that this cell did not answer
         return await self._forgetter.forget(command)
@@ -142,10 +137,7 @@ class RequestHandlers:
     async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeResult and MachineChanged."""
         outcomes = await self._take(batch, "results")
-        if self._fences is not None:
-            await self._fences.on_results(
-                [received.message for received in batch if isinstance(received.message, ComputeResult)]
-            )
+        await self._fences.on_results([one.message for one in batch if isinstance(one.message, ComputeResult)])
         return outcomes
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
@@ -182,7 +174,7 @@ class RequestHandlers:
         asked = {one.spec.instance_uuid for one in changes if one is not None}
         known = await self._engine.known(asked) if asked else {}
         for received in batch:
-            if self._bus is not None and (passed := passed_on(received.message, self._bus.name, known)) is not None:
+            if (passed := passed_on(received.message, self._bus.name, known)) is not None:
                 await self._bus.publish(passed, cause=received.meta.cause)
 
     async def _searched(
@@ -195,10 +187,7 @@ class RequestHandlers:
         database may have lost and has no record of: it was set back, or the cell has announced their builds. A query of
         a build without a record is dropped then: it comes again.
         """
-        search = self._search
-        if search is None:
-            return incoming, set()
-        found = await search.before(incoming)
+        found = await self._search.before(incoming)
         if not found:
             return incoming, set()
         known: list[InstanceEvent] = []
@@ -206,7 +195,7 @@ class RequestHandlers:
         for one in incoming:
             taken: InstanceEvent | None = one
             if one.uuid in found and _is_to_be_searched(one.event):
-                taken = _with_found(one, found[one.uuid], search, is_last=one.message_id in last)
+                taken = _with_found(one, found[one.uuid], self._search, is_last=one.message_id in last)
             if taken is not None:
                 known.append(taken)
             elif is_query(one.event):
@@ -259,14 +248,13 @@ class HostHandlers:
         bus: Bus,
         *,
         outdated: Callable[[str, int], None],
-        fences: FenceKeeper | None = None,
-        up: Callable[[], Collection[str] | None] = tuple,
-        leases: Leases | None = None,
+        fences: FenceKeeper,
+        up: Callable[[], Collection[str] | None],
+        leases: Leases,
     ) -> None:
         """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service.
 
-        up: the services that are up (None: not known yet). leases: which services are gone for good (None: reports of
-        contested hosts are not answered).
+        up: the services that are up (None: not known yet). leases: which services are gone for good.
         """
         self._engine = engine
         self._store = store
@@ -312,9 +300,7 @@ class HostHandlers:
     async def _compare(self, report: ComputeHosts) -> None:
         self._note_listed(report)
         report = await self._owners.answer(report)
-        rescans: list[tuple[str, str]] = []
-        if self._fences is not None:
-            report, rescans = await self._fences.without_losses(report, self._store.deployment, self._owners.has_passed)
+        report, rescans = await self._fences.without_losses(report, self._store.deployment, self._owners.has_passed)
         listed = [host for host in report.hosts if host.running is not None]
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})

@@ -102,12 +102,12 @@ class MachineSearch:
         *,
         timeout_s: float,
         up: Callable[[], Collection[str] | None],
-        down: Callable[[], Collection[str]] = frozenset,
-        unexplained: Callable[[], Collection[str]] = frozenset,
-        forgotten: Callable[[], Collection[str]] = frozenset,
-        listers: Callable[[str], Collection[str]] = lambda _host: (),
-        listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
-        fenced: Callable[[], Collection[str]] = frozenset,
+        down: Callable[[], Collection[str]],
+        unexplained: Callable[[], Collection[str]],
+        forgotten: Callable[[], Collection[str]],
+        listers: Callable[[str], Collection[str]],
+        listed: Callable[[Collection[str]], Collection[str]],
+        fenced: Callable[[], Collection[str]],
     ) -> None:
         """`down()`: the services that are not up. `unexplained()`: instances of which a host has a machine that no
         record explains. `listers(host)`: the services that have reported this host; `listed(services)`: the hosts that

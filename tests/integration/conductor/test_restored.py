@@ -28,7 +28,7 @@ from bus.contracts.cell import (
 from bus.faults import DatabaseReplaced
 from bus.persistence.relay import Relay
 from cell_conductor.domain.instance import State
-from cell_conductor.handlers import RETRIES, UNSURE, RequestHandlers
+from cell_conductor.handlers import RETRIES, UNSURE
 from cell_conductor.store.safety import ADOPT, DecidedMachine
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
@@ -37,6 +37,7 @@ from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.unanswered import UnansweredRequests
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 from tests.kit.waiting import until
+from tests.unit.conductor.world import requests_of
 
 # --- A conductor's database is set back, emptied or replaced, also under conductors that go on running.
 
@@ -197,7 +198,7 @@ async def test_a_delete_of_an_instance_whose_machine_has_another_databases_mark_
     cell.around.running.clear()
     async with cell.database.raw() as connection:
         await connection.execute("DELETE FROM instances")
-    handlers = RequestHandlers(cell.engine, cell.clock, search=cell.search)
+    handlers = requests_of(cell.engine, cell.clock, search=cell.search)
     message = CellDelete(instance_uuid=uuid, project_id="p", unrecorded=True)
     for attempt, expected in ((0, UNSURE), (RETRIES, Done())):
         meta = Meta(id=f"{attempt}", cause=uuid, sent_at=1.0, attempt=attempt)

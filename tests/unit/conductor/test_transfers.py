@@ -31,7 +31,6 @@ from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
-from cell_conductor.handlers import RequestHandlers
 from cell_conductor.search import LOGGED_MOVES
 from tests.unit.conductor.move_scenario import (
     MOVE,
@@ -46,7 +45,7 @@ from tests.unit.conductor.move_scenario import (
     unbegun,
 )
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
-from tests.unit.conductor.world import Conductor, Quiet, Services
+from tests.unit.conductor.world import Conductor, Quiet, Services, requests_of
 
 # --- an instance moves to another cell: it never runs in both, and is destroyed only for a place that reads its image
 
@@ -481,7 +480,7 @@ async def test_a_cell_answers_a_check_by_its_record_for_what_it_has_and_where_on
             await transaction.insert([record])
     (check,) = checks(checking())
     check = replace(check, is_query=is_query)
-    handlers = RequestHandlers(conductor.engine, SystemClock(), bus=bus)  # type: ignore[arg-type]
+    handlers = requests_of(conductor.engine, SystemClock(), bus=bus)  # type: ignore[arg-type]
     (outcome,) = await handlers.requests([Received(check, Meta(id="m"), "c2", "conductor.requests")])
     (passed,) = bus.published
     assert isinstance(outcome, Done)
