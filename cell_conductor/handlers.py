@@ -75,6 +75,7 @@ ANOTHERS = Refusal(
     code=MACHINE_EXISTS, reason="a host has a machine of it with the mark of another deployment, or none"
 )
 LOGGED_HOSTS = 10  # of one page
+ANSWERED = tuple(name for name in ChangeEnded.__struct_fields__ if name != "at")  # as in the answer of a host
 RETRIES = len(BY_QUEUE["conductor.requests"].retry_s)
 
 
@@ -103,25 +104,22 @@ class RequestHandlers:
         """CellBuild, CellMove, CellDelete, and queries of them; CellFence, which is handled first, because the others
         depend on it; and ForgetServiceInCell, which is handled last: no build waits for it.
         """
-        rest = [one for one in batch if not _is_about_service(one.message)]
-        if len(rest) < len(batch):
-            handled = iter(await self.requests(rest) if rest else ())
-            return [await self._forget(one) if _is_about_service(one.message) else next(handled) for one in batch]
-        decisions = [received.message for received in batch if isinstance(received.message, CellFence)]
+        decisions = [one.message for one in batch if isinstance(one.message, CellFence)]
         if decisions:
             await self._fences.take(decisions, self._engine)
-        elif any(_is_evacuation(received.message) for received in batch):
+        elif any(_is_evacuation(one.message) for one in batch):
             await self._fences.load()  # another conductor may have taken the fence a moment ago
-        others = iter(
-            await self._take([one for one in batch if not isinstance(one.message, CellFence)], "requests")
-            if len(decisions) < len(batch)
-            else ()
-        )
-        return [DONE if isinstance(received.message, CellFence) else next(others) for received in batch]
+        rest = [one for one in batch if not isinstance(one.message, CellFence | ForgetServiceInCell)]
+        handled = iter(await self._take(rest, "requests") if rest else ())
+        outcomes: list[Outcome] = []
+        for received in batch:
+            if isinstance(received.message, ForgetServiceInCell):
+                outcomes.append(await self._forget(received, received.message))
+            else:
+                outcomes.append(DONE if isinstance(received.message, CellFence) else next(handled))
+        return outcomes
 
-    async def _forget(self, received: Received) -> Outcome:
-        command = received.message
-        assert isinstance(command, ForgetServiceInCell)
+    async def _forget(self, received: Received, command: ForgetServiceInCell) -> Outcome:
         if received.is_late():
             return DONE  # its operator has been answered that this cell did not answer
         return await self._forgetter.forget(command)
@@ -378,10 +376,6 @@ class HostHandlers:
                 await flushed
 
 
-def _is_about_service(message: Message) -> bool:
-    return isinstance(message, ForgetServiceInCell)
-
-
 def _is_evacuation(message: Message) -> bool:
     return isinstance(message, CellMove) and message.kind is MoveKind.EVACUATE
 
@@ -430,20 +424,7 @@ def _is_of_check(message: Message) -> bool:
 
 
 def _changed(message: MachineChanged, at: float) -> ChangeEnded:
-    return ChangeEnded(
-        at=at,
-        attempt=message.attempt,
-        order=message.order,
-        host_uuid=message.host_uuid,
-        service=message.service,
-        done=message.done,
-        runs=message.runs,
-        image=message.image,
-        code=message.code,
-        reason=message.reason,
-        refused=message.refused,
-        elsewhere=message.elsewhere,
-    )
+    return ChangeEnded(at=at, **{name: getattr(message, name) for name in ANSWERED})
 
 
 def _given_up(received: Received) -> Refusal | None:

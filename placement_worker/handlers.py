@@ -140,18 +140,14 @@ class PlacementHandlers:
                 outcomes.append(Done() if isinstance(update, messages.InventoryReleased) else _unexpected(update))
                 continue
             result = next(results)
-            about = {
-                "bus": received.bus,
-                "cause": received.meta.cause,
-                "source": update.source,
-                "root": update.root_uuid,
-            }
+            of_root = {"source": update.source, "root": update.root_uuid}
+            about = {"bus": received.bus, "cause": received.meta.cause, **of_root}
             if isinstance(result, ReportRefusal):
                 metrics.REPORTS.labels(result.code).inc()
+                log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
                 if result.code == HOLDERS_BUSY:
                     outcomes.append(Wait(result.code, result.reason))
                     continue
-                log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
                 if result.code != NAME_TAKEN or not update.source.startswith(messages.COMPUTE_SOURCE):
                     outcomes.append(Refuse(result.code, result.reason))
                     continue

@@ -204,15 +204,8 @@ def answer_unknown(
             plan.outcomes[one.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
             if uuid not in plan.accepted:
                 plan.accepted.add(uuid)
-                after = replace(
-                    build,
-                    project_id=project,
-                    state=BuildState.DELETING,
-                    cell=cell,
-                    terminal=False,
-                    code="",
-                    reason="",
-                )
+                deleting = replace(build, project_id=project, state=BuildState.DELETING, cell=cell)
+                after = replace(deleting, terminal=False, code="", reason="")
                 line = author.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
                 plan.updates.append(BuildUpdate(build=after, timeline=(line,)))
                 plan.messages.extend(effects(build.state, after, author.at))
