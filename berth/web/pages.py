@@ -70,7 +70,7 @@ class Now(Struct, frozen=True):
     """The first page's figures. Rates are a second's; latencies seconds from accepted to active.
 
     lost_per_s: claims that others were faster with; retries_per_s: hosts tried after the first; of builds that ended.
-    workers: {role: (up and ready, all)}.
+    workers: {role: (up and ready, all)}. shadow: {difference: calls} beside a stock nova-scheduler.
     """
 
     in_flight: int
@@ -87,6 +87,7 @@ class Now(Struct, frozen=True):
     dead_letters: int
     queues: tuple[QueueDepth, ...]
     workers: dict[str, tuple[int, int]]
+    shadow: dict[str, int]
     troubles: tuple[Trouble, ...]
     seconds: tuple[Second, ...] = ()
 
@@ -213,6 +214,7 @@ class Pages:
             dead_letters=depths.dead_letters,
             queues=depths.queues[:QUEUES_SHOWN],
             workers=_by_role(workers),
+            shadow=dict(sum((Counter(one.heartbeat.counts) for one in workers), Counter[str]())),
             troubles=tuple(troubles),
             seconds=tuple(history),
         )
