@@ -197,8 +197,7 @@ class Pages:
         troubles += [Trouble(f"Bus {bus}", "its broker does not answer how much waits there") for bus in depths.silent]
         if not hosts and not troubles:
             troubles.append(Trouble("No hosts", "no compute service has announced a host yet"))
-        history = self._live.history()
-        recent = history[-10:]
+        recent = (history := self._live.history())[-10:]
         return Now(
             in_flight=self._live.in_flight,
             active_per_s=sum(second.active for second in recent) / len(recent),

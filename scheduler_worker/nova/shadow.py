@@ -67,8 +67,7 @@ class Difference(StrEnum):
 class SchedulerAnswer(Struct, frozen=True, kw_only=True):
     """One scheduler's answer to a call: the host of each instance, or why there are none.
 
-    is_decided: False: it is no answer, and berth would have relayed the call, or the stock scheduler has failed. took_s:
-    seconds.
+    took_s: seconds. is_decided: False: it is no answer: berth would have relayed the call, or the stock scheduler failed.
     """
 
     took_s: float = 0.0
