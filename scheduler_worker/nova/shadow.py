@@ -67,7 +67,7 @@ class Difference(StrEnum):
 class SchedulerAnswer(Struct, frozen=True, kw_only=True):
     """One scheduler's answer to a call: the host of each instance, or why there are none.
 
-    took_s: seconds. is_decided: False: it is no answer: berth would have relayed the call, or the stock scheduler failed.
+    took_s: seconds. is_decided: False: it is no answer: berth would relay the call, or the stock scheduler failed.
     """
 
     took_s: float = 0.0
