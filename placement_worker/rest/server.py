@@ -26,7 +26,6 @@ from placement_worker.rest import metrics
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import Auth, NoAuth2, local_auth
-from placement_worker.rest.candidates import warm_up
 from placement_worker.rest.config import CorsConfig, RestConfig, with_oslo_conf
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.policy import Policy
@@ -184,7 +183,6 @@ class RestServer(InProcessRest):
         """Serve until drained; `open` is called first if it was not. Raises CannotListen, BrokenInvariant."""
         try:
             await self.api.replica.fresh()  # loads the book before the first search needs it
-            warm_up()
             if self._serving is None:
                 await self.open()
             assert self._serving is not None
