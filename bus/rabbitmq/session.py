@@ -317,11 +317,7 @@ class Session:
         channel = await self.named("control")
         with translated():
             await channel.exchange_declare(exchange, passive=True, timeout=RPC_TIMEOUT_S)
-        await self.declare(planned)
-        channel = await self.named("control")  # another one, where the broker has closed it meanwhile
-        for key in keys:
-            with translated():
-                await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
+        await self.declare(structs.replace(planned, bindings=tuple((exchange, key) for key in keys)))
 
     async def declare_foreign(self, planned: ForeignQueue) -> None:
         """A queue of another system, its exchange, and the binding of both.
