@@ -98,14 +98,14 @@ class Bus:
         await self.publisher.close()
         await self.transport.close()
 
-    async def publish(self, message: Message, *, cause: str = "") -> None:
+    async def publish(self, message: Message, *, cause: str = "", correlation_id: str | None = None) -> None:
         """Publish one message; returns after the broker's confirm.
 
         Raises BusUnavailable (it may have arrived), Unroutable or PublishRefused.
         """
         waiter = Waiter()
         await self.publisher.wait_for_capacity()
-        self._post(message, cause, waiter, few=True)
+        self._post(message, cause, waiter, few=True, correlation_id=correlation_id)
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
@@ -212,6 +212,7 @@ class Bus:
         waiter: Waiter,
         *,
         few: bool,
+        correlation_id: str | None = None,
         traceparent: str | None = None,
         line: Hashable = None,
     ) -> None:
@@ -220,6 +221,7 @@ class Bus:
             id=new_uuid(self.rng),
             cause=cause,
             sent_at=self.clock.time(),
+            correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) if traceparent is None else traceparent) or None,
         )
         packed = pack(message, meta)
