@@ -138,7 +138,7 @@ class Consumer:
             is_full=self._is_full,
             most=concurrency,
             pause_s=self._pause_s,
-            enough=self._is_ending,
+            enough=lambda: self._draining or self._broken is not None,
             sleep=bus.clock.sleep,
             on_idle=self._end_if_broken,
             on_error=self._fail,
@@ -248,9 +248,6 @@ class Consumer:
 
     def _is_full(self) -> bool:
         return self._waiting() >= self._max_batch
-
-    def _is_ending(self) -> bool:
-        return self._draining or self._broken is not None
 
     def _pause_s(self) -> float:
         """How long (seconds) to wait for the next batch. Messages that have arrived by then are part of it."""

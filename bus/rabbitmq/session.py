@@ -126,7 +126,7 @@ class Session:
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm."""
         publisher = self._publisher
-        if publisher is None or self._unsent or not _usable(publisher):
+        if publisher is None or self._unsent or not publisher.usable:
             self._unsent += 1  # messages that come meanwhile wait behind this one
             try:
                 publisher = await self._open_publisher()
@@ -137,7 +137,7 @@ class Session:
     async def _open_publisher(self) -> PublishChannel:
         async with self._publishing:
             old = self._publisher
-            if old is None or not _usable(old):
+            if old is None or not old.usable:
                 channel = await self.channel(confirms=True)
                 assert isinstance(channel, Channel)
                 if old is not None and not old.channel.is_closed:
@@ -372,10 +372,6 @@ class Session:
         with translated():
             answer = await channel.queue_purge(queue, timeout=RPC_TIMEOUT_S)
         return answer.message_count or 0
-
-
-def _usable(publisher: PublishChannel) -> bool:
-    return not (publisher.channel.is_closed or publisher.suspect)
 
 
 def _arguments(planned: QueuePlan) -> dict[str, Any]:
