@@ -82,10 +82,8 @@ class TraceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     endpoint: Annotated[
         str, matching(r"^(https?://[!-~]+)?$(?!\n)", "a URL of http:// or https://", max_length=1_000)
     ] = ""
-    """The address of a collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`. Empty: no traces."""
-    protocol: Literal["http/json", "http/protobuf"] = "http/json"
-    """How OTLP is encoded. `http/json`: built in, and the cheaper one in Python; `http/protobuf`, for a collector that
-    takes no JSON: by OpenTelemetry's SDK (the wheel's extra `otel`), with the variables `OTEL_EXPORTER_OTLP_*`.
+    """The address of a collector that takes OTLP over HTTP as JSON, such as `http://127.0.0.1:4318`. Empty: no
+    traces.
     """
     ratio: Annotated[float, Bound(ge=0.0, le=1.0)] = 0.05
     """The share of requests that are traced, where a request has no trace of its own. 0.05: a busy system still shows

@@ -98,16 +98,14 @@ class Bus:
         await self.publisher.close()
         await self.transport.close()
 
-    async def publish(
-        self, message: Message, *, cause: str = "", reply_to: str | None = None, correlation_id: str | None = None
-    ) -> None:
+    async def publish(self, message: Message, *, cause: str = "", correlation_id: str | None = None) -> None:
         """Publish one message; returns after the broker's confirm.
 
         Raises BusUnavailable (it may have arrived), Unroutable or PublishRefused.
         """
         waiter = Waiter()
         await self.publisher.wait_for_capacity()
-        self._post(message, cause, waiter, reply_to, correlation_id, few=True)
+        self._post(message, cause, waiter, few=True, correlation_id=correlation_id)
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
@@ -132,7 +130,7 @@ class Bus:
         """
         few = len(messages) <= FEW
         for (message, cause), traceparent, waiter in zip(messages, traceparents, waiters, strict=True):
-            self._post(message, cause, waiter, None, None, few=few, traceparent=traceparent, line=line(message))
+            self._post(message, cause, waiter, few=few, traceparent=traceparent, line=line(message))
 
     async def publish_each(
         self, messages: Sequence[tuple[Message, str]], *, within_s: float | None = None
@@ -166,7 +164,7 @@ class Bus:
             if self.publisher.waiting >= self.limits.waiting:
                 await self.publisher.wait_for_capacity()
             traceparent = traceparents[number] if traceparents else None
-            self._post(message, cause, waiter(), None, None, few=few, traceparent=traceparent)
+            self._post(message, cause, waiter(), few=few, traceparent=traceparent)
 
     async def request(self, message: Message, reply: type[R], *, timeout_s: float, cause: str = "") -> R:
         """Send a request and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's
@@ -212,10 +210,9 @@ class Bus:
         message: Message,
         cause: str,
         waiter: Waiter,
-        reply_to: str | None,
-        correlation_id: str | None,
         *,
         few: bool,
+        correlation_id: str | None = None,
         traceparent: str | None = None,
         line: Hashable = None,
     ) -> None:
@@ -224,7 +221,6 @@ class Bus:
             id=new_uuid(self.rng),
             cause=cause,
             sent_at=self.clock.time(),
-            reply_to=reply_to,
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) if traceparent is None else traceparent) or None,
         )

@@ -131,13 +131,10 @@ class QueueNames:
         return structs.replace(
             planned,
             name=self.queue(planned.name),
-            bindings=self._bindings(planned.bindings),
+            bindings=tuple((self.exchange(where), self.key(where, key)) for where, key in planned.bindings),
             dead_exchange=dead if dead is None else self.exchange(dead),
             dead_key=self.queue(planned.dead_key) if planned.dead_key else "",
         )
-
-    def _bindings(self, bindings: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-        return tuple((self.exchange(where), self.key(where, key)) for where, key in bindings)
 
     def plan_exchange(self, planned: ExchangePlan) -> ExchangePlan:
         """Return a planned exchange with the broker's names."""

@@ -185,9 +185,9 @@ def _add_cells(service: Service, env: Environment, api: Bus, links: CellLinks) -
 
 def _add_rest(service: Service, rest: RestServer) -> None:
     service.add_task("rest", rest.run)
-    service.add_check("rest", lambda: rest.ready)
+    service.add_check("rest", rest.ready.is_set)
     service.add_drain(rest.drain)
-    service.add_preparation(rest.wait_ready)
+    service.add_preparation(rest.ready.wait)
 
 
 def _rest(

@@ -24,7 +24,6 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.replica.search import warm_up_search
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.cell_asks import CellAsksHandler
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
@@ -245,15 +244,10 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
     service.add_task("retention", lambda: purge_forever(parts.store, parts.env.clock, parts.config))
     service.add_drain(relay.drain)
     service.add_task("replica", follower.run)
-    service.add_preparation(partial(_prepare_search, follower))
+    service.add_preparation(follower.ready.wait)
     service.add_check("database", lambda: parts.store.ready)
     service.add_check("replica", follower.ready.is_set)
     service.add_refresh(partial(count_dead_letters, API, parts.api.transport))
-
-
-async def _prepare_search(follower: Follower) -> None:
-    await follower.ready.wait()
-    warm_up_search()
 
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower) -> DrainKeeper:

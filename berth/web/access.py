@@ -26,7 +26,7 @@ from bus.contracts.catalogue import FORBIDDEN, forbidden, operators_rights
 from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.service.settings import SettingsError, read_toml
-from placement_worker.rest.auth import TOKEN, Auth, Caller
+from placement_worker.rest.auth import Auth, Caller
 
 SESSION_COOKIE = "berth_session"
 SESSION_S = 12 * 3600.0
@@ -112,7 +112,7 @@ class Access:
         if self._keystone is None:
             return None
         try:
-            known = await self._keystone.identify({TOKEN: token.encode("utf-8", "replace")})
+            known = await self._keystone.identify(token.encode("utf-8", "replace"), {})
         except Fault as fault:
             raise Problem(503, fault.code, str(fault), headers={"retry-after": "1"}) from fault
         return None if known is None else caller_by_roles(known)

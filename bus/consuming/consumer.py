@@ -138,7 +138,7 @@ class Consumer:
             is_full=self._is_full,
             most=concurrency,
             pause_s=self._pause_s,
-            enough=self._is_ending,
+            enough=lambda: self._draining or self._broken is not None,
             sleep=bus.clock.sleep,
             on_idle=self._end_if_broken,
             on_error=self._fail,
@@ -177,7 +177,7 @@ class Consumer:
             lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
         self._failed = asyncio.get_running_loop().create_future()
         if self._draining:  # it was drained meanwhile, and what has begun since then ends
-            await self._end_subscriptions()
+            await self._give_back_arrived()
             self._failed.set_result(None)
         self._gather.wake()
 
@@ -198,9 +198,7 @@ class Consumer:
         rest.
         """
         self._draining = True
-        await self._end_subscriptions()
-        while self._arrived:
-            self._arrived.take().delivery.nack(requeue=True)
+        await self._give_back_arrived()
         self._gather.wake()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(grace_s, 0.0)):
@@ -218,9 +216,15 @@ class Consumer:
     async def _end_subscriptions(self) -> None:
         await asyncio.gather(*(lane.subscription.cancel() for lane in self._lanes if lane.subscription is not None))
 
+    async def _give_back_arrived(self) -> None:
+        """End the subscriptions, and only then requeue what has arrived: a message that is given back before is
+        delivered here again, and again, until the broker gives it up (`delivery_limit`).
+        """
+        await self._end_subscriptions()
+        while self._arrived:
+            self._arrived.take().delivery.nack(requeue=True)
+
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
-        if self._is_ending():
-            return delivery.nack(requeue=True)
         if self._untrusted.drop(delivery, lane.name):
             return
         now = self._bus.clock.monotonic()
@@ -244,9 +248,6 @@ class Consumer:
 
     def _is_full(self) -> bool:
         return self._waiting() >= self._max_batch
-
-    def _is_ending(self) -> bool:
-        return self._draining or self._broken is not None
 
     def _pause_s(self) -> float:
         """How long (seconds) to wait for the next batch. Messages that have arrived by then are part of it."""

@@ -473,13 +473,9 @@ def _key_of(kind: type[Message]) -> tuple[str, Callable[[Message], Any]]:
     names = [part[1:-1] for part in template.split(".") if part.startswith("{")]
     form = ".".join("%s" if part.startswith("{") else part for part in template.split("."))
     if "lane" in names:
-        readers = [_lane if name == "lane" else attrgetter(name) for name in names]
+        readers = [(lambda one: lane_of(one.project_id)) if name == "lane" else attrgetter(name) for name in names]
         return form, lambda message: tuple(read(message) for read in readers)
     return form, attrgetter(*names) if names else lambda _: ()
-
-
-def _lane(message: Any) -> int:
-    return lane_of(message.project_id)
 
 
 @cache

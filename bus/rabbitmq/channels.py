@@ -192,14 +192,15 @@ class PublishChannel:
         self._refused = False
 
     @property
-    def suspect(self) -> bool:
-        """Whether the broker may refuse here a message that it would take on a new channel.
+    def usable(self) -> bool:
+        """Whether it is open, and the broker takes here what it would take on a new channel.
 
         A channel remembers the leader of each quorum queue that it published to. One that first publishes after the
         leader's node went down, and before the nodes left have recorded another, keeps the dead one: everything for
         that queue is refused on it until it closes (RabbitMQ 3.10, `rabbit_fifo_client:enqueue`, `nodedown`).
         """
-        return self._refused and asyncio.get_running_loop().time() - self._opened_at >= REPLACE_REFUSED_S
+        is_suspect = self._refused and asyncio.get_running_loop().time() - self._opened_at >= REPLACE_REFUSED_S
+        return not (self.channel.is_closed or is_suspect)
 
     async def close(self) -> None:
         """Close once each publish under way has ended, within its own time limit."""

@@ -126,7 +126,7 @@ class Session:
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm."""
         publisher = self._publisher
-        if publisher is None or self._unsent or not _usable(publisher):
+        if publisher is None or self._unsent or not publisher.usable:
             self._unsent += 1  # messages that come meanwhile wait behind this one
             try:
                 publisher = await self._open_publisher()
@@ -137,7 +137,7 @@ class Session:
     async def _open_publisher(self) -> PublishChannel:
         async with self._publishing:
             old = self._publisher
-            if old is None or not _usable(old):
+            if old is None or not old.usable:
                 channel = await self.channel(confirms=True)
                 assert isinstance(channel, Channel)
                 if old is not None and not old.channel.is_closed:
@@ -317,11 +317,7 @@ class Session:
         channel = await self.named("control")
         with translated():
             await channel.exchange_declare(exchange, passive=True, timeout=RPC_TIMEOUT_S)
-        await self.declare(planned)
-        channel = await self.named("control")  # another one, where the broker has closed it meanwhile
-        for key in keys:
-            with translated():
-                await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
+        await self.declare(structs.replace(planned, bindings=tuple((exchange, key) for key in keys)))
 
     async def declare_foreign(self, planned: ForeignQueue) -> None:
         """A queue of another system, its exchange, and the binding of both.
@@ -376,10 +372,6 @@ class Session:
         with translated():
             answer = await channel.queue_purge(queue, timeout=RPC_TIMEOUT_S)
         return answer.message_count or 0
-
-
-def _usable(publisher: PublishChannel) -> bool:
-    return not (publisher.channel.is_closed or publisher.suspect)
 
 
 def _arguments(planned: QueuePlan) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class SettingsError(Exception):
         self.reason = reason
 
 
-def load(kind: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: str = PREFIX) -> T:
+def load(kind: type[T], *, toml: Path | None, env: Mapping[str, str]) -> T:
     """The settings of a file, overridden by variables. Raises SettingsError."""
     tree = read_toml(toml) if toml is not None else {}
     for part, value, path in _parts(kind, tree):
@@ -56,8 +56,8 @@ def load(kind: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: st
             for name in [name for name in value if name not in fields]:
                 raise _unknown(".".join((*path, name)), name, fields, str(toml))
     for name in sorted(env):
-        if name.startswith(prefix) and name != prefix + CONFIG_VARIABLE:
-            _override(kind, tree, name, env[name], prefix)
+        if name.startswith(PREFIX) and name != PREFIX + CONFIG_VARIABLE:
+            _override(kind, tree, name, env[name])
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -138,8 +138,8 @@ def _parts(kind: Any, tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[A
             yield from _parts(inner, value, (*path, str(position)))
 
 
-def _override(kind: Any, tree: dict[str, Any], variable: str, text: str, prefix: str) -> None:
-    words = variable[len(prefix) :].split("__")
+def _override(kind: Any, tree: dict[str, Any], variable: str, text: str) -> None:
+    words = variable[len(PREFIX) :].split("__")
     for position, word in enumerate(words):
         fields, inner = _fields(kind), _inner(kind)
         if fields is not None:

@@ -1,7 +1,6 @@
 """OTLP over HTTP as JSON, which OpenTelemetry's collector, Jaeger and Tempo take: an export costs a fraction of
-protobuf in Python. A receiver that takes protobuf alone answers 415.
-
-Measured on the reference machine: 3.6 microseconds a span here, 60 with the encoder of OpenTelemetry's SDK.
+protobuf in Python (3.6 microseconds a span on the reference machine, 60 with the encoder of OpenTelemetry's SDK). A
+receiver that takes protobuf alone answers 415.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class OtlpJsonExporter:
         except Exception as error:  # an address that is none fails in anyio, as a group: nothing ends the next export
             raise ExportFailed(f"{self._shown}: {type(error).__name__}") from error
         if status == httpx.codes.UNSUPPORTED_MEDIA_TYPE:
-            raise ExportFailed(f'{self._shown} takes no JSON: set traces.protocol to "http/protobuf"')
+            raise ExportFailed(f"{self._shown} takes no JSON: a collector between can pass protobuf on to it")
         if httpx.codes.is_error(status):
             raise ExportFailed(f"{self._shown} answered {status}")
 

@@ -40,7 +40,7 @@ _limited = Counter("berth_trace_limited", "Traces that were not sampled because 
 
 
 class SpanExporter(Protocol):
-    """Sends spans to a collector. Adapters: `bus.tracing.otlp_json`, `bus.tracing.otlp_sdk`."""
+    """Sends spans to a collector. Adapter: `bus.tracing.otlp_json`."""
 
     async def export(self, spans: Sequence[Span]) -> None:
         """Returns when the collector has taken them; raises ExportFailed."""

@@ -8,12 +8,11 @@ tables: `compiled` evaluates providers and trees, and `verdicts` keeps the resul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 import numpy as np
 
 from bus.contracts.build import FunnelStep
-from bus.contracts.placement import ClaimOption, ProviderState
+from bus.contracts.placement import ClaimOption
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.request import UNNUMBERED, Found, Query, Slot
@@ -91,38 +90,6 @@ def _option(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOpti
         shapes=shapes,
         mappings={suffix: tuple(uuids) for suffix, uuids in mappings.items()},
     )
-
-
-# --- the first search of a process
-
-_HOST = "00000000-0000-0000-0000-000000000001"
-_INVENTORY = (1.0, 1, 1, 1, 1, 0, 1.0)
-
-
-@cache
-def warm_up_search() -> Book:
-    """Search a book of one host, once in a process, before the process is ready. Returns the book.
-
-    The first call of a function takes longer than the next one; those of a search are 0.3 ms together.
-    """
-    book = Book()
-    host = ProviderState(
-        uuid=_HOST,
-        name=_HOST,
-        parent_uuid=None,
-        root_uuid=_HOST,
-        generation=1,
-        shape=1,
-        inventories={"VCPU": _INVENTORY, "MEMORY_MB": _INVENTORY},
-        used={},
-        traits=("CUSTOM_WARM_UP",),
-        aggregates=(),
-    )
-    book.load([host], 1)
-    query = Query(resources={"VCPU": 1}, required=(("CUSTOM_WARM_UP",),))
-    for root in search(book, query).roots.tolist():
-        options(book, query, root)
-    return book
 
 
 # --- pins

@@ -13,7 +13,7 @@ from bus.clock import new_uuid
 from bus.faults import BrokenInvariant, Transient
 from placement_worker.rest import metrics
 from placement_worker.rest.api import CAUSE, Api
-from placement_worker.rest.auth import Auth
+from placement_worker.rest.auth import TOKEN, Auth
 from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query
 from placement_worker.rest.http import HEADER, JSON, SERVICE, HttpRequest, Response, render, version_of
 from placement_worker.rest.keystone import KeystoneForbidden
@@ -82,7 +82,8 @@ class Application:
         if not self.opened:
             raise HttpFault(503, "The book is not open yet.", **{"retry-after": RETRY_AFTER_S})
         if request.parts:
-            caller = await self._auth.identify(headers)
+            token = headers.get(TOKEN)
+            caller = None if token is None else await self._auth.identify(token, headers)
             if caller is None:
                 raise HttpFault(401)
             request.caller = caller

@@ -38,8 +38,8 @@ class Auth(ABC):
     """Identifies callers by their headers."""
 
     @abstractmethod
-    async def identify(self, headers: Headers) -> Caller | None:
-        """Return the caller, or None when the token is missing or invalid. Raises Transient."""
+    async def identify(self, token: bytes, headers: Headers) -> Caller | None:
+        """Return the caller, or None when the token is invalid. headers: all of the request's. Raises Transient."""
 
     async def close(self) -> None:  # noqa: B027  (most have no resources)
         """Release the resources of this object."""
@@ -50,11 +50,8 @@ class NoAuth2(Auth):
     headers.
     """
 
-    async def identify(self, headers: Headers) -> Caller | None:
+    async def identify(self, token: bytes, headers: Headers) -> Caller | None:
         """Trust the caller."""
-        token = headers.get(TOKEN)
-        if token is None:
-            return None
         user, _, project = token.decode("latin-1").partition(":")
         value = headers.get(b"x-roles")
         if value is not None:
@@ -94,11 +91,8 @@ class TokenFile(Auth):
             for row in rows
         ]
 
-    async def identify(self, headers: Headers) -> Caller | None:
+    async def identify(self, token: bytes, headers: Headers) -> Caller | None:
         """Look up the token in a time that does not depend on how many of its characters are right."""
-        token = headers.get(TOKEN)
-        if token is None:
-            return None
         digest = hashlib.sha256(token).hexdigest()
         found = None
         for known, caller in self._callers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 from time import monotonic, thread_time
 
 import msgspec
@@ -15,13 +14,12 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.columns import CAPACITY, Amounts, ClassColumns, Rows
 from placement_worker.replica.request import QueryTooWide
-from placement_worker.replica.search import warm_up_search
 from placement_worker.replica.tree_solver import TimeBudget, TooLong
 from placement_worker.replica.trees import NO_ROW
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import ParsedQuery, parse_candidates
 from placement_worker.rest.faults import HttpFault, invalid_query
-from placement_worker.rest.http import NEWEST, HttpRequest, QueryString, Response
+from placement_worker.rest.http import HttpRequest, Response
 
 # The time that a search may block the event loop before it is started again in a thread.
 AT_ONCE_S = 0.01
@@ -61,18 +59,6 @@ async def search(api: Api, request: HttpRequest) -> Response:
             lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True)), book
         )
     return Response(200, body).set_modified(request, api.clock.time())
-
-
-@cache
-def warm_up() -> None:
-    """Answer a search of a book of one host, once in a process: the first one compiles JSON schemas, among others, and
-    takes 1 ms longer.
-    """
-    book = warm_up_search()
-    requested = parse_candidates(QueryString(b"resources=VCPU:1&required=CUSTOM_WARM_UP&limit=1"), NEWEST)
-    time_budget = TimeBudget(thread_time, AT_ONCE_S, keeps_partial=True)
-    found = candidates(book, requested.request, limit=1, rng=None, budget=1_000, time_budget=time_budget)
-    _rendered(book, found, requested, NEWEST, time_budget)
 
 
 def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:

@@ -17,7 +17,7 @@ from bus.contracts.patterns import reason_of
 from bus.faults import Fault, Transient
 from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInRefused, SignInUnavailable
 from bus.openstack.rest import tls_of
-from placement_worker.rest.auth import TOKEN, Auth, Caller, Headers
+from placement_worker.rest.auth import Auth, Caller, Headers
 from placement_worker.rest.config import KeystoneConfig
 
 MAX_KNOWN = 10_000
@@ -81,9 +81,8 @@ class Keystone(Auth):
         self._known: OrderedDict[bytes, CachedToken] = OrderedDict()
         self._validating: dict[bytes, asyncio.Task[CachedToken]] = {}
 
-    async def identify(self, headers: Headers) -> Caller | None:
+    async def identify(self, token: bytes, headers: Headers) -> Caller | None:
         """Return the owner of the token. Raises KeystoneUnavailable, KeystoneForbidden."""
-        token = headers.get(TOKEN, b"")
         if _TOKEN.fullmatch(token) is None:
             return None
         digest = hashlib.sha256(token).digest()  # the cache must not contain valid tokens

@@ -39,6 +39,18 @@ async def _ensured(api: Api, kind: NameKind, name: str) -> tuple[Response, list[
     return Response(201 if created else 204, path=f"/{kind}/{name}"), rows
 
 
+async def _deleted(api: Api, kind: NameKind, name: str, standard: str, in_use: str) -> Response:
+    """Remove a custom class or trait. standard, in_use: what a caller is told of one that stays."""
+    await _row(api, kind, name)
+    if not is_custom(name):
+        raise HttpFault(400, standard)
+    try:
+        await api.store.delete_name(kind, name)
+    except NameInUse:
+        raise HttpFault(409, in_use) from None
+    return Response(204)
+
+
 # --- traits
 
 
@@ -65,14 +77,8 @@ async def show_trait(api: Api, request: HttpRequest) -> Response:
 async def delete_trait(api: Api, request: HttpRequest) -> Response:
     """DELETE a custom trait that no provider has."""
     name = request.parts[1]
-    await _row(api, NameKind.TRAIT, name)
-    if not is_custom(name):
-        raise HttpFault(400, f"Cannot delete standard trait {name}.")
-    try:
-        await api.store.delete_name(NameKind.TRAIT, name)
-    except NameInUse:
-        raise HttpFault(409, f"The trait {name} is in use by a resource provider.") from None
-    return Response(204)
+    in_use = f"The trait {name} is in use by a resource provider."
+    return await _deleted(api, NameKind.TRAIT, name, f"Cannot delete standard trait {name}.", in_use)
 
 
 async def list_traits(api: Api, request: HttpRequest) -> Response:
@@ -158,13 +164,6 @@ async def ensure_class(api: Api, request: HttpRequest) -> Response:
 
 async def delete_class(api: Api, request: HttpRequest) -> Response:
     """DELETE a custom class that no provider has an inventory of."""
-    name = request.parts[1]
-    await _row(api, NameKind.CLASS, name)
-    if name in STANDARD_CLASSES:
-        raise HttpFault(400, f"Error in delete resource class: Cannot delete standard resource class {name}.")
-    try:
-        await api.store.delete_name(NameKind.CLASS, name)
-    except NameInUse:
-        words = f"Cannot delete resource class {name}. Class is in use in inventory."
-        raise HttpFault(409, f"Error in delete resource class: {words}") from None
-    return Response(204)
+    name, wrong = request.parts[1], "Error in delete resource class: Cannot delete"
+    in_use = f"{wrong} resource class {name}. Class is in use in inventory."
+    return await _deleted(api, NameKind.CLASS, name, f"{wrong} standard resource class {name}.", in_use)

@@ -18,7 +18,7 @@ from placement_worker.rest.schemas import Schema, schema_of
 _GROUPED = ("resources", "required", "member_of", "in_tree")
 
 _ANSWERS = {
-    "GET": (200, 400, 404, 406),
+    "GET": (200, 204, 400, 404, 406),
     "POST": (200, 201, 204, 400, 404, 409, 413, 415),
     "PUT": (200, 201, 204, 400, 404, 409, 413, 415),
     "DELETE": (204, 400, 404, 409),
@@ -106,13 +106,10 @@ def _version(route: Route) -> dict[str, Any]:
 
 def _responses(route: Route) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    answers: dict[str, Any] = {}
-    for status in sorted({*_ANSWERS[route.method], *_EVERYWHERE}):
-        if status < 400:
-            content = {"application/json": {"schema": {"type": "object"}}} if status == 200 else None
-            answers[str(status)] = {"description": "Done", **({"content": content} if content else {})}
-        else:
-            answers[str(status)] = {"description": STATUS[status][0], "content": error}
-    if route.path.startswith("/traits/") and route.method == "GET":
-        answers["204"] = {"description": "It exists"}
-    return answers
+    statuses = sorted({*_ANSWERS[route.method], *_EVERYWHERE})
+    return {
+        str(status): {"description": STATUS[status][0], "content": error}
+        if status in STATUS
+        else {"description": "Done"}
+        for status in statuses
+    }

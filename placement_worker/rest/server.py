@@ -26,7 +26,6 @@ from placement_worker.rest import metrics
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import Auth, NoAuth2, local_auth
-from placement_worker.rest.candidates import warm_up
 from placement_worker.rest.config import CorsConfig, RestConfig, with_oslo_conf
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.policy import Policy
@@ -166,7 +165,7 @@ class RestServer(InProcessRest):
         self._served: ASGIApp = with_cors(self.application, self.config.cors)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._opened = asyncio.Event()
+        self.ready = asyncio.Event()  # requests are answered from the book; the service ends when `run` does
 
     def add_health(self, health: Health) -> None:
         """Serve /healthz, /readyz and /metrics, too."""
@@ -184,12 +183,11 @@ class RestServer(InProcessRest):
         """Serve until drained; `open` is called first if it was not. Raises CannotListen, BrokenInvariant."""
         try:
             await self.api.replica.fresh()  # loads the book before the first search needs it
-            warm_up()
             if self._serving is None:
                 await self.open()
             assert self._serving is not None
             self.application.opened = True
-            self._opened.set()
+            self.ready.set()
             await asyncio.wait({self._serving})  # a cancellation of `run` does not end the server; `close` does
             self._serving.result()
         finally:
@@ -198,19 +196,10 @@ class RestServer(InProcessRest):
         if self._failed is not None:
             raise self._failed
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests are answered from the book."""
-        return self._opened.is_set()
-
-    async def wait_ready(self) -> None:
-        """Wait until the server is ready. The service ends when `run` does, which bounds the wait."""
-        await self._opened.wait()
-
     async def close(self) -> None:
         """Stop listening and end the server, drained or not. It may be called again."""
         self.application.opened = False
-        self._opened.clear()
+        self.ready.clear()
         if self._serving is not None and not self._serving.done():
             assert self._server is not None
             self._server.should_exit = self._server.force_exit = True
@@ -241,7 +230,7 @@ class RestServer(InProcessRest):
 
     async def drain(self, grace_s: float) -> None:
         """Accept no further requests, and finish those in progress within the grace time (seconds)."""
-        self._opened.clear()
+        self.ready.clear()
         if self._server is not None:
             self._server.should_exit = True
         with contextlib.suppress(TimeoutError):

@@ -19,7 +19,6 @@ from bus.service.service import Service
 from bus.service.settings import SettingsError
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.replica.search import warm_up_search
 from scheduler_worker import plugins
 from scheduler_worker.claims import BusClaims, ClaimPort, HeldClaims
 from scheduler_worker.config import SchedulerConfig
@@ -143,7 +142,6 @@ async def _no_records(_instances: Sequence[str]) -> Mapping[str, str]:
 
 
 async def _start(server: RpcServer, started: asyncio.Event) -> None:
-    warm_up_search()
     await server.start()
     started.set()
 

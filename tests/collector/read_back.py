@@ -1,8 +1,8 @@
 """Traces of a live berth through collectors made by others, read back by their own API; see scripts/nightly collector.
 
 Rotel is a collector: it takes OTLP in both encodings and passes it on. Arize Phoenix stores traces and takes protobuf
-alone. So `http/json` goes through Rotel to Phoenix, from worker processes on a real RabbitMQ and PostgreSQL, and
-`http/protobuf` goes to Phoenix directly, from one process. Each build must be one tree with the spans of all workers.
+alone. So spans go through Rotel to Phoenix, from worker processes on a real RabbitMQ and PostgreSQL. Each build must be
+one tree with the spans of all workers.
 
 Run by the collectors' own interpreter, not by berth's: it imports nothing of berth's.
 """
@@ -197,7 +197,7 @@ def attributes(span: Mapping[str, Any]) -> dict[str, str]:
 
 
 @contextmanager
-def berth(command: str, directory: Path, *, processes: bool, **traces: str) -> Iterator[dict[str, str]]:
+def berth(command: str, directory: Path, **traces: str) -> Iterator[dict[str, str]]:
     """A berth with a few hosts that traces every request; the environment of its commands."""
     env = foreign_environment(
         BERTH_STATE_DIR=str(directory / "state"),
@@ -209,8 +209,7 @@ def berth(command: str, directory: Path, *, processes: bool, **traces: str) -> I
         BERTH_TRACES__MOST_PER_S="1000",
         **traces,
     )
-    more = ["--processes"] if processes else []
-    with running([command, "up", *more], env, directory, "berth") as process:
+    with running([command, "up", "--processes"], env, directory, "berth") as process:
         log, end = directory / "berth.log", time.monotonic() + START_TIMEOUT_S
         while "\nCtrl-C" not in log.read_text():
             if time.monotonic() > end or process.poll() is not None:
@@ -254,8 +253,8 @@ def one_tree(store: Phoenix, instance: str) -> list[dict[str, Any]]:
 
 
 def through_both(command: str, store: Phoenix, directory: Path) -> dict[str, Any]:
-    """`http/json`, from worker processes, through Rotel to Phoenix."""
-    with rotel(store, directory) as url, berth(command, directory, processes=True, BERTH_TRACES__ENDPOINT=url) as env:
+    """From worker processes, through Rotel to Phoenix."""
+    with rotel(store, directory) as url, berth(command, directory, BERTH_TRACES__ENDPOINT=url) as env:
         trees = [one_tree(store, uuid) for uuid in boot(command, env, directory)]
     service_of = services_of(directory / "rotel.log")
     for tree in trees:
@@ -267,14 +266,6 @@ def through_both(command: str, store: Phoenix, directory: Path) -> dict[str, Any
     return {"spans": [len(tree) for tree in trees], "services": sorted(services)}
 
 
-def to_phoenix(command: str, store: Phoenix, directory: Path) -> dict[str, Any]:
-    """`http/protobuf`, from one process, directly to Phoenix."""
-    traces = {"BERTH_TRACES__ENDPOINT": store.url, "BERTH_TRACES__PROTOCOL": "http/protobuf"}
-    with berth(command, directory, processes=False, **traces) as env:
-        trees = [one_tree(store, uuid) for uuid in boot(command, env, directory)]
-    return {"spans": [len(tree) for tree in trees]}
-
-
 def main() -> int:
     """0 when every build was one tree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -282,20 +273,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write what was done there")
     options = parser.parse_args()
     report: dict[str, Any] = {"passed": True, **{name: version(name) for name in ("arize-phoenix", "rotel")}}
-    ways = {"http/json through Rotel to Phoenix": through_both, "http/protobuf to Phoenix": to_phoenix}
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="berth-collector-")))
         scratch.chmod(0o755)  # root's PostgreSQL runs as another user
         store = stack.enter_context(phoenix(scratch))
-        for number, (name, way) in enumerate(ways.items()):
-            began, directory = time.monotonic(), scratch / str(number)
-            directory.mkdir()
-            try:
-                report[name] = way(options.berth, store, directory)
-            except Unexpected as wrong:
-                report["passed"] = False
-                report[name] = {"wrong": str(wrong)}
-            report[name]["seconds"] = round(time.monotonic() - began, 1)
+        began = time.monotonic()
+        try:
+            report |= through_both(options.berth, store, scratch)
+        except Unexpected as wrong:
+            report |= {"passed": False, "wrong": str(wrong)}
+        report["seconds"] = round(time.monotonic() - began, 1)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
     sys.stdout.write(json.dumps(report, indent=1) + "\n")

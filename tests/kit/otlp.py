@@ -1,4 +1,4 @@
-"""A receiver of OTLP over HTTP, both encodings, that reads what it gets by OpenTelemetry's own definitions."""
+"""A receiver of OTLP over HTTP as JSON, that reads what it gets by OpenTelemetry's own definitions."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ class OtlpReceiver:
     async def take(self, request: Request) -> Response:
         body = await request.body()
         message = trace_service_pb2.ExportTraceServiceRequest()
-        if request.headers["content-type"] == "application/json":
-            json_format.Parse(json.dumps(_with_base64(json.loads(body))), message)
-        else:
-            message.ParseFromString(body)
+        json_format.Parse(json.dumps(_with_base64(json.loads(body))), message)
         for of_process in message.resource_spans:
             resource = {one.key: one.value.string_value for one in of_process.resource.attributes}
             for scope in of_process.scope_spans:

@@ -135,7 +135,6 @@ async def traced_system(
     postgres_url: str,
     *,
     compute: ComputeConfig,
-    protocol: str = "http/json",
     ratio: float = 1.0,
     nodes: int = 0,
 ) -> AsyncIterator[TracedSystem]:
@@ -144,7 +143,7 @@ async def traced_system(
             bus=BusSettings(url=amqp[0], prefix=amqp[1]),
             cells={CELL: CellSettings()},
             database=DatabaseSettings(url=postgres_url),
-            traces=TraceSettings(endpoint=receiver.url, ratio=ratio, most_per_s=1000.0, protocol=protocol),  # type: ignore[arg-type]
+            traces=TraceSettings(endpoint=receiver.url, ratio=ratio, most_per_s=1000.0),
             up=UpSettings(nodes=nodes, computes_per_cell=min(compute.hosts, 1), schedulers=1, rest=False, web=False),
             compute=compute,
             scheduler=SchedulerConfig(build_timeout_s=0.5 if compute.faults.hang_rate else 60.0),
@@ -171,12 +170,11 @@ def assert_one_tree(spans: list[ReceivedSpan]) -> None:
     assert len([span for span in spans if not span.parent]) == 1
 
 
-@pytest.mark.parametrize("protocol", ["http/json", "http/protobuf"])
 async def test_each_hop_of_a_build_is_in_the_trace_that_its_client_began(
-    amqp: tuple[str, str], postgres_url: str, protocol: str
+    amqp: tuple[str, str], postgres_url: str
 ) -> None:
     hosts = ComputeConfig(hosts=2)
-    async with traced_system(amqp, postgres_url, compute=hosts, protocol=protocol) as running:
+    async with traced_system(amqp, postgres_url, compute=hosts) as running:
         uuid = await running.build("m1.small")
         spans = await running.trace_of(uuid)
     assert HOPS - {(span.service, span.name) for span in spans} == set()

@@ -402,6 +402,24 @@ async def test_drain_finishes_what_is_in_hand_and_gives_back_the_rest(house: Hou
     await until(lambda: depth_is(bus, "conductor.requests", 4))
 
 
+async def test_a_message_that_comes_while_a_consumer_drains_is_not_given_up(house: House) -> None:
+    """Whenever it comes: the queue has no other consumer, and gives it to this one until that has left."""
+    bus = await house.bus("c1")
+    handler = Answering()
+    for turns in range(20):
+        consumer = await house.consume(bus, "conductor.requests", handler)
+        message = CellDelete(instance_uuid=boot(turns).instance_uuid, project_id="p")
+        publishing = asyncio.create_task(bus.publish(message))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await consumer.drain(PATIENCE_S)
+        await publishing
+
+    await house.consume(bus, "conductor.requests", handler)
+    await handler.wait(20)
+    assert await dead_letters.list_dead(bus.transport, "conductor.requests") == []
+
+
 async def test_what_is_not_finished_within_the_grace_time_goes_back(house: House) -> None:
     bus = await house.bus()
     entered = asyncio.Event()

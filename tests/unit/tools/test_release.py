@@ -345,8 +345,7 @@ def test_the_image_has_every_package_and_installs_it_as_the_tests_do() -> None:
     assert packages | {"pyproject.toml", "constraints.txt", project["project"]["readme"]} <= sources
     (install,) = [shlex.split(text) for name, text in instructions() if name == "RUN" and "pip install" in text]
     assert install[install.index("--constraint") + 1] == "/src/constraints.txt"
-    extras = install[-1].partition("[")[2].rstrip("]").split(",")
-    assert set(extras) <= project["project"]["optional-dependencies"].keys()
+    assert install[-1] == "/src"  # without extras
     (entry,) = [text for name, text in instructions() if name == "ENTRYPOINT"]
     assert Path(yaml.safe_load(entry)[0]).name in project["project"]["scripts"]
     assert ("USER", "berth") in instructions()
