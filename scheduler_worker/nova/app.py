@@ -75,7 +75,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         facts,
         keeper,
         configure=partial(configure, selector, facts, scheduler),
-        settings=config.prefilters,
+        config=config,
     )
     server = _server(env, config, destinations)
     service.add_resource(api.open, api.close)
@@ -125,7 +125,7 @@ def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> SchedulerConfig:
         flavors={},
         default_flavors=(),
         aggregates=(),
-        enabled_filters=config.enabled_filters,
+        enabled_filters=config.own_filters,
         default_availability_zone=config.default_availability_zone,
     )
 

@@ -230,6 +230,7 @@ class RpcServer:
                 delivery.body,
                 compression=compression if isinstance(compression, str) else "?",
                 fanout=fanout,
+                redelivered=delivery.redelivered,
                 limit_s=delivery.expiration_s,
             )
         except CallUnreadable as error:
