@@ -43,6 +43,8 @@ from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
 from scheduler_worker.filters.image import ImagePropertiesFilter, supports
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host
+from scheduler_worker.nova.explained import MAX_NAMED as MAX_LOGGED
+from scheduler_worker.nova.explained import NO_HOST, PLACED, ExplainedStep, placed_fields, steps_of
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
@@ -84,11 +86,14 @@ class SelectArguments(Struct, frozen=True, kw_only=True):
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """Why a call ends without hosts. reason: for the user of the request, without names of hosts. lost: with them."""
+    """Why a call ends without hosts. reason: for the user of the request, without names of hosts. lost, funnel: with
+    them.
+    """
 
     reason: str
     step: str = ""
     lost: tuple[str, ...] = ()
+    funnel: tuple[ExplainedStep, ...] = ()
 
 
 class NovaInstance(Struct, frozen=True, kw_only=True):
@@ -167,8 +172,10 @@ class Destinations:
                     ended = ended or Ended(reason=f"{spec.reason}.", step=spec.step)
                     break
                 results = await self._placer.place(self._requests(call, asked, request, spec))
-                if all(isinstance(one, HostClaimed) for one in results):
-                    return [one.selections for one in results if isinstance(one, HostClaimed)]
+                claimed = [one for one in results if isinstance(one, HostClaimed)]
+                if len(claimed) == len(results):
+                    log.info(PLACED, request_id=call.request_id, **placed_fields(asked.instance_uuids or (), claimed))
+                    return [one.selections for one in claimed]
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
                     break
@@ -176,14 +183,9 @@ class Destinations:
                 break
             self._configure()
         assert ended is not None
-        log.info(
-            "nova.no_valid_host",
-            request_id=call.request_id,
-            instances=asked.instance_uuids,
-            reason=ended.reason,
-            step=ended.step,
-            lost=ended.lost,
-        )
+        instances = asked.instance_uuids or ()
+        known = {"instances": instances[:MAX_LOGGED], "count": len(instances), **msgspec.to_builtins(ended)}
+        log.info(NO_HOST, request_id=call.request_id, **known)
         raise no_valid_host(ended.reason)
 
     async def _meet_hosts(self, request: NovaRequest) -> None:
@@ -303,7 +305,15 @@ class Destinations:
         for result in results:
             if isinstance(result, ClaimsContended):
                 raise SelectionContended(f"{result.claims} claims were lost to others")
-        return ended_by(spec, results, self._selector.config.max_funnel_nearest)
+        return ended_by(spec, results, self._selector.config.max_funnel_nearest, self._name_of)
+
+    def _name_of(self, row: int) -> str:
+        """The name of a host of the replica, for operators."""
+        book = self._selector.book
+        node = self._facts.node(book.uuid_of(row))
+        if node is None:
+            return book.name_of(row)
+        return node.host if node.host == node.nodename else f"{node.host} ({node.nodename})"
 
     def _rebuilt(self, request: NovaRequest) -> str:
         """The host of a rebuild from another image, if it may stay there: nothing is claimed. Raises NoValidHost."""
@@ -347,14 +357,19 @@ def run_of(call: Call) -> str:
     return uuid5(NAMESPACE_OID, f"{call.unique_id} {call.message_id}").hex
 
 
-def ended_by(spec: RequestSpec, results: Sequence[PlacementResult], nearest: int) -> Ended:
-    """The end of a call by its results: of several, the first that no host could take explains it."""
+def ended_by(
+    spec: RequestSpec, results: Sequence[PlacementResult], nearest: int, name_of: Callable[[int], str]
+) -> Ended:
+    """The end of a call by its results: of several, the first that no host could take explains it. name_of: of a row of
+    the replica.
+    """
     unplaced = [one for one in results if not isinstance(one, HostClaimed | PlacementUnavailable)]
     first = min(unplaced, key=lambda one: 0 if isinstance(one, NoValidHost) else 1)
     lost = tuple(loss.what for one in unplaced for loss in one.lost)
     if isinstance(first, NoValidHost):
         step = first.funnel[-1].step if first.funnel else ""
-        return Ended(reason=sentence(spec, first.funnel, nearest), step=step, lost=lost)
+        reason, funnel = sentence(spec, first.funnel, nearest), steps_of(first, name_of)
+        return Ended(reason=reason, step=step, lost=lost, funnel=funnel)
     return Ended(reason=getattr(first, "reason", "") or ENOUGH, step=getattr(first, "code", ""), lost=lost)
 
 
