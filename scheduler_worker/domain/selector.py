@@ -361,8 +361,7 @@ class Selector:
         for state in (AdminState.MAINTENANCE, AdminState.FENCED) if spec.forced else ():
             if (excluded := left.view.is_in(state)).any():
                 left.keep(state.value, ~excluded, f"host.{state}")
-        filters = () if spec.forced else self.filters
-        left.run([one for one in filters if applies_to(one, spec)], spec)
+        left.run(() if spec.forced else self.filters, spec)
         return left
 
     def suits_rebuild(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
@@ -381,9 +380,17 @@ class Selector:
         here = {trait for member in members for trait in self.book.traits_of(member)}
         if any((word == "required") != (trait in here) for trait, word in traits.items()):
             return NoValidHost((funnel_step("image_traits", 1, {IMAGE_TRAITS: 1}),))
-        left = Narrowing(view)
-        left.run([one for one in self.filters if runs_on_rebuild(one) and applies_to(one, spec)], spec)
-        return None if len(left.view) else NoValidHost(tuple(left.funnel))
+        return _rejected(view, [one for one in self.filters if runs_on_rebuild(one)], spec)
+
+    def rejects(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
+        """None, or why the filters reject a host, whatever room it has. One that is not known is not rejected."""
+        row = self.book.row_of(host_uuid)
+        if row is None or spec.forced:
+            return None
+        view = self._view(np.array([row], dtype=np.intp))
+        if not view.known.all():
+            return None
+        return _rejected(view, self.filters, spec)
 
     def announced_in_book(self) -> Rows:
         """The indexes in the host table of the hosts that the replica has."""
@@ -402,6 +409,13 @@ class Selector:
             self._index[roots] = self.table.indexes_of(self.book.uuids_of(roots))
             self._roots, self._known = roots, len(self.table)
         return self._index[rows]
+
+
+def _rejected(view: HostsView, filters: Sequence[Filter], spec: RequestSpec) -> NoValidHost | None:
+    """What filters reject of one host; None: nothing."""
+    left = Narrowing(view)
+    left.run(filters, spec)
+    return None if len(left.view) else NoValidHost(tuple(left.funnel))
 
 
 class Narrowing:
@@ -425,8 +439,10 @@ class Narrowing:
         self._keep(step, passed, {reason: int(passed.size - np.count_nonzero(passed))})
 
     def run(self, filters: Sequence[Filter], spec: RequestSpec) -> None:
-        """Run filters in order."""
+        """Run in order those of the filters that apply."""
         for one in filters:
+            if not applies_to(one, spec):
+                continue
             verdict = one.filter(self.view, spec)
             # A plug-in may count wrongly; the funnel must add up all the same.
             out = int(verdict.passed.size - np.count_nonzero(verdict.passed))

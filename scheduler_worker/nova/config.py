@@ -69,6 +69,8 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[oslo_messaging_rabbit]` of nova.conf."""
     fallback_url: Secret = ""
     """The virtual host on which a stock nova-scheduler takes what berth does not decide. Empty: that fails."""
+    shadow: bool = False
+    """The fallback's nova-scheduler decides; berth decides beside it without a claim, and reports the difference."""
     enabled_filters: tuple[str, ...] = NOVA_FILTERS
     """`[filter_scheduler] enabled_filters` of nova.conf, instead of `scheduler.enabled_filters`, in the order in which
     they run. What only a filter reads that is not among them is ignored, as in Nova; what one of Nova's reads that
