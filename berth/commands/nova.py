@@ -85,6 +85,7 @@ def both(env: Environment, settings: Settings, book: ResourceBook | None = None)
     """
     placement = _Part(placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True))
     front = _Part(scheduler_worker.nova.app.build(env, settings.nova, settings.scheduler))
+    placement.service.add_bus_check(front.service.name, front.not_ready)  # /readyz is its
     service = Service("nova", clock=env.clock)
     for part in (placement, front):
         service.add_task(part.service.name, part.run)

@@ -16,7 +16,7 @@ Seconds = Annotated[float, Bound(gt=0, le=86_400)]
 class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where Nova's hosts, services and aggregates are read, and how often."""
 
-    url: str = "http://127.0.0.1:8774/v2.1"
+    url: Annotated[str, Bound(pattern=r"^https?://")] = "http://127.0.0.1:8774/v2.1"
     """Nova's API, as its endpoint in Keystone has it."""
     keystone: KeystoneLogin = KeystoneLogin()
     """Credentials for Keystone, of a user that may list hypervisors, services and aggregates. The token is renewed
