@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.base import Uuid
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import Secret
 
@@ -40,7 +41,7 @@ class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds between two reads of the instances of all hosts, which is costly for Nova; between them its computes
     announce them (`[filter_scheduler] track_instance_changes`). 0: they are never read.
     """
-    cells: dict[str, tuple[str, ...]] = {}
+    cells: dict[Uuid, tuple[str, ...]] = {}
     """The cells of Nova by uuid, each with its hosts: names, or patterns with `*`. A host is in the first that names
     it. `nova-manage cell_v2 list_cells` prints the uuids.
     """
