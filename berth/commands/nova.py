@@ -46,7 +46,7 @@ def serve(
     Serves Placement's REST API, and takes the calls of topic `scheduler` from Nova's broker (`nova.transport_url`). The
     book is in the configured database, else in an embedded PostgreSQL below the state directory. It is a copy: fill it
     first (`berth placement import --from-url`). A Placement that is started again does not know what was claimed here
-    meanwhile, and the way back has not been tried yet.
+    meanwhile. The page "In front of Nova" has each step, and the way back to the stock nova-scheduler.
 
     Beside a whole berth: `berth run nova-scheduler`.
     """
@@ -85,6 +85,7 @@ def both(env: Environment, settings: Settings, book: ResourceBook | None = None)
     """
     placement = _Part(placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True))
     front = _Part(scheduler_worker.nova.app.build(env, settings.nova, settings.scheduler))
+    placement.service.add_bus_check(front.service.name, front.not_ready)  # /readyz is its
     service = Service("nova", clock=env.clock)
     for part in (placement, front):
         service.add_task(part.service.name, part.run)

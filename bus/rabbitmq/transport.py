@@ -203,7 +203,10 @@ class RabbitTransport:
         self._closing = False
         self._opened = loop.create_future()
         self._keeper = loop.create_task(self._keep())
-        await self._opened
+        try:
+            await self._opened
+        except BusForbidden as error:  # a process has several of these, with users of their own
+            raise type(error)(f"bus {self.name}: {error}") from error
 
     async def close(self) -> None:
         """Close; unacknowledged deliveries go back to their queues."""

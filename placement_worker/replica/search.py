@@ -100,6 +100,8 @@ def _rejected(verdicts: RootVerdicts, roots: Rows) -> list[RejectedRoots]:
     codes, named = verdicts.verdicts[roots], verdicts.reasons.named
     found = [code for code in np.unique(codes).tolist() if 0 < code < verdicts.passes]
     return [left_out(named[code].step, named[code].reason, roots[codes == code]) for code in found]
+
+
 # --- pins
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.base import Uuid
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import Secret
 
@@ -16,7 +17,7 @@ Seconds = Annotated[float, Bound(gt=0, le=86_400)]
 class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where Nova's hosts, services and aggregates are read, and how often."""
 
-    url: str = "http://127.0.0.1:8774/v2.1"
+    url: Annotated[str, Bound(pattern=r"^https?://")] = "http://127.0.0.1:8774/v2.1"
     """Nova's API, as its endpoint in Keystone has it."""
     keystone: KeystoneLogin = KeystoneLogin()
     """Credentials for Keystone, of a user that may list hypervisors, services and aggregates, and show the servers of
@@ -36,7 +37,7 @@ class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds between two reads of services and aggregates: so long a nova-compute that is down may count as up."""
     hosts_interval_s: Seconds = 60.0
     """Seconds between two reads of all compute nodes. A new one is read before a request fails for want of a host."""
-    cells: dict[str, tuple[str, ...]] = {}
+    cells: dict[Uuid, tuple[str, ...]] = {}
     """The cells of Nova by uuid, each with its hosts: names, or patterns with `*`. A host is in the first that names
     it. `nova-manage cell_v2 list_cells` prints the uuids.
     """

@@ -11,7 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.rabbitmq.address import BadBusUrl
+from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
@@ -156,6 +156,9 @@ def _relay(env: Environment, config: NovaConfig) -> StockRelay:
     if not config.fallback_url:
         reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
         raise SettingsError("nova.shadow_fallback", reason)
+    if _place(config.fallback_url) == _place(config.transport_url):
+        reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
+        raise SettingsError("nova.fallback_url", reason)
     return StockRelay(
         _transport(env.process, "fallback_url", config.fallback_url),
         control_exchange=config.control_exchange,
@@ -178,15 +181,33 @@ def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, re
     )
 
 
-def _as_amqp(url: str) -> str:
-    """Nova's own way to write it (`rabbit://`) is understood as well."""
-    return url.replace("rabbit://", "amqp://", 1) if url.startswith("rabbit://") else url
+def as_amqp(url: str) -> str:
+    """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
+    before the first host alone. Another one stays as it is. Raises BadBusUrl: the users differ.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme != "rabbit":
+        return url
+    authority, slash, path = rest.partition("/")
+    users, hosts = zip(*(one.rpartition("@")[::2] for one in authority.split(",")), strict=True)
+    if len(named := {user for user in users if user}) > 1:
+        raise BadBusUrl("all its hosts are asked as one user, and it names several")
+    return f"amqp://{''.join(f'{user}@' for user in named)}{','.join(hosts)}{slash}{path}"
+
+
+def _place(url: str) -> object:
+    """Which virtual host of which broker it is; None: the URL is none, as its transport says."""
+    try:
+        address = parse_bus_url(as_amqp(url))
+    except BadBusUrl:
+        return None
+    return frozenset(address.hosts), address.vhost
 
 
 def _transport(process: str, setting: str, url: str) -> RabbitTransport:
     if not url:
         raise SettingsError("nova.transport_url", f"nova.{setting} is needed: where Nova's services meet")
     try:
-        return RabbitTransport(_as_amqp(url), name="nova", connection_name=f"berth {process}")
+        return RabbitTransport(as_amqp(url), name=f"nova.{setting}", connection_name=f"berth {process}")
     except BadBusUrl as error:
         raise SettingsError(error.code, f"nova.{setting}: {error}") from None

@@ -18,6 +18,7 @@ from scheduler_worker.nova.nova_rest import NovaUnavailable
 
 AGAIN_S = 30.0  # between two reads of the database while a host has no cell
 MAX_MAPPINGS = 1_000_000
+MAX_SAID = 200  # characters of what the database's driver says of a fault
 READ_S = 10.0  # that a read of the database is waited for
 
 # The two that are read; a disabled cell takes no builds.
@@ -80,9 +81,15 @@ class DatabaseCells:
                 async with asyncio.timeout(READ_S):
                     self._known = await asyncio.to_thread(self._read)
             except (SQLAlchemyError, TimeoutError) as error:
-                reason = f"Nova's API database: {type(error).__name__}"  # its text may have the password
+                reason = f"Nova's API database: {type(error).__name__} {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
         return {host: cell for host in hosts if (cell := self._known.get(host)) is not None}
+
+    def _said(self, error: Exception) -> str:
+        """The first line of the driver's own text, without the password, which some drivers repeat."""
+        said = str(getattr(error, "orig", None) or "").partition("\n")[0]
+        password = self._engine.url.password
+        return (said.replace(str(password), "***") if password else said)[:MAX_SAID]
 
     def _read(self) -> dict[str, str]:
         with self._engine.connect() as connection:

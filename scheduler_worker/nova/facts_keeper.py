@@ -29,6 +29,7 @@ MAX_WAITING = 8  # instances of one call that Nova is asked about
 WAITING = frozenset({"scheduling", "resize_prep", "migrating", "rebuilding", "unshelving"})
 ASK_AGAIN_S = 1.0  # between two reads that a request without a host causes
 ASK_LIMIT_S = 5.0  # that such a request waits for Nova's API: it has one of the places of all calls
+MAX_LOGGED = 20  # names of hosts in one line of the log
 MAX_CAST = 100_000  # aggregates of one cast
 
 AGGREGATE, AGGREGATES = "Aggregate", "AggregateList"
@@ -75,6 +76,7 @@ class FactsKeeper:
         self._facts = facts
         self._table = table
         self._cells = cells
+        self._without_cell: tuple[str, ...] = ()  # as it was logged
         self._config = config
         self._clock = clock
         self._reading = asyncio.Lock()
@@ -166,6 +168,10 @@ class FactsKeeper:
 
     async def _announce(self) -> None:
         self._facts.put_cells(await self._cells.of_hosts(self._facts.hosts()))
+        without = self._facts.without_cell()
+        if without and without != self._without_cell:
+            log.warning("nova.hosts_without_cell", hosts=without[:MAX_LOGGED], count=len(without))
+        self._without_cell = without
         self._facts.announce(self._clock.monotonic())
 
     # --- casts

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import make_url
+from sqlalchemy.exc import OperationalError
 
 from bus.clock import SystemClock
 from bus.service.settings import SettingsError
@@ -57,6 +60,17 @@ async def test_a_database_that_is_away(tmp_path: Path) -> None:
     with pytest.raises(NovaUnavailable) as unavailable:
         await found.of_hosts(["h1"])
     assert unavailable.value.code == "nova.cells_unavailable"
+
+
+async def test_what_the_driver_says_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise OperationalError("SELECT", {}, Exception("access of 'u' with 's3cret' is denied\nfor good"))
+
+    engine = SimpleNamespace(url=make_url("mysql://u:s3cret@h/nova_api"), connect=refused)
+    monkeypatch.setattr(cells.sqlalchemy, "create_engine", lambda *_, **__: engine)
+    with pytest.raises(NovaUnavailable) as unavailable:
+        await DatabaseCells("", SystemClock()).of_hosts(["h1"])
+    assert "denied" in str(unavailable.value) and "s3cret" not in str(unavailable.value)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
 from scheduler_worker.domain.hosts import HostTable
@@ -235,3 +236,12 @@ async def test_a_cast_that_crosses_a_poll_is_newer_than_its_answer() -> None:
     nova.cast = lambda: None
     await kept.after(1)
     assert [one.uuid for one in kept.facts.aggregates()] == [gone], "the next poll is newer than the casts"
+
+
+@on_virtual_time
+async def test_a_host_of_no_cell_is_named_once() -> None:
+    kept = Kept(MemoryNova(node(1)), poll_interval_s=5)
+    kept.keeper._cells = ConfiguredCells({CELL1: ("other*",)})
+    with capture_logs() as lines:
+        await kept.after(20)
+    assert [one["count"] for one in lines if one["event"] == "nova.hosts_without_cell"] == [1]

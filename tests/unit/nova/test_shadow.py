@@ -141,7 +141,7 @@ async def test_one_host(room: int, stock: int | RemoteFault, difference: str) ->
     assert await here.cloud.held(VMS[0]) == [] and here.cloud.claims.submitted == []
 
 
-async def test_another_host_is_told_from_the_same(caplog: pytest.LogCaptureFixture) -> None:
+async def test_another_host_is_told_from_the_same() -> None:
     here = await world(2, each=PLENTY)
     counts = await here.told(here.answered(0), VMS[0])
     counts = await here.told(here.answered(1), VMS[0])
