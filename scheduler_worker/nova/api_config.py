@@ -20,8 +20,8 @@ class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     url: Annotated[str, Bound(pattern=r"^https?://")] = "http://127.0.0.1:8774/v2.1"
     """Nova's API, as its endpoint in Keystone has it."""
     keystone: KeystoneLogin = KeystoneLogin()
-    """Credentials for Keystone, of a user that may list hypervisors, services and aggregates, and show the servers of
-    every project. The token is renewed when it expires.
+    """Credentials for Keystone, of a user that may list hypervisors, services, aggregates, and the servers of every
+    project. The token is renewed when it expires.
     """
     token: Secret = ""
     """An X-Auth-Token that another program renews; of a Nova with `auth_strategy` = `noauth2`, USER:PROJECT."""
