@@ -370,6 +370,7 @@ PROGRAMS = {
     "createdb",
     "curl",
     "ln",
+    "nova-manage",
     "openstack",
     "pg_dump",
     "pg_restore",
