@@ -72,6 +72,7 @@ COMMANDS = {
     "dead-letters": ("dead_letters", "dead_letters"),
     "placement": ("placement", "placement"),
     "nova": ("nova", "nova"),
+    "explain": ("explain", "explain"),
     "quarantine": ("safety", "quarantine"),
     "breaker": ("safety", "breaker"),
     "baremetal": ("baremetal", "baremetal"),

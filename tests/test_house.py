@@ -405,7 +405,7 @@ SET_BACK = {"set_back_at", "set_back.at", "made_at"}
 ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),
     ("late", (*WORKERS, "berth"), LATE, set()),
-    ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/requests.py"}),
+    ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/requests.py", "scheduler_worker/nova/select.py"}),
     ("release", ("scheduler_worker",), {"ReleaseRun"}, {"scheduler_worker/domain/builds.py"}),
     ("taken over", ("scheduler_worker",), {"take_over"}, {"scheduler_worker/claims.py"}),
     ("copy", ("cell_conductor",), COPY, {"cell_conductor/handlers.py"}),

@@ -115,11 +115,28 @@ def total_resources(query: Query) -> dict[str, int]:
     return dict(sorted(sums.items()))
 
 
+MAX_NAMED_ROOTS = 20
+
+
+class RejectedRoots(Struct, frozen=True):
+    """Roots that one step rejected for one reason ("": several): the first MAX_NAMED_ROOTS of their rows."""
+
+    step: str
+    reason: str
+    rows: tuple[int, ...]
+
+
+def left_out(step: str, reason: str, rows: Rows) -> RejectedRoots:
+    """The first of these."""
+    return RejectedRoots(step, reason, tuple(rows[:MAX_NAMED_ROOTS].tolist()))
+
+
 class Found(Struct, frozen=True):
     """The roots that can take the request, ascending by row (do not write to it), and why the others were rejected.
 
-    The funnel is empty unless requested (`explain=True`).
+    The funnel is empty unless requested (`explain=True`), and so are those that it counts.
     """
 
     roots: Rows
     funnel: tuple[FunnelStep, ...] = ()
+    left_out: tuple[RejectedRoots, ...] = ()

@@ -16,13 +16,14 @@ from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption, ProviderState
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
-from placement_worker.replica.request import UNNUMBERED, Found, Query, Slot
+from placement_worker.replica.request import UNNUMBERED, Found, Query, RejectedRoots, Slot, left_out
 from placement_worker.replica.verdicts import RootVerdicts, cached_verdicts, verdicts_of
 
 __all__ = ["Found", "Query", "option_held", "options", "search"]
 
 # The bound of options, whatever limit the caller requests.
 MAX_OPTIONS = 64
+PROVIDERS = "providers"  # the first step of a funnel
 _ALL = 2**45  # more than any inventory has
 
 
@@ -37,7 +38,9 @@ def search(book: Book, query: Query, *, explain: bool = False) -> Found:
     verdicts.explain()
     among = _unless_ignored(book, query, book.rows_of_roots() if pinned is None else pinned)
     why = "ignored" if pinned is None else "not among those requested"
-    return Found(roots, _funnel(verdicts, among, {why: len(book.rows_of_roots()) - len(among)}))
+    pins = np.setdiff1d(book.rows_of_roots(), among, assume_unique=True)
+    named = [left_out(PROVIDERS, why, pins)] if len(pins) else []
+    return Found(roots, _funnel(verdicts, among, {why: len(pins)}), (*named, *_rejected(verdicts, among)))
 
 
 def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[ClaimOption]:
@@ -91,6 +94,13 @@ def _option(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOpti
         shapes=shapes,
         mappings={suffix: tuple(uuids) for suffix, uuids in mappings.items()},
     )
+
+
+def _rejected(verdicts: RootVerdicts, roots: Rows) -> list[RejectedRoots]:
+    """Some of these roots by the reason for which they were rejected."""
+    codes, named = verdicts.verdicts[roots], verdicts.reasons.named
+    found = [code for code in np.unique(codes).tolist() if 0 < code < verdicts.passes]
+    return [left_out(named[code].step, named[code].reason, roots[codes == code]) for code in found]
 
 
 # --- the first search of a process
@@ -154,7 +164,7 @@ def _rows_of(book: Book, uuids: Sequence[str]) -> Rows:
 def _funnel(verdicts: RootVerdicts, roots: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
     """Return the steps of the funnel: how many of these roots each leaves, and why it rejects the others."""
     counts, left = np.bincount(verdicts.verdicts[roots], minlength=verdicts.passes + 1), len(roots)
-    funnel = [FunnelStep(step="providers", remaining=left, rejected={why: many for why, many in pins.items() if many})]
+    funnel = [FunnelStep(step=PROVIDERS, remaining=left, rejected={why: many for why, many in pins.items() if many})]
     rejected: dict[str, dict[str, int]] = {step: {} for step in verdicts.reasons.steps()}
     for code in range(1, verdicts.passes):
         if many := int(counts[code]):

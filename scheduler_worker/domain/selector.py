@@ -15,12 +15,13 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.objects import group_named
 from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
+from placement_worker.replica.request import RejectedRoots, left_out
 from placement_worker.replica.search import search
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.explain import ClaimLoss, funnel_step
 from scheduler_worker.domain.flavors import IMAGE_TRAITS, ZONE_KEY, ParsedFlavor, request_spec, traits_of_image
 from scheduler_worker.domain.fleet import HostMetricsTable
-from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
+from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Mask, Rows
 from scheduler_worker.domain.plugins import (
     Filter,
     Weighing,
@@ -42,12 +43,14 @@ class NoValidHost(Struct, frozen=True):
     """No host can take the request now. `unannounced`: hosts that only lacked a compute service's announcement.
 
     claims: how many claims were submitted before that was known. lost: those of them that got nothing, in order.
+    left_out: the hosts of the funnel, by their rows as they were then.
     """
 
     funnel: tuple[FunnelStep, ...]
     unannounced: int = 0
     claims: int = 0
     lost: tuple[ClaimLoss, ...] = ()
+    left_out: tuple[RejectedRoots, ...] = ()
 
     @property
     def remaining(self) -> int:
@@ -243,7 +246,8 @@ class Selector:
         """All hosts that can take the request now, best first; the list may be empty. runs: of the round it is made
         for. among: no others than these rows of the book.
         """
-        view, funnel = self._passing(spec, explain=False)
+        left = self._passing(spec, explain=False)
+        view, funnel = left.view, tuple(left.funnel)
         if among is not None:
             view = view.subset(np.isin(view.rows, among))
         return Ranking(
@@ -259,17 +263,19 @@ class Selector:
 
     def passing(self, spec: RequestSpec) -> HostsView:
         """All hosts that can take the request now."""
-        return self._passing(spec, explain=False)[0]
+        return self._passing(spec, explain=False).view
 
     def explain(self, spec: RequestSpec, tried: Mapping[str, str]) -> NoValidHost:
         """Why no host is left. `tried`: {host uuid: reason} of hosts that this request may not use any more."""
-        view, funnel = self._passing(spec, explain=True)
+        left = self._passing(spec, explain=True)
         rows = self.rows_of(tried)
-        out = [rows[row] for row in view.rows.tolist() if row in rows]
+        out = {row: rows[row] for row in left.view.rows.tolist() if row in rows}
         if out:
-            funnel = (*funnel, funnel_step("claim", len(view), Counter(out)))
-        unannounced = sum(count for s in funnel for reason, count in s.rejected.items() if reason == UNANNOUNCED)
-        return NoValidHost(funnel, unannounced)
+            left.funnel.append(funnel_step("claim", len(left.view), Counter(out.values())))
+            for why in dict.fromkeys(out.values()):
+                left.left_out.append(left_out("claim", why, np.array([row for row in out if out[row] == why])))
+        unannounced = sum(count for s in left.funnel for reason, count in s.rejected.items() if reason == UNANNOUNCED)
+        return NoValidHost(tuple(left.funnel), unannounced, left_out=tuple(left.left_out))
 
     def selection(self, candidate: RankedHost, option: int = 0) -> Selection:
         """One candidate as it is sent to the cell's conductor."""
@@ -340,34 +346,23 @@ class Selector:
             metrics=self.metrics,
         )
 
-    def _passing(self, spec: RequestSpec, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
+    def _passing(self, spec: RequestSpec, *, explain: bool) -> Narrowing:
         """Search, then run each filter in order; the funnel counts the hosts that each step left."""
         found = search(self.book, spec.query, explain=explain)
-        view = self._view(found.roots)
-        funnel = [*found.funnel]
-        known = view.known
-        if not known.all():
-            before = len(view)
-            view = view.subset(known)
-            funnel.append(funnel_step("announced", before, {UNANNOUNCED: before - len(view)}))
+        left = Narrowing(self._view(found.roots), found.funnel, found.left_out, names=explain)
+        if not (known := left.view.known).all():
+            left.keep("announced", known, UNANNOUNCED)
         if spec.cell is not None:
-            before = len(view)
             cells = self.table.cells
             at = cells.index(spec.cell) if spec.cell in cells else NO_SERVICE
-            view = view.subset(view.cell == at)
-            funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)}))
-        elif (disabled := view.in_cells(self.table.disabled_cells)).any():
-            before = len(view)
-            view = view.subset(~disabled)
-            funnel.append(funnel_step("cell", before, {CELL_DISABLED: before - len(view)}))
+            left.keep("cell", left.view.cell == at, "host.other_cell")
+        elif (disabled := left.view.in_cells(self.table.disabled_cells)).any():
+            left.keep("cell", ~disabled, CELL_DISABLED)
         for state in (AdminState.MAINTENANCE, AdminState.FENCED) if spec.forced else ():
-            if (excluded := view.is_in(state)).any():
-                before = len(view)
-                view = view.subset(~excluded)
-                funnel.append(funnel_step(state.value, before, {f"host.{state}": before - len(view)}))
-        filters = () if spec.forced else self.filters
-        view, steps = filtered(view, spec, [one for one in filters if applies_to(one, spec)])
-        return view, (*funnel, *steps)
+            if (excluded := left.view.is_in(state)).any():
+                left.keep(state.value, ~excluded, f"host.{state}")
+        left.run(() if spec.forced else self.filters, spec)
+        return left
 
     def suits_rebuild(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
         """Whether an image's traits and the filters that look at images let an instance stay on its host: None, or what
@@ -385,9 +380,7 @@ class Selector:
         here = {trait for member in members for trait in self.book.traits_of(member)}
         if any((word == "required") != (trait in here) for trait, word in traits.items()):
             return NoValidHost((funnel_step("image_traits", 1, {IMAGE_TRAITS: 1}),))
-        filters = [one for one in self.filters if runs_on_rebuild(one) and applies_to(one, spec)]
-        view, steps = filtered(view, spec, filters)
-        return None if len(view) else NoValidHost(steps)
+        return _rejected(view, [one for one in self.filters if runs_on_rebuild(one)], spec)
 
     def rejects(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
         """None, or why the filters reject a host, whatever room it has. One that is not known is not rejected."""
@@ -397,8 +390,7 @@ class Selector:
         view = self._view(np.array([row], dtype=np.intp))
         if not view.known.all():
             return None
-        view, steps = filtered(view, spec, [one for one in self.filters if applies_to(one, spec)])
-        return None if len(view) else NoValidHost(steps)
+        return _rejected(view, self.filters, spec)
 
     def announced_in_book(self) -> Rows:
         """The indexes in the host table of the hosts that the replica has."""
@@ -419,22 +411,53 @@ class Selector:
         return self._index[rows]
 
 
-def filtered(view: HostsView, spec: RequestSpec, filters: Sequence[Filter]) -> tuple[HostsView, tuple[FunnelStep, ...]]:
-    """Run filters in order; the hosts that are left, and how many each rejected."""
-    steps = []
-    for host_filter in filters:
-        before = len(view)
-        verdict = host_filter.filter(view, spec)
-        if not verdict.passed.all():
-            view = view.subset(verdict.passed)
-        # A plug-in may count wrongly; the funnel must add up all the same.
-        rejected = (
-            verdict.rejected
-            if sum(verdict.rejected.values()) == before - len(view)
-            else {host_filter.name: before - len(view)}
-        )
-        steps.append(funnel_step(host_filter.name, before, rejected))
-    return view, tuple(steps)
+def _rejected(view: HostsView, filters: Sequence[Filter], spec: RequestSpec) -> NoValidHost | None:
+    """What filters reject of one host; None: nothing."""
+    left = Narrowing(view)
+    left.run(filters, spec)
+    return None if len(left.view) else NoValidHost(tuple(left.funnel))
+
+
+class Narrowing:
+    """Hosts while step after step leaves some of them out. names: whether to say which."""
+
+    def __init__(
+        self,
+        view: HostsView,
+        funnel: Sequence[FunnelStep] = (),
+        left_out: Sequence[RejectedRoots] = (),
+        *,
+        names: bool = False,
+    ) -> None:
+        self.view = view
+        self.funnel = list(funnel)
+        self.left_out = list(left_out)
+        self._names = names
+
+    def keep(self, step: str, passed: Mask, reason: str) -> None:
+        """Leave those out that do not pass, all for one reason."""
+        self._keep(step, passed, {reason: int(passed.size - np.count_nonzero(passed))})
+
+    def run(self, filters: Sequence[Filter], spec: RequestSpec) -> None:
+        """Run in order those of the filters that apply."""
+        for one in filters:
+            if not applies_to(one, spec):
+                continue
+            verdict = one.filter(self.view, spec)
+            # A plug-in may count wrongly; the funnel must add up all the same.
+            out = int(verdict.passed.size - np.count_nonzero(verdict.passed))
+            is_sound = sum(verdict.rejected.values()) == out
+            self._keep(one.name, verdict.passed, verdict.rejected if is_sound else {one.name: out})
+
+    def _keep(self, step: str, passed: Mask, rejected: Mapping[str, int]) -> None:
+        before = self.view
+        self.funnel.append(funnel_step(step, len(before), rejected))
+        if passed.all():
+            return
+        self.view = before.subset(passed)
+        if self._names:
+            why = [reason for reason, count in rejected.items() if count]
+            self.left_out.append(left_out(step, why[0] if len(why) == 1 else "", before.rows[~passed]))
 
 
 MAX_HELD = 10_000  # choices that count as used at a time

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from collections import Counter
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
+from scheduler_worker.domain.hosts import Mask
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
 from scheduler_worker.domain.view import HostsView, Membership, RequestSpec
 
@@ -48,15 +52,26 @@ class AggregateImagePropertiesIsolation:
 
 # The properties of an image, in the order of a host's triples.
 PROPERTIES = ("hw_architecture", "img_hv_type", "hw_vm_mode")
-# The attribute that a host announces: `architecture/hypervisor/mode` triples, comma-separated.
+# The attributes that a host announces: `architecture/hypervisor/mode` triples, comma-separated, in which ANY is each;
+# the version of its hypervisor, a number with three digits a part (8002000: 8.2.0); how wide its addresses are.
 SUPPORTED = "supported_instances"
+ANY = "*"
+VERSION = "hypervisor_version"
+ADDRESS_BITS = "cpu_info:maxphysaddr:bits"
+# What an image requests of these.
+WANTED_VERSION, WANTED_BITS = "img_hv_requested_version", "hw_maxphysaddr_bits"
+_PREDICATE = re.compile(r"(<=|>=|<|>|!=|==)\s*(\d{1,9}(?:\.\d{1,9}){0,3})")
+_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "!=": operator.ne, "==": operator.eq,
+}  # fmt: skip
 
 
 class ImagePropertiesFilter:
     """Compares the image's architecture, hypervisor type and VM mode with those that the host announces.
 
     As in Nova: one triple must have all properties of the image. An image without them runs anywhere; an image with
-    them does not run on a host that announces nothing. Not here: hypervisor version, address bits.
+    them does not run on a host that announces nothing. For an image with one of them the hypervisor's version and the
+    width of addresses count as well, on a host that announces these.
     """
 
     name: ClassVar[str] = "ImagePropertiesFilter"
@@ -68,20 +83,48 @@ class ImagePropertiesFilter:
 
     def reads_image_property(self, name: str, membership: Membership) -> bool:
         """Whether hosts announce it."""
-        return name in PROPERTIES
+        return name in (*PROPERTIES, WANTED_VERSION, WANTED_BITS)
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Hosts announce the same few lists, so each distinct one is compared once."""
         requested = [spec.image_properties.get(key, "").lower() for key in PROPERTIES]
         words = view.attribute(SUPPORTED)
         verdicts = {word: supports(word, requested) for word in set(words)}
-        return verdict_of(np.array([verdicts[word] for word in words], dtype=np.bool_), "image.not_supported")
+        passed = np.array([verdicts[word] for word in words], dtype=np.bool_)
+        if wanted := spec.image_properties.get(WANTED_VERSION):
+            passed &= _each(view.attribute(VERSION), lambda has: is_version(has, wanted))
+        if (bits := spec.image_properties.get(WANTED_BITS, "")).isdecimal():
+            passed &= _each(view.attribute(ADDRESS_BITS), lambda has: not has.isdecimal() or int(has) >= int(bits))
+        return verdict_of(passed, "image.not_supported")
+
+
+def _each(values: Sequence[str | None], suits: Callable[[str], bool]) -> Mask:
+    """Per host, whether what it announces suits; a host that announces nothing does."""
+    verdicts = {value: suits(value) for value in set(values) if value}
+    return np.array([verdicts.get(value or "", True) for value in values], dtype=np.bool_)
+
+
+def is_version(announced: str, wanted: str) -> bool:
+    """Whether a version is in the range that an image requests (">=2.6, <9"); a range that cannot be read has none."""
+    if not announced.isdecimal():
+        return True
+    number = int(announced)
+    have = [number // 1_000_000, number // 1000 % 1000, number % 1000, 0]
+    for part in wanted.split(","):
+        found = _PREDICATE.fullmatch(part.strip())
+        if found is None:
+            return False
+        version = [int(word) for word in found[2].split(".")]
+        if not _COMPARED[found[1]](have, version + [0] * (len(have) - len(version))):
+            return False
+    return True
 
 
 def supports(announced: str | None, requested: list[str]) -> bool:
     """Whether one of the announced triples has everything that is required (an empty string requires nothing)."""
     triples = [[word.strip().lower() for word in triple.split("/")] for triple in (announced or "").split(",")]
     return any(
-        len(triple) == len(requested) and all(want in ("", have) for have, want in zip(triple, requested, strict=True))
+        len(triple) == len(requested)
+        and all(want in ("", have) or have == ANY for have, want in zip(triple, requested, strict=True))
         for triple in triples
     )

@@ -20,8 +20,8 @@ class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     url: Annotated[str, Bound(pattern=r"^https?://")] = "http://127.0.0.1:8774/v2.1"
     """Nova's API, as its endpoint in Keystone has it."""
     keystone: KeystoneLogin = KeystoneLogin()
-    """Credentials for Keystone, of a user that may list hypervisors, services and aggregates. The token is renewed
-    when it expires.
+    """Credentials for Keystone, of a user that may list hypervisors, services and aggregates, and show the servers of
+    every project. The token is renewed when it expires.
     """
     token: Secret = ""
     """An X-Auth-Token that another program renews; of a Nova with `auth_strategy` = `noauth2`, USER:PROJECT."""
@@ -37,10 +37,6 @@ class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds between two reads of services and aggregates: so long a nova-compute that is down may count as up."""
     hosts_interval_s: Seconds = 60.0
     """Seconds between two reads of all compute nodes. A new one is read before a request fails for want of a host."""
-    instances_interval_s: Annotated[float, Bound(ge=0, le=86_400)] = 3600.0
-    """Seconds between two reads of the instances of all hosts, which is costly for Nova; between them its computes
-    announce them (`[filter_scheduler] track_instance_changes`). 0: they are never read.
-    """
     cells: dict[Uuid, tuple[str, ...]] = {}
     """The cells of Nova by uuid, each with its hosts: names, or patterns with `*`. A host is in the first that names
     it. `nova-manage cell_v2 list_cells` prints the uuids.

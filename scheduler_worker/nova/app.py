@@ -77,7 +77,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         facts,
         keeper,
         configure=partial(configure, selector, facts, scheduler),
-        settings=config.prefilters,
+        config=config,
     )
     if config.shadow:
         shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock)
@@ -132,7 +132,7 @@ def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> SchedulerConfig:
         flavors={},
         default_flavors=(),
         aggregates=(),
-        enabled_filters=config.enabled_filters,
+        enabled_filters=config.own_filters,
         default_availability_zone=config.default_availability_zone,
     )
 

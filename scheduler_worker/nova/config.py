@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import Meta as Bound
@@ -11,16 +12,23 @@ from bus.service.settings import Secret
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.queues import RabbitOptions
 
-# Those that Nova enables of itself, as far as they look at hosts and berth has them, and berth's own for hints.
-# AvailabilityZoneFilter and its like are pre-filters there and here.
+# Those that Nova enables of itself.
 NOVA_FILTERS = (
-    "scheduler_worker.filters.host_state.ComputeFilter",
-    "scheduler_worker.filters.extra_specs.ComputeCapabilitiesFilter",
-    "scheduler_worker.filters.group.ServerGroupAntiAffinityFilter",
-    "scheduler_worker.filters.group.ServerGroupAffinityFilter",
-    "scheduler_worker.filters.hinted_hosts.DifferentHostFilter",
-    "scheduler_worker.filters.hinted_hosts.SameHostFilter",
+    "ComputeFilter",
+    "ComputeCapabilitiesFilter",
+    "ImagePropertiesFilter",
+    "ServerGroupAntiAffinityFilter",
+    "ServerGroupAffinityFilter",
 )
+NUMA_FILTER, PCI_FILTER = "NUMATopologyFilter", "PciPassthroughFilter"
+# Nova's filters that berth does not have, and the hint that each reads; "": another part of a request (`undecided`).
+NOT_OURS: Mapping[str, str] = {
+    "JsonFilter": "query",
+    "SimpleCIDRAffinityFilter": "build_near_host_ip",
+    NUMA_FILTER: "",
+    PCI_FILTER: "",
+}
+PASSES_ALL = "AllHostsFilter"
 
 
 class PrefilterSettings(Struct, frozen=True, kw_only=True):
@@ -64,10 +72,21 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shadow: bool = False
     """The fallback's nova-scheduler decides; berth decides beside it without a claim, and reports the difference."""
     enabled_filters: tuple[str, ...] = NOVA_FILTERS
-    """Filters instead of `scheduler.enabled_filters`, in the order in which they run."""
+    """`[filter_scheduler] enabled_filters` of nova.conf, instead of `scheduler.enabled_filters`, in the order in which
+    they run. What only a filter reads that is not among them is ignored, as in Nova; what one of Nova's reads that
+    berth does not have (JsonFilter, SimpleCIDRAffinityFilter, NUMATopologyFilter, PciPassthroughFilter) is left to the
+    fallback.
+    """
+    image_properties_default_architecture: Annotated[str, Bound(max_length=32)] = ""
+    """`[filter_scheduler]`: the architecture of images that name none. Empty: they run on each."""
     default_availability_zone: Annotated[str, Bound(min_length=1, max_length=255)] = "nova"
     """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
     prefilters: PrefilterSettings = PrefilterSettings()
     """The settings of nova.conf that shape a query."""
     api: NovaApiConfig = NovaApiConfig()
     """Where hosts, services and aggregates are read."""
+
+    @property
+    def own_filters(self) -> tuple[str, ...]:
+        """Those of the enabled filters that berth runs."""
+        return tuple(one for one in self.enabled_filters if one not in NOT_OURS and one != PASSES_ALL)

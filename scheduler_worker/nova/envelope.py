@@ -47,7 +47,7 @@ class Call(Struct, frozen=True, kw_only=True):
     arguments, context: JSON values, not checked further. unique_id: oslo.messaging's id of this message, the same when
     it is delivered again; "" when there is none. timeout_s: after so many seconds without a heartbeat the client gives
     up (`call_monitor_timeout`); 0: it wants none. limit_s: so many seconds it waits altogether; None: it does not say.
-    body: the envelope as it came.
+    redelivered: whether it was delivered before; it may have been answered then. body: the envelope as it came.
     """
 
     method: str
@@ -61,6 +61,7 @@ class Call(Struct, frozen=True, kw_only=True):
     timeout_s: int = 0
     limit_s: float | None = None
     fanout: bool = False
+    redelivered: bool = False
     body: bytes = b""
 
     @property
@@ -134,7 +135,14 @@ class CallOutcome(Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-def parse_call(body: bytes, *, compression: str = "", fanout: bool = False, limit_s: float | None = None) -> Call:
+def parse_call(
+    body: bytes,
+    *,
+    compression: str = "",
+    fanout: bool = False,
+    redelivered: bool = False,
+    limit_s: float | None = None,
+) -> Call:
     """Parse the body of a delivery. compression: kombu's header of this name. limit_s: how long (seconds) its client
     waits. Raises CallUnreadable.
     """
@@ -162,6 +170,7 @@ def parse_call(body: bytes, *, compression: str = "", fanout: bool = False, limi
         timeout_s=_whole(message.get("_timeout")),
         limit_s=limit_s,
         fanout=fanout,
+        redelivered=redelivered,
         body=plain,
     )
 

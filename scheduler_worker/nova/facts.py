@@ -1,4 +1,4 @@
-"""What the scheduler knows of a Nova cloud beside the book: hosts, services, aggregates, cells and instances.
+"""What the scheduler knows of a Nova cloud beside the book: hosts, services, aggregates and cells.
 
 Everything here is Nova's state as it was read last; nothing is kept. It is put into the scheduler's own host table in
 the terms of that table, so that filters and weighers run on Nova's hosts unchanged: a nova-compute is a compute
@@ -8,8 +8,8 @@ Pure: what is read and when comes in.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,12 +18,26 @@ from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGon
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.view import Membership
+from scheduler_worker.filters.image import ANY, SUPPORTED
 
 MAX_NODES = 1_000_000
-MAX_INSTANCES = 4_000_000  # on all hosts together
 MAX_CPUS = 1_000  # descriptions of processors that are shared
 # One life of every nova-compute: Nova's services announce no epochs.
 EPOCH = 1
+# What a hypervisor of each type runs, as its driver tells Nova's scheduler and no API tells us: (types that an image
+# may name, modes).
+HYPERVISORS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "qemu": (("kvm", "qemu"), ("hvm",)),
+    "kvm": (("kvm", "qemu"), ("hvm",)),
+    "lxc": (("lxc",), ("exe",)),
+    "parallels": (("parallels",), ("exe", "hvm")),
+    "vmware vcenter server": (("vmware",), ("hvm",)),
+    "zvm": (("zvm",), ("hvm",)),
+    "ironic": (("baremetal",), ("hvm",)),
+    "fake": (("fake",), ("hvm",)),
+}
+BESIDE = {"x86_64": ("i686",), "aarch64": ("armv7l",), "ppc64le": ("ppc64",)}  # what such a processor runs as well
+ARCHITECTURE = "arch"  # in a compute node's cpu_info
 DOWN = "service.silent"
 
 
@@ -42,6 +56,17 @@ class ComputeNode(Struct, frozen=True, kw_only=True):
     hypervisor_version: int = 0
     host_ip: str = ""
     cpu_info: Mapping[str, str] = {}
+
+
+def supported_instances(node: ComputeNode) -> str:
+    """What runs on a compute node, in the form of `ImagePropertiesFilter`; what its row does not tell is any.
+
+    Architectures that its hypervisor emulates are not in the row.
+    """
+    arch = node.cpu_info.get(ARCHITECTURE, "").lower()
+    types, modes = HYPERVISORS.get(node.hypervisor_type.lower(), ((ANY,), (ANY,)))
+    architectures = (arch, *BESIDE.get(arch, ())) if arch else (ANY,)
+    return ", ".join("/".join(triple) for triple in product(architectures, types, modes))
 
 
 class NovaService(Struct, frozen=True, kw_only=True):
@@ -82,8 +107,8 @@ class NovaFacts:
         self._services: dict[str, NovaService] = {}
         self._cells: dict[str, str] = {}
         self._aggregates: dict[str, NovaAggregate] = {}
-        self._instances = _Instances()
         self._membership: Membership | None = None
+        self._supported: frozenset[str] | None = None
         self._announced: dict[str, _Announced] = {}
         self._is_announced = True  # whether that is all that is known
         self._sequence = 0
@@ -105,24 +130,6 @@ class NovaFacts:
         node = self._nodes.get(uuid)
         return None if node is None else self._cells.get(node.host)
 
-    def instances_on(self, uuid: str) -> frozenset[str]:
-        """The instances that Nova has on the host of a compute node, as far as it was told."""
-        node = self._nodes.get(uuid)
-        return frozenset() if node is None else frozenset(self._instances.of_host.get(node.host, ()))
-
-    def hosts_of(self, instances: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """{instance: the compute nodes of the host that Nova has it on}; instances that are nowhere are left out."""
-        found = {
-            one: tuple(uuid for host in self._instances.hosts.get(one, ()) for uuid in self._by_host.get(host, ()))
-            for one in instances
-        }
-        return {one: uuids for one, uuids in found.items() if uuids}
-
-    def members(self, instances: Collection[str]) -> dict[str, int]:
-        """{compute node: how many of these instances Nova has on its host}, without zeros: `Peers.members`."""
-        found = Counter(uuid for uuids in self.hosts_of(frozenset(instances)).values() for uuid in uuids)
-        return dict(sorted(found.items()))
-
     def aggregates(self) -> tuple[Aggregate, ...]:
         """Nova's aggregates as the scheduler's settings have them (`SchedulerConfig.aggregates`), in order of names."""
         return self.membership().aggregates
@@ -140,13 +147,15 @@ class NovaFacts:
             )
         return self._membership
 
+    def supported(self) -> frozenset[str]:
+        """What runs on the hosts, each list once (`supported_instances`)."""
+        if self._supported is None:
+            self._supported = frozenset(map(supported_instances, self._nodes.values()))
+        return self._supported
+
     def unknown(self, roots: Iterable[str]) -> tuple[str, ...]:
         """Those of these root providers that Nova has named no compute node for."""
         return tuple(uuid for uuid in roots if uuid not in self._nodes)
-
-    def has_host(self, host: str) -> bool:
-        """Whether Nova has named a nova-compute or a compute node of this host."""
-        return host in self._services or host in self._by_host
 
     def hosts(self) -> tuple[str, ...]:
         """All hosts that Nova has named, in order."""
@@ -207,17 +216,6 @@ class NovaFacts:
             self._cells = dict(cells)
             self._changed()
 
-    def put_instances(self, host: str, instances: Iterable[str], *, complete: bool) -> None:
-        """Instances on a host. complete: there are no others. What is beyond MAX_INSTANCES in all is not kept."""
-        if complete:
-            self._instances.clear(host)
-        for one in instances:
-            self._instances.add(host, one)
-
-    def drop_instance(self, host: str, instance: str) -> None:
-        """An instance is on a host no more."""
-        self._instances.drop(host, instance)
-
     def announce(self, now_s: float) -> None:
         """Bring the host table up to these facts. now_s: monotonic seconds."""
         if not self._is_announced:
@@ -264,6 +262,7 @@ class NovaFacts:
             "hypervisor_version": str(node.hypervisor_version) if node.hypervisor_version else "",
             "host_ip": node.host_ip,
         }
+        known[SUPPORTED] = supported_instances(node)
         attributes = {key: value for key, value in known.items() if value}
         attributes |= {f"cpu_info:{path}": value for path, value in node.cpu_info.items()}
         return HostReport(
@@ -308,38 +307,6 @@ class NovaFacts:
         return replace(node, cpu_info=self._cpus.setdefault(key, node.cpu_info))
 
     def _changed(self) -> None:
-        self._membership = None
+        self._membership = self._supported = None
         self._is_announced = False
         self.version += 1
-
-
-class _Instances:
-    """Which instances are on which hosts; while one moves it may be on two."""
-
-    def __init__(self) -> None:
-        self.of_host: dict[str, dict[str, None]] = {}
-        self.hosts: dict[str, tuple[str, ...]] = {}
-
-    def add(self, host: str, instance: str) -> None:
-        known = self.hosts.get(instance, ())
-        if host in known or (not known and len(self.hosts) >= MAX_INSTANCES):
-            return
-        self.hosts[instance] = (*known, host)
-        self.of_host.setdefault(host, {})[instance] = None
-
-    def drop(self, host: str, instance: str) -> None:
-        mine = self.of_host.get(host, {})
-        if instance not in mine:
-            return
-        del mine[instance]
-        if not mine:
-            del self.of_host[host]
-        left = tuple(one for one in self.hosts[instance] if one != host)
-        if left:
-            self.hosts[instance] = left
-        else:
-            del self.hosts[instance]
-
-    def clear(self, host: str) -> None:
-        for instance in list(self.of_host.get(host, ())):
-            self.drop(host, instance)

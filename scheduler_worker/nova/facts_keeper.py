@@ -23,13 +23,16 @@ from scheduler_worker.nova.nova_rest import AggregateRow, NovaApi, NovaUnavailab
 log = structlog.get_logger(__name__)
 
 MAX_ASKED = 32  # unknown root providers that are asked for one by one; for more, all compute nodes are read
+MAX_WAITING = 8  # instances of one call that Nova is asked about
+# The task states of servers that Nova's conductor asks a scheduler about: boot, resize and cold migration, live
+# migration, evacuation and rebuild, unshelve.
+WAITING = frozenset({"scheduling", "resize_prep", "migrating", "rebuilding", "unshelving"})
 ASK_AGAIN_S = 1.0  # between two reads that a request without a host causes
 ASK_LIMIT_S = 5.0  # that such a request waits for Nova's API: it has one of the places of all calls
 MAX_LOGGED = 20  # names of hosts in one line of the log
-MAX_CAST = 100_000  # aggregates or instances of one cast
+MAX_CAST = 100_000  # aggregates of one cast
 
 AGGREGATE, AGGREGATES = "Aggregate", "AggregateList"
-INSTANCE, INSTANCES = "Instance", "InstanceList"
 
 
 class FactsSource(Protocol):
@@ -45,6 +48,10 @@ class FactsSource(Protocol):
         Before "no valid host" is final. Callers at the same time share one read, and reads are a second apart at
         least. False also when Nova does not answer in time: what is known counts.
         """
+        ...
+
+    async def waits_for_host(self, instances: Sequence[str]) -> bool:
+        """Whether one of these instances still waits for a host. Raises NovaUnavailable, NovaRefused."""
         ...
 
 
@@ -74,10 +81,9 @@ class FactsKeeper:
         self._clock = clock
         self._reading = asyncio.Lock()
         self._read_s = -math.inf
-        self._nodes_due_s = self._instances_due_s = -math.inf
+        self._nodes_due_s = -math.inf
         # Changed by casts since the poll under way began: its answer may be older than they are.
         self._cast_aggregates: set[str] = set()
-        self._cast_hosts: set[str] = set()
         self._without_nodes: frozenset[str] = frozenset()
         self._no_nodes: set[str] = set()  # root providers that Nova has no compute node for
         self.first = asyncio.Event()
@@ -90,9 +96,6 @@ class FactsKeeper:
             try:
                 async with self._reading:
                     await self._poll(self._clock.monotonic())
-                if self._config.instances_interval_s and self._clock.monotonic() >= self._instances_due_s:
-                    await self._read_instances()
-                    self._instances_due_s = self._clock.monotonic() + self._config.instances_interval_s
             except Fault as fault:
                 self._log_unread(fault)
             await self._clock.sleep(self._config.poll_interval_s)
@@ -123,16 +126,6 @@ class FactsKeeper:
         self._no_nodes.clear()
         await self._announce()
 
-    async def _read_instances(self) -> None:
-        self._cast_hosts.clear()
-        of_hosts = {}
-        for uuid, instances in (await self._api.instances()).items():
-            node = self._facts.node(uuid)
-            if node is not None and node.host not in self._cast_hosts:
-                of_hosts[node.host] = instances  # of all its compute nodes alike
-        for host, instances in of_hosts.items():
-            self._facts.put_instances(host, instances, complete=True)
-
     async def ask(self, unknown: Collection[str] = ()) -> bool:
         """As FactsSource has it."""
         before = self._state()
@@ -146,6 +139,13 @@ class FactsKeeper:
         except Fault as fault:
             self._log_unread(fault)
         return self._state() != before
+
+    async def waits_for_host(self, instances: Sequence[str]) -> bool:
+        """As FactsSource has it. All instances of a call are answered together, so the first few tell."""
+        for one in instances[:MAX_WAITING]:
+            if await self._api.task_of(one) in WAITING:
+                return True
+        return False
 
     async def _read_unknown(self, roots: Collection[str]) -> None:
         unknown = [uuid for uuid in self._facts.unknown(roots) if uuid not in self._no_nodes]
@@ -178,8 +178,11 @@ class FactsKeeper:
 
     def apply_cast(self, method: str, arguments: Mapping[str, object]) -> bool:
         """As FactsSource has it."""
+        take = CASTS[method]
+        if take is None:
+            return True
         try:
-            CASTS[method](self, arguments)
+            take(self, arguments)
         except (CastUnreadable, msgspec.ValidationError) as error:
             log.warning("nova.cast_unreadable", cast=method, why=reason_of(error))
             return False
@@ -197,43 +200,15 @@ class FactsKeeper:
             self._cast_aggregates.add(uuid)
             self._facts.drop_aggregate(uuid)
 
-    def _update_instances(self, arguments: Mapping[str, object]) -> None:
-        given = _objects(arguments.get("instance_info"), INSTANCE, INSTANCES)
-        self._put_instances(arguments, [_uuid(one.get("uuid")) for one in given], complete=False)
 
-    def _delete_instance(self, arguments: Mapping[str, object]) -> None:
-        uuid = _uuid(arguments.get("instance_uuid"))
-        if (host := self._host(arguments)) is not None:
-            self._facts.drop_instance(host, uuid)
-
-    def _sync_instances(self, arguments: Mapping[str, object]) -> None:
-        uuids = [_uuid(one) for one in _list(arguments.get("instance_uuids"))]
-        self._put_instances(arguments, uuids, complete=True)
-
-    def _put_instances(self, arguments: Mapping[str, object], uuids: Sequence[str], *, complete: bool) -> None:
-        if (host := self._host(arguments)) is not None:
-            self._facts.put_instances(host, uuids, complete=complete)
-
-    def _host(self, arguments: Mapping[str, object]) -> str | None:
-        """The host of a cast. None: Nova's API has not named it yet; its next sync comes within minutes. Raises
-        CastUnreadable.
-        """
-        host = arguments.get("host_name")
-        if not isinstance(host, str):
-            raise CastUnreadable("it names no host")
-        if not self._facts.has_host(host):
-            return None
-        self._cast_hosts.add(host)
-        return host
-
-
-# The casts of topic `scheduler` that are facts; every scheduler receives them by its fanout queue.
-CASTS: Mapping[str, Callable[[FactsKeeper, Mapping[str, object]], None]] = {
+# The casts of topic `scheduler`; every scheduler receives them by its fanout queue. None: it is no fact, as the book
+# tells where instances are.
+CASTS: Mapping[str, Callable[[FactsKeeper, Mapping[str, object]], None] | None] = {
     "update_aggregates": FactsKeeper._update_aggregates,
     "delete_aggregate": FactsKeeper._delete_aggregate,
-    "update_instance_info": FactsKeeper._update_instances,
-    "delete_instance_info": FactsKeeper._delete_instance,
-    "sync_instance_info": FactsKeeper._sync_instances,
+    "update_instance_info": None,
+    "delete_instance_info": None,
+    "sync_instance_info": None,
 }
 
 

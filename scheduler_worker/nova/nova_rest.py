@@ -72,8 +72,8 @@ class NovaApi(Protocol):
     async def aggregates(self) -> list[NovaAggregate]:
         """All host aggregates."""
 
-    async def instances(self) -> dict[str, tuple[str, ...]]:
-        """{compute node: the instances of its host}."""
+    async def task_of(self, instance: str) -> str | None:
+        """The task state of a server, "" for none; None: Nova has no such server."""
 
 
 class _Service(Struct, frozen=True):
@@ -103,12 +103,11 @@ class _Node(Struct, frozen=True):
 
 
 class _Server(Struct, frozen=True):
-    uuid: Uuid
+    task_state: str | None = msgspec.field(name="OS-EXT-STS:task_state")
 
 
-class _NodeWithServers(Struct, frozen=True):
-    id: Uuid
-    servers: tuple[_Server, ...] = ()
+class _ServerAnswer(Struct, frozen=True):
+    server: _Server
 
 
 class AggregateRow(Struct, frozen=True):
@@ -196,13 +195,18 @@ class NovaRest:
         rows = self._rows(await self.get("/os-aggregates"), "aggregates", AggregateRow)
         return [one.as_fact() for one in rows]
 
-    async def instances(self) -> dict[str, tuple[str, ...]]:
-        """{compute node: the instances of its host}; Nova makes a query for each row."""
-        return {
-            one.id: tuple(server.uuid for server in one.servers)
-            async for page in self.pages("/os-hypervisors", "hypervisors", {"with_servers": "true"})
-            for one in self._rows(page, "hypervisors", _NodeWithServers)
-        }
+    async def task_of(self, instance: str) -> str | None:
+        """The task state of a server, "" for none; None: Nova has no such server. Raises NovaUnavailable,
+        NovaRefused.
+        """
+        raw = await self.get(f"/servers/{instance}", or_none=True)
+        if raw is None:
+            return None
+        try:
+            return msgspec.convert(raw, _ServerAnswer).server.task_state or ""
+        except msgspec.ValidationError as error:
+            # Of a server whose cell cannot be reached Nova tells no task.
+            raise NovaUnavailable(f"a server has no task state: {reason_of(error)}") from error
 
     async def pages(
         self,

@@ -255,6 +255,13 @@ class NovaRequest(Struct, frozen=True, kw_only=True):
         return self.scheduler_hints or {}
 
     @property
+    def named_hosts(self) -> tuple[str, ...]:
+        """The hosts that it names: to be ignored, forced, or its destination."""
+        asked = self.requested_destination
+        destination = (asked.host,) if asked is not None and asked.host else ()
+        return (*(self.ignore_hosts or ()), *(self.force_hosts or ()), *destination)
+
+    @property
     def is_rebuild(self) -> bool:
         """Whether the conductor asks about the host that the instance is on: no query, no claim, the filters alone."""
         return self.hints.get("_nova_check_type") == ("rebuild",)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Literal, Protocol
 from urllib.parse import urlencode
 from uuid import UUID
@@ -21,7 +21,7 @@ from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import HOST_UNKNOWN, MAX_GROUPS
 from scheduler_worker.domain.view import Unsatisfiable
 from scheduler_worker.nova import constraints
-from scheduler_worker.nova.config import PrefilterSettings
+from scheduler_worker.nova.config import NOT_OURS, NUMA_FILTER, PCI_FILTER, PrefilterSettings
 from scheduler_worker.nova.prefilters import Additions, prefilter, tenant_aggregates
 from scheduler_worker.nova.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaRequest
 
@@ -71,13 +71,20 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
     cpu_pinning_requested: bool = False
 
 
-def undecided(request: NovaRequest, settings: PrefilterSettings) -> NotDecided | None:
-    """Why berth does not decide this request, if so; whether its hints are known is the caller's to say."""
-    if request.numa_topology is not None:
+def undecided(request: NovaRequest, settings: PrefilterSettings, enabled: Collection[str]) -> NotDecided | None:
+    """Why berth does not decide this request, if so: one of Nova's filters that berth does not have reads a part of it.
+
+    enabled: names of filters. What only others read is ignored, as in Nova.
+    """
+    for name in enabled:
+        hint = NOT_OURS.get(name)
+        if hint and hint in request.hints:
+            return NotDecided("hint", hint)
+    if NUMA_FILTER in enabled and request.numa_topology is not None:
         return NotDecided("numa_topology", "the request has a NUMA topology")
-    if any(one.is_of_port for one in request.pci):
+    if PCI_FILTER in enabled and any(one.is_of_port for one in request.pci):
         return NotDecided("pci_ports", "a port asks for a PCI device")
-    if request.pci and not settings.pci_in_placement:
+    if PCI_FILTER in enabled and request.pci and not settings.pci_in_placement:
         return NotDecided("pci", "the flavor asks for PCI devices, and they are not in placement")
     return None
 

@@ -33,6 +33,7 @@ from scheduler_worker.nova.envelope import (
     parse_call,
     unsupported_version,
 )
+from scheduler_worker.nova.explained import NOT_DECIDED
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
 from scheduler_worker.nova.queues import TOPIC, RabbitOptions, fanout_queue, topic_queue
 from scheduler_worker.nova.relay import RelayFailed, RelayPort
@@ -230,6 +231,7 @@ class RpcServer:
                 delivery.body,
                 compression=compression if isinstance(compression, str) else "?",
                 fanout=fanout,
+                redelivered=delivery.redelivered,
                 limit_s=delivery.expiration_s,
             )
         except CallUnreadable as error:
@@ -293,6 +295,7 @@ class RpcServer:
         except RemoteFault as fault:
             return f"raised {fault.class_name}", encode_failure(*ids, fault)
         except NotDecided as undecided:
+            log.info(NOT_DECIDED, request_id=call.request_id, reason=undecided.reason, detail=undecided.detail)
             return await self._relayed(held, undecided.reason, ids)
         except BrokenInvariant:
             raise

@@ -29,6 +29,7 @@ from placement_worker.replica.request import Query
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.decisions import CONTENDED
 from scheduler_worker.domain.explain import sentence
+from scheduler_worker.domain.flavors import TRAIT_KEY
 from scheduler_worker.domain.placement import (
     ClaimsContended,
     ForeignClaim,
@@ -39,8 +40,11 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
-from scheduler_worker.nova.config import PrefilterSettings
+from scheduler_worker.filters.image import ImagePropertiesFilter, supports
+from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host
+from scheduler_worker.nova.explained import MAX_NAMED as MAX_LOGGED
+from scheduler_worker.nova.explained import NO_HOST, PLACED, ExplainedStep, placed_fields, steps_of
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
@@ -52,9 +56,10 @@ log = structlog.get_logger("nova")
 METHOD: Final = "select_destinations"
 NOTHING: Final = Query()
 OWNER_TRAIT: Final = "OWNER_NOVA"
+ARCHITECTURE: Final = "hw_architecture"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
-# Hints that a filter of Nova's reads which berth does not have.
-FILTERED_HINTS: Final = frozenset({"query", "build_near_host_ip", "cidr", "target_cell"})
+# A call that was delivered before may have been answered then; what it claims now nobody would release.
+OUTLIVED: Final = "The server does not wait for a host any more."
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -84,11 +89,14 @@ class SelectArguments(Struct, frozen=True, kw_only=True):
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """Why a call ends without hosts. reason: for the user of the request, without names of hosts. lost: with them."""
+    """Why a call ends without hosts. reason: for the user of the request, without names of hosts. lost, funnel: with
+    them.
+    """
 
     reason: str
     step: str = ""
     lost: tuple[str, ...] = ()
+    funnel: tuple[ExplainedStep, ...] = ()
 
 
 class NovaInstance(Struct, frozen=True, kw_only=True):
@@ -107,7 +115,7 @@ class NovaInstance(Struct, frozen=True, kw_only=True):
 class Destinations:
     """Answers the calls and takes the casts of topic `scheduler`. One per process.
 
-    configure: puts newer facts into the selector. settings: of the pre-filters. The rest is the scheduler's own.
+    configure: puts newer facts into the selector. The rest is the scheduler's own.
     """
 
     def __init__(
@@ -118,14 +126,17 @@ class Destinations:
         source: FactsSource,
         *,
         configure: Callable[[], None],
-        settings: PrefilterSettings,
+        config: NovaConfig,
     ) -> None:
         self._placer = placer
         self._selector = selector
         self._facts = facts
         self._source = source
         self._configure = configure
-        self._settings = settings
+        self._settings = config.prefilters
+        self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
+        self._default_architecture = config.image_properties_default_architecture
+        self._has_fallback = bool(config.fallback_url)
         self._roots: object = None  # of the book, as they were looked at last
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
@@ -139,15 +150,17 @@ class Destinations:
         request = parse_request_spec(asked.spec_obj)
         if asked.instance_uuids is None:
             raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
-        if unread := sorted(FILTERED_HINTS & request.hints.keys()):
-            raise NotDecided("hint", ", ".join(unread))
-        why = undecided(request, self._settings)
+        why = undecided(request, self._settings, self._enabled)
         if why is not None:
             raise why
-        await self._meet_new_hosts()
+        await self._meet_hosts(request)
         self._configure()
+        self._check_architecture(request)
         if request.is_rebuild:
             return self._answer(asked, [(None, self._rebuilt(request))])
+        if call.redelivered and not await self._source.waits_for_host(asked.instance_uuids):
+            log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
+            raise no_valid_host(OUTLIVED)
         claimed = await self._claimed(call, asked, request)
         return self._answer(asked, *([(one, one.host_uuid) for one in hosts] for hosts in claimed))
 
@@ -162,8 +175,10 @@ class Destinations:
                     ended = ended or Ended(reason=f"{spec.reason}.", step=spec.step)
                     break
                 results = await self._placer.place(self._requests(call, asked, request, spec))
-                if all(isinstance(one, HostClaimed) for one in results):
-                    return [one.selections for one in results if isinstance(one, HostClaimed)]
+                claimed = [one for one in results if isinstance(one, HostClaimed)]
+                if len(claimed) == len(results):
+                    log.info(PLACED, request_id=call.request_id, **placed_fields(asked.instance_uuids or (), claimed))
+                    return [one.selections for one in claimed]
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
                     break
@@ -171,14 +186,9 @@ class Destinations:
                 break
             self._configure()
         assert ended is not None
-        log.info(
-            "nova.no_valid_host",
-            request_id=call.request_id,
-            instances=asked.instance_uuids,
-            reason=ended.reason,
-            step=ended.step,
-            lost=ended.lost,
-        )
+        instances = asked.instance_uuids or ()
+        known = {"instances": instances[:MAX_LOGGED], "count": len(instances), **msgspec.to_builtins(ended)}
+        log.info(NO_HOST, request_id=call.request_id, **known)
         raise no_valid_host(ended.reason)
 
     async def broken_rule(self, call: Call, hosts: Sequence[tuple[str, str]]) -> str:
@@ -198,17 +208,16 @@ class Destinations:
                     return f"{host}: {sentence(located, rejected.funnel, self._selector.config.max_funnel_nearest)}"
         return ""
 
-    async def _meet_new_hosts(self) -> None:
+    async def _meet_hosts(self, request: NovaRequest) -> None:
         """Ask Nova about the hosts that have come to the book since the last call: it has made their compute nodes
-        first. Until the next poll they would be nobody's choice, and nobody's alternate.
+        first. Until the next poll they would be nobody's choice, and nobody's alternate. So about a host that the
+        request names and that is not known: once it is, it must not be the choice of a request that is to ignore it.
         """
-        roots = self._selector.book.rows_of_roots()
-        if roots is self._roots:
-            return
-        self._roots, before = roots, self._unnamed
-        self._unnamed = frozenset(self._unknown())
-        if new := self._unnamed - before:
-            await self._source.ask(sorted(new))
+        roots, before = self._selector.book.rows_of_roots(), self._unnamed
+        if roots is not self._roots:
+            self._roots, self._unnamed = roots, frozenset(self._unknown())
+        if self._unnamed - before or not all(map(self._facts.nodes_named, request.named_hosts)):
+            await self._source.ask(self._unknown())
 
     def _unknown(self) -> tuple[str, ...]:
         book = self._selector.book
@@ -227,18 +236,34 @@ class Destinations:
         cell = None
         if destination is not None and destination.cell is not None and not destination.allow_cross_cell_move:
             cell = destination.cell.uuid
-        properties = {name: str(value) for name, value in request.image_or_none.properties.items()}
         spec = RequestSpec(
             query=query,
             flavor=request.flavor.name,
             project_id=request.project_id or "",
             extra_specs=request.flavor.extra_specs,
             availability_zone=request.availability_zone,
-            image_properties=properties,
+            image_properties=self._image_properties(request),
             forced=forced,
             cell=cell,
         )
         return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),)), asked.cpu_pinning_requested
+
+    def _image_properties(self, request: NovaRequest) -> dict[str, str]:
+        """As filters read them, required traits among them."""
+        image = request.image_or_none
+        default = {ARCHITECTURE: self._default_architecture} if self._default_architecture else {}
+        named = {name: str(value) for name, value in image.properties.items() if value is not None}
+        return default | named | {f"{TRAIT_KEY}{trait}": "required" for trait in image.traits_required}
+
+    def _check_architecture(self, request: NovaRequest) -> None:
+        """Raises NotDecided: no host's processor has the architecture of the image. A hypervisor may emulate it, which
+        Nova's API does not tell.
+        """
+        wanted = self._image_properties(request).get(ARCHITECTURE)
+        if not self._has_fallback or not wanted or ImagePropertiesFilter.name not in self._enabled:
+            return
+        if not any(supports(one, [wanted.lower(), "", ""]) for one in self._facts.supported()):
+            raise NotDecided("architecture", wanted)
 
     def _owns_all(self) -> bool:
         """Whether all of Nova's hosts have the trait of their owner, so that it can be required."""
@@ -277,8 +302,8 @@ class Destinations:
             project_id=_word(request.project_id, "project_id"),
             user_id=_word(request.user_id or call.context.get("user_id") or "unknown", "user_id"),
             server_group=_server_group(group),
-            different_host=_hinted(request, "different_host"),
-            same_host=_hinted(request, "same_host"),
+            different_host=_hinted(request, "different_host") if "DifferentHostFilter" in self._enabled else (),
+            same_host=_hinted(request, "same_host") if "SameHostFilter" in self._enabled else (),
             ignore_hosts=tuple(uuid for host in request.ignore_hosts or () for uuid in self._facts.nodes_named(host)),
             max_attempts=None if asked.return_alternates and asked.return_objects else 1,
         )
@@ -300,7 +325,15 @@ class Destinations:
         for result in results:
             if isinstance(result, ClaimsContended):
                 raise SelectionContended(f"{result.claims} claims were lost to others")
-        return ended_by(spec, results, self._selector.config.max_funnel_nearest)
+        return ended_by(spec, results, self._selector.config.max_funnel_nearest, self._name_of)
+
+    def _name_of(self, row: int) -> str:
+        """The name of a host of the replica, for operators."""
+        book = self._selector.book
+        node = self._facts.node(book.uuid_of(row))
+        if node is None:
+            return book.name_of(row)
+        return node.host if node.host == node.nodename else f"{node.host} ({node.nodename})"
 
     def _rebuilt(self, request: NovaRequest) -> str:
         """The host of a rebuild from another image, if it may stay there: nothing is claimed. Raises NoValidHost."""
@@ -311,10 +344,7 @@ class Destinations:
                 flavor=request.flavor.name,
                 project_id=request.project_id or "",
                 extra_specs=request.flavor.extra_specs,
-                image_properties={
-                    **{name: str(value) for name, value in request.image_or_none.properties.items()},
-                    **{f"trait:{trait}": "required" for trait in request.image_or_none.traits_required},
-                },
+                image_properties=self._image_properties(request),
             )
             if self._selector.suits_rebuild(host, spec) is None:
                 return host
@@ -347,14 +377,19 @@ def run_of(call: Call) -> str:
     return uuid5(NAMESPACE_OID, f"{call.unique_id} {call.message_id}").hex
 
 
-def ended_by(spec: RequestSpec, results: Sequence[PlacementResult], nearest: int) -> Ended:
-    """The end of a call by its results: of several, the first that no host could take explains it."""
+def ended_by(
+    spec: RequestSpec, results: Sequence[PlacementResult], nearest: int, name_of: Callable[[int], str]
+) -> Ended:
+    """The end of a call by its results: of several, the first that no host could take explains it. name_of: of a row of
+    the replica.
+    """
     unplaced = [one for one in results if not isinstance(one, HostClaimed | PlacementUnavailable)]
     first = min(unplaced, key=lambda one: 0 if isinstance(one, NoValidHost) else 1)
     lost = tuple(loss.what for one in unplaced for loss in one.lost)
     if isinstance(first, NoValidHost):
         step = first.funnel[-1].step if first.funnel else ""
-        return Ended(reason=sentence(spec, first.funnel, nearest), step=step, lost=lost)
+        reason, funnel = sentence(spec, first.funnel, nearest), steps_of(first, name_of)
+        return Ended(reason=reason, step=step, lost=lost, funnel=funnel)
     return Ended(reason=getattr(first, "reason", "") or ENOUGH, step=getattr(first, "code", ""), lost=lost)
 
 

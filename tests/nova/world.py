@@ -57,6 +57,20 @@ class Threading(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
 
+# Nova's own default, and those that some of the tests enable.
+FILTERS = (
+    "ComputeFilter",
+    "ComputeCapabilitiesFilter",
+    "ImagePropertiesFilter",
+    "ServerGroupAntiAffinityFilter",
+    "ServerGroupAffinityFilter",
+    "SameHostFilter",
+    "DifferentHostFilter",
+    "NUMATopologyFilter",
+    "PciPassthroughFilter",
+)
+
+
 class ComputeApi:
     """Nova's API on a real port, for a process that is not the test's; 503 until the test has made its API."""
 
@@ -111,6 +125,7 @@ class Servers:
                 "NOVA__API__TOKEN": "not-looked-at",
                 "NOVA__API__CELLS": json.dumps({self._cell: ["*"]}),
                 "NOVA__API__POLL_INTERVAL_S": "0.5",
+                "NOVA__ENABLED_FILTERS": json.dumps(FILTERS),
             }
         return {f"BERTH_{name}": value for name, value in settings.items()}
 

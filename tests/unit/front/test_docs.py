@@ -369,6 +369,7 @@ PROGRAMS = {
     "cp",
     "createdb",
     "curl",
+    "journalctl",
     "ln",
     "nova-manage",
     "openstack",

@@ -54,7 +54,7 @@ class MemoryNova:
         self.listed = {one.uuid: one for one in nodes}
         self.of_hosts = {one.host: up(one.host) for one in nodes}
         self.groups: dict[str, NovaAggregate] = {}
-        self.servers: dict[str, tuple[str, ...]] = {}
+        self.tasks: dict[str, str] = {}
         self.calls: list[str] = []
         self.fails: Fault | None = None
 
@@ -81,6 +81,6 @@ class MemoryNova:
         await self._called("aggregates")
         return list(self.groups.values())
 
-    async def instances(self) -> dict[str, tuple[str, ...]]:
-        await self._called("instances")
-        return self.servers
+    async def task_of(self, instance: str) -> str | None:
+        await self._called("task_of")
+        return self.tasks.get(instance)

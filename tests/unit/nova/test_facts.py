@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler_worker.nova.facts import NovaAggregate
+from scheduler_worker.nova.facts import NovaAggregate, supported_instances
 from tests.unit.nova.facts_kit import CELL1, CELL2, World, down, node, up, uuid_of
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
@@ -79,27 +79,6 @@ def test_nodes_of_a_service_that_is_down_stay_although_nova_does_not_list_them()
     assert world.states()[uuid_of(3)][0] is None and world.facts.without_nodes() == {"host3"}
 
 
-def test_instances_by_host_and_back() -> None:
-    world = World(node(1), node(2), node(3, "host2"))
-    a, b, c = (uuid_of(number) for number in (11, 12, 13))
-    world.facts.put_instances("host1", [a, b], complete=False)
-    world.facts.put_instances("host2", [b], complete=True)  # it moves
-    assert world.facts.hosts_of([a, b, c]) == {a: (uuid_of(1),), b: (uuid_of(1), uuid_of(2), uuid_of(3))}
-    assert world.facts.members([a, b, b, c]) == {uuid_of(1): 2, uuid_of(2): 1, uuid_of(3): 1}
-    world.facts.put_instances("host1", [a], complete=True)
-    world.facts.drop_instance("host1", c)
-    world.facts.drop_instance("host1", a)
-    assert world.facts.hosts_of([a, b]) == {b: (uuid_of(2), uuid_of(3))}
-    assert world.facts.instances_on(uuid_of(1)) == frozenset() and world.facts.instances_on(uuid_of(3)) == {b}
-
-
-def test_instances_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_worker.nova.facts.MAX_INSTANCES", 2)
-    world = World(node(1))
-    world.facts.put_instances("host1", [uuid_of(number) for number in range(11, 20)], complete=True)
-    assert len(world.facts.instances_on(uuid_of(1))) == 2
-
-
 def test_filters_run_on_nova_s_aggregates_by_nova_s_members() -> None:
     """The book's provider aggregates may lag behind, or be missing."""
     hosts = Hosts([PLENTY] * 3, members={"ssd": [0]})
@@ -134,8 +113,25 @@ def test_capabilities_that_a_flavor_may_name() -> None:
         "hypervisor_type": "QEMU",
         "hypervisor_version": "8000000",
         "host_ip": "192.0.2.1",
+        "supported_instances": "x86_64/kvm/hvm, x86_64/qemu/hvm, i686/kvm/hvm, i686/qemu/hvm",
         "cpu_info:arch": "x86_64",
         "cpu_info:topology:cores": "8",
         "cpu_info:features": "['aes', 'avx']",
     }
     assert np.all(world.table.project[:1] == -1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch", "expected"),
+    [
+        ("QEMU", "x86_64", "x86_64/kvm/hvm, x86_64/qemu/hvm, i686/kvm/hvm, i686/qemu/hvm"),
+        ("LXC", "s390x", "s390x/lxc/exe"),
+        ("ironic", "", "*/baremetal/hvm"),
+        ("of another", "AARCH64", "aarch64/*/*, armv7l/*/*"),
+        ("", "", "*/*/*"),
+    ],
+)
+def test_what_runs_on_a_host(kind: str, arch: str, expected: str) -> None:
+    one = node(1, hypervisor_type=kind, cpu_info={"arch": arch} if arch else {})
+    assert supported_instances(one) == expected
+    assert World(one).facts.supported() == {expected}

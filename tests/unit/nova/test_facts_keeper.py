@@ -13,7 +13,7 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells
 from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService
-from scheduler_worker.nova.facts_keeper import ASK_LIMIT_S, CASTS, MAX_ASKED, FactsKeeper
+from scheduler_worker.nova.facts_keeper import ASK_LIMIT_S, MAX_ASKED, MAX_WAITING, FactsKeeper
 from scheduler_worker.nova.nova_rest import NovaUnavailable
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.nova.facts_kit import CELL1, MemoryNova, down, node, up, uuid_of
@@ -48,17 +48,23 @@ class Kept:
 
 
 @on_virtual_time
-async def test_states_are_read_often_nodes_seldom_and_instances_hardly_ever() -> None:
-    kept = Kept(MemoryNova(node(1)), poll_interval_s=5, hosts_interval_s=60, instances_interval_s=600)
-    kept.nova.servers = {uuid_of(1): (uuid_of(11),)}
+async def test_states_are_read_often_and_nodes_seldom() -> None:
+    kept = Kept(MemoryNova(node(1)), poll_interval_s=5, hosts_interval_s=60)
     await kept.after(602)
-    assert [kept.nova.calls.count(name) for name in ("services", "aggregates", "nodes", "instances")] == [
-        121,
-        121,
-        11,
-        2,
-    ]
-    assert kept.keeper.first.is_set() and kept.facts.members([uuid_of(11)]) == {uuid_of(1): 1}
+    assert [kept.nova.calls.count(name) for name in ("services", "aggregates", "nodes")] == [121, 121, 11]
+    assert kept.keeper.first.is_set()
+
+
+@on_virtual_time
+async def test_whether_a_server_waits_for_a_host() -> None:
+    kept = Kept(MemoryNova(node(1)))
+    a, b, c, d = (uuid_of(number) for number in range(11, 15))
+    kept.nova.tasks = {a: "", b: "deleting", c: "unshelving"}
+    assert not await kept.keeper.waits_for_host([a, b, d])
+    assert await kept.keeper.waits_for_host([d, c])
+    kept.nova.calls.clear()
+    assert not await kept.keeper.waits_for_host([d] * 1000)
+    assert len(kept.nova.calls) == MAX_WAITING
 
 
 @on_virtual_time
@@ -159,7 +165,6 @@ async def test_casts_are_taken_in() -> None:
     kept = Kept(MemoryNova(node(1), node(2)))
     await kept.after(1)
     cast = kept.keeper.apply_cast
-    a, b, c = (uuid_of(number) for number in (11, 12, 13))
     zone = of_aggregate(uuid_of(7), hosts=["host1"], metadata={"availability_zone": "z"})
     assert cast("update_aggregates", {"aggregates": primitive("AggregateList", {"objects": [zone]})})
     assert kept.facts.membership().named == {uuid_of(7): {uuid_of(1)}}
@@ -168,15 +173,8 @@ async def test_casts_are_taken_in() -> None:
     assert [one.metadata for one in kept.facts.aggregates()] == [{}]
     assert cast("delete_aggregate", {"aggregate": of_aggregate(uuid_of(7))})
     assert kept.facts.aggregates() == ()
-    instances = primitive("InstanceList", {"objects": [primitive("Instance", {"uuid": one}) for one in (a, b)]})
-    assert cast("update_instance_info", {"host_name": "host1", "instance_info": instances})
-    assert cast("update_instance_info", {"host_name": "host1", "instance_info": primitive("Instance", {"uuid": c})})
-    assert kept.facts.instances_on(uuid_of(1)) == {a, b, c}
-    assert cast("delete_instance_info", {"host_name": "host1", "instance_uuid": a})
-    assert cast("sync_instance_info", {"host_name": "host2", "instance_uuids": [a]})
-    assert kept.facts.instances_on(uuid_of(1)) == {b, c} and kept.facts.instances_on(uuid_of(2)) == {a}
-    assert cast("sync_instance_info", {"host_name": "a host that comes", "instance_uuids": [a]})
-    assert kept.facts.members([a]) == {uuid_of(2): 1}
+    for method in ("update_instance_info", "delete_instance_info", "sync_instance_info"):
+        assert cast(method, {"host_name": "host1"}), "no fact: the book tells where instances are"
 
 
 HOSTILE: list[Any] = [
@@ -195,27 +193,16 @@ UNREADABLE_AGGREGATES = [
 async def test_hostile_casts_change_nothing() -> None:
     kept = Kept(MemoryNova(node(1)))
     kept.nova.groups = {uuid_of(7): NovaAggregate(uuid=uuid_of(7), name="a", hosts=("host1",))}
-    kept.nova.servers = {uuid_of(1): (uuid_of(11),)}
     await kept.after(1)
-    before = kept.facts.version, kept.table.revision, kept.facts.instances_on(uuid_of(1))
-    for method in CASTS:
+    before = kept.facts.version, kept.table.revision
+    for method in ("update_aggregates", "delete_aggregate"):
         for hostile in HOSTILE:
-            names = ("aggregates", "aggregate", "instance_info", "instance_uuid", "instance_uuids")
-            arguments = dict.fromkeys(names, hostile) | {"host_name": "host1"}
-            is_empty = method == "sync_instance_info" and hostile == []
-            assert is_empty or kept.keeper.apply_cast(method, arguments) is False, (method, hostile)
+            arguments = dict.fromkeys(("aggregates", "aggregate"), hostile)
+            assert kept.keeper.apply_cast(method, arguments) is False, (method, hostile)
             assert kept.keeper.apply_cast(method, {}) is False
     for hostile in UNREADABLE_AGGREGATES:
         assert kept.keeper.apply_cast("update_aggregates", {"aggregates": hostile}) is False
-    assert (kept.facts.version, kept.table.revision, kept.facts.instances_on(uuid_of(1))) == before
-
-
-@pytest.mark.parametrize("method", ["update_instance_info", "delete_instance_info", "sync_instance_info"])
-@on_virtual_time
-async def test_a_cast_of_instances_names_its_host(method: str) -> None:
-    kept = Kept(MemoryNova(node(1)))
-    given = {"instance_info": primitive("Instance", {"uuid": uuid_of(1)}), "instance_uuid": uuid_of(1)}
-    assert kept.keeper.apply_cast(method, {**given, "instance_uuids": [], "host_name": 7}) is False
+    assert (kept.facts.version, kept.table.revision) == before
 
 
 class _Crossing(MemoryNova):
@@ -230,30 +217,22 @@ class _Crossing(MemoryNova):
         self.cast()
         return found
 
-    async def instances(self) -> dict[str, tuple[str, ...]]:
-        found = await super().instances()
-        self.cast()
-        return found
-
 
 @on_virtual_time
 async def test_a_cast_that_crosses_a_poll_is_newer_than_its_answer() -> None:
     nova = _Crossing()
-    kept = Kept(nova, instances_interval_s=1)
+    kept = Kept(nova)
     gone, made = uuid_of(7), uuid_of(8)
     nova.groups = {gone: NovaAggregate(uuid=gone, name="gone")}
-    nova.servers = {uuid_of(1): (uuid_of(11),)}
     await kept.after(1)
 
     def casts() -> None:
         kept.keeper.apply_cast("delete_aggregate", {"aggregate": of_aggregate(gone)})
         kept.keeper.apply_cast("update_aggregates", {"aggregates": of_aggregate(made)})
-        kept.keeper.apply_cast("sync_instance_info", {"host_name": "host1", "instance_uuids": [uuid_of(12)]})
 
     nova.cast = casts
     await kept.after(1)
     assert [one.uuid for one in kept.facts.aggregates()] == [made]
-    assert kept.facts.instances_on(uuid_of(1)) == {uuid_of(12)}
     nova.cast = lambda: None
     await kept.after(1)
     assert [one.uuid for one in kept.facts.aggregates()] == [gone], "the next poll is newer than the casts"

@@ -121,7 +121,7 @@ async def test_one_node() -> None:
     assert await other.node(uuid_of(1)) is None, "an answer about another node"
 
 
-async def test_aggregates_and_instances() -> None:
+async def test_aggregates() -> None:
     rows = [
         {"id": 1, "uuid": uuid_of(7), "name": "ssd", "hosts": ["h 1"], "metadata": {"availability_zone": "z"}},
         {"id": 2, "uuid": uuid_of(8), "name": "bare", "hosts": None, "metadata": None},
@@ -133,13 +133,25 @@ async def test_aggregates_and_instances() -> None:
         NovaAggregate(uuid=uuid_of(8), name="bare"),
     ]
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        assert request.url.params["with_servers"] == "true"
-        servers = [{"name": "a", "uuid": uuid_of(11)}]
-        rows = [] if "marker" in request.url.params else [{"id": uuid_of(1), "servers": servers}, {"id": uuid_of(2)}]
-        return httpx.Response(200, json={"hypervisors": rows})
 
-    assert await rest(answer).instances() == {uuid_of(1): (uuid_of(11),), uuid_of(2): ()}
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (httpx.Response(404, json={}), None),
+        (httpx.Response(200, json={"server": {"OS-EXT-STS:task_state": None}}), ""),
+        (httpx.Response(200, json={"server": {"OS-EXT-STS:task_state": "scheduling"}}), "scheduling"),
+        (httpx.Response(200, json={"server": {"status": "UNKNOWN"}}), NovaUnavailable),
+        (httpx.Response(200, json={"server": {"OS-EXT-STS:task_state": 7}}), NovaUnavailable),
+        (httpx.Response(200, json={}), NovaUnavailable),
+    ],
+)
+async def test_the_task_of_a_server(answer: httpx.Response, expected: str | type[Exception] | None) -> None:
+    nova = rest(lambda request: answer)
+    if isinstance(expected, type):
+        with pytest.raises(expected):
+            await nova.task_of(uuid_of(1))
+    else:
+        assert await nova.task_of(uuid_of(1)) == expected
 
 
 @pytest.mark.parametrize(

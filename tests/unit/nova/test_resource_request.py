@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.view import Unsatisfiable
+from scheduler_worker.nova.config import NOT_OURS, NOVA_FILTERS
 from scheduler_worker.nova.request_spec import (
     NotDecided,
     NovaCell,
@@ -292,7 +293,7 @@ def test_what_nova_fails_on_or_asks_neutron_for_is_not_decided(case: str) -> Non
     assert caught.value.reason == reason
 
 
-def test_numa_and_pci_are_decided_by_nova() -> None:
+def test_what_a_filter_reads_that_berth_does_not_have_is_decided_by_nova() -> None:
     of_port, of_flavor = (NovaPciRequests(requests=(NovaPciRequest(alias_name=name),)) for name in (None, "gpu"))
     table = [
         (request(), False, None),
@@ -301,7 +302,12 @@ def test_numa_and_pci_are_decided_by_nova() -> None:
         (request(pci_requests=of_flavor), False, "pci"),
         (request(pci_requests=of_flavor), True, None),
         (request(pci_requests=NovaPciRequests()), False, None),
+        (request(scheduler_hints={"query": ("[]",)}), False, "hint"),
+        (request(scheduler_hints={"build_near_host_ip": ("192.0.2.1",), "cidr": ("/24",)}), False, "hint"),
+        (request(scheduler_hints={"cidr": ("/24",), "target_cell": ("c",)}), False, None),
     ]
     for one, in_placement, reason in table:
-        why = undecided(one, PrefilterSettings(pci_in_placement=in_placement))
+        settings = PrefilterSettings(pci_in_placement=in_placement)
+        why = undecided(one, settings, NOT_OURS)
         assert (why and why.reason) == reason
+        assert undecided(one, settings, NOVA_FILTERS) is None, "Nova does not enable them of itself"

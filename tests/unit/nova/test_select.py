@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.placement import MAX_NAMED, Release
 from bus.faults import Fault
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.nova import select
+from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, RemoteFault
+from scheduler_worker.nova.facts import ComputeNode
 from scheduler_worker.nova.request_spec import NotDecided, SpecRefused
-from scheduler_worker.nova.selection import versioned
+from scheduler_worker.nova.selection import Primitive, versioned
 from tests.unit.nova.world import CELLS, FLAVOR, PLENTY, Cloud, destination, group, hosts_of, request_spec
 
 MANY = [f"d0000000-0000-4000-8000-{n:012}" for n in range(MAX_NAMED + 1)]
@@ -118,6 +121,19 @@ async def test_without_a_host_what_another_call_has_left_is_none() -> None:
     with pytest.raises(RemoteFault) as caught:
         await here.select(VMS[0], run="call3", force_hosts=["h1"])
     assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == [0]
+
+
+async def test_a_call_that_nobody_waits_for_any_more_claims_nothing() -> None:
+    """It was answered, and the front was killed before it acknowledged the call; the server was deleted since."""
+    here = await cloud(2)
+    here.waiting = set()
+    assert await here.select(VMS[0]), "a new call is not asked about"
+    await here.claims.book.apply([Release(consumer=VMS[0], by="call1")])
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0], redelivered=True)
+    assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == []
+    here.waiting = {VMS[1]}
+    assert len(await here.select(*VMS[:2], redelivered=True)) == 2
 
 
 async def test_several_start_together_or_not_at_all() -> None:
@@ -272,6 +288,84 @@ async def test_no_answer_of_placement_is_never_no_host() -> None:
     assert await here.select(VMS[0])
 
 
+async def test_a_host_that_is_to_be_ignored_is_asked_for_before_it_can_be_chosen() -> None:
+    here = await cloud(2, late={1})
+    here.deaf = True
+    await here.select(VMS[0])
+    here.deaf = False
+    assert hosts_of(await here.select(VMS[1], run="call2", ignore_hosts=["h1"])) == [["h0"]]
+    assert len(here.asked) == 2
+
+
+async def test_hints_of_filters_that_are_not_enabled_are_ignored() -> None:
+    here = await cloud(nova=NovaConfig())
+    hints = {"same_host": MANY, "different_host": [VMS[9]], "query": ["[]"], "cidr": ["/24"]}
+    assert await here.select(VMS[0], scheduler_hints=hints)
+    assert here.claims.located == []
+    here = await cloud(nova=NovaConfig(enabled_filters=("ComputeFilter", "JsonFilter")))
+    with pytest.raises(NotDecided):
+        await here.select(VMS[0], scheduler_hints={"query": ["[]"]})
+
+
+def image(**properties: Any) -> Primitive:
+    """ImageMeta 1.8."""
+    return versioned("ImageMeta", "1.8", {"properties": versioned("ImageMetaProps", "1.40", properties)})
+
+
+ARCHITECTURES = [
+    ComputeNode(uuid="", host="", nodename="", hypervisor_type="QEMU", hypervisor_version=version, cpu_info=info)
+    for version, info in ((8_002_000, {"arch": "x86_64"}), (7_000_000, {"arch": "aarch64"}))
+]
+
+
+@pytest.mark.parametrize(
+    ("properties", "expected"),
+    [
+        ({}, {"h0", "h1"}),
+        ({"hw_architecture": "aarch64"}, {"h1"}),
+        ({"hw_architecture": "i686"}, {"h0"}),
+        ({"hw_architecture": "s390x"}, set()),
+        ({"img_hv_type": "kvm"}, {"h0", "h1"}),
+        ({"img_hv_type": "vmware"}, set()),
+        ({"hw_vm_mode": "exe"}, set()),
+        ({"img_hv_type": "kvm", "img_hv_requested_version": ">=8.2, <9"}, {"h0"}),
+        ({"img_hv_type": "kvm", "img_hv_requested_version": "!=8.2"}, {"h1"}),
+        ({"img_hv_type": "kvm", "img_hv_requested_version": "about 8"}, set()),
+        ({"img_hv_requested_version": ">=9"}, {"h0", "h1"}),
+    ],
+)
+async def test_only_hosts_that_run_the_image(properties: dict[str, str], expected: set[str]) -> None:
+    here = await cloud(2, nova=NovaConfig(), told=ARCHITECTURES)
+    if expected:
+        assert set(hosts_of(await here.select(VMS[0], image=image(**properties)))[0]) == expected
+    else:
+        with pytest.raises(RemoteFault) as caught:
+            await here.select(VMS[0], image=image(**properties))
+        assert "do not support the image's properties" in caught.value.message
+    stays = here.select(VMS[1], image=image(**properties), **REBUILD)
+    if "h1" in expected:
+        assert hosts_of(await stays) == [["h1"]]
+    else:
+        with pytest.raises(RemoteFault):
+            await stays
+
+
+async def test_an_architecture_that_images_have_by_default() -> None:
+    here = await cloud(2, nova=NovaConfig(image_properties_default_architecture="aarch64"), told=ARCHITECTURES)
+    assert hosts_of(await here.select(VMS[0])) == [["h1"]]
+    assert hosts_of(await here.select(VMS[1], run="call2", image=image(hw_architecture="x86_64"))) == [["h0"]]
+
+
+async def test_an_architecture_that_no_processor_has_may_be_emulated() -> None:
+    here = await cloud(2, nova=NovaConfig(fallback_url="amqp://stock"), told=ARCHITECTURES)
+    here.facts.put_nodes(
+        [replace(one, uuid=uuid) for one, uuid in zip(ARCHITECTURES, VMS, strict=False)], complete=True
+    )
+    with pytest.raises(NotDecided):
+        await here.select(VMS[0], image=image(hw_architecture="s390x"))
+    assert await here.select(VMS[0], image=image(hw_architecture="i686"))
+
+
 REBUILD = {"scheduler_hints": {"_nova_check_type": ["rebuild"]}, "force_hosts": ["h1"], "force_nodes": ["h1.local"]}
 
 
@@ -281,11 +375,8 @@ async def test_a_rebuild_is_checked_on_its_host_and_claims_nothing() -> None:
     assert hosts_of(answer) == [["h1"]]
     assert answer[0][0]["nova_object.data"]["allocation_request"] == "null"
     assert await here.held(VMS[0]) == []
-    image = {"nova_object.name": "ImageMeta", "nova_object.namespace": "nova", "nova_object.version": "1.8"}
-    props = {"nova_object.name": "ImageMetaProps", "nova_object.namespace": "nova", "nova_object.version": "1.40"}
-    data = {"properties": props | {"nova_object.data": {"traits_required": ["CUSTOM_MAGIC"]}}}
     with pytest.raises(RemoteFault) as caught:
-        await here.select(VMS[0], image=image | {"nova_object.data": data}, **REBUILD)
+        await here.select(VMS[0], image=image(traits_required=["CUSTOM_MAGIC"]), **REBUILD)
     assert caught.value.class_name == "NoValidHost"
 
 
@@ -313,7 +404,6 @@ async def test_a_rebuild_is_checked_on_its_host_and_claims_nothing() -> None:
             },
             NotDecided,
         ),
-        ({"spec_obj": request_spec(scheduler_hints={"query": ["[]"]}), "instance_uuids": VMS[:1]}, NotDecided),
         ({"spec_obj": request_spec(scheduler_hints={"same_host": MANY}), "instance_uuids": VMS[:1]}, NotDecided),
     ],
 )

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from scheduler_worker.claims import HeldClaims
-from scheduler_worker.nova.config import PrefilterSettings
 from scheduler_worker.nova.envelope import (
     Call,
     RemoteFault,
@@ -64,7 +63,7 @@ class World:
             clock=here.clock, rng=random.Random(5), config=here.config,
         )  # fmt: skip
         self.destinations = Destinations(
-            placer, here.selector, here.facts, here, configure=lambda: None, settings=PrefilterSettings()
+            placer, here.selector, here.facts, here, configure=lambda: None, config=here.nova
         )
         self.made = 0
         self.relay = ShadowedRelay(self, self.stock, here.replica, here.clock)
@@ -192,7 +191,7 @@ async def test_its_choice_counts_until_the_stock_scheduler_has_answered() -> Non
 
 async def test_what_berth_leaves_to_the_fallback_is_undecided() -> None:
     here = await world()
-    assert await here.told(here.answered(0), VMS[0], scheduler_hints={"query": ["[]"]}) == {"undecided": 1}
+    assert await here.told(here.answered(0), VMS[0], instance_group=group("odd", [])) == {"undecided": 1}
 
 
 async def test_a_decision_that_fails_harms_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
+from msgspec.structs import replace
+
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ComputeHosts, HostReport
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
@@ -18,14 +20,17 @@ from scheduler_worker.claims import HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.nova.config import PrefilterSettings
+from scheduler_worker.filters.image import SUPPORTED, VERSION
+from scheduler_worker.nova.config import NOVA_FILTERS, NovaConfig
 from scheduler_worker.nova.envelope import Call
-from scheduler_worker.nova.facts import ComputeNode, NovaFacts
+from scheduler_worker.nova.facts import ComputeNode, NovaFacts, supported_instances
 from scheduler_worker.nova.select import Destinations
 from scheduler_worker.nova.selection import Primitive, versioned
 from scheduler_worker.placing import Placer
 from tests.kit.claims import BookClaims
 
+# Nova's own, and those of hints.
+HINTED = NovaConfig(enabled_filters=(*NOVA_FILTERS, "DifferentHostFilter", "SameHostFilter"))
 CELLS = ("ce110000-0000-4000-8000-000000000001", "ce110000-0000-4000-8000-000000000002")
 PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
 FLAVOR = {"name": "m1.small", "flavorid": "1", "vcpus": 1, "memory_mb": 512, "root_gb": 1}
@@ -64,7 +69,10 @@ class Cloud:
         cells: Sequence[str] = (),
         late: Collection[int] = (),
         children: Sequence[Mapping[str, int]] = (),
+        nova: NovaConfig = HINTED,
+        told: Sequence[ComputeNode] = (),
     ) -> None:
+        self.nova, self.told = nova, told
         self.children = children  # of each host
         self.rng = random.Random(7)
         self.clock = SystemClock()
@@ -76,7 +84,9 @@ class Cloud:
         self.casts: list[str] = []
         self.replica, self.table = Book(), HostTable()
         self.facts = KnownFacts(self.table)
-        self.config = SchedulerConfig(retry_jitter_s=0.002)
+        self.config = SchedulerConfig(retry_jitter_s=0.002, enabled_filters=nova.own_filters)
+        self.deaf = False  # Nova does not answer
+        self.waiting: set[str] | None = None  # instances that wait for a host; None: all
         self.selector = Selector(
             self.replica,
             self.table,
@@ -105,7 +115,7 @@ class Cloud:
             self.facts,
             self,
             configure=lambda: None,
-            settings=PrefilterSettings(),
+            config=self.nova,
         )
 
     async def open(self) -> Cloud:
@@ -138,7 +148,9 @@ class Cloud:
         """Nova names these hosts."""
         for at in hosts:
             uuid = self.uuids[at]
-            self.facts.nodes[uuid] = ComputeNode(uuid=uuid, host=f"h{at}", nodename=f"h{at}.local")
+            node = self.told[at] if self.told else ComputeNode(uuid="", host="", nodename="")
+            node = self.facts.nodes[uuid] = replace(node, uuid=uuid, host=f"h{at}", nodename=f"h{at}.local")
+            attributes = {SUPPORTED: supported_instances(node), VERSION: str(node.hypervisor_version)}
             self.facts.cells[uuid] = self._cells[at]
             self.table.apply(
                 ComputeHosts(
@@ -146,7 +158,7 @@ class Cloud:
                     cell=self._cells[at],
                     epoch=1,
                     sequence=1,
-                    hosts=(HostReport(uuid=uuid, name=f"h{at}.local"),),
+                    hosts=(HostReport(uuid=uuid, name=f"h{at}.local", attributes=attributes),),
                     complete=True,
                 ),
                 0.0,
@@ -165,9 +177,14 @@ class Cloud:
     async def ask(self, questions: Any = ()) -> Any:
         """Of Nova, about root providers."""
         self.asked.append(tuple(questions))
+        if self.deaf:
+            return False
         self.know(sorted(self.late))
         found, self.late = bool(self.late), set()
         return found
+
+    async def waits_for_host(self, instances: Sequence[str]) -> bool:
+        return self.waiting is None or not self.waiting.isdisjoint(instances)
 
     def apply_cast(self, method: str, arguments: Mapping[str, object]) -> bool:
         self.casts.append(method)
@@ -175,7 +192,14 @@ class Cloud:
 
     # --- what Nova does
 
-    async def select(self, *instances: str, run: str = "call1", front: Destinations | None = None, **spec: Any) -> Any:
+    async def select(
+        self,
+        *instances: str,
+        run: str = "call1",
+        front: Destinations | None = None,
+        redelivered: bool = False,
+        **spec: Any,
+    ) -> Any:
         """What a conductor gets: the result of its call."""
         call = Call(
             method="select_destinations",
@@ -187,6 +211,7 @@ class Cloud:
             },
             version="4.5",
             unique_id=run,
+            redelivered=redelivered,
             context={"request_id": "req-1", "user_id": "u"},
         )
         return await (front or self.destinations).call(call)

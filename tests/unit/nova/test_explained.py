@@ -1,0 +1,65 @@
+"""How a call was decided: from the log of the front to what `berth explain` prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from berth.cli import app
+from scheduler_worker.nova.envelope import RemoteFault
+from tests.unit.nova.test_select import VMS
+from tests.unit.nova.world import PLENTY, Cloud, destination
+
+SMALL = {"VCPU": 1, "MEMORY_MB": 100, "DISK_GB": 10}
+
+
+async def calls(*asked: dict[str, Any], instances: int = 1) -> None:
+    """Calls of one request, of which some find no host: h0 and h1 are small, h2 is not."""
+    here = await Cloud([SMALL, SMALL, PLENTY]).open()
+    for number, fields in enumerate(asked):
+        try:
+            await here.select(*VMS[:instances], run=f"call{number}", **fields)
+        except RemoteFault as fault:
+            assert not any(f"h{n}" in fault.message for n in range(3))
+
+
+def logged(tmp_path: Path, *asked: dict[str, Any], instances: int = 1) -> Path:
+    with capture_logs() as lines:
+        asyncio.run(calls(*asked, instances=instances))
+    path = tmp_path / "log"
+    written = [json.dumps({"timestamp": "t", "process": "front-1", **line}) for line in lines]
+    path.write_text("\n".join(["no JSON req-1", '{"event": 7, "request_id": "req-1"}', *written]))
+    return path
+
+
+def explained(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["explain", *arguments])
+    return done.exit_code, done.output
+
+
+def test_a_host_is_named_with_what_it_and_its_alternates_weighed(tmp_path: Path) -> None:
+    status, text = explained("req-1", str(logged(tmp_path, {}, instances=2)))
+    assert status == 0 and text.count(f"{VMS[0]}") == 2 and "h2.local" in text
+
+
+def test_no_host_is_explained_with_the_hosts_that_each_step_rejected(tmp_path: Path) -> None:
+    path = logged(tmp_path, {"ignore_hosts": ["h2"]}, {"requested_destination": destination(host="h1")})
+    status, text = explained("req-1", str(path))
+    assert status == 0
+    assert "h0 (h0.local), h1 (h1.local) are too small in MEMORY_MB" in text
+    assert "h2 (h2.local) were ignored as requested" in text
+    assert "are not among the hosts that were requested" in text
+    status, text = explained("req-1", str(path), "--json")
+    first, second = json.loads(text)
+    assert (first["funnel"][0]["step"], first["funnel"][-1]["step"]) == ("providers", "claim")
+    assert first["instances"] == second["instances"] == [VMS[0]]
+
+
+def test_a_request_that_the_logs_do_not_have(tmp_path: Path) -> None:
+    assert explained("req-2", str(logged(tmp_path, {})))[0] == 1
+    assert explained("req-1", str(tmp_path / "none"))[0] == 2
