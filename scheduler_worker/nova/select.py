@@ -141,7 +141,7 @@ class Destinations:
         why = undecided(request, self._settings)
         if why is not None:
             raise why
-        await self._meet_new_hosts()
+        await self._source.prepare(self._new_hosts())
         self._configure()
         if request.is_rebuild:
             return self._answer(asked, [(None, self._rebuilt(request))])
@@ -178,17 +178,16 @@ class Destinations:
         )
         raise no_valid_host(ended.reason)
 
-    async def _meet_new_hosts(self) -> None:
-        """Ask Nova about the hosts that have come to the book since the last call: it has made their compute nodes
-        first. Until the next poll they would be nobody's choice, and nobody's alternate.
+    def _new_hosts(self) -> Sequence[str]:
+        """The hosts that have come to the book since the last call: Nova has made their compute nodes first. Until the
+        next poll they would be nobody's choice, and nobody's alternate.
         """
         roots = self._selector.book.rows_of_roots()
         if roots is self._roots:
-            return
+            return ()
         self._roots, before = roots, self._unnamed
         self._unnamed = frozenset(self._unknown())
-        if new := self._unnamed - before:
-            await self._source.ask(sorted(new))
+        return sorted(self._unnamed - before)
 
     def _unknown(self) -> tuple[str, ...]:
         book = self._selector.book

@@ -1,0 +1,96 @@
+"""Placement, and a front of Nova, in one process; made by fork, see `forks`. Run by berth's interpreter.
+
+Unlike `berth nova serve` it keeps its book while the front starts again with other settings, as a test's Nova keeps its
+Placement while its scheduler does; and each of the two may be left out, for processes that are killed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import host_names
+import msgspec
+from forks import serve
+
+import placement_worker.app
+import scheduler_worker.nova.app
+from berth.rest_address import with_rest_at
+from berth.settings import Settings
+from berth.site import Brokers, Site, process_name
+from bus.clock import SystemClock
+from bus.service.environment import Environment
+from bus.service.main import run_process
+from bus.service.service import Service
+from placement_worker.book import ResourceBook
+from placement_worker.store.memory_rows import MemoryBookRows
+from placement_worker.store.memory_table import MemoryBookTable
+
+POLL_S = 0.02
+ROLE = "nova"
+
+
+def run(given: dict[str, Any]) -> None:
+    """{"settings": of placement; "api": HOST:PORT of its REST API, "": there is none; "front": a file with
+    {"settings": of the front, "weights": of hosts by name}, which starts when the file comes and anew when it changes;
+    the file `served` beside it has those that calls are taken with}.
+    """
+    settings = msgspec.convert(given["settings"], Settings)
+    if given["api"]:
+        settings = with_rest_at(settings, given["api"])
+    process = process_name(ROLE)
+    here = Site(settings, brokers=Brokers(SystemClock()), database_url="")
+    sys.exit(
+        run_process(
+            lambda env: servers(env, here, settings, bool(given["api"]), Path(given["front"])),
+            lambda: here.environment(process, takes_cells=False),
+            role=ROLE,
+            process=process,
+            log_level="info",
+            log_style="json",
+        )
+    )
+
+
+def servers(env: Environment, here: Site, settings: Settings, has_api: bool, front: Path) -> Service:
+    """Both as one service."""
+    service = Service(ROLE, clock=env.clock)
+    if has_api:
+        book = ResourceBook(MemoryBookRows(MemoryBookTable(env.clock).session()))
+        placement = placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True)
+        service.add_task("placement", lambda: placement.run(asyncio.Event()))
+    service.add_task("front", lambda: _fronts(here, settings, front))
+    return service
+
+
+async def _fronts(here: Site, settings: Settings, file: Path) -> None:
+    """A front with the settings of the file, as often as they change."""
+    running, stop, told = None, asyncio.Event(), ""
+    service: Service | None = None
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if (text := file.read_text()) != told:
+                stop.set()
+                if running is not None:
+                    await running
+                stop, told = asyncio.Event(), text
+                given = json.loads(told)
+                host_names.WEIGHTS = given["weights"]
+                its = msgspec.convert(given["settings"], Settings)
+                env = here.environment(process_name("front"), takes_cells=False)
+                service = scheduler_worker.nova.app.build(env, its.nova, its.scheduler)
+                running = asyncio.create_task(service.run(stop))
+        if running is not None and running.done():
+            await running
+        if service is not None and not service.not_ready():
+            file.with_name("served").write_text(told)
+            service = None
+        await asyncio.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    serve(run)
