@@ -244,7 +244,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     changes. With release_first it is the claim of an alternate: the instance's allocation is released, the migration
     keeps the source. Amounts that source and destination both take of one provider count once, the larger of the two.
     foreign: for an instance of a control plane that writes its allocations by Placement's API, as Nova does. No attempt
-    fences it, and it leaves the consumer's attempt as it is; it is idempotent by (consumer, by). With a
+    fences it, and what the consumer holds is of no attempt from then on; it is idempotent by (consumer, by). With a
     consumer_generation the option is added to what the consumer holds, as an evacuation holds its source besides; an
     amount that both take of one provider counts once. It neither releases first nor moves.
     group_members: further members of its server group, that control plane's: the book counts those that hold something

@@ -45,7 +45,7 @@ class Decision(Struct, frozen=True):
 
     replies: with CHANGED for the number in the feed, and without the holders. consumers: the new state of each changed
     consumer; None: the row is deleted. used, generations: the new values of each changed provider. joined: the new
-    members of each server group, with the host that the member's claim named. lost: {place among the claims: (consumer,
+    members of each server group. lost: {place among the claims: (consumer,
     what it lacked)} of the first claims that found a provider full, at most MAX_LOST_NAMED: the holders are looked up
     for these alone.
     """
@@ -54,7 +54,7 @@ class Decision(Struct, frozen=True):
     consumers: dict[str, ConsumerState | None]
     used: dict[str, dict[str, int]]
     generations: dict[str, int]
-    joined: dict[GroupKey, dict[str, str]] = {}
+    joined: dict[GroupKey, dict[str, None]] = {}
     lost: dict[int, tuple[str, Lacking]] = {}
 
 
@@ -85,9 +85,9 @@ class ConsumerWrite(Struct, frozen=True):
 class ClaimLedger:
     """The state that the items of one group read and change. Each call of `claims.decide` makes one.
 
-    joined: {server group: {consumer: the host that it was claimed on}}. projects: the total that the consumers of each
-    project with limits hold. changed_consumers, used, generations: the differences from the loaded rows. gang: the
-    consumers whose claims are tried together, empty outside of a gang's trial.
+    joined: the new members of each server group, in the order of their claims. projects: the total that the consumers
+    of each project with limits hold. changed_consumers, used, generations: the differences from the loaded rows. gang:
+    the consumers whose claims are tried together, empty outside of a gang's trial.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ClaimLedger:
     ) -> None:
         self.foreign = foreign
         self._groups = groups
-        self.joined: dict[GroupKey, dict[str, str]] = {}
+        self.joined: dict[GroupKey, dict[str, None]] = {}
         self._counts: dict[GroupKey, GroupCount] = {}
         self._changes: list[str] = []  # consumers in the order of their changes; one may be in it several times
         self.projects: dict[str, dict[str, int]] = {}
@@ -123,7 +123,7 @@ class ClaimLedger:
         consumers.
         """
         copy = ClaimLedger(self._consumers, self.providers, self.known_classes, self.foreign, self._groups)
-        copy.joined = {key: dict(hosts) for key, hosts in self.joined.items()}
+        copy.joined = {key: dict(members) for key, members in self.joined.items()}
         copy._changes = list(self._changes)
         copy.projects = {project: dict(held) for project, held in self.projects.items()}
         copy.changed_consumers = dict(self.changed_consumers)
@@ -161,36 +161,30 @@ class ClaimLedger:
         joined = self.joined.get(key, {})
         for consumer in self._changes[group.seen :]:
             if consumer in group.hosts or consumer in joined:
-                group.put(consumer, self._hosts_now(consumer, joined.get(consumer)))
+                group.put(consumer, self._hosts_now(consumer))
         group.seen = len(self._changes)
         own = {claim.consumer} if claim.migration is None else {claim.consumer, claim.migration.uuid}
         return group.without(own.union(besides), hosts_that_matter(claim))
 
-    def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
-        """The hosts of a consumer that this group has changed: the claimed host, or the hosts to which a swap has moved
-        it.
-        """
-        hosts = hosts_of(self.providers[uuid] for uuid in holding_of(self.changed_consumers[consumer]))
-        return (claimed,) if claimed in hosts else hosts
+    def _hosts_now(self, consumer: str) -> Sequence[str]:
+        """The hosts of a consumer that this group has changed, by what it holds, as of every other member."""
+        return hosts_of(self.providers[uuid] for uuid in holding_of(self.changed_consumers[consumer]))
 
-    def join(self, claim: Claim, host: str | None) -> None:
-        """Record that the claim's consumer is on this host, for its server group. Its row is written next."""
+    def join(self, claim: Claim) -> None:
+        """Record that the claim's consumer is a member of its server group. Its row is written next."""
         key = group_key(claim)
         if key is not None:
-            assert host is not None, "the group's rule permits it"
-            self.joined.setdefault(key, {})[claim.consumer] = host
+            self.joined.setdefault(key, {})[claim.consumer] = None
 
     def join_migration(self, claim: Claim, migration: str) -> None:
-        """Record that the migration is on the host where the claim's consumer was, for its server group. Its row is
-        written next.
+        """Record that the migration is a member of the claim's server group, if the claim's consumer was one where it
+        was. Its row is written next.
         """
         key = group_key(claim)
         if key is not None:
             joined = self.joined.setdefault(key, {})
-            hosts = self._groups.get(key, {}).get(claim.consumer, ())
-            host = joined.get(claim.consumer) or next(iter(hosts), None)
-            if host is not None:
-                joined[migration] = host
+            if claim.consumer in joined or self._groups.get(key, {}).get(claim.consumer):
+                joined[migration] = None
 
     def source_held(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
         """The part of a move's source that the instance and its migration still hold."""

@@ -308,10 +308,10 @@ def _take(
     if claim.migration is not None:
         _keep_source(ledger, claim, kept_beside(source, wanted))
     ledger.move(holding_of(known), wanted)
-    ledger.join(claim, claim.options[number].host)
+    ledger.join(claim)
     generation = 1 if known is None else known.generation + 1
     run = (known.run if known is not None else "") if claim.by is None else claim.by
-    attempt = claim.attempt if not claim.foreign else 0 if known is None else known.attempt
+    attempt = 0 if claim.foreign else claim.attempt  # 0: what is held is no build of berth's, whatever was before
     ledger.write(
         claim.consumer,
         ConsumerState(generation, attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted, run),

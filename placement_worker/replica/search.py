@@ -7,7 +7,7 @@ tables: `compiled` evaluates providers and trees, and `verdicts` keeps the resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -19,10 +19,11 @@ from placement_worker.replica.columns import Rows
 from placement_worker.replica.request import UNNUMBERED, Found, Query, Slot
 from placement_worker.replica.verdicts import RootVerdicts, cached_verdicts, verdicts_of
 
-__all__ = ["Found", "Query", "options", "search"]
+__all__ = ["Found", "Query", "option_held", "options", "search"]
 
 # The bound of options, whatever limit the caller requests.
 MAX_OPTIONS = 64
+_ALL = 2**45  # more than any inventory has
 
 
 def search(book: Book, query: Query, *, explain: bool = False) -> Found:
@@ -50,6 +51,25 @@ def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[
     verdicts = cached_verdicts(book, query)
     slots = verdicts.compiled.slots
     return [_option(book, slots, rows) for rows in verdicts.assignments(root_row, min(limit, MAX_OPTIONS))]
+
+
+def option_held(
+    book: Book, query: Query, root_row: int, held: Mapping[str, Mapping[str, int]], *, key: str
+) -> ClaimOption | None:
+    """The way in which what a consumer holds satisfies a request on this root; None: it does not, or not any more.
+    Raises QueryTooWide.
+
+    key: of the consumer's assumption, which is dropped. The search sees what is held as free, and nothing else.
+    """
+    members = book.members(np.array([root_row], dtype=np.intp))[0].tolist()
+    others = {book.uuid_of(row): book.inventory_of(row) for row in members if book.uuid_of(row) not in held}
+    taken = {uuid: dict.fromkeys(inventory, _ALL) for uuid, inventory in others.items() if inventory}
+    freed = {uuid: {name: -amount for name, amount in amounts.items()} for uuid, amounts in held.items()}
+    book.assume(key, {**taken, **freed})
+    try:
+        return next((one for one in options(book, query, root_row, limit=MAX_OPTIONS) if one.allocations == held), None)
+    finally:
+        book.forget(key)
 
 
 def _option(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOption:

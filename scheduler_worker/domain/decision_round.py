@@ -357,8 +357,8 @@ def found(state: PlacementState, held: HeldAllocation, selector: Selector, *, no
     """Apply what the instance holds already. now: wall clock."""
     if state.foreign is not None:
         part = foreign_part(state, held.holding, selector)
-        if held.project_id != state.request.project_id or not part or (held.run != state.run and part != held.holding):
-            return PlacementStep(state)  # the source of an evacuation, or another's
+        if (held.run, held.project_id) != (state.run, state.request.project_id) or not part:
+            return PlacementStep(state)  # the source of an evacuation, or what another call has left
         return recovered(state, (), HeldByClaim(part, held.consumer_generation, held.attempt), selector, now=now)
     if held.project_id != state.request.project_id or not held.attempt:
         return PlacementStep(replace(state, result=PlacementRefused(CONSUMER_CHANGED, ANOTHERS)))
@@ -370,12 +370,13 @@ def found(state: PlacementState, held: HeldAllocation, selector: Selector, *, no
 
 
 def _of_foreign(state: PlacementState, answer: ClaimResult, selector: Selector, *, now: float) -> PlacementStep:
-    """Apply what the instance of a foreign control plane holds. What this run has claimed is its host. So is what an
-    earlier call for the same request has claimed, whose answer was lost; but an evacuation holds what it leaves.
+    """Apply what the instance of a foreign control plane holds. What this call has claimed is its host. To all else,
+    as an evacuation's source or what another call has left, the next claim adds, as a stock nova-scheduler does: it may
+    be on no host that this request may have.
     """
-    part = foreign_part(state, answer.holding, selector)
     generation = answer.consumer_generation or 0
-    if answer.outcome is ClaimOutcome.CLAIMED or part == answer.holding:
+    if answer.outcome is ClaimOutcome.CLAIMED:
+        part = foreign_part(state, answer.holding, selector)
         return recovered(state, (), HeldByClaim(part, generation, FIRST_ATTEMPT), selector, now=now)
     assert state.foreign is not None
     return PlacementStep(replace(state, foreign=replace(state.foreign, adds_to=generation)))

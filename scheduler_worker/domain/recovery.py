@@ -11,6 +11,8 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.placement import ClaimResult
+from placement_worker.replica.request import QueryTooWide
+from placement_worker.replica.search import option_held
 from scheduler_worker.domain.builds import FIRST_ATTEMPT
 from scheduler_worker.domain.placement import (
     IGNORED,
@@ -67,6 +69,12 @@ def recovered(
     if main is None:
         reason = "an earlier claim of this request holds a host that no compute service announces"
         return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
+    if state.foreign is not None and state.spec.query.groups:
+        mappings = _mappings(state, main, selector)
+        if mappings is None:
+            reason = "an earlier claim of this request holds what does not satisfy it any more"
+            return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
+        main = replace(main, mappings=mappings)
     cell = selector.cell_of(main.host_uuid)
     alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
     alternates = alternates[: state.max_alternates]
@@ -124,6 +132,18 @@ def _recovered_selection(holding: Mapping[str, Mapping[str, int]], selector: Sel
         return None
     shapes: Mapping[str, int] = {provider: book.shape_of(row) for provider, row in rows.items()}
     return selector.selection_on(hosts[0], holding, shapes)
+
+
+def _mappings(state: PlacementState, main: Selection, selector: Selector) -> Mapping[str, tuple[str, ...]] | None:
+    """Which provider of what is held satisfies which numbered group: Nova binds its ports and devices by that."""
+    book = selector.book
+    row = book.row_of(main.host_uuid)
+    assert row is not None
+    try:
+        option = option_held(book, state.spec.query, row, main.allocations, key=state.request.instance_uuid)
+    except QueryTooWide:
+        return None
+    return None if option is None else option.mappings
 
 
 def foreign_part(

@@ -16,7 +16,8 @@ from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.nova import select
 from scheduler_worker.nova.envelope import Call, RemoteFault
 from scheduler_worker.nova.request_spec import NotDecided, SpecRefused
-from tests.unit.nova.world import CELLS, PLENTY, Cloud, destination, group, hosts_of, request_spec
+from scheduler_worker.nova.selection import versioned
+from tests.unit.nova.world import CELLS, FLAVOR, PLENTY, Cloud, destination, group, hosts_of, request_spec
 
 MANY = [f"d0000000-0000-4000-8000-{n:012}" for n in range(MAX_NAMED + 1)]
 VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
@@ -78,13 +79,45 @@ async def test_a_redelivered_call_takes_nothing_from_those_that_run_by_now() -> 
     assert await here.held(VMS[0]) == kept
 
 
-async def test_a_call_that_is_made_again_gets_what_the_first_has_claimed() -> None:
-    """The conductor has given up waiting for the first, and asks anew."""
+def mappings_of(answer: Any) -> list[dict[str, list[str]]]:
+    """Of the chosen host of each instance."""
+    chosen = (selections[0]["nova_object.data"] for selections in answer)
+    return [json.loads(one["allocation_request"])["mappings"] for one in chosen]
+
+
+GROUPED = {"resources_A:CUSTOM_VF": "1", "resources_B:CUSTOM_VF": "2", "group_policy": "none"}
+
+
+async def test_what_is_adopted_names_the_provider_of_each_group() -> None:
+    """Nova binds a port or a device by it: without one it fails."""
+    here = await cloud(1, children=[{"CUSTOM_VF": 2}, {"CUSTOM_VF": 1}, {"CUSTOM_VF": 2}])
+    flavor = versioned("Flavor", "1.2", {**FLAVOR, "extra_specs": GROUPED})
+    first = await here.select(VMS[0], flavor=flavor)
+    await here.refresh(timeout_s=1.0)
+    again = await here.select(VMS[0], flavor=flavor, front=here.front())
+    (mappings,) = mappings_of(again)
+    assert mappings == mappings_of(first)[0] and mappings.keys() == {"", "_A", "_B"}
+
+
+async def test_a_call_that_is_made_again_claims_beside_the_first() -> None:
+    """As of a stock nova-scheduler: what another call has left may be on no host that this one may have."""
+    here = await cloud(2)
+    await here.select(VMS[0], run="call1", force_hosts=["h0"])
+    again = await here.select(VMS[0], run="call2", force_hosts=["h1"])
+    assert hosts_of(again)[0][0] == "h1"
+    assert await here.held(VMS[0]) == [0, 1]
+    same = await here.select(VMS[0], run="call3", force_hosts=["h1"])
+    assert hosts_of(same)[0][0] == "h1" and await here.held(VMS[0]) == [0, 1], "what is there counts once"
+
+
+async def test_without_a_host_what_another_call_has_left_is_none() -> None:
     here = await cloud(2, each=ONE)
-    first = await here.select(VMS[0], run="call1")
-    again = await here.select(VMS[0], run="call2")
-    assert hosts_of(first)[0][0] == hosts_of(again)[0][0]
-    assert len(await here.held(VMS[0])) == 1
+    await here.select(VMS[0], run="call1", force_hosts=["h0"])
+    await here.select(VMS[1], run="call2", force_hosts=["h1"])
+    await here.refresh(timeout_s=1.0)
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0], run="call3", force_hosts=["h1"])
+    assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == [0]
 
 
 async def test_several_start_together_or_not_at_all() -> None:

@@ -58,8 +58,14 @@ class Cloud:
     """Hosts by what each has; `late` ones are in the book and not known to Nova's facts until they are asked for."""
 
     def __init__(
-        self, amounts: Sequence[Mapping[str, int]], *, cells: Sequence[str] = (), late: Collection[int] = ()
+        self,
+        amounts: Sequence[Mapping[str, int]],
+        *,
+        cells: Sequence[str] = (),
+        late: Collection[int] = (),
+        children: Sequence[Mapping[str, int]] = (),
     ) -> None:
+        self.children = children  # of each host
         self.rng = random.Random(7)
         self.clock = SystemClock()
         self.uuids = [new_uuid(self.rng) for _ in amounts]
@@ -107,10 +113,26 @@ class Cloud:
         for at, uuid in enumerate(self.uuids):
             inventories = {name: Inventory(total=total) for name, total in self._amounts[at].items()}
             report = ProviderReport(uuid=uuid, name=f"h{at}.local", inventories=inventories)
-            await self.claims.book.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(report,))])
+            providers = (report, *self._children_of(at))
+            await self.claims.book.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=providers)])
         self.know(at for at in range(len(self.uuids)) if at not in self.late)
         await self.refresh(timeout_s=1.0)
         return self
+
+    def child(self, host: int, number: int) -> str:
+        """The uuid of a child provider."""
+        return str(uuid5(NAMESPACE_OID, f"{host} {number}"))
+
+    def _children_of(self, at: int) -> list[ProviderReport]:
+        return [
+            ProviderReport(
+                uuid=self.child(at, number),
+                name=f"h{at} {number}",
+                parent_uuid=self.uuids[at],
+                inventories={name: Inventory(total=total) for name, total in amounts.items()},
+            )
+            for number, amounts in enumerate(self.children)
+        ]
 
     def know(self, hosts: Iterable[int]) -> None:
         """Nova names these hosts."""
@@ -182,7 +204,7 @@ class Cloud:
     async def held(self, instance: str) -> list[int]:
         """The hosts on which an instance holds something."""
         found = await self.claims.book.reads.holding([instance])
-        return sorted(self.uuids.index(uuid) for one in found for uuid in one.holding)
+        return sorted(self.uuids.index(uuid) for one in found for uuid in one.holding if uuid in self.uuids)
 
 
 def request_spec(**fields: Any) -> Primitive:
