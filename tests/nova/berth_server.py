@@ -7,7 +7,6 @@ Placement while its scheduler does; and each of the two may be left out, for pro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -29,16 +28,36 @@ from bus.service.service import Service
 from placement_worker.book import ResourceBook
 from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
+from scheduler_worker.nova.envelope import Call
+from scheduler_worker.nova.select import Destinations
 
 POLL_S = 0.02
 ROLE = "nova"
 
 
+class Holding(Destinations):
+    """Claims, and does not answer."""
+
+    file: Path
+
+    async def call(self, call: Call) -> object:
+        """Never returns from one that claims."""
+        result = await super().call(call)
+        if call.is_answered:
+            self.file.touch()
+            await asyncio.Event().wait()
+        return result
+
+
 def run(given: dict[str, Any]) -> None:
     """{"settings": of placement; "api": HOST:PORT of its REST API, "": there is none; "front": a file with
     {"settings": of the front, "weights": of hosts by name}, which starts when the file comes and anew when it changes;
-    the file `served` beside it has those that calls are taken with}.
+    the file `served` beside it has those that calls are taken with; "holds": a file that it makes instead of an answer,
+    "": it answers}.
     """
+    if given.get("holds"):
+        Holding.file = Path(given["holds"])
+        scheduler_worker.nova.app.Destinations = Holding
     settings = msgspec.convert(given["settings"], Settings)
     if given["api"]:
         settings = with_rest_at(settings, given["api"])
@@ -63,27 +82,30 @@ def servers(env: Environment, here: Site, settings: Settings, has_api: bool, fro
         book = ResourceBook(MemoryBookRows(MemoryBookTable(env.clock).session()))
         placement = placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True)
         service.add_task("placement", lambda: placement.run(asyncio.Event()))
-    service.add_task("front", lambda: _fronts(here, settings, front))
+    service.add_task("front", lambda: _fronts(here, front))
     return service
 
 
-async def _fronts(here: Site, settings: Settings, file: Path) -> None:
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+async def _fronts(here: Site, file: Path) -> None:
     """A front with the settings of the file, as often as they change."""
     running, stop, told = None, asyncio.Event(), ""
     service: Service | None = None
     while True:
-        with contextlib.suppress(FileNotFoundError):
-            if (text := file.read_text()) != told:
-                stop.set()
-                if running is not None:
-                    await running
-                stop, told = asyncio.Event(), text
-                given = json.loads(told)
-                host_names.WEIGHTS = given["weights"]
-                its = msgspec.convert(given["settings"], Settings)
-                env = here.environment(process_name("front"), takes_cells=False)
-                service = scheduler_worker.nova.app.build(env, its.nova, its.scheduler)
-                running = asyncio.create_task(service.run(stop))
+        if (text := _text(file)) != told:
+            stop.set()
+            if running is not None:
+                await running
+            stop, told = asyncio.Event(), text
+            given = json.loads(told)
+            host_names.WEIGHTS = given["weights"]
+            its = msgspec.convert(given["settings"], Settings)
+            env = here.environment(process_name("front"), takes_cells=False)
+            service = scheduler_worker.nova.app.build(env, its.nova, its.scheduler)
+            running = asyncio.create_task(service.run(stop))
         if running is not None and running.done():
             await running
         if service is not None and not service.not_ready():

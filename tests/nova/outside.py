@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from nova import policy
 from nova.conf import CONF
 from nova.db.api import api as api_db_api
 from nova.scheduler import rpcapi
+from nova.scheduler.filters import HostFilterHandler
 from nova.tests import fixtures as nova_fixtures
 from nova.tests.functional import fixtures as functional_fixtures
 from oslo_config import cfg
@@ -157,6 +159,12 @@ class SchedulerOutside:
         world().servers.stop_scheduler()
 
     kill = stop
+
+    @property
+    def manager(self) -> Any:
+        """Just the classes of its filters, for tests that set a spy on one: in this process it sees nothing."""
+        classes = HostFilterHandler().get_matching_classes(CONF.filter_scheduler.available_filters)
+        return SimpleNamespace(host_manager=SimpleNamespace(filter_cls_map={one.__name__: one for one in classes}))
 
     def __getattr__(self, name: str) -> Any:
         raise ReachedInto(f"the test reaches into the scheduler's process: service.{name}")

@@ -102,7 +102,7 @@ def targeted(context: Any) -> bool:
 
 
 def run(given: dict[str, Any]) -> None:
-    """{"cloud": a file, see `outside.cloud`; "ready": the file that is made when it serves}. Until it is killed."""
+    """{"cloud": a file, see `outside.cloud`; "ready": the file that is made when it serves}. Until SIGTERM."""
     cloud = json.loads(Path(given["cloud"]).read_text())
     log.register_options(CONF)
     settle(cloud)
@@ -122,8 +122,10 @@ def run(given: dict[str, Any]) -> None:
     rpc.init(CONF)
     served = service.Service.create(host="scheduler", binary="nova-scheduler", topic="scheduler")
     served.start()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
     Path(given["ready"]).touch()
     signal.pause()
+    served.stop()  # which answers the calls in hand
 
 
 if __name__ == "__main__":

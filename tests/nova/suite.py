@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ SHORT = 3
 
 Outcome = dict[str, Any]
 Vhosts = dict[str, str]  # of one test; see world.py
-PARTS = ("main", "stock")
+RESTART = "restart-broker"  # see world.py
+# Those that start and kill schedulers themselves; one at a time, as they restart the broker.
+KILLS = "checks.kills."
 
 
 def listed(python: str, work: Path, *words: str) -> list[str]:
@@ -39,15 +42,29 @@ def listed(python: str, work: Path, *words: str) -> list[str]:
     return ids
 
 
-def run(options: argparse.Namespace, mode: str, ids: list[str], vhosts: list[Vhosts], work: Path) -> list[Outcome]:
-    """Run tests in as many runners as wanted: each takes every second, third ... of them."""
+def run(
+    options: argparse.Namespace,
+    mode: str,
+    ids: list[str],
+    *,
+    work: Path,
+    vhosts: Sequence[Vhosts] = (),
+    broker: RabbitMQ | None = None,
+) -> list[Outcome]:
+    """Run tests in as many runners as wanted: each takes every second, third ... of them. A test may have the broker
+    restarted.
+    """
+    restart = work / RESTART
     runners = [
         _Runner(options, mode, ids[at :: options.processes], vhosts[at :: options.processes], work)
         for at in range(min(options.processes, len(ids)))
     ]
     try:
-        while any([runner.runs() for runner in runners]):
+        while sum(runner.runs() for runner in runners):
             time.sleep(POLL_S)
+            if broker is not None and restart.exists():
+                broker.restart()
+                restart.unlink()
     finally:
         for runner in runners:
             runner.stop()
@@ -59,12 +76,12 @@ class _Runner:
     """A process that runs some of the tests; see runner.py."""
 
     def __init__(
-        self, options: argparse.Namespace, mode: str, ids: list[str], vhosts: list[Vhosts], work: Path
+        self, options: argparse.Namespace, mode: str, ids: list[str], vhosts: Sequence[Vhosts], work: Path
     ) -> None:
         self.got: list[Outcome] = []
         self._wanted = len(ids)
         tests = Path(tempfile.mkstemp(dir=work, suffix=".json")[1])
-        tests.write_text(json.dumps({"ids": ids, "vhosts": vhosts}))
+        tests.write_text(json.dumps({"ids": ids, "vhosts": list(vhosts)}))
         self._lines, self._log = tests.with_suffix(".jsonl"), tests.with_suffix(".log")
         self._lines.touch()
         command = [options.nova, str(HERE / "runner.py"), "--mode", mode, "--berth", sys.executable]
@@ -103,8 +120,22 @@ def discover(options: argparse.Namespace, work: Path) -> list[Outcome]:
     found: list[Outcome] = []
     while ids and len(found) < options.draw:
         some, ids = ids[:AT_A_TIME], ids[AT_A_TIME:]
-        found += [one for one in run(options, "stock", some, [], work) if one["calls"] and one["outcome"] == "passed"]
+        found += [one for one in run(options, "stock", some, work=work) if one["calls"] and one["outcome"] == "passed"]
     return found[: options.draw]
+
+
+def _vhosts(broker: RabbitMQ, ids: list[str], processes: int) -> list[Vhosts]:
+    """Of each test. It shares that of its fallback with tests that have ended: a vhost takes the broker a while."""
+    names = [
+        {
+            "main": f"main-{at}",
+            "stock": f"stock-{at % (2 * processes)}",
+            **({"bus": f"bus-{at}"} if name.startswith(KILLS) else {}),
+        }
+        for at, name in enumerate(ids)
+    ]
+    urls = broker.add_vhosts({name: None for of_test in names for name in of_test.values()})
+    return [{part: urls[name] for part, name in of_test.items()} for of_test in names]
 
 
 def notify(one: Outcome) -> None:
@@ -145,12 +176,11 @@ def main() -> int:
             ids = [one["id"] for one in discover(options, work)]
         ids = ids[:SHORT] if options.short else ids
         if options.mode == "stock":
-            results = run(options, options.mode, ids, [], work)
+            results = run(options, options.mode, ids, work=work)
         else:
             with RabbitMQ(schedulers=1) as broker:
-                urls = broker.add_vhosts(f"{part}-{number}" for number in range(len(ids)) for part in PARTS)
-                vhosts = [{part: urls[f"{part}-{number}"] for part in PARTS} for number in range(len(ids))]
-                results = run(options, options.mode, ids, vhosts, work)
+                vhosts = _vhosts(broker, ids, options.processes)
+                results = run(options, options.mode, ids, work=work, vhosts=vhosts, broker=broker)
     counts = collections.Counter(one["outcome"] for one in results)
     passed, counted = counts["passed"], len(results) - counts["skipped"]
     sys.stdout.write(f"{passed} of {counted} passed ({options.mode}), {counts['skipped']} skipped\n")

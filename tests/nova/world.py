@@ -24,6 +24,7 @@ from forks import Fork, Forks
 
 START_TIMEOUT_S = 40.0
 POLL_S = 0.02
+RESTART = "restart-broker"  # a file that `suite.py` waits for
 HERE = Path(__file__).parent
 
 PLACEMENT_CONF = "[api]\nauth_strategy = noauth2\n[oslo_policy]\nenforce_new_defaults = False\n"
@@ -34,7 +35,8 @@ ADMINISTRATOR = {
     "HTTP_X_ROLES": "reader,member,admin",
 }
 
-# {"main": the URL of the one with Nova's services, "stock": of the one with the fallback's nova-scheduler}
+# {"main": the URL of the one with Nova's services, "stock": of the one with the fallback's nova-scheduler, "bus": of
+# berth's own, for a test that starts and kills its schedulers itself}
 Vhosts = dict[str, str]
 App = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
@@ -82,8 +84,8 @@ class ComputeApi:
 class Servers:
     """The processes of one test.
 
-    urls: of its vhosts. cell: the uuid of the one that has the hosts. mode: `front` (berth answers topic `scheduler`, and
-    relays what it does not decide to a stock nova-scheduler) or `apart` (a stock nova-scheduler does).
+    urls: of its vhosts. cell: the uuid of the one that has the hosts. mode: `front` (berth answers topic `scheduler`,
+    and relays what it does not decide to a stock nova-scheduler) or `apart` (a stock nova-scheduler does).
     """
 
     def __init__(self, mode: str, forks: tuple[Forks, Forks], urls: Vhosts, cell: str, folder: Path) -> None:
@@ -100,12 +102,8 @@ class Servers:
         self.placement = f"http://{address}"
         (self.folder / "placement.conf").write_text(PLACEMENT_CONF)
         self._log = self.folder / "log"
-        self._berth = self._of_berth.start(
-            self._log,
-            settings={"placement": {"rest": {"conf_dir": str(self.folder)}}},
-            api=address,
-            front=str(self._front),
-        )
+        settings = {"placement": {"rest": {"conf_dir": str(self.folder)}}, **self._bus()}
+        self._berth = self._of_berth.start(self._log, settings=settings, api=address, front=str(self._front))
 
     def wait_placement(self) -> None:
         """Until placement answers. Raises NotStarted."""
@@ -123,42 +121,94 @@ class Servers:
     def start_scheduler(self, cloud: Callable[[], dict[str, Any]]) -> None:
         """Have topic `scheduler` served. cloud: what a nova-scheduler outside the test's process has to know."""
         self._cloud = cloud()
-        self._start_stock()
+        if "bus" in self.urls:
+            return
+        self._scheduler = self._fork_stock("stock" if self.mode == "front" else "main")
         if self.mode == "front":
-            assert self.compute is not None
-            settings = self._cloud["front"]
-            settings["nova"] |= {
-                "transport_url": self.urls["main"],
-                "fallback_url": self.urls["stock"],
-                "api": {
-                    "url": self.compute.url,
-                    "token": "not-looked-at",
-                    "cells": {self._cell: ["*"]},
-                    "poll_interval_s": 5.0,
-                    "states_max_age_s": 0.0,
-                },
-            }
-            told = json.dumps({"settings": settings, "weights": self._cloud["weights"] or {}})
-            new = self._front.with_suffix(".new")
-            new.write_text(told)
-            new.rename(self._front)
+            self._tell(self._front)
+        else:
+            self._wait_stock(self._scheduler)
 
-    def _start_stock(self) -> None:
-        vhost = self.urls["stock" if self.mode == "front" else "main"]
-        told = {**self._cloud, "placement": self.placement, "amqp": vhost}
+    def start_stock(self) -> Fork:
+        """A stock nova-scheduler on topic `scheduler`, beside all others."""
+        started = self._fork_stock("main")
+        self._wait_stock(started)
+        return started
+
+    def start_front(self, *, holds: bool = False) -> Fork:
+        """A front on topic `scheduler`, beside all others. holds: it claims, and does not answer; see `held`."""
+        file = Path(tempfile.mkdtemp(dir=self.folder)) / "front.json"
+        self._tell(file)
+        started = self._of_berth.start(
+            self._log, settings=self._bus(), api="", front=str(file), holds=str(self._held(holds))
+        )
+        self._note(started)
+        self._wait_front(started, file)
+        return started
+
+    def held(self) -> None:
+        """Until a front that holds its answers has claimed for one."""
+        for _ in self._until(self._berth, "a claim"):
+            if self._held(True).exists():
+                return
+
+    def restart_broker(self) -> None:
+        """Returns once it has started again."""
+        wanted = self.folder.parent / RESTART
+        wanted.touch()
+        for _ in self._until(self._berth, "the broker"):
+            if not wanted.exists():
+                return
+
+    def _held(self, holds: bool) -> Path | str:
+        return self.folder / "held" if holds else ""
+
+    def _bus(self) -> dict[str, Any]:
+        return {"bus": {"url": self.urls["bus"]}} if "bus" in self.urls else {}
+
+    def _tell(self, file: Path) -> None:
+        """Give a front its settings."""
+        assert self.compute is not None
+        settings = json.loads(json.dumps(self._cloud["front"]))
+        settings["nova"] |= {
+            "transport_url": self.urls["main"],
+            "api": {
+                "url": self.compute.url,
+                "token": "not-looked-at",
+                "cells": {self._cell: ["*"]},
+                "states_max_age_s": 0.0,
+            },
+        }
+        if "bus" not in self.urls:
+            settings["nova"]["fallback_url"] = self.urls["stock"]
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps({"settings": settings, "weights": self._cloud["weights"] or {}}))
+        new.rename(file)
+
+    def _fork_stock(self, vhost: str) -> Fork:
+        told = {**self._cloud, "placement": self.placement, "amqp": self.urls[vhost]}
         (self.folder / "cloud.json").write_text(json.dumps(told))
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
-        self._scheduler = self._of_nova.start(self._log, cloud=str(self.folder / "cloud.json"), ready=str(ready))
-        (self.folder / "stock").write_text(str(self._scheduler.number))
-        if self.mode != "front":
-            self._wait_stock()
+        started = self._of_nova.start(self._log, cloud=str(self.folder / "cloud.json"), ready=str(ready))
+        self._note(started)
+        return started
 
-    def _wait_stock(self) -> None:
-        assert self._scheduler is not None
-        for _ in self._until(self._scheduler, "nova-scheduler"):
+    def _wait_stock(self, started: Fork) -> None:
+        for _ in self._until(started, "nova-scheduler"):
             if (self.folder / "ready").exists():
                 return
+
+    def _wait_front(self, process: Fork, file: Path) -> None:
+        served, told = file.with_name("served"), file.read_text()
+        for _ in self._until(process, "the front"):
+            if served.exists() and served.read_text() == told:
+                return
+
+    def _note(self, started: Fork) -> None:
+        """For the end: the process of the test is killed."""
+        with (self.folder / "forks").open("a") as file:
+            file.write(f"{started.number}\n")
 
     def keep_up(self, cloud: Callable[[], dict[str, Any]]) -> None:
         """Before a call: restart schedulers whose settings the test has changed since, as its operator would; wait for
@@ -170,11 +220,9 @@ class Servers:
             self.stop_scheduler()
             self.start_scheduler(cloud)
         if self.mode == "front":
-            self._wait_stock()
-            served, told = self._front.with_name("served"), self._front.read_text()
-            for _ in self._until(self._berth, "the front"):
-                if served.exists() and served.read_text() == told:
-                    return
+            assert self._scheduler is not None
+            self._wait_stock(self._scheduler)
+            self._wait_front(self._berth, self._front)
 
     def stop_scheduler(self) -> None:
         """No stock scheduler serves; a front goes on until it is told other settings."""
@@ -184,9 +232,9 @@ class Servers:
 
     def stop(self) -> None:
         """End everything, at once: nothing of it is used again. The test's process, which had started some, is gone."""
-        number = self.folder / "stock"
-        if number.exists():
-            Fork(int(number.read_text())).end()
+        noted = self.folder / "forks"
+        for number in noted.read_text().split() if noted.exists() else ():
+            Fork(int(number)).end()
         self._berth.end()
 
     def _until(self, process: Fork, name: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from nova import context, objects
@@ -67,6 +68,20 @@ class Cloud(integrated_helpers.ProviderUsageBaseTestCase):  # type: ignore[misc]
         self.request(name=name, min_count=least, max_count=most, **wanted)
         found = [one for one in self.api.get_servers(detail=True) if one["name"].startswith(name)]
         return [self.settled(one, state) for one in found]
+
+    def at_once(self, number: int, flavor: str, group: str | None = None) -> list[Server]:
+        """Servers that were asked for by as many threads."""
+        made: list[Server] = []
+        hints = {"group": group} if group else None
+        threads = [
+            threading.Thread(target=lambda: made.append(self.request(flavor=flavor, hints=hints)))
+            for _ in range(number)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return made
 
     def group(self, policy: str, **rules: int) -> str:
         """The id of a new server group."""
