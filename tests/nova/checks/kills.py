@@ -81,15 +81,16 @@ class Killed(Schedulers):
         self.assertEqual({}, self.held_twice())
 
     def test_a_stock_scheduler_goes_on(self) -> None:
-        """The call fails, as one does whose stock nova-scheduler is killed, and what is deleted holds nothing."""
+        """The call fails as one does whose stock nova-scheduler is killed, and what is deleted holds nothing."""
+        self.flags(rpc_response_timeout=10)
         self.holding = self.servers.start_front(holds=True)
         server = self.request()
         self.servers.held()
         self.holding.end(signal.SIGKILL)
         self.servers.start_stock()
+        self.settled(self.request())
         self._wait_for_state_change(server, "ERROR")
         self._delete_server(server)
-        self.settled(self.request())
         self.assertEqual({}, self.held_twice())
 
 
