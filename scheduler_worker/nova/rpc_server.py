@@ -1,9 +1,10 @@
 """The RPC server of topic `scheduler`, as Nova's own scheduler is one: what oslo.messaging's rabbit driver does.
 
 Any number of these and of stock nova-schedulers take from the queue of the topic. A call that one of these takes it
-puts into a queue of theirs, and carries it out when it comes from there. It is acknowledged once its reply is confirmed,
-so one whose server is killed is delivered again, to any of these, with the same `unique_id`. A stock nova-scheduler must
-not get it again: it takes what the first delivery has claimed for a server that moves, and claims a second host.
+puts into a queue of theirs, and carries it out when it comes from there. It is acknowledged once its reply is
+confirmed, so one whose server is killed is delivered again, to any of these, with the same `unique_id`. A stock
+nova-scheduler must not get it again: it takes what the first delivery has claimed for a server that moves, and claims a
+second host.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from scheduler_worker.nova.envelope import (
 )
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
 from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, topic_queue
-from scheduler_worker.nova.relay import RelayFailed, StockRelay
+from scheduler_worker.nova.relay import RelayFailed, RelayPort
 from scheduler_worker.nova.request_spec import NotDecided
 
 log = structlog.get_logger("nova")
@@ -114,7 +115,7 @@ class RpcServer:
         control_exchange: str,
         clock: Clock,
         rng: random.Random,
-        relay: StockRelay | None = None,
+        relay: RelayPort | None = None,
         prefetch: int = PREFETCH,
     ) -> None:
         self._transport = transport
@@ -224,7 +225,11 @@ class RpcServer:
             return
         task = asyncio.create_task(self._take_over(delivery), name="nova entrance")
         self._taken_over.add(task)
-        task.add_done_callback(self._taken_over.discard)
+        task.add_done_callback(self._came_over)
+        self._open_entrances()
+
+    def _came_over(self, task: asyncio.Task[None]) -> None:
+        self._taken_over.discard(task)
         self._open_entrances()
 
     async def _take_over(self, delivery: Delivery) -> None:
