@@ -82,7 +82,14 @@ def servers(env: Environment, here: Site, settings: Settings, has_api: bool, fro
         book = ResourceBook(MemoryBookRows(MemoryBookTable(env.clock).session()))
         placement = placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True)
         service.add_task("placement", lambda: placement.run(asyncio.Event()))
-    service.add_task("front", lambda: _fronts(here, front))
+    stop, ended = asyncio.Event(), asyncio.Event()
+
+    async def drain(_grace_s: float) -> None:
+        stop.set()
+        await ended.wait()
+
+    service.add_task("front", lambda: _fronts(here, front, stop, ended))
+    service.add_drain(drain)
     return service
 
 
@@ -90,28 +97,39 @@ def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-async def _fronts(here: Site, file: Path) -> None:
+async def _fronts(here: Site, file: Path, stop: asyncio.Event, ended: asyncio.Event) -> None:
     """A front with the settings of the file, as often as they change."""
-    running, stop, told = None, asyncio.Event(), ""
-    service: Service | None = None
-    while True:
-        if (text := _text(file)) != told:
-            stop.set()
-            if running is not None:
-                await running
-            stop, told = asyncio.Event(), text
-            given = json.loads(told)
-            host_names.WEIGHTS = given["weights"]
-            its = msgspec.convert(given["settings"], Settings)
-            env = here.environment(process_name("front"), takes_cells=False)
-            service = scheduler_worker.nova.app.build(env, its.nova, its.scheduler)
-            running = asyncio.create_task(service.run(stop))
-        if running is not None and running.done():
-            await running
-        if service is not None and not service.not_ready():
+    told = ""
+    try:
+        while not stop.is_set():
+            text = _text(file)
+            if text != told:
+                told = text
+                await _front(here, file, told, stop)
+            await asyncio.sleep(POLL_S)
+    finally:
+        ended.set()
+    await asyncio.Event().wait()
+
+
+async def _front(here: Site, file: Path, told: str, stop: asyncio.Event) -> None:
+    """One front, until its settings change."""
+    given = json.loads(told)
+    host_names.WEIGHTS = given["weights"]
+    its = msgspec.convert(given["settings"], Settings)
+    env = here.environment(process_name("front"), takes_cells=False)
+    service = scheduler_worker.nova.app.build(env, its.nova, its.scheduler)
+    ends = asyncio.Event()
+    running = asyncio.create_task(service.run(ends))
+    served = False
+    while not running.done():
+        if stop.is_set() or _text(file) != told:
+            ends.set()
+        if not served and not service.not_ready():
             file.with_name("served").write_text(told)
-            service = None
-        await asyncio.sleep(POLL_S)
+            served = True
+        await asyncio.wait([running], timeout=POLL_S)
+    await running
 
 
 if __name__ == "__main__":

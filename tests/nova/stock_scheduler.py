@@ -125,7 +125,9 @@ def run(given: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
     Path(given["ready"]).touch()
     signal.pause()
-    served.stop()  # which answers the calls in hand
+    # The calls in hand are answered first: `served.stop` shuts the pools down which they need.
+    served.rpcserver.stop()
+    served.rpcserver.wait()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ MEMORY_MB = 8192 - 512  # of a host of the fake driver, less what Nova reserves
 IMAGE = "155d900f-4e14-4e4c-a73d-069cbf4541e6"  # of Nova's Glance fixture
 OTHER_IMAGE = "a2459075-d96c-40d5-893e-577ff92e721c"
 
+PATIENCE = 120  # looks at a server, half a second apart
+
 
 class Cloud(integrated_helpers.ProviderUsageBaseTestCase):  # type: ignore[misc]
     """Hosts of 10 VCPU and 8 GB, in no zone."""
@@ -54,13 +56,18 @@ class Cloud(integrated_helpers.ProviderUsageBaseTestCase):  # type: ignore[misc]
 
     def settled(self, server: Server, state: str = "ACTIVE") -> Server:
         """The server in that state, its claim checked."""
-        server = self._wait_for_state_change(server, state)
+        server = self.waited(server, state)
         if state == "ERROR":
             self.assertIn("No valid host", server["fault"]["message"])
             self.assertEqual({}, self.claims(server["id"]))
         elif state == "ACTIVE":
             self.assert_claimed(server)
         return server
+
+    def waited(self, server: Server, state: str) -> Server:
+        """The server in that state, however slow this machine is."""
+        found: Server = self._wait_for_server_parameter(server, {"status": state}, max_retries=PATIENCE)
+        return found
 
     def boot_many(self, least: int, most: int, state: str = "ACTIVE", **wanted: Any) -> list[Server]:
         """Servers of one request."""

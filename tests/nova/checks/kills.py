@@ -75,21 +75,21 @@ class Killed(Schedulers):
         self.holding = self.servers.start_front(holds=True)
         self.act(server, migrate=None)
         self.kill_between()
-        self._wait_for_state_change(server, "VERIFY_RESIZE")
+        self.waited(server, "VERIFY_RESIZE")
         self._confirm_resize(server)
         self.moved(server, "host1")
         self.assertEqual({}, self.held_twice())
 
     def test_a_stock_scheduler_goes_on(self) -> None:
         """The call fails as one does whose stock nova-scheduler is killed, and what is deleted holds nothing."""
-        self.flags(rpc_response_timeout=10)
+        self.flags(rpc_response_timeout=5)
         self.holding = self.servers.start_front(holds=True)
         server = self.request()
         self.servers.held()
         self.holding.end(signal.SIGKILL)
         self.servers.start_stock()
         self.settled(self.request())
-        self._wait_for_state_change(server, "ERROR")
+        self.waited(server, "ERROR")
         self._delete_server(server)
         self.assertEqual({}, self.held_twice())
 
