@@ -21,7 +21,7 @@ monkey_patch.patch(backend="threading")  # before anything else of Nova
 import fixtures
 from forks import serve
 from neutronclient.common import exceptions as neutron_exceptions
-from nova import config, objects, rpc, service
+from nova import config, exception, objects, rpc, service
 from nova.conf import CONF
 from nova.db.api import api as api_db_api
 from nova.db.main import api as main_db_api
@@ -52,7 +52,7 @@ class NeutronFixture(nova_fixtures.NeutronFixture):  # type: ignore[misc]
     def show_port(self, port_id: str, **named: Any) -> dict[str, Any]:
         try:
             return dict(super().show_port(port_id, **named))
-        except neutron_exceptions.PortNotFoundClient:
+        except (exception.PortNotFound, neutron_exceptions.PortNotFoundClient):
             return {"port": {**self.port_1, "id": port_id}}
 
 
