@@ -27,11 +27,13 @@ POLL_S = 0.2
 AT_A_TIME = 25  # that are drawn
 SHORT = 3
 
+BENCH = ("bench.Select.test_100_hosts", "bench.Select.test_1000_hosts")
+
 Outcome = dict[str, Any]
 Vhosts = dict[str, str]  # of one test; see world.py
 RESTART = "restart-broker"  # see world.py
 # Those that start and kill schedulers themselves; one at a time, as they restart the broker.
-KILLS = "checks.kills."
+KILLS = ("checks.kills.", "bench.")
 
 
 def listed(python: str, work: Path, *words: str) -> list[str]:
@@ -154,6 +156,7 @@ def main() -> int:
     parser.add_argument("--draw", type=int, default=150, help="how many to draw when there are no --tests")
     parser.add_argument("--seed", type=int, default=43)
     parser.add_argument("--checks", action="store_true", help="berth's own checks instead of Nova's tests")
+    parser.add_argument("--bench", action="store_true", help="the figures of a front and of a stock nova-scheduler")
     parser.add_argument("--only", nargs="+", metavar="ID", help="just these tests")
     parser.add_argument("-n", "--processes", type=int, default=1, help="tests at a time")
     parser.add_argument("--short", action="store_true", help=f"the first {SHORT} of them")
@@ -166,8 +169,8 @@ def main() -> int:
         work = options.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
         work = work.resolve()
-        if options.only:
-            ids = list(options.only)
+        if options.only or options.bench:
+            ids = list(options.only or BENCH)
         elif options.tests:
             ids = [one if isinstance(one, str) else one["id"] for one in json.loads(options.tests.read_text())]
         elif options.checks:
@@ -181,6 +184,8 @@ def main() -> int:
             with RabbitMQ(schedulers=1) as broker:
                 vhosts = _vhosts(broker, ids, options.processes)
                 results = run(options, options.mode, ids, work=work, vhosts=vhosts, broker=broker)
+        if (figures := work / "bench.jsonl").exists():
+            sys.stdout.write(figures.read_text())
     counts = collections.Counter(one["outcome"] for one in results)
     passed, counted = counts["passed"], len(results) - counts["skipped"]
     sys.stdout.write(f"{passed} of {counted} passed ({options.mode}), {counts['skipped']} skipped\n")

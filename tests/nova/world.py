@@ -22,7 +22,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from forks import Fork, Forks
 
-START_TIMEOUT_S = 40.0
+START_TIMEOUT_S = 120.0
 POLL_S = 0.02
 RESTART = "restart-broker"  # a file that `suite.py` waits for
 HERE = Path(__file__).parent
@@ -135,10 +135,15 @@ class Servers:
         self._wait_stock(started)
         return started
 
-    def start_front(self, *, holds: bool = False) -> Fork:
+    @property
+    def placement_process(self) -> Fork:
+        """Of berth's placement, and of the front that is beside it."""
+        return self._berth
+
+    def start_front(self, *, holds: bool = False, states_max_age_s: float = 0.0) -> Fork:
         """A front on topic `scheduler`, beside all others. holds: it claims, and does not answer; see `held`."""
         file = Path(tempfile.mkdtemp(dir=self.folder)) / "front.json"
-        self._tell(file)
+        self._tell(file, states_max_age_s)
         started = self._of_berth.start(
             self._log, settings=self._bus(), api="", front=str(file), holds=str(self._held(holds))
         )
@@ -166,7 +171,7 @@ class Servers:
     def _bus(self) -> dict[str, Any]:
         return {"bus": {"url": self.urls["bus"]}} if "bus" in self.urls else {}
 
-    def _tell(self, file: Path) -> None:
+    def _tell(self, file: Path, states_max_age_s: float = 0.0) -> None:
         """Give a front its settings."""
         assert self.compute is not None
         settings = json.loads(json.dumps(self._cloud["front"]))
@@ -176,7 +181,7 @@ class Servers:
                 "url": self.compute.url,
                 "token": "not-looked-at",
                 "cells": {self._cell: ["*"]},
-                "states_max_age_s": 0.0,
+                "states_max_age_s": states_max_age_s,
             },
         }
         if "bus" not in self.urls:
