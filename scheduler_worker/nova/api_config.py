@@ -34,7 +34,12 @@ class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     page_size: Annotated[int, Bound(ge=1, le=1000)] = 500
     """Rows in one page. Nova gives at most `[api] max_limit` of them."""
     poll_interval_s: Seconds = 5.0
-    """Seconds between two reads of services and aggregates: so long a nova-compute that is down may count as up."""
+    """Seconds between two reads of services and aggregates."""
+    states_max_age_s: Annotated[float, Bound(ge=0, le=86_400)] = 5.0
+    """Seconds that the last of these reads may be ago when a call is decided: so long a nova-compute that an operator
+    has forced down may count as up. If it is longer ago, the call waits for another read, which calls at the same time
+    share. 0: each call is decided by a read that began after it came, as a stock nova-scheduler decides.
+    """
     hosts_interval_s: Seconds = 60.0
     """Seconds between two reads of all compute nodes. A new one is read before a request fails for want of a host."""
     cells: dict[Uuid, tuple[str, ...]] = {}

@@ -42,6 +42,12 @@ class FactsSource(Protocol):
         """Take one cast of CASTS in. False: it cannot be read; it is logged, and changes nothing."""
         ...
 
+    async def prepare(self, new: Collection[str] = ()) -> None:
+        """Before a call is decided: states that are old enough for it are read, and the compute nodes of these root
+        providers. When Nova does not answer in time what is known counts.
+        """
+        ...
+
     async def ask(self, unknown: Collection[str] = ()) -> bool:
         """Read services and aggregates now, and the compute nodes of these root providers; whether a fact has changed.
 
@@ -128,19 +134,29 @@ class FactsKeeper:
         self._no_nodes.clear()
         await self._announce()
 
+    async def prepare(self, new: Collection[str] = ()) -> None:
+        """As FactsSource has it."""
+        oldest_s = self._clock.monotonic() - self._config.states_max_age_s
+        if new or self._read_s < oldest_s:
+            await self._read_since(oldest_s, new)
+
     async def ask(self, unknown: Collection[str] = ()) -> bool:
         """As FactsSource has it."""
         before = self._state()
+        await self._read_since(self._clock.monotonic() - ASK_AGAIN_S, unknown)
+        return self._state() != before
+
+    async def _read_since(self, oldest_s: float, unknown: Collection[str]) -> None:
+        """Have the states of a read that began at this time or later, if Nova answers in time."""
         try:
             async with asyncio.timeout(ASK_LIMIT_S), self._reading:
-                if self._clock.monotonic() - self._read_s >= ASK_AGAIN_S:
+                if self._read_s < oldest_s:
                     await self._read_states()
                 await self._read_unknown(unknown)
         except TimeoutError:
             self._log_unread(NovaUnavailable(f"no answer within {ASK_LIMIT_S:g} s"))
         except Fault as fault:
             self._log_unread(fault)
-        return self._state() != before
 
     async def waits_for_host(self, instances: Sequence[str]) -> bool:
         """As FactsSource has it. All instances of a call are answered together, so the first few tell."""

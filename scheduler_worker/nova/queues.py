@@ -13,6 +13,8 @@ from msgspec import Meta, Struct
 from bus.topology import ForeignQueue
 
 TOPIC = "scheduler"
+# Of the calls that a front has taken from the topic, and that only fronts take from there on.
+FRONTS = "scheduler_fronts"
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -51,7 +53,7 @@ class RabbitOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def topic_queue(options: RabbitOptions, control_exchange: str, key: str) -> ForeignQueue:
-    """The queue of a topic (`scheduler`), or of one server of it (`scheduler.HOST`)."""
+    """The queue of a topic (`scheduler`), of one server of it (`scheduler.HOST`), or of FRONTS."""
     durable = options.amqp_durable_queues or options.rabbit_quorum_queue
     return ForeignQueue(
         name=key,

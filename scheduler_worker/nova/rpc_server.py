@@ -1,7 +1,10 @@
 """The RPC server of topic `scheduler`, as Nova's own scheduler is one: what oslo.messaging's rabbit driver does.
 
-Any number of these and of stock nova-schedulers take from the queue of the topic. A call is acknowledged once its reply
-is confirmed, so one whose server is killed is delivered again, to any of them, with the same `unique_id`.
+Any number of these and of stock nova-schedulers take from the queue of the topic. A call that one of these takes it
+puts into a queue of theirs, and carries it out when it comes from there. It is acknowledged once its reply is
+confirmed, so one whose server is killed is delivered again, to any of these, with the same `unique_id`. A stock
+nova-scheduler must not get it again: it takes what the first delivery has claimed for a server that moves, and claims a
+second host.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from scheduler_worker.nova.envelope import (
 )
 from scheduler_worker.nova.explained import NOT_DECIDED
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
-from scheduler_worker.nova.queues import TOPIC, RabbitOptions, fanout_queue, topic_queue
+from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, topic_queue
 from scheduler_worker.nova.relay import RelayFailed, RelayPort
 from scheduler_worker.nova.request_spec import NotDecided
 
@@ -55,6 +58,7 @@ OLDEST_MINOR: Mapping[str, int] = {
 BASE_API = "baseapi"  # the namespace of what each of Nova's services answers
 PING = "oslo_rpc_server_ping"
 
+AGAIN = "berth-again"  # the header of a call that was delivered again before it came to the fronts
 PREFETCH = 32  # calls in hand of one queue; others are left for other schedulers
 CASTS = 64
 CALL_LIMIT_S = 1800.0  # for a client that does not say how long it waits: Nova's long_rpc_timeout
@@ -124,22 +128,26 @@ class RpcServer:
         self._relay = relay
         self._prefetch = prefetch
         self._topics = [topic_queue(options, control_exchange, key) for key in (TOPIC, f"{TOPIC}.{host}")]
+        self._fronts = topic_queue(options, control_exchange, FRONTS)
         self._fanout = fanout_queue(options, TOPIC, unique)
         self._next_offset: int | None = None  # of the stream
         # A call is handed over once to each connection: tasks beyond the slots are those of lost connections.
         self._slots = asyncio.Semaphore(prefetch)
         self._held: dict[str, _Held] = {}  # by unique id
         self._tasks: set[asyncio.Task[None]] = set()
+        self._taken_over: set[asyncio.Task[None]] = set()
         self._casts: asyncio.Queue[tuple[Call, Delivery]] = asyncio.Queue()
         self._answered: dict[str, None] = {}
         self._gone: dict[str, None] = {}  # reply queues that do not exist any more
         self._subscriptions: list[RabbitSubscription] = []
+        self._entrances: list[RabbitSubscription] = []  # of the topic
+        self._is_full = False
         self._broken: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
         """Connect, and declare exchanges and queues; waits for the broker. Raises BusForbidden."""
         await self._transport.open()
-        for queue in (*self._topics, self._fanout):
+        for queue in (*self._topics, self._fronts, self._fanout):
             await self._transport.declare_foreign(queue)
         if self._relay is not None:
             await self._relay.open()
@@ -148,13 +156,13 @@ class RpcServer:
         """Take calls from now on, and casts."""
         self._broken = asyncio.get_running_loop().create_future()
         stream = self._offset if self._options.rabbit_stream_fanout else dict
+        consume = self._transport.consume_foreign
         self._subscriptions = [
-            await self._transport.consume_foreign(self._fanout.name, self._take_cast, prefetch=CASTS, arguments=stream)
+            await consume(self._fanout.name, self._take_cast, prefetch=CASTS, arguments=stream),
+            await consume(self._fronts.name, self._take, prefetch=self._prefetch),
         ]
         for queue in self._topics:
-            self._subscriptions.append(
-                await self._transport.consume_foreign(queue.name, self._take, prefetch=self._prefetch)
-            )
+            self._entrances.append(await consume(queue.name, self._enter, prefetch=self._prefetch))
 
     async def run(self) -> None:
         """Carry out casts. Raises BrokenInvariant, which the process ends with."""
@@ -169,17 +177,28 @@ class RpcServer:
 
     async def drain(self, grace_s: float) -> None:
         """Take no more calls, and wait (seconds) until those in hand are answered."""
+        for subscription in self._entrances:
+            await subscription.cancel()
+        # Of the last front nobody else would take what has come over.
+        with contextlib.suppress(TimeoutError, BusError):
+            async with asyncio.timeout(grace_s):
+                while await self._has_more():
+                    await asyncio.wait(self._tasks | self._taken_over)
         for subscription in self._subscriptions:
             await subscription.cancel()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=grace_s)
+
+    async def _has_more(self) -> bool:
+        if not self._tasks and not self._taken_over and (delivery := await self._transport.get(self._fronts.name)):
+            self._take(delivery)
+        return bool(self._tasks or self._taken_over)
 
     async def close(self) -> None:
         """Close. Calls in hand go back to the queue."""
         await self.drain(0.0)
-        for task in self._tasks:
+        left = self._tasks | self._taken_over
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
         if not self._options.rabbit_stream_fanout:
             with contextlib.suppress(BusError):  # it expires
                 await self._transport.delete_foreign(self._fanout.name)
@@ -198,6 +217,53 @@ class RpcServer:
         return self._transport.blocked if self._transport.connected else "not connected"
 
     # --- what is delivered
+
+    def _enter(self, delivery: Delivery) -> None:
+        call = self._parsed(delivery, fanout=False)
+        if call is None:
+            return
+        if not call.is_answered:
+            self._casts.put_nowait((call, delivery))
+            return
+        task = asyncio.create_task(self._take_over(delivery), name="nova entrance")
+        self._taken_over.add(task)
+        task.add_done_callback(self._came_over)
+        self._open_entrances()
+
+    def _came_over(self, task: asyncio.Task[None]) -> None:
+        self._taken_over.discard(task)
+        self._open_entrances()
+
+    async def _take_over(self, delivery: Delivery) -> None:
+        """From the topic to the fronts."""
+        compression = delivery.headers.get("compression")
+        headers = {"compression": compression} if isinstance(compression, str) else {}
+        if delivery.redelivered:  # it may be among the fronts already
+            headers[AGAIN] = "1"
+        try:
+            await self._transport.publish(
+                Outgoing(
+                    exchange="",
+                    routing_key=self._fronts.name,
+                    body=delivery.body,
+                    headers=headers,
+                    mandatory=True,
+                    expiration_s=delivery.expiration_s,
+                )
+            )
+        except BusError as error:
+            log.warning("nova.call_given_back", code=error.code, reason=str(error))
+            delivery.nack(requeue=True)
+        else:
+            delivery.ack()
+
+    def _open_entrances(self) -> None:
+        """Calls beyond the slots are left in the topic, for other schedulers."""
+        is_full = len(self._tasks) + len(self._taken_over) >= self._prefetch
+        if is_full is not self._is_full:
+            self._is_full = is_full
+            for subscription in self._entrances:
+                (subscription.pause if is_full else subscription.resume)()
 
     def _take(self, delivery: Delivery) -> None:
         call = self._parsed(delivery, fanout=False)
@@ -231,7 +297,7 @@ class RpcServer:
                 delivery.body,
                 compression=compression if isinstance(compression, str) else "?",
                 fanout=fanout,
-                redelivered=delivery.redelivered,
+                redelivered=delivery.redelivered or AGAIN in delivery.headers,
                 limit_s=delivery.expiration_s,
             )
         except CallUnreadable as error:
@@ -256,6 +322,7 @@ class RpcServer:
 
     def _ended(self, call: Call, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._open_entrances()
         self._held.pop(call.unique_id, None)
         IN_HAND.dec()
         error = None if task.cancelled() else task.exception()

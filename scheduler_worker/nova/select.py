@@ -153,7 +153,7 @@ class Destinations:
         why = undecided(request, self._settings, self._enabled)
         if why is not None:
             raise why
-        await self._meet_hosts(request)
+        await self._source.prepare(self._to_meet(request))
         self._configure()
         self._check_architecture(request)
         if request.is_rebuild:
@@ -208,16 +208,16 @@ class Destinations:
                     return f"{host}: {sentence(located, rejected.funnel, self._selector.config.max_funnel_nearest)}"
         return ""
 
-    async def _meet_hosts(self, request: NovaRequest) -> None:
-        """Ask Nova about the hosts that have come to the book since the last call: it has made their compute nodes
-        first. Until the next poll they would be nobody's choice, and nobody's alternate. So about a host that the
-        request names and that is not known: once it is, it must not be the choice of a request that is to ignore it.
+    def _to_meet(self, request: NovaRequest) -> Sequence[str]:
+        """The hosts that have come to the book since the last call: Nova has made their compute nodes first. Until the
+        next poll they would be nobody's choice, and nobody's alternate. Where the request names a host that is not
+        known, all such hosts: as soon as it is, it must not be the choice of a request that is to ignore it.
         """
         roots, before = self._selector.book.rows_of_roots(), self._unnamed
         if roots is not self._roots:
             self._roots, self._unnamed = roots, frozenset(self._unknown())
-        if self._unnamed - before or not all(map(self._facts.nodes_named, request.named_hosts)):
-            await self._source.ask(self._unknown())
+        is_named = all(map(self._facts.nodes_named, request.named_hosts))
+        return sorted(self._unnamed - before) if is_named else self._unknown()
 
     def _unknown(self) -> tuple[str, ...]:
         book = self._selector.book

@@ -25,6 +25,7 @@ from unittest import mock
 import microversion_parse
 import nova.conf
 import webob
+from front_settings import PREFILTERS
 from nova import context as nova_context
 from nova import exception, objects
 from nova import test as nova_test
@@ -38,17 +39,6 @@ from placement.handlers import allocation_candidate
 
 CONF = nova.conf.CONF
 MODULES = ("test_utils", "test_request_filter", "test_manager")
-SETTINGS = {
-    "max_placement_results": "scheduler",
-    "enable_isolated_aggregate_filtering": "scheduler",
-    "limit_tenants_to_placement_aggregate": "scheduler",
-    "placement_aggregate_required_for_tenants": "scheduler",
-    "query_placement_for_image_type_support": "scheduler",
-    "image_metadata_prefilter": "scheduler",
-    "query_placement_for_routed_network_aggregates": "scheduler",
-    "pci_in_placement": "filter_scheduler",
-    "disable_fallback_pcpu_query": "workarounds",
-}
 NODES = {1: "5e9a4b5c-0d9e-4b5f-8f8e-6d1f6c2b7a01", 2: "5e9a4b5c-0d9e-4b5f-8f8e-6d1f6c2b7a02"}
 CELL = "5e9a4b5c-0d9e-4b5f-8f8e-6d1f6c2b7ace"
 OF_PLACEMENT = microversion_parse.Version(1, 36)  # as Nova's report client asks
@@ -60,7 +50,7 @@ class AskedNeutron(Exception):
 
 
 def settings_now() -> dict[str, Any]:
-    return {name: getattr(getattr(CONF, group), name) for name, group in SETTINGS.items()}
+    return {name: getattr(getattr(CONF, group), name) for name, group in PREFILTERS.items()}
 
 
 class Recorder:
@@ -230,7 +220,7 @@ class Replay(nova_test.TestCase):
                 made.update_metadata(one["metadata"])
 
     def set_settings(self, settings: dict[str, Any]) -> None:
-        for name, group in SETTINGS.items():
+        for name, group in PREFILTERS.items():
             CONF.set_override(name, settings[name], group=group)
 
     def query(self, primitive: dict[str, Any], world: dict[str, Any], pinning: bool) -> dict[str, Any]:

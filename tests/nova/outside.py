@@ -9,14 +9,18 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import fixtures
+import front_settings
 import oslo_messaging._drivers.impl_fake  # noqa: F401  (Nova's fixture empties it at its end)
+from nova import policy
 from nova.conf import CONF
 from nova.db.api import api as api_db_api
 from nova.scheduler import rpcapi
+from nova.scheduler.filters import HostFilterHandler
 from nova.tests import fixtures as nova_fixtures
 from nova.tests.functional import fixtures as functional_fixtures
 from oslo_config import cfg
@@ -57,10 +61,6 @@ class Tickets:
         """The thing of that name, any number of times."""
         return None if name is None else self._objects.get(name)
 
-    def clear(self) -> None:
-        """At the end of a test."""
-        self._objects.clear()
-
 
 TICKETS = Tickets()
 CARRIED = ("db_connection", "mq_connection")
@@ -85,13 +85,12 @@ class RPCFixture(module.RPCFixture):  # type: ignore[misc]
     """On the test's vhost instead of in memory."""
 
     def setUp(self) -> None:
-        world().next()
+        world().servers.open()
         setter = conffixture.ConfFixture.transport_url.fset
-        amqp = world().servers.amqp.replace("amqp://", "rabbit://")
+        amqp = world().servers.urls["main"].replace("amqp://", "rabbit://")
         url = property(conffixture.ConfFixture.transport_url.fget, lambda fixture, _: setter(fixture, amqp))
         with mock.patch.object(conffixture.ConfFixture, "transport_url", url):
             super().setUp()
-        self.addCleanup(TICKETS.clear)
 
 
 def place_in_berth() -> None:
@@ -113,14 +112,25 @@ def place_in_berth() -> None:
     fixture.__init__, fixture.setUp, fixture._configure_placement = prepare, setUp, configure
 
 
+def let_the_front_read() -> None:
+    """Whatever policy a test sets for the users of its API, the front's own may read there."""
+    authorize = policy.authorize
+
+    def authorized(*arguments: Any, **named: Any) -> Any:
+        compute = world().servers.compute
+        return (compute is not None and compute.calls) or authorize(*arguments, **named)
+
+    policy.authorize = authorized
+
+
 class OSAPIFixture(module.OSAPIFixture):  # type: ignore[misc]
     """Also on a real port. The fixtures of a test's later APIs replace the first one's: all have the same data."""
 
     def setUp(self) -> None:
         super().setUp()
         compute = world().servers.compute
+        assert compute is not None
         compute.app = self.app()
-        self.addCleanup(setattr, compute, "app", None)
 
 
 class CellDatabases(module.CellDatabases):  # type: ignore[misc]
@@ -132,10 +142,6 @@ class CellDatabases(module.CellDatabases):  # type: ignore[misc]
         super().add_cell_database(connection_str, default)
         engine = self._ctxt_mgrs[connection_str].writer.get_engine()
         CellDatabases.urls[connection_str] = engine.url.render_as_string(hide_password=False)
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.addCleanup(CellDatabases.urls.clear)
 
 
 class SchedulerOutside:
@@ -153,6 +159,12 @@ class SchedulerOutside:
         world().servers.stop_scheduler()
 
     kill = stop
+
+    @property
+    def manager(self) -> Any:
+        """Just the classes of its filters, for tests that set a spy on one: in this process it sees nothing."""
+        classes = HostFilterHandler().get_matching_classes(CONF.filter_scheduler.available_filters)
+        return SimpleNamespace(host_manager=SimpleNamespace(filter_cls_map={one.__name__: one for one in classes}))
 
     def __getattr__(self, name: str) -> Any:
         raise ReachedInto(f"the test reaches into the scheduler's process: service.{name}")
@@ -176,7 +188,7 @@ def cloud() -> dict[str, Any]:
     for group, options in [(None, CONF._opts), *((name, part._opts) for name, part in CONF._groups.items())]:
         for option in options.values():
             value = option.get("override", option.get("default", cfg.Opt))
-            if value is cfg.Opt:
+            if value is cfg.Opt or option["opt"].dest == "host":  # which changes with each service that is started
                 continue
             try:
                 settings.append([group, option["opt"].dest, json.loads(json.dumps(value))])
@@ -186,6 +198,7 @@ def cloud() -> dict[str, Any]:
     weights = getattr(module.HostNameWeigher.get_weights, "return_value", None)
     return {
         "settings": settings,
+        "front": front_settings.settings_of(CONF, weights),
         "weights": weights,
         "cells": CellDatabases.urls,
         "api_database": api_db_api.get_engine().url.render_as_string(hide_password=False),
@@ -214,4 +227,5 @@ def install(chosen: World) -> None:
     for own in (RPCFixture, OSAPIFixture, CellDatabases, ServiceFixture):
         setattr(nova_fixtures, own.__name__, own)
     pass_by_ticket()
+    let_the_front_read()
     place_in_berth()

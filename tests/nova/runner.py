@@ -1,7 +1,9 @@
 """Runs some of Nova's functional tests, one after the other, with the scheduler where `--mode` says.
 
-Run by Nova's own interpreter, not by berth's; see scripts/nova. It reads {"ids": [...], "amqp": [URL of a vhost, one a
-test]} from a file and appends one line of JSON for each test to another.
+Run by Nova's own interpreter, not by berth's; see scripts/nova. Each test runs in a fork of this process, which has
+imported Nova and made the schemas of its databases, and is killed before its cleanups: to stop the services of one test
+took half of its time, as each waits for RabbitMQ. It reads {"ids": [...], "vhosts": [`world.Vhosts` of
+each test]} from a file and appends one line of JSON for each test to another.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import unittest
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ os.environ.setdefault("OS_TEST_TIMEOUT", "150")
 import nova.tests.functional  # noqa: F401  (it has to be the first)
 import outside
 import testtools
+from nova import test as nova_test
 from nova.conf import paths
 from oslo_config import cfg
 from oslo_utils.fixture import uuidsentinel
 from world import World
+
+# A test has a limit of its own, of 150 s, which cannot interrupt everything.
+HANG_S = 600.0
+POLL_S = 0.02
 
 
 class Result(testtools.TestResult):  # type: ignore[misc]
@@ -63,9 +69,26 @@ class Result(testtools.TestResult):  # type: ignore[misc]
         self._set("skipped", details, reason or "skipped")
 
 
+class Schemas(nova_test.TestCase):  # type: ignore[misc]
+    """Nova's base class keeps the schemas that it has made, for all tests to come."""
+
+    def runTest(self) -> None:  # noqa: N802
+        """Nothing."""
+
+
+def leave_out_cleanups() -> None:
+    """After a test its process ends. What fixtures have collected about a failure is wanted."""
+
+    def run_cleanups(self: Any, _result: Any) -> None:
+        for function, arguments, named in reversed(self.case._cleanups):
+            if getattr(function, "__name__", "") == "gather_details":
+                function(*arguments, **named)
+
+    testtools.RunTest._run_cleanups = run_cleanups
+
+
 def run(name: str, calls: outside.Calls, folder: Path) -> dict[str, Any]:
     """One test, by its id."""
-    calls.count = 0
     began = time.monotonic()
     result = Result()
     try:
@@ -78,11 +101,39 @@ def run(name: str, calls: outside.Calls, folder: Path) -> dict[str, Any]:
     return {"id": name, "outcome": result.outcome, "why": result.why, "calls": calls.count, "seconds": seconds}
 
 
+def run_apart(name: str, calls: outside.Calls, folder: Path, results: Path) -> None:
+    """The same in a fork; one that ends otherwise, or does not end, has failed."""
+    before = results.stat().st_size
+    child = os.fork()
+    if child == 0:
+        log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for handle in (1, 2):
+            os.dup2(log, handle)
+        write(run(name, calls, folder), results)
+        os._exit(0)
+    until = time.monotonic() + HANG_S
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            break
+        time.sleep(POLL_S)
+    if results.stat().st_size == before:
+        why = f"no result within {HANG_S:.0f} s, or its process ended"
+        write({"id": name, "outcome": "failed", "why": why, "calls": 0, "seconds": HANG_S}, results)
+
+
+def write(outcome: dict[str, Any], results: Path) -> None:
+    """Append it as one line of JSON."""
+    with results.open("a") as file:
+        file.write(json.dumps(outcome) + "\n")
+
+
 def main() -> None:
     """Run them all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["stock", "apart", "front"], required=True)
-    parser.add_argument("--berth", required=True, help="the berth command")
+    parser.add_argument("--berth", required=True, help="the Python that has berth")
     parser.add_argument("--work", type=Path, required=True, help="a directory for logs")
     parser.add_argument("tests", type=Path)
     parser.add_argument("results", type=Path)
@@ -91,22 +142,21 @@ def main() -> None:
     cfg.set_defaults(paths.ALL_OPTS, pybasedir=sys.prefix)
     given = json.loads(options.tests.read_text())
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    Schemas().run(Result())
+    leave_out_cleanups()
     calls = outside.Calls()
-    world = None
-    if options.mode != "stock":
-        world = World(options.mode, options.berth, given["amqp"], uuidsentinel.cell1, options.work)
-        outside.install(world)
+    if options.mode == "stock":
+        for name in given["ids"]:
+            run_apart(name, calls, options.work, options.results)
+        return
+    world = World(options.mode, options.berth, given["vhosts"], uuidsentinel.cell1, options.work)
+    outside.install(world)
     try:
-        with options.results.open("a") as file:
-            for name in given["ids"]:
-                file.write(json.dumps(run(name, calls, options.work)) + "\n")
-                file.flush()
-    except Exception:
-        traceback.print_exc()
+        for name in given["ids"]:
+            world.next()
+            run_apart(name, calls, options.work, options.results)
     finally:
-        if world is not None:
-            world.close()
-        os._exit(0)  # threads of a test that hung are of no interest
+        world.close()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """A stock nova-scheduler in a process of its own, on the broker, databases and placement of a functional test.
 
-    python stock_scheduler.py CLOUD READY       CLOUD: JSON (see `outside.cloud`); READY: the file made when it serves
-
-Run by Nova's own interpreter. Ends when it is told to, or when its standard input closes.
+Made by fork, see `forks`. Run by Nova's own interpreter.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ monkey_patch.patch(backend="threading")  # before anything else of Nova
 
 # ruff: noqa: E402
 import fixtures
+from forks import serve
 from neutronclient.common import exceptions as neutron_exceptions
-from nova import config, objects, rpc, service
+from nova import config, exception, objects, rpc, service
 from nova.conf import CONF
 from nova.db.api import api as api_db_api
 from nova.db.main import api as main_db_api
@@ -53,7 +52,7 @@ class NeutronFixture(nova_fixtures.NeutronFixture):  # type: ignore[misc]
     def show_port(self, port_id: str, **named: Any) -> dict[str, Any]:
         try:
             return dict(super().show_port(port_id, **named))
-        except neutron_exceptions.PortNotFoundClient:
+        except (exception.PortNotFound, neutron_exceptions.PortNotFoundClient):
             return {"port": {**self.port_1, "id": port_id}}
 
 
@@ -102,9 +101,9 @@ def targeted(context: Any) -> bool:
     return getattr(context, "db_connection", None) is not None
 
 
-def main() -> None:
-    """Serve until standard input closes."""
-    cloud = json.loads(Path(sys.argv[1]).read_text())
+def run(given: dict[str, Any]) -> None:
+    """{"cloud": a file, see `outside.cloud`; "ready": the file that is made when it serves}. Until SIGTERM."""
+    cloud = json.loads(Path(given["cloud"]).read_text())
     log.register_options(CONF)
     settle(cloud)
     log.setup(CONF, "nova")
@@ -123,9 +122,13 @@ def main() -> None:
     rpc.init(CONF)
     served = service.Service.create(host="scheduler", binary="nova-scheduler", topic="scheduler")
     served.start()
-    Path(sys.argv[2]).touch()
-    sys.stdin.read()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    Path(given["ready"]).touch()
+    signal.pause()
+    # The calls in hand are answered first: `served.stop` shuts the pools down which they need.
+    served.rpcserver.stop()
+    served.rpcserver.wait()
 
 
 if __name__ == "__main__":
-    main()
+    serve(run)

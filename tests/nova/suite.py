@@ -15,20 +15,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
 
 HERE = Path(__file__).parent
-# The runner's own limit of a test is 150 s; past this it hangs as a whole.
-HANG_S = 240.0
 STOP_S = 60.0
-POLL_S = 0.5
-AT_A_TIME = 25  # tests to one runner: threads that a test leaves behind disturb few others
+POLL_S = 0.2
+AT_A_TIME = 25  # that are drawn
 SHORT = 3
 
+BENCH = ("bench.Select.test_100_hosts", "bench.Select.test_1000_hosts")
+
 Outcome = dict[str, Any]
+Vhosts = dict[str, str]  # of one test; see world.py
+RESTART = "restart-broker"  # see world.py
+# Those that start and kill schedulers themselves; one at a time, as they restart the broker.
+KILLS = ("checks.kills.", "bench.")
 
 
 def listed(python: str, work: Path, *words: str) -> list[str]:
@@ -39,63 +44,75 @@ def listed(python: str, work: Path, *words: str) -> list[str]:
     return ids
 
 
-def run(options: argparse.Namespace, mode: str, ids: list[str], amqp: list[str], work: Path) -> list[Outcome]:
-    """Run tests in runners of their own. A test that ends its runner, or hangs, has failed, and the others go on."""
-    results: list[Outcome] = []
-    left = list(zip(ids, amqp, strict=True)) if amqp else [(name, "") for name in ids]
-    while left:
-        given, left = left[:AT_A_TIME], left[AT_A_TIME:]
-        got, why = _runner(options, mode, given, work)
-        results += got
-        unrun = given[len(got) :]
-        if unrun:
-            failed = {"id": unrun[0][0], "outcome": "failed", "why": why, "calls": 0, "seconds": 0.0}
-            results.append(failed)
-            notify(failed)
-            left = unrun[1:] + left
-    return results
+def run(
+    options: argparse.Namespace,
+    mode: str,
+    ids: list[str],
+    *,
+    work: Path,
+    vhosts: Sequence[Vhosts] = (),
+    broker: RabbitMQ | None = None,
+) -> list[Outcome]:
+    """Run tests in as many runners as wanted: each takes every second, third ... of them. A test may have the broker
+    restarted.
+    """
+    restart = work / RESTART
+    runners = [
+        _Runner(options, mode, ids[at :: options.processes], vhosts[at :: options.processes], work)
+        for at in range(min(options.processes, len(ids)))
+    ]
+    try:
+        while sum(runner.runs() for runner in runners):
+            time.sleep(POLL_S)
+            if broker is not None and restart.exists():
+                broker.restart()
+                restart.unlink()
+    finally:
+        for runner in runners:
+            runner.stop()
+    order = {name: at for at, name in enumerate(ids)}
+    return sorted((one for runner in runners for one in runner.got), key=lambda one: order[one["id"]])
 
 
-def _runner(
-    options: argparse.Namespace, mode: str, given: list[tuple[str, str]], work: Path
-) -> tuple[list[Outcome], str]:
-    """The results of one runner, and how it ended when there are too few."""
-    tests = Path(tempfile.mkstemp(dir=work, suffix=".json")[1])
-    tests.write_text(json.dumps({"ids": [name for name, _ in given], "amqp": [url for _, url in given]}))
-    lines = tests.with_suffix(".jsonl")
-    lines.touch()
-    command = [options.nova, str(HERE / "runner.py"), "--mode", mode, "--berth", options.berth, "--work", str(work)]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("OS_", "BERTH_"))}
-    with tests.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, str(tests), str(lines)], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=work
-        )
-        try:
-            return _watched(process, lines)
-        finally:
-            process.terminate()  # it ends the servers of its test
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+class _Runner:
+    """A process that runs some of the tests; see runner.py."""
 
+    def __init__(
+        self, options: argparse.Namespace, mode: str, ids: list[str], vhosts: Sequence[Vhosts], work: Path
+    ) -> None:
+        self.got: list[Outcome] = []
+        self._wanted = len(ids)
+        tests = Path(tempfile.mkstemp(dir=work, suffix=".json")[1])
+        tests.write_text(json.dumps({"ids": ids, "vhosts": list(vhosts)}))
+        self._lines, self._log = tests.with_suffix(".jsonl"), tests.with_suffix(".log")
+        self._lines.touch()
+        command = [options.nova, str(HERE / "runner.py"), "--mode", mode, "--berth", sys.executable]
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("OS_", "BERTH_"))}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, "--work", str(work), str(tests), str(self._lines)],
+                env=env | {"TMPDIR": str(work)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=work,
+            )  # fmt: skip
 
-def _watched(process: subprocess.Popen[bytes], lines: Path) -> tuple[list[Outcome], str]:
-    got: list[Outcome] = []
-    last = time.monotonic()
-    while True:
-        ended = process.poll() is not None
-        found = [json.loads(line) for line in lines.read_text().splitlines()]
-        for one in found[len(got) :]:
+    def runs(self) -> bool:
+        """Whether it goes on; says what has ended since."""
+        ended = self._process.poll() is not None
+        found = [json.loads(line) for line in self._lines.read_text().splitlines()]
+        for one in found[len(self.got) :]:
             notify(one)
-            last = time.monotonic()
-        got = found
-        if ended:
-            return got, f"the runner ended with {process.returncode}: {lines.with_suffix('.log')}"
-        if time.monotonic() > last + HANG_S:
-            return got, f"no result in {HANG_S:.0f} s"
-        time.sleep(POLL_S)
+        self.got = found
+        if ended and len(found) < self._wanted:
+            raise SystemExit(f"the runner ended with {self._process.returncode}:\n{self._log.read_text()[-2000:]}")
+        return not ended
+
+    def stop(self) -> None:
+        """End it, if it has not; it ends the servers of its test."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def discover(options: argparse.Namespace, work: Path) -> list[Outcome]:
@@ -105,8 +122,22 @@ def discover(options: argparse.Namespace, work: Path) -> list[Outcome]:
     found: list[Outcome] = []
     while ids and len(found) < options.draw:
         some, ids = ids[:AT_A_TIME], ids[AT_A_TIME:]
-        found += [one for one in run(options, "stock", some, [], work) if one["calls"] and one["outcome"] == "passed"]
+        found += [one for one in run(options, "stock", some, work=work) if one["calls"] and one["outcome"] == "passed"]
     return found[: options.draw]
+
+
+def _vhosts(broker: RabbitMQ, ids: list[str], processes: int) -> list[Vhosts]:
+    """Of each test. It shares that of its fallback with tests that have ended: a vhost takes the broker a while."""
+    names = [
+        {
+            "main": f"main-{at}",
+            "stock": f"stock-{at % (2 * processes)}",
+            **({"bus": f"bus-{at}"} if name.startswith(KILLS) else {}),
+        }
+        for at, name in enumerate(ids)
+    ]
+    urls = broker.add_vhosts({name: None for of_test in names for name in of_test.values()})
+    return [{part: urls[name] for part, name in of_test.items()} for of_test in names]
 
 
 def notify(one: Outcome) -> None:
@@ -120,13 +151,14 @@ def main() -> int:
     """0 when as many passed as wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nova", required=True, help="the Python that has Nova")
-    parser.add_argument("--berth", required=True, help="the berth command")
     parser.add_argument("--mode", choices=["front", "apart", "stock"], default="front")
     parser.add_argument("--tests", type=Path, help="JSON: a list of ids, or what an earlier run wrote")
     parser.add_argument("--draw", type=int, default=150, help="how many to draw when there are no --tests")
     parser.add_argument("--seed", type=int, default=43)
     parser.add_argument("--checks", action="store_true", help="berth's own checks instead of Nova's tests")
+    parser.add_argument("--bench", action="store_true", help="the figures of a front and of a stock nova-scheduler")
     parser.add_argument("--only", nargs="+", metavar="ID", help="just these tests")
+    parser.add_argument("-n", "--processes", type=int, default=1, help="tests at a time")
     parser.add_argument("--short", action="store_true", help=f"the first {SHORT} of them")
     parser.add_argument("--share", type=float, default=0.85, help="of tests that have to pass")
     parser.add_argument("--work", type=Path, help="keep logs there")
@@ -137,8 +169,8 @@ def main() -> int:
         work = options.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
         work = work.resolve()
-        if options.only:
-            ids = list(options.only)
+        if options.only or options.bench:
+            ids = list(options.only or BENCH)
         elif options.tests:
             ids = [one if isinstance(one, str) else one["id"] for one in json.loads(options.tests.read_text())]
         elif options.checks:
@@ -147,12 +179,13 @@ def main() -> int:
             ids = [one["id"] for one in discover(options, work)]
         ids = ids[:SHORT] if options.short else ids
         if options.mode == "stock":
-            results = run(options, options.mode, ids, [], work)
+            results = run(options, options.mode, ids, work=work)
         else:
             with RabbitMQ(schedulers=1) as broker:
-                names = [f"nova-{number}" for number in range(len(ids))]
-                urls = broker.add_vhosts(names)
-                results = run(options, options.mode, ids, [urls[name] for name in names], work)
+                vhosts = _vhosts(broker, ids, options.processes)
+                results = run(options, options.mode, ids, work=work, vhosts=vhosts, broker=broker)
+        if (figures := work / "bench.jsonl").exists():
+            sys.stdout.write(figures.read_text())
     counts = collections.Counter(one["outcome"] for one in results)
     passed, counted = counts["passed"], len(results) - counts["skipped"]
     sys.stdout.write(f"{passed} of {counted} passed ({options.mode}), {counts['skipped']} skipped\n")

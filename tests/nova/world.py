@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,11 +20,11 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-import amqp
+from forks import Fork, Forks
 
-START_TIMEOUT_S = 40.0
-STOP_TIMEOUT_S = 30.0
-POLL_S = 0.05
+START_TIMEOUT_S = 120.0
+POLL_S = 0.02
+RESTART = "restart-broker"  # a file that `suite.py` waits for
 HERE = Path(__file__).parent
 
 PLACEMENT_CONF = "[api]\nauth_strategy = noauth2\n[oslo_policy]\nenforce_new_defaults = False\n"
@@ -37,6 +35,9 @@ ADMINISTRATOR = {
     "HTTP_X_ROLES": "reader,member,admin",
 }
 
+# {"main": the URL of the one with Nova's services, "stock": of the one with the fallback's nova-scheduler, "bus": of
+# berth's own, for a test that starts and kills its schedulers itself}
+Vhosts = dict[str, str]
 App = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
@@ -57,25 +58,12 @@ class Threading(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
 
-# Nova's own default, and those that some of the tests enable.
-FILTERS = (
-    "ComputeFilter",
-    "ComputeCapabilitiesFilter",
-    "ImagePropertiesFilter",
-    "ServerGroupAntiAffinityFilter",
-    "ServerGroupAffinityFilter",
-    "SameHostFilter",
-    "DifferentHostFilter",
-    "NUMATopologyFilter",
-    "PciPassthroughFilter",
-)
-
-
 class ComputeApi:
     """Nova's API on a real port, for a process that is not the test's; 503 until the test has made its API."""
 
     def __init__(self) -> None:
         self.app: App | None = None
+        self._caller = threading.local()
         self._server = make_server("127.0.0.1", 0, self._call, Threading, Quiet)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v2.1"
         threading.Thread(target=self._server.serve_forever, name="compute-api", daemon=True).start()
@@ -84,56 +72,38 @@ class ComputeApi:
         if self.app is None:
             start_response("503 Service Unavailable", [("Content-Length", "0")])
             return [b""]
+        self._caller.is_front = True
         return self.app(environ | ADMINISTRATOR, start_response)
 
-    def close(self) -> None:
-        """Give the port back."""
-        self.app = None
-        self._server.shutdown()
-        self._server.server_close()
+    @property
+    def calls(self) -> bool:
+        """Whether this thread works on a request that came here."""
+        return getattr(self._caller, "is_front", False)
 
 
 class Servers:
     """The processes of one test.
 
-    url: of the vhost. cell: the uuid of the one that has the hosts. mode: `front` (berth answers topic `scheduler`) or
-    `apart` (a stock nova-scheduler, in a process of its own, does).
+    urls: of its vhosts. cell: the uuid of the one that has the hosts. mode: `front` (berth answers topic `scheduler`,
+    and relays what it does not decide to a stock nova-scheduler) or `apart` (a stock nova-scheduler does).
     """
 
-    def __init__(self, mode: str, berth: str, url: str, cell: str, folder: Path) -> None:
+    def __init__(self, mode: str, forks: tuple[Forks, Forks], urls: Vhosts, cell: str, folder: Path) -> None:
         self.mode = mode
-        self.amqp = url
+        self.urls = urls
+        self._of_berth, self._of_nova = forks
         self._cell = cell
         self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=folder))
-        self.compute = ComputeApi()
-        self._scheduler: subprocess.Popen[bytes] | None = None
-        self._cloud: dict[str, Any] = {}  # what it was told
-        self._served = False
+        self.compute: ComputeApi | None = None  # it has threads, so it belongs to the process of the test
+        self._scheduler: Fork | None = None  # a stock one
+        self._cloud: dict[str, Any] = {}  # what the schedulers were told
+        self._front = self.folder / "front.json"
         address = f"127.0.0.1:{free_port()}"
         self.placement = f"http://{address}"
         (self.folder / "placement.conf").write_text(PLACEMENT_CONF)
-        words = ["nova", "serve"] if mode == "front" else ["placement", "serve"]
-        self._log = (self.folder / "log").open("wb")
-        self._berth = self._run([berth, *words, "--memory", "--api", address], {"PYTHONPATH": "", **self._settings()})
-
-    def _settings(self) -> dict[str, str]:
-        settings = {"PLACEMENT__REST__CONF_DIR": str(self.folder), "TELEMETRY__LOG_LEVEL": "warning"}
-        if self.mode == "front":
-            settings |= {
-                "NOVA__TRANSPORT_URL": self.amqp,
-                "NOVA__API__URL": self.compute.url,
-                "NOVA__API__TOKEN": "not-looked-at",
-                "NOVA__API__CELLS": json.dumps({self._cell: ["*"]}),
-                "NOVA__API__POLL_INTERVAL_S": "0.5",
-                "NOVA__ENABLED_FILTERS": json.dumps(FILTERS),
-            }
-        return {f"BERTH_{name}": value for name, value in settings.items()}
-
-    def _run(self, command: list[str], settings: dict[str, str]) -> subprocess.Popen[bytes]:
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("BERTH_",))}
-        return subprocess.Popen(
-            command, env=env | settings, stdin=subprocess.PIPE, stdout=self._log, stderr=subprocess.STDOUT
-        )
+        self._log = self.folder / "log"
+        settings = {"placement": {"rest": {"conf_dir": str(self.folder)}}, **self._bus()}
+        self._berth = self._of_berth.start(self._log, settings=settings, api=address, front=str(self._front))
 
     def wait_placement(self) -> None:
         """Until placement answers. Raises NotStarted."""
@@ -144,78 +114,160 @@ class Servers:
             except (urllib.error.URLError, OSError):
                 pass
 
+    def open(self) -> None:
+        """In the process of the test, before it begins."""
+        self.compute = ComputeApi()
+
     def start_scheduler(self, cloud: Callable[[], dict[str, Any]]) -> None:
-        """Until topic `scheduler` is served. cloud: what a nova-scheduler outside the test's process has to know."""
-        if self.mode == "front":
-            return
+        """Have topic `scheduler` served. cloud: what a nova-scheduler outside the test's process has to know."""
         self._cloud = cloud()
-        told = {**self._cloud, "placement": self.placement, "amqp": self.amqp}
+        if "bus" in self.urls:
+            return
+        self._scheduler = self._fork_stock("stock" if self.mode == "front" else "main")
+        if self.mode == "front":
+            self._tell(self._front)
+        else:
+            self._wait_stock(self._scheduler)
+
+    def start_stock(self) -> Fork:
+        """A stock nova-scheduler on topic `scheduler`, beside all others."""
+        started = self._fork_stock("main")
+        self._wait_stock(started)
+        return started
+
+    @property
+    def placement_process(self) -> Fork:
+        """Of berth's placement, and of the front that is beside it."""
+        return self._berth
+
+    def start_front(self, *, holds: bool = False, states_max_age_s: float = 0.0) -> Fork:
+        """A front on topic `scheduler`, beside all others. holds: it claims, and does not answer; see `held`."""
+        file = Path(tempfile.mkdtemp(dir=self.folder)) / "front.json"
+        self._tell(file, states_max_age_s)
+        started = self._of_berth.start(
+            self._log, settings=self._bus(), api="", front=str(file), holds=str(self._held(holds))
+        )
+        self._note(started)
+        self._wait_front(started, file)
+        return started
+
+    def held(self) -> None:
+        """Until a front that holds its answers has claimed for one."""
+        for _ in self._until(self._berth, "a claim"):
+            if self._held(True).exists():
+                return
+
+    def restart_broker(self) -> None:
+        """Returns once it has started again."""
+        wanted = self.folder.parent / RESTART
+        wanted.touch()
+        for _ in self._until(self._berth, "the broker"):
+            if not wanted.exists():
+                return
+
+    def _held(self, holds: bool) -> Path | str:
+        return self.folder / "held" if holds else ""
+
+    def _bus(self) -> dict[str, Any]:
+        return {"bus": {"url": self.urls["bus"]}} if "bus" in self.urls else {}
+
+    def _tell(self, file: Path, states_max_age_s: float = 0.0) -> None:
+        """Give a front its settings."""
+        assert self.compute is not None
+        settings = json.loads(json.dumps(self._cloud["front"]))
+        settings["nova"] |= {
+            "transport_url": self.urls["main"],
+            "api": {
+                "url": self.compute.url,
+                "token": "not-looked-at",
+                "cells": {self._cell: ["*"]},
+                "states_max_age_s": states_max_age_s,
+            },
+        }
+        if "bus" not in self.urls:
+            settings["nova"]["fallback_url"] = self.urls["stock"]
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps({"settings": settings, "weights": self._cloud["weights"] or {}}))
+        new.rename(file)
+
+    def _fork_stock(self, vhost: str) -> Fork:
+        told = {**self._cloud, "placement": self.placement, "amqp": self.urls[vhost]}
         (self.folder / "cloud.json").write_text(json.dumps(told))
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, str(HERE / "stock_scheduler.py"), str(self.folder / "cloud.json"), str(ready)]
-        self._scheduler = self._run(command, {})
-        for _ in self._until(self._scheduler, "nova-scheduler"):
-            if ready.exists():
+        started = self._of_nova.start(self._log, cloud=str(self.folder / "cloud.json"), ready=str(ready))
+        self._note(started)
+        return started
+
+    def _wait_stock(self, started: Fork) -> None:
+        for _ in self._until(started, "nova-scheduler"):
+            if (self.folder / "ready").exists():
                 return
 
+    def _wait_front(self, process: Fork, file: Path) -> None:
+        served, told = file.with_name("served"), file.read_text()
+        for _ in self._until(process, "the front"):
+            if served.exists() and served.read_text() == told:
+                return
+
+    def _note(self, started: Fork) -> None:
+        """For the end: the process of the test is killed."""
+        with (self.folder / "forks").open("a") as file:
+            file.write(f"{started.number}\n")
+
     def keep_up(self, cloud: Callable[[], dict[str, Any]]) -> None:
-        """Before a call: restart a scheduler whose settings the test has changed since, as its operator would; wait for
+        """Before a call: restart schedulers whose settings the test has changed since, as its operator would; wait for
         a front, which serves once it has read Nova's API, and that comes last in a test.
         """
-        if self.mode == "front" and not self._served:
-            self._wait_served()
-        if self._scheduler is not None and cloud() != self._cloud:
+        if self._scheduler is None:
+            return
+        if cloud() != self._cloud:
             self.stop_scheduler()
             self.start_scheduler(cloud)
-
-    def _wait_served(self) -> None:
-        address = urllib.parse.urlsplit(self.amqp)
-        with amqp.Connection(
-            f"{address.hostname}:{address.port}",
-            userid=urllib.parse.unquote(address.username or ""),
-            password=urllib.parse.unquote(address.password or ""),
-            virtual_host=urllib.parse.unquote(address.path[1:]),
-        ) as connection:
-            for _ in self._until(self._berth, "the front"):
-                try:
-                    _, _, consumers = connection.channel().queue_declare("scheduler", passive=True)
-                except amqp.NotFound:
-                    continue
-                if consumers:
-                    self._served = True
-                    return
+        if self.mode == "front":
+            assert self._scheduler is not None
+            self._wait_stock(self._scheduler)
+            self._wait_front(self._berth, self._front)
 
     def stop_scheduler(self) -> None:
-        """Nobody serves topic `scheduler`."""
+        """No stock scheduler serves; a front goes on until it is told other settings."""
         if self._scheduler is not None:
-            _end(self._scheduler)
+            self._scheduler.end()
         self._scheduler = None
 
     def stop(self) -> None:
-        """End everything."""
-        self.stop_scheduler()
-        _end(self._berth)
-        self._log.close()
-        self.compute.close()
+        """End everything, at once: nothing of it is used again. The test's process, which had started some, is gone."""
+        noted = self.folder / "forks"
+        for number in noted.read_text().split() if noted.exists() else ():
+            Fork(int(number)).end()
+        self._berth.end()
 
-    def _until(self, process: subprocess.Popen[bytes], name: str) -> Iterator[None]:
+    def _until(self, process: Fork, name: str) -> Iterator[None]:
         until = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < until and process.poll() is None:
+        while time.monotonic() < until and process.runs:
             yield
             time.sleep(POLL_S)
-        raise NotStarted(f"{name} did not start: {(self.folder / 'log').read_text()[-2000:]}")
+        raise NotStarted(f"{name} did not start: {self._log.read_text()[-2000:]}")
 
 
 class World:
-    """The servers of the present test, and those of the next one, which start meanwhile: a start takes seconds."""
+    """The servers of the present test, and those of the next one, which start meanwhile: a start takes seconds.
 
-    def __init__(self, mode: str, berth: str, amqp_urls: list[str], cell: str, folder: Path) -> None:
+    berth: its Python. vhosts: of each test.
+    """
+
+    def __init__(self, mode: str, berth: str, vhosts: list[Vhosts], cell: str, folder: Path) -> None:
         self._mode = mode
-        self._berth = berth
-        self._urls = iter(amqp_urls)
+        self._vhosts = iter(vhosts)
         self._cell = cell
         self._folder = folder
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+        log = folder / f"forks-{os.getpid()}.log"
+        of_berth = clean | {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "OPENBLAS_NUM_THREADS": "1"}
+        self._forks = (
+            Forks(berth, HERE / "berth_server.py", log, of_berth),
+            Forks(sys.executable, HERE / "stock_scheduler.py", log, clean),
+        )
         self._ahead: Servers | None = None
         self._now: Servers | None = None
 
@@ -236,6 +288,8 @@ class World:
         self._end()
         if self._ahead is not None:
             self._ahead.stop()
+        for one in self._forks:
+            one.close()
 
     def _end(self) -> None:
         if self._now is not None:
@@ -243,22 +297,11 @@ class World:
         self._now = None
 
     def _start(self) -> Servers | None:
-        url = next(self._urls, None)
-        return None if url is None else Servers(self._mode, self._berth, url, self._cell, self._folder)
+        vhosts = next(self._vhosts, None)
+        return None if vhosts is None else Servers(self._mode, self._forks, vhosts, self._cell, self._folder)
 
 
 def free_port() -> int:
     """A port that nobody has just now."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdin is not None:
-        process.stdin.close()

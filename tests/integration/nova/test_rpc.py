@@ -191,7 +191,7 @@ async def test_a_server_that_stops_answers_what_it_has_in_hand(vhost: str, clien
         asking = asyncio.create_task(client.do("select", uuids=UUIDS))
         await begun.wait()
         draining = asyncio.create_task(server.drain(60.0))
-        await until(lambda: not any(one._tag for one in server._subscriptions))
+        await until(lambda: not any(one._tag for one in server._entrances))
         later = asyncio.create_task(client.do("select", uuids=UUIDS))
         go_on.set()
         await draining

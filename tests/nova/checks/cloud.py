@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from nova import context, objects
@@ -13,6 +14,8 @@ HOSTS = ("host1", "host2", "host3")
 MEMORY_MB = 8192 - 512  # of a host of the fake driver, less what Nova reserves
 IMAGE = "155d900f-4e14-4e4c-a73d-069cbf4541e6"  # of Nova's Glance fixture
 OTHER_IMAGE = "a2459075-d96c-40d5-893e-577ff92e721c"
+
+PATIENCE = 120  # looks at a server, half a second apart
 
 
 class Cloud(integrated_helpers.ProviderUsageBaseTestCase):  # type: ignore[misc]
@@ -53,7 +56,7 @@ class Cloud(integrated_helpers.ProviderUsageBaseTestCase):  # type: ignore[misc]
 
     def settled(self, server: Server, state: str = "ACTIVE") -> Server:
         """The server in that state, its claim checked."""
-        server = self._wait_for_state_change(server, state)
+        server = self.waited(server, state)
         if state == "ERROR":
             self.assertIn("No valid host", server["fault"]["message"])
             self.assertEqual({}, self.claims(server["id"]))
@@ -61,12 +64,31 @@ class Cloud(integrated_helpers.ProviderUsageBaseTestCase):  # type: ignore[misc]
             self.assert_claimed(server)
         return server
 
+    def waited(self, server: Server, state: str) -> Server:
+        """The server in that state, however slow this machine is."""
+        found: Server = self._wait_for_server_parameter(server, {"status": state}, max_retries=PATIENCE)
+        return found
+
     def boot_many(self, least: int, most: int, state: str = "ACTIVE", **wanted: Any) -> list[Server]:
         """Servers of one request."""
         name = f"many-{least}-{most}"
         self.request(name=name, min_count=least, max_count=most, **wanted)
         found = [one for one in self.api.get_servers(detail=True) if one["name"].startswith(name)]
         return [self.settled(one, state) for one in found]
+
+    def at_once(self, number: int, flavor: str, group: str | None = None) -> list[Server]:
+        """Servers that were asked for by as many threads."""
+        made: list[Server] = []
+        hints = {"group": group} if group else None
+        threads = [
+            threading.Thread(target=lambda: made.append(self.request(flavor=flavor, hints=hints)))
+            for _ in range(number)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return made
 
     def group(self, policy: str, **rules: int) -> str:
         """The id of a new server group."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
-from .cloud import HOSTS, MEMORY_MB, Cloud, Server
+from .cloud import HOSTS, MEMORY_MB, Cloud
 
 
 class Groups(Cloud):
@@ -80,21 +78,8 @@ class FourAtOnce(Cloud):
 
     def test_no_member_is_lost(self) -> None:
         for number in range(10):
-            made = self.at_once(self.group("anti-affinity"), self.flavor(memory_mb=64))
+            made = self.at_once(len(self.hosts), self.flavor(memory_mb=64), self.group("anti-affinity"))
             where = [self.host(self.settled(one)) for one in made]
             self.assertEqual(sorted(self.hosts), sorted(where), f"round {number}")
             for one in made:
                 self._delete_server(one)
-
-    def at_once(self, group: str, flavor: str) -> list[Server]:
-        """Servers that were asked for by as many threads."""
-        made: list[Server] = []
-        threads = [
-            threading.Thread(target=lambda: made.append(self.request(flavor=flavor, hints={"group": group})))
-            for _ in self.hosts
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return made

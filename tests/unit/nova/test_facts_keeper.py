@@ -126,6 +126,41 @@ async def test_questions_at_the_same_time_share_one_read_and_many_hosts_are_list
 
 
 @on_virtual_time
+async def test_calls_are_decided_by_states_that_are_fresh_enough() -> None:
+    kept = Kept(MemoryNova(node(1)), states_max_age_s=5, poll_interval_s=3600)
+    await kept.after(1)
+    kept.calls()
+    await asyncio.sleep(3)
+    await kept.keeper.prepare()
+    assert kept.calls() == []
+    kept.nova.of_hosts["host1"] = down("host1")
+    await asyncio.sleep(3)
+    await asyncio.gather(*(kept.keeper.prepare() for _ in range(20)))
+    assert kept.calls() == ["services", "aggregates"] and kept.table.is_down(uuid_of(1))
+
+
+@on_virtual_time
+async def test_each_call_may_have_a_read_that_began_after_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that came during a read may be about a host that went down since."""
+    kept = Kept(MemoryNova(node(1)), states_max_age_s=0, poll_interval_s=3600)
+    await kept.after(1)
+    kept.calls()
+    read = kept.nova.services
+
+    async def slowly() -> Any:
+        found = await read()
+        await asyncio.sleep(1)
+        return found
+
+    monkeypatch.setattr(kept.nova, "services", slowly)
+    first = asyncio.create_task(kept.keeper.prepare())
+    await asyncio.sleep(0.5)
+    kept.nova.of_hosts["host1"] = down("host1")
+    await asyncio.gather(first, *(kept.keeper.prepare() for _ in range(20)))
+    assert kept.calls().count("services") == 2 and kept.table.is_down(uuid_of(1))
+
+
+@on_virtual_time
 async def test_a_nova_that_does_not_answer_holds_questions_up_once_and_not_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

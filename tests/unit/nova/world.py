@@ -174,6 +174,10 @@ class Cloud:
         self.replica.load(list(page.providers), page.sequence)
         return True
 
+    async def prepare(self, new: Any = ()) -> None:
+        if new:
+            await self.ask(new)
+
     async def ask(self, questions: Any = ()) -> Any:
         """Of Nova, about root providers."""
         self.asked.append(tuple(questions))
