@@ -27,8 +27,8 @@ from tests.kit.fixtures import (
 from tests.kit.turns import unfinished
 
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
-settings.register_profile("berth", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("berth")
+settings.register_profile("berth", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("nightly", settings.get_profile("berth"), max_examples=300)
 
 # New objects between two garbage collections. Python's own 700 take a seventh of the processor that the tests take.
 ALLOCATIONS = 20_000
@@ -55,8 +55,27 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = in_order(items)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="only what is marked so, and more examples of properties")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("nightly" if config.option.nightly else "berth")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def is_wanted(item: pytest.Item) -> bool:
+        is_nightly = item.get_closest_marker("nightly") is not None
+        return is_nightly or is_property(item) if config.option.nightly else not is_nightly
+
+    wanted = [item for item in items if is_wanted(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
+    items[:] = in_order(wanted)
+
+
+def is_property(item: pytest.Item) -> bool:
+    """Whether hypothesis draws its examples."""
+    return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
 
 @pytest.hookimpl(optionalhook=True)

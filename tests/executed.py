@@ -57,6 +57,7 @@ def _of_requests(words: str, counted: str = "requests") -> Step:
 
 STEPS = {
     "pytest.xml": _of_pytest("{} tests (pytest)"),
+    "more.xml": _of_pytest("{} tests of more seeds and examples"),
     "mutants.xml": _of_pytest("{} tests of deliberate defects"),
     "drills.xml": _of_pytest("{} drills"),
     "postgresql-16.xml": _of_pytest("{} tests on PostgreSQL 16.2"),

@@ -66,7 +66,8 @@ class Warm:
         import hypothesis  # noqa: PLC0415  (pytest's plugin of it wants to be the first)
 
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        hypothesis.settings.register_profile("mutation", derandomize=True, database=None, phases=phases)
+        drawing = {"derandomize": True, "database": None, "phases": phases, "max_examples": 100}
+        hypothesis.settings.register_profile("mutation", **drawing)
         hypothesis.settings.load_profile("mutation")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -30,6 +30,7 @@ from placement_worker.domain.report_group import ReportGroup
 from placement_worker.domain.values import ConsumerState
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.domain.drains import DrainMove
+from tests.kit.cases import nightly
 from tests.sim.mutants_of_cells import FOUND_BY
 from tests.sim.plans import plan_of_case
 
@@ -37,7 +38,7 @@ from tests.sim.plans import plan_of_case
 
 
 VERBS = tuple(kind.value for kind in MoveKind)
-DIED_AGAIN = (7, 15)
+DIED_AGAIN = (15, *nightly(7))
 
 
 def hosts_are_fenced(seed: int) -> Plan:
@@ -58,13 +59,13 @@ def hosts_burn_while_fenced(seed: int) -> Plan:
     return replace(plan, orders=(*plan.orders, Order(at=25.0, action=Action.DIE, service=service)))
 
 
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [1, *nightly(4)])
 def test_it_holds_when_fenced_hosts_have_burnt_down(seed: int) -> None:
     held = run(hosts_burn_while_fenced(seed))
     assert held.breach == "", held.detail
 
 
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [1, *nightly(4)])
 def test_it_holds(seed: int) -> None:
     held = run(hosts_are_fenced(seed))
     assert held.breach == "", held.detail
@@ -288,7 +289,7 @@ BOUND_S = LEASE_S + BUILDS_S + 5.0
 
 
 @pytest.mark.parametrize(("kind", "seconds"), CASES)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *nightly(2)])
 def test_builds_of_a_silent_service_end_elsewhere_within_a_bound(seed: int, kind: FaultType, seconds: float) -> None:
     result, took = ends_of(services_plan(seed, kind, seconds))
     assert result.breach == "", result.detail

@@ -18,6 +18,7 @@ from lab.simulation.draw import plan_of
 from lab.simulation.plan import Action, FaultEvent, FaultType, Order, Plan
 from lab.simulation.run import run, simulate
 from lab.simulation.widening import DRAWS, Widening
+from tests.kit.cases import nightly
 from tests.sim.mutants_of_transfers import FOUND_BY
 
 # --- a cell's database is set back to before all its builds, which are judged as all others are
@@ -209,7 +210,7 @@ def moved_since_the_backup(seed: int, verb: MoveKind) -> Plan:
     )
 
 
-MOVED_SINCE = [(2, MoveKind.UNSHELVE), (5, MoveKind.UNSHELVE), (2, MoveKind.MIGRATE)]
+MOVED_SINCE = [(2, MoveKind.UNSHELVE), (2, MoveKind.MIGRATE), *nightly((5, MoveKind.UNSHELVE))]
 
 
 @pytest.mark.parametrize(("seed", "verb"), MOVED_SINCE)
@@ -235,7 +236,7 @@ def test_a_move_after_a_restore_without_a_search_is_found() -> None:
         assert run(moved_since_the_backup(2, MoveKind.UNSHELVE)).breach == "never_two_running"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *nightly(2)])
 def test_what_has_come_back_to_a_cell_that_has_forgotten_it_is_deleted(seed: int) -> None:
     """By its record it had left, and a delete was answered with that departure for ever."""
     held = run(returns_forgotten(seed))
@@ -282,7 +283,7 @@ def requesters_give_up(seed: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, *nightly(3)])
 def test_every_request_on_record_has_its_end(seed: int) -> None:
     held = run(requesters_give_up(seed))
     assert held.breach == "", held.detail
@@ -322,21 +323,21 @@ def a_cell_forgets(seed: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, *nightly(3)])
 def test_every_request_has_its_end(seed: int) -> None:
     held = run(a_cell_forgets(seed))
     assert held.breach == "", held.detail
     assert held.counts
 
 
-@pytest.mark.parametrize("seed", [7, 20, 25])
+@pytest.mark.parametrize("seed", [20, *nightly(7, 25)])
 def test_builds_and_deletes_that_a_cell_has_forgotten_have_an_end(seed: int) -> None:
     """Found when a restored database was no excuse for no end: builds (7, 20) and deletes (20, 25) waited for ever."""
     held = simulate(seed, {Widening.CELL_RESTORED})
     assert held.breach == "", held.detail
 
 
-@pytest.mark.parametrize("seed", [245, 249])
+@pytest.mark.parametrize("seed", [245, *nightly(249)])
 def test_what_was_claimed_for_a_lost_record_is_given_back_after_an_unknown_delete(seed: int) -> None:
     held = simulate(seed, {Widening.MOVES, Widening.DRAINS})
     assert held.breach == "", held.detail

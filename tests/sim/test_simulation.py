@@ -23,9 +23,10 @@ from lab.simulation.run import Result, _Runner, run
 from lab.simulation.run import simulate as simulate_anew
 from lab.simulation.shrink import Shrinker
 from lab.simulation.widening import WIDENED, Widening
+from tests.kit.cases import nightly
 
-# The short form: `.ci/run` runs the same judgement on more seeds, alone and among others, in steps of its own.
-SEEDS = range(1, 4)
+# The short form: `.ci/run` runs the same judgement on 60 seeds among others, `scripts/nightly` on 100 alone.
+SEED, SEED_ALONE = 1, 2
 
 # Another Python has to run the seeds just so, if it has what they need in the same versions.
 VERSIONS = """
@@ -54,7 +55,7 @@ def pythons() -> list[str]:
 
 def test_a_seed_is_one_run_across_processes_hash_seeds_and_pythons() -> None:
     """A short form: `.ci/run` compares more seeds."""
-    found = compare(pythons(), SEEDS[0], {SEEDS[0]: simulate(SEEDS[0], WIDENED).digest})
+    found = compare(pythons(), SEED, {SEED: simulate(SEED, WIDENED).digest})
     assert sys.executable in found
     assert not any(found.values()), found
 
@@ -64,16 +65,16 @@ def test_a_run_that_differs_is_reported() -> None:
 
 
 def test_another_seed_is_another_run() -> None:
-    assert simulate(1).digest != simulate(2).digest
+    assert simulate(SEED, WIDENED).digest != simulate(SEED_ALONE).digest
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [SEED_ALONE, *nightly(1, 3)])
 def test_every_invariant_holds_alone(seed: int) -> None:
     result = simulate(seed)
     assert result.breach == "", f"scripts/simulate --alone --seed {seed} --trace: {result.breach}: {result.detail}"
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [SEED, *nightly(2, 3)])
 def test_every_invariant_holds_among_others(seed: int) -> None:
     result = simulate(seed, WIDENED)
     assert result.breach == "", f"scripts/simulate --seed {seed} --trace: {result.breach}: {result.detail}"

@@ -445,7 +445,6 @@ def versions() -> Iterator[int]:
 
 
 @given(steps=STEPS)
-@settings(max_examples=100, deadline=None)
 def test_the_feed_agrees_with_the_snapshot_in_memory(steps: Steps, versions: Iterator[int]) -> None:
     asyncio.run(check(ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session())), steps, versions))
 

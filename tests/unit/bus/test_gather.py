@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.gather import SLOW_S, Gather
@@ -200,7 +200,6 @@ async def play(steps: Sequence[tuple[str, int]], at_once: int, extra: int, *, pa
     assert world.idle or not world.put
 
 
-@settings(max_examples=400)
 @given(steps=STEPS, at_once=st.integers(1, 2), extra=st.integers(0, 2), paused=st.booleans())
 def test_what_may_begin_begins_and_nothing_else_does(
     steps: list[tuple[str, int]], at_once: int, extra: int, paused: bool

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -229,7 +229,6 @@ def _numbered(event: BuildEvent, number: int) -> BuildEvent:
     return BuildEvent(instance_uuid=UUID, project_id="p", state=event.state, sequence=number)
 
 
-@settings(max_examples=150, deadline=None)
 @given(STEPS, st.booleans())
 def test_a_client_receives_all_of_them_once_and_in_order(steps: list[tuple[str, object]], listens: bool) -> None:
     published, client, other_client, sent = asyncio.run(play(steps, listens=listens))

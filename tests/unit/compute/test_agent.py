@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -189,7 +189,6 @@ COMMAND = st.builds(
 STEP = st.one_of(st.lists(COMMAND, min_size=1, max_size=4), st.integers(1, 8), st.just("restart"))
 
 
-@settings(max_examples=150, deadline=None)
 @given(steps=st.lists(STEP, max_size=25), seed=st.integers(0, 2**16))
 def test_any_order_of_commands_and_restarts_ends_in_agreement(steps: list[object], seed: int) -> None:
     with asyncio.Runner() as runner:

@@ -224,7 +224,6 @@ STEPS = ["spawn", "destroy", "fail", "clear", "reported"]
 STEP = st.tuples(st.sampled_from(STEPS), st.integers(0, 3), st.integers(1, 4))
 
 
-@settings(max_examples=60, deadline=None)
 @given(steps=st.lists(STEP, max_size=60))
 def test_what_is_read_back_is_what_was_known(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]) -> None:  # fmt: skip  # noqa: E501
     path = tmp_path_factory.mktemp("r") / "s.records"
@@ -418,7 +417,7 @@ class OneHost(RuleBasedStateMachine):
                 assert self.entry.attempt > self.fenced
 
 
-OneHost.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+OneHost.TestCase.settings = settings(stateful_step_count=30)
 TestOneHost = OneHost.TestCase
 
 

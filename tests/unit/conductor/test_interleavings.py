@@ -299,4 +299,4 @@ def _at(event: e.Event, now: float) -> e.Event:
 
 
 TestWorld: Callable[..., object] = World.TestCase
-World.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+World.TestCase.settings = settings(stateful_step_count=40)

@@ -25,6 +25,7 @@ from ironic_sync.domain.position import Position, Timing
 from ironic_sync.domain.rules import place, reserved
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import SyncState
+from tests.kit.cases import nightly
 from tests.unit.ironic.world import FREE, INSTANCE, NODE, OTHER, Nodes, World, notification, turns, world
 from tests.unit.ironic.world import FREE as FREE_NODE
 from tests.unit.ironic.world import reserved as reserved_in
@@ -388,7 +389,7 @@ class History:
             self.world.clock.advance(self.world.clock.now + self.rng.uniform(0, 3))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(3), *nightly(*range(3, 12))])
 async def test_a_free_node_is_offered_within_one_read_of_all(seed: int) -> None:
     history = History(seed)
     async with history.world.running():

@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -57,7 +57,6 @@ def devices(count: int, *, each: int = 8, host: int = 0) -> list[ProviderState]:
 # --- complete, and nothing else
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
 def test_finds_all_that_the_rules_allow_and_nothing_else(seed: int) -> None:
     rng = random.Random(seed)
@@ -72,7 +71,6 @@ def test_finds_all_that_the_rules_allow_and_nothing_else(seed: int) -> None:
         assert answer.exhausted
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_stays_right_while_the_book_moves(seed: int) -> None:
     """Usage, traits, aggregates, providers that come and go: what is kept between searches must move along."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -208,7 +208,6 @@ def room(world: World, state: ProviderState, name: str) -> tuple[int, int]:
     return capacity, capacity - state.used.get(name, 0) - world.assumed.get(state.uuid, {}).get(name, 0)
 
 
-@settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32), queries=st.lists(QUERIES, min_size=1, max_size=4), steps=st.integers(1, 40))
 def test_the_search_is_right_after_every_move(seed: int, queries: list[Query], steps: int) -> None:
     rng = random.Random(seed)
@@ -221,7 +220,6 @@ def test_the_search_is_right_after_every_move(seed: int, queries: list[Query], s
     check_columns(world)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), query=QUERIES)
 @example(seed=213822, query=Query(resources={"VCPU": 0}))  # of its thirty steps none is a change to sweep after
 def test_sweeping_distinct_values_changes_no_answer(seed: int, query: Query) -> None:

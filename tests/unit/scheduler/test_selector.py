@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.clock import new_uuid
@@ -79,7 +79,6 @@ def test_the_order_of_equal_hosts_is_by_chance_only_when_shuffled() -> None:
     assert len({first(seed, shuffle=False) for seed in range(3)}) == 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     memory=st.lists(st.integers(0, 6), min_size=1, max_size=300),
     picks=st.integers(1, 40),

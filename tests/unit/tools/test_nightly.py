@@ -185,6 +185,7 @@ FIGURES: dict[str, Any] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "pytest.xml").write_text(PYTEST.format(0, 0, 0, 2858))
+    (tmp_path / "more.xml").write_text(PYTEST.format(0, 0, 0, 90))
     (tmp_path / "mutants.xml").write_text(PYTEST.format(0, 0, 0, 71))
     (tmp_path / "drills.xml").write_text(PYTEST.format(0, 0, 0, 20))
     (tmp_path / "postgresql-16.xml").write_text(PYTEST.format(0, 0, 0, 130))
@@ -197,7 +198,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
     assert executed(folder, tuple(STEPS)) == (
-        "all passed: 2858 tests (pytest), 71 tests of deliberate defects, 20 drills, "
+        "all passed: 2858 tests (pytest), 90 tests of more seeds and examples, "
+        "71 tests of deliberate defects, 20 drills, "
         "130 tests on PostgreSQL 16.2, Ironic 7 tests, Ironic 2 drills, demo 1000 boots, "
         "conformance 1315, conformance in memory 1314, differential 3000 requests, "
         "simulation 4466 requests, simulation alone 540 requests, mutation 38 killed, clients 57 calls, "
