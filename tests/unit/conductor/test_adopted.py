@@ -17,7 +17,6 @@ from cell_conductor.domain.events import Event, InstanceEvent
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
 from cell_conductor.domain.steps import Step
-from cell_conductor.engine import Engine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import ADOPT, UnexplainedRecord
 from tests.kit.virtual_time import on_virtual_time
@@ -35,7 +34,7 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 from tests.unit.conductor.scenario import claimed as taken
-from tests.unit.conductor.world import Conductor, Queried, Relay, Services
+from tests.unit.conductor.world import Conductor, Queried, Relay, Services, engine_of
 
 # --- Builds that were redelivered to a database which has forgotten them: their machine runs, and is not built
 # again.
@@ -197,7 +196,7 @@ async def after_crash(building: Instance, event: Event) -> Instance:
     async with store.transaction() as transaction:
         await transaction.insert([building])
     made: dict[str, Any] = {"store": store, "bus": bus, "relay": relay, "config": ConductorConfig()}
-    engine = Engine(**made, clock=clock, cell="c1")
+    engine = engine_of(**made, clock=clock, cell="c1")
     await engine._apply([InstanceEvent(UUID, event)])
     assert relay.sent, "the client is informed"
     assert table.instances[UUID].state is State.ACTIVE
