@@ -161,6 +161,10 @@ class NovaFacts:
         """All hosts that Nova has named, in order."""
         return tuple(sorted(self._services.keys() | self._by_host.keys()))
 
+    def without_cell(self) -> tuple[str, ...]:
+        """The hosts with compute nodes whose cell is not known, in order."""
+        return tuple(sorted(self._by_host.keys() - self._cells.keys()))
+
     def without_nodes(self) -> frozenset[str]:
         """The hosts whose nova-compute is up and of which no compute node is known."""
         return frozenset(one.host for one in self._services.values() if one.is_up and one.host not in self._by_host)

@@ -62,7 +62,7 @@ def test_nodes_change_places_between_services(first: str, second: str) -> None:
 
 def test_a_host_without_a_cell_is_not_announced_and_one_may_change_it() -> None:
     world = World(node(1), node(2), cells={"host1": CELL1})
-    assert world.states().keys() == {uuid_of(1)}
+    assert world.states().keys() == {uuid_of(1)} and world.facts.without_cell() == ("host2",)
     world.facts.put_cells({"host1": CELL2, "host2": CELL2})
     world.facts.announce(1.0)
     assert {uuid: state[0] for uuid, state in world.states().items()} == {uuid_of(1): "host1", uuid_of(2): "host2"}
