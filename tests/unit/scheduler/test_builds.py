@@ -227,7 +227,7 @@ def announced(state: MoveState, sequence: int, *, terminal: bool = False) -> Mov
 # change
 
 
-BUILD, HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000001" for n in "abc")
+INSTANCE, HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000001" for n in "abc")
 ACCEPTED, SCHEDULED, BUILDING, ACTIVE = (
     BuildState.ACCEPTED,
     BuildState.SCHEDULED,
@@ -237,19 +237,19 @@ ACCEPTED, SCHEDULED, BUILDING, ACTIVE = (
 FAILED, REFUSED, DELETING, DELETED = BuildState.FAILED, BuildState.REFUSED, BuildState.DELETING, BuildState.DELETED
 TRIED = (AttemptRecord(attempt=1, host="h", outcome="failed"),)
 BUILD = RecordedBuild(
-    instance_uuid=BUILD, project_id="p", state=BUILDING, sequence=9, cell="c1", attempt=2, host="h", host_uuid=HOST,
+    instance_uuid=INSTANCE, project_id="p", state=BUILDING, sequence=9, cell="c1", attempt=2, host="h", host_uuid=HOST,
     code="x", reason="why", history=TRIED, run="mine",
 )  # fmt: skip
 
 
 def announcement(state: BuildState, sequence: int = 10, **more: Any) -> BuildEvent:
-    return BuildEvent(instance_uuid=BUILD, project_id="forged", state=state, sequence=sequence, **more)
+    return BuildEvent(instance_uuid=INSTANCE, project_id="forged", state=state, sequence=sequence, **more)
 
 
 @pytest.mark.parametrize("name", ["cell", "host", "flavor", "code"])
 def test_a_query_by_a_column_without_an_index_is_a_search(name: str) -> None:
     assert is_search(BuildQuery(**{name: "x"})) and is_search(BuildQuery(**{name: ""}))
-    assert not is_search(BuildQuery(project_id="p", state=ACTIVE, before=1.0, gang=BUILD))
+    assert not is_search(BuildQuery(project_id="p", state=ACTIVE, before=1.0, gang=INSTANCE))
 
 
 def test_a_line_is_written_by_its_author_at_that_time() -> None:
@@ -346,7 +346,7 @@ def test_a_failure_that_ends_nothing_is_early_where_the_end_is_not_on_record(
 # --- the messages of a change
 
 COMMAND = CellBuild(
-    spec=InstanceSpec(instance_uuid=BUILD, project_id="p", name="n", image="i", flavor="f"),
+    spec=InstanceSpec(instance_uuid=INSTANCE, project_id="p", name="n", image="i", flavor="f"),
     selections=(Selection(host_uuid=HOST, host="h", service="s", allocations={}),),
     consumer_generation=1,
 )
@@ -391,7 +391,7 @@ def test_the_messages_of_a_change(
             assert message.project_id == "p"
             bus, word = "c1", "delete begun" if message.begun else "delete"
         elif isinstance(message, ReleaseRun):
-            assert (message.consumer, message.attempt, message.project_id, message.by) == (BUILD, 1, "p", "mine")
+            assert (message.consumer, message.attempt, message.project_id, message.by) == (INSTANCE, 1, "p", "mine")
             word = "release"
         elif message is command:
             bus, word = "c1", "command"
@@ -415,7 +415,7 @@ def test_the_event_of_a_change(
     build = replace(BUILD, state=state, **more)
     (sent,) = effects(ACCEPTED, build, 7.0, stamps=STAMPS, funnel=FUNNEL)
     assert sent.message == BuildEvent(
-        instance_uuid=BUILD, project_id="p", state=state, sequence=9, terminal=build.terminal, cell="c1",
+        instance_uuid=INSTANCE, project_id="p", state=state, sequence=9, terminal=build.terminal, cell="c1",
         host=build.host, attempt=attempt, code=code, reason="why" if code else "", funnel=FUNNEL, at=7.0, stamps=stamps,
     )  # fmt: skip
 
