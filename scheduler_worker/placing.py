@@ -132,6 +132,14 @@ class Placer:
             states = await self._recover(states)
         return [result_of(state) for state in states]
 
+    async def located(self, requests: Sequence[PlacementRequest]) -> list[RequestSpec]:
+        """The spec of each request, with where the instances are that it depends on. Raises PlacementUnavailable."""
+        states = await self._with_peers([initial_state(one, self._selector) for one in requests])
+        for state in states:
+            if state.result is not None:
+                raise PlacementUnavailable(f"the peers of {state.request.instance_uuid} are not known")
+        return [state.spec for state in states]
+
     async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One round for all placements without a result: decide, claim them together, apply the answers."""
         after = list(states)

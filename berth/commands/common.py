@@ -93,6 +93,16 @@ class Stop(Exception):
         self.code = code
 
 
+SHADOW = "Leave each call to the fallback's nova-scheduler, decide beside it, and report how the two differ."
+
+
+def in_shadow(settings: Settings, shadow: bool) -> Settings:
+    """The settings with `nova.shadow`, if the command line has it."""
+    if not shadow:
+        return settings
+    return msgspec.structs.replace(settings, nova=msgspec.structs.replace(settings.nova, shadow=True))
+
+
 def settings_of(context: typer.Context, *, bus: str | None = None) -> Settings:
     """The settings in force, from --config or where `read_settings` looks; `bus`: another URL. Raises SettingsError."""
     path: Path | None = context.obj

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 import placement_worker.app
 import scheduler_worker.nova.app
-from berth.commands.common import Stop, explain, print_stop, settings_of
+from berth.commands.common import SHADOW, Stop, explain, in_shadow, print_stop, settings_of
 from berth.commands.options import CommandGroup
 from berth.commands.placement import DEFAULT_API, database_of_book
 from berth.rest_address import with_rest_at
@@ -39,6 +39,7 @@ def serve(
     memory: Annotated[
         bool, typer.Option("--memory", help="The same without a database: the book is in this process's memory.")
     ] = False,
+    shadow: Annotated[bool, typer.Option("--shadow", help=SHADOW)] = False,
 ) -> None:
     """Be Placement and the scheduler of a Nova in one process, instead of placement-api and nova-scheduler.
 
@@ -51,7 +52,7 @@ def serve(
     """
     try:
         # Between the two parts is the bus of this process, whatever other workers use.
-        settings = replace(with_rest_at(settings_of(context), api), bus=BusSettings())
+        settings = replace(in_shadow(with_rest_at(settings_of(context), api), shadow), bus=BusSettings())
         if memory:
             book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
             raise SystemExit(_run(settings, "", book))

@@ -15,7 +15,18 @@ from typing import Annotated
 import msgspec
 import typer
 
-from berth.commands.common import Exit, Stop, database_of, err, explain, make_directory, print_stop, settings_of
+from berth.commands.common import (
+    SHADOW,
+    Exit,
+    Stop,
+    database_of,
+    err,
+    explain,
+    in_shadow,
+    make_directory,
+    print_stop,
+    settings_of,
+)
 from berth.rest_address import AtHttp, at_http, with_rest_at
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
@@ -55,6 +66,7 @@ def run_role(
     api: Annotated[
         str | None, typer.Option(help="Serve the REST API at a HOST:PORT of its own (placement only).")
     ] = None,
+    shadow: Annotated[bool, typer.Option("--shadow", help=f"Of nova-scheduler. {SHADOW}")] = False,
 ) -> None:
     """Run one worker as this process.
 
@@ -62,9 +74,9 @@ def run_role(
     """
     try:
         settings = settings_of(context)
+        _check_role(role, api=api, shadow=shadow)
+        settings = in_shadow(settings, shadow)
         if api is not None:
-            if role is not Role.PLACEMENT:
-                raise Stop(Exit.USAGE, "api.role", "--api is placement's")
             settings = with_rest_at(settings, api)
         requested = _http(http)
         served = AtHttp(settings=settings, with_rest=False)
@@ -93,6 +105,14 @@ def run_role(
         log_style=settings.telemetry.log_format,
     )
     raise SystemExit(status)
+
+
+def _check_role(role: Role, *, api: str | None, shadow: bool) -> None:
+    """Raises Stop: an option is another role's."""
+    if api is not None and role is not Role.PLACEMENT:
+        raise Stop(Exit.USAGE, "api.role", "--api is placement's")
+    if shadow and role is not Role.NOVA_SCHEDULER:
+        raise Stop(Exit.USAGE, "shadow.role", "--shadow is nova-scheduler's")
 
 
 def _build(role: Role, here: Site, cell: str | None, service: str | None, *, health_with_rest: bool) -> Build:

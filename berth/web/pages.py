@@ -70,7 +70,7 @@ class Now(Struct, frozen=True):
     """The first page's figures. Rates are a second's; latencies seconds from accepted to active.
 
     lost_per_s: claims that others were faster with; retries_per_s: hosts tried after the first; of builds that ended.
-    workers: {role: (up and ready, all)}.
+    workers: {role: (up and ready, all)}. shadow: {difference: calls} beside a stock nova-scheduler.
     """
 
     in_flight: int
@@ -87,6 +87,7 @@ class Now(Struct, frozen=True):
     dead_letters: int
     queues: tuple[QueueDepth, ...]
     workers: dict[str, tuple[int, int]]
+    shadow: dict[str, int]
     troubles: tuple[Trouble, ...]
     seconds: tuple[Second, ...] = ()
 
@@ -196,8 +197,7 @@ class Pages:
         troubles += [Trouble(f"Bus {bus}", "its broker does not answer how much waits there") for bus in depths.silent]
         if not hosts and not troubles:
             troubles.append(Trouble("No hosts", "no compute service has announced a host yet"))
-        history = self._live.history()
-        recent = history[-10:]
+        recent = (history := self._live.history())[-10:]
         return Now(
             in_flight=self._live.in_flight,
             active_per_s=sum(second.active for second in recent) / len(recent),
@@ -213,6 +213,7 @@ class Pages:
             dead_letters=depths.dead_letters,
             queues=depths.queues[:QUEUES_SHOWN],
             workers=_by_role(workers),
+            shadow=dict(sum((Counter(one.heartbeat.counts) for one in workers), Counter[str]())),
             troubles=tuple(troubles),
             seconds=tuple(history),
         )

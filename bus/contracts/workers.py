@@ -20,7 +20,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
 
     worker: the process's name, no other's at the same time. phase: of its life (`ready`, `draining`, ...). not_ready:
     the server that it waits for. in_hand: {queue: deliveries that it has taken and not answered}. started_at: seconds
-    since the epoch.
+    since the epoch. counts: what its role counts since its start; of a nova-scheduler's shadow {difference: calls}.
     """
 
     role: Word
@@ -33,6 +33,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
     not_ready: Annotated[tuple[Phrase, ...], Bound(max_length=16)] = ()
     in_hand: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
     every_s: Annotated[float, Bound(gt=0, le=3600)] = 5.0
+    counts: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
 
 
 class WorkersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="workers.query.v1"):

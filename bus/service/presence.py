@@ -74,5 +74,6 @@ class Presence:
             phase=phase,
             not_ready=tuple(reason[:MAX_TEXT] for reason in self._service.not_ready()[:MAX_NOT_READY]),
             in_hand=in_hand,
+            counts=self._service.counts(),
             every_s=self._every_s,
         )

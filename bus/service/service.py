@@ -7,7 +7,7 @@ is drained: unacknowledged messages go back to their queue, and another process,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -51,6 +51,7 @@ class Service:
         self._task_makers: list[tuple[str, Callable[[], Coroutine[Any, Any, Any]]]] = []
         self._drains: list[Callable[[float], Awaitable[Any]]] = []
         self._checks: dict[str, Callable[[], str]] = {}
+        self._counts: list[Callable[[], Mapping[str, int]]] = []
         self._refreshes: list[Callable[[], Awaitable[Any]]] = []
         self._closings: list[Callable[[], Awaitable[Any]]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -113,6 +114,14 @@ class Service:
     def in_hand(self) -> dict[str, int]:
         """{queue: deliveries taken and not answered} of the consumers."""
         return {one.queue: one.in_hand for one in self._consumers}
+
+    def add_counts(self, counting: Callable[[], Mapping[str, int]]) -> None:
+        """Add counts that the heartbeats carry to the page: {what: count since the start}."""
+        self._counts.append(counting)
+
+    def counts(self) -> dict[str, int]:
+        """All of these."""
+        return {what: count for counting in self._counts for what, count in counting().items()}
 
     def not_ready(self) -> list[str]:
         """Names of the parts that are not ready now; empty when the service can do its work."""

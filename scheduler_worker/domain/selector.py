@@ -389,6 +389,17 @@ class Selector:
         view, steps = filtered(view, spec, filters)
         return None if len(view) else NoValidHost(steps)
 
+    def rejects(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
+        """None, or why the filters reject a host, whatever room it has. One that is not known is not rejected."""
+        row = self.book.row_of(host_uuid)
+        if row is None or spec.forced:
+            return None
+        view = self._view(np.array([row], dtype=np.intp))
+        if not view.known.all():
+            return None
+        view, steps = filtered(view, spec, [one for one in self.filters if applies_to(one, spec)])
+        return None if len(view) else NoValidHost(steps)
+
     def announced_in_book(self) -> Rows:
         """The indexes in the host table of the hosts that the replica has."""
         index = self._index_of(self.book.rows_of_roots())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from placement_worker.replica.search import warm_up_search
 from scheduler_worker import plugins
-from scheduler_worker.claims import BusClaims, HeldClaims
+from scheduler_worker.claims import BusClaims, ClaimPort, HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
@@ -30,9 +30,10 @@ from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import FactsKeeper
 from scheduler_worker.nova.nova_rest import NovaRest
-from scheduler_worker.nova.relay import StockRelay
-from scheduler_worker.nova.rpc_server import RpcServer
+from scheduler_worker.nova.relay import RelayPort, StockRelay
+from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
 from scheduler_worker.nova.select import Destinations
+from scheduler_worker.nova.shadow import GrantedClaims, ShadowedRelay, StockDecides
 from scheduler_worker.placing import Placer
 
 NAME = "nova-scheduler"
@@ -59,7 +60,8 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     rest = NovaRest(config.api, clock=env.clock, setting="nova.api")
     keeper = FactsKeeper(rest, facts, table, cells=cells_of(config.api, env.clock), config=config.api, clock=env.clock)
     follower = Follower(api, selector.book, process=env.process, clock=env.clock)
-    claims = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
+    of_book = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
+    claims: ClaimPort = GrantedClaims(of_book) if config.shadow else of_book
     placer = Placer(
         claims,
         HeldClaims(claims, table.last_cell_of, _no_records),
@@ -77,7 +79,12 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         configure=partial(configure, selector, facts, scheduler),
         settings=config.prefilters,
     )
-    server = _server(env, config, destinations)
+    if config.shadow:
+        shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock)
+        service.add_counts(shadow.counts)
+        server = _server(env, config, StockDecides(destinations), shadow)
+    else:
+        server = _server(env, config, destinations, _relay(env, config) if config.fallback_url else None)
     service.add_resource(api.open, api.close)
     service.add_resource(follower.start, follower.close)
     service.add_resource(None, rest.close)
@@ -146,20 +153,25 @@ async def _serve(server: RpcServer, started: asyncio.Event) -> None:
     await server.run()
 
 
-def _server(env: Environment, config: NovaConfig, destinations: Destinations) -> RpcServer:
-    """The server on Nova's broker, and the fallback. Raises SettingsError."""
-    connect: Callable[[str, str], RabbitTransport] = partial(_transport, env.process)
-    unique = f"{env.rng.getrandbits(128):032x}"
-    relay = None
-    if config.fallback_url:
-        relay = StockRelay(
-            connect("fallback_url", config.fallback_url), control_exchange=config.control_exchange, unique=unique
-        )
+def _relay(env: Environment, config: NovaConfig) -> StockRelay:
+    """The fallback. Raises SettingsError."""
+    if not config.fallback_url:
+        reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
+        raise SettingsError("nova.shadow_fallback", reason)
+    return StockRelay(
+        _transport(env.process, "fallback_url", config.fallback_url),
+        control_exchange=config.control_exchange,
+        unique=f"{env.rng.getrandbits(128):032x}",
+    )
+
+
+def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, relay: RelayPort | None) -> RpcServer:
+    """The server on Nova's broker. Raises SettingsError."""
     return RpcServer(
-        connect("transport_url", config.transport_url),
-        destinations,
+        _transport(env.process, "transport_url", config.transport_url),
+        dispatcher,
         host=config.host or socket.gethostname(),
-        unique=unique,
+        unique=f"{env.rng.getrandbits(128):032x}",
         options=config.rabbit,
         control_exchange=config.control_exchange,
         clock=env.clock,

@@ -61,6 +61,8 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[oslo_messaging_rabbit]` of nova.conf."""
     fallback_url: Secret = ""
     """The virtual host on which a stock nova-scheduler takes what berth does not decide. Empty: that fails."""
+    shadow: bool = False
+    """The fallback's nova-scheduler decides; berth decides beside it without a claim, and reports the difference."""
     enabled_filters: tuple[str, ...] = NOVA_FILTERS
     """Filters instead of `scheduler.enabled_filters`, in the order in which they run."""
     default_availability_zone: Annotated[str, Bound(min_length=1, max_length=255)] = "nova"

@@ -126,6 +126,14 @@ class RemoteReply(Struct, frozen=True, kw_only=True):
     body: bytes
 
 
+class CallOutcome(Struct, frozen=True, kw_only=True):
+    """What a call has come to: its result, JSON values that are not checked, or the exception that it raised."""
+
+    result: Any = None
+    class_name: str = ""
+    message: str = ""
+
+
 def parse_call(body: bytes, *, compression: str = "", fanout: bool = False, limit_s: float | None = None) -> Call:
     """Parse the body of a delivery. compression: kombu's header of this name. limit_s: how long (seconds) its client
     waits. Raises CallUnreadable.
@@ -171,6 +179,17 @@ def parse_reply(body: bytes) -> RemoteReply:
         raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes")
     message = _decoded(_payload(body), dict[str, Any])
     return RemoteReply(message_id=_word(message, "_msg_id"), ending=message.get("ending") is True, body=body)
+
+
+def parse_outcome(body: bytes) -> CallOutcome:
+    """Parse the ending reply of another server further. Raises CallUnreadable."""
+    message = _decoded(_payload(body), dict[str, Any])
+    if not message.get("failure"):
+        return CallOutcome(result=message.get("result"))
+    failure = _decoded(message["failure"], dict[str, Any]) if isinstance(message["failure"], str) else {}
+    return CallOutcome(
+        class_name=str(failure.get("class", "Exception"))[:MAX_WORD], message=str(failure.get("message", ""))
+    )
 
 
 def encode_result(message_id: str, unique_id: str, result: object) -> bytes:

@@ -12,3 +12,14 @@ IN_HAND = Gauge("berth_nova_calls_in_hand", "Calls that were delivered and are n
 RELAYED = Counter(
     "berth_nova_relayed", "Calls left to the fallback's nova-scheduler, by reason and outcome.", ["reason", "outcome"]
 )
+SHADOW = Counter(
+    "berth_nova_shadow",
+    "Calls that a stock nova-scheduler decided, by its answer's difference from berth's.",
+    ["difference"],
+)
+SHADOW_S = Histogram(
+    "berth_nova_shadow_seconds",
+    "Time of a decision in the shadow, by scheduler: berth, stock.",
+    ["by"],
+    buckets=SECONDS,
+)

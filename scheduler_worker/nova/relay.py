@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
@@ -35,6 +36,22 @@ class RelayFailed(Fault):
     """A call that was relayed has no answer."""
 
     code = "nova.relay_failed"
+
+
+class RelayPort(Protocol):
+    """What takes a call to a stock nova-scheduler: `StockRelay`, and the shadow before it."""
+
+    async def open(self) -> None:
+        """Connect; waits for the broker. Raises BusForbidden."""
+
+    async def close(self) -> None:
+        """Close; calls under way get no answer from here."""
+
+    async def call(self, call: Call, reason: str, settle: Callable[[], None]) -> bytes:
+        """The body of the answer to a call. settle: called once, just before the call leaves. Raises RelayFailed."""
+
+    async def forward(self, call: Call) -> None:
+        """Pass a cast to all servers on. Raises BusError."""
 
 
 class _Awaited:

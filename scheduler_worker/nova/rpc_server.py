@@ -35,7 +35,7 @@ from scheduler_worker.nova.envelope import (
 )
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
 from scheduler_worker.nova.queues import TOPIC, RabbitOptions, fanout_queue, topic_queue
-from scheduler_worker.nova.relay import RelayFailed, StockRelay
+from scheduler_worker.nova.relay import RelayFailed, RelayPort
 from scheduler_worker.nova.request_spec import NotDecided
 
 log = structlog.get_logger("nova")
@@ -112,7 +112,7 @@ class RpcServer:
         control_exchange: str,
         clock: Clock,
         rng: random.Random,
-        relay: StockRelay | None = None,
+        relay: RelayPort | None = None,
         prefetch: int = PREFETCH,
     ) -> None:
         self._transport = transport

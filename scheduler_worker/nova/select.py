@@ -64,6 +64,9 @@ class PlacerPort(Protocol):
     async def place(self, requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
         """The result of each request, in order."""
 
+    async def located(self, requests: Sequence[PlacementRequest]) -> list[RequestSpec]:
+        """The spec of each request, with where the instances are that it depends on. Raises PlacementUnavailable."""
+
 
 class SelectionContended(Transient):
     """The claims of a call were lost to others, as many as one delivery makes: it is placed again."""
@@ -177,6 +180,23 @@ class Destinations:
             lost=ended.lost,
         )
         raise no_valid_host(ended.reason)
+
+    async def broken_rule(self, call: Call, hosts: Sequence[tuple[str, str]]) -> str:
+        """What rejects one of these hosts (host, node) of a call's instances, in their order; "": nothing does.
+
+        For another scheduler's choice, which holds its claims already: what Placement has granted is not looked at.
+        """
+        asked = _arguments(call.arguments)
+        request = parse_request_spec(asked.spec_obj)
+        spec, _ = self._spec(request, pinning=True)
+        if isinstance(spec, Unsatisfiable) or request.is_rebuild:
+            return ""
+        requests = self._requests(call, asked, request, spec)
+        for (host, node), located in zip(hosts, await self._placer.located(requests), strict=False):
+            for uuid in self._facts.nodes_named(host, node):
+                if (rejected := self._selector.rejects(uuid, located)) is not None:
+                    return f"{host}: {sentence(located, rejected.funnel, self._selector.config.max_funnel_nearest)}"
+        return ""
 
     async def _meet_new_hosts(self) -> None:
         """Ask Nova about the hosts that have come to the book since the last call: it has made their compute nodes

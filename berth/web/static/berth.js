@@ -75,6 +75,7 @@ function startNow() {
       }));
       byId("cells").replaceChildren(...Object.entries(now.cells).sort().map(([cell, [up, every]]) => row([link("/fleet?cell=" + encodeURIComponent(cell), cell), up, every])));
       byId("workers").replaceChildren(...Object.entries(now.workers).sort().map(([role, [up, every]]) => row([link("/system", role), up, every])));
+      byId("shadow")?.replaceChildren(...Object.entries(now.shadow).sort().map((counted) => row(counted)));
       byId("queues").replaceChildren(...(now.queues.length ? now.queues.map((one) => row([one.bus, one.queue, one.waiting])) : [row(["None.", "", ""])]));
     },
     failure(event) {

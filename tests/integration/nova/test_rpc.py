@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from scheduler_worker.nova.envelope import Call, no_valid_host
 from scheduler_worker.nova.request_spec import NotDecided
-from tests.integration.nova.world import EXCHANGE, Instructed, chosen, front
+from tests.integration.nova.world import EXCHANGE, Instructed, chosen, front, shadow
 from tests.kit.nova_peer import NovaPeer, needs_nova, nova_peer
 from tests.kit.raw_amqp import long, raw_publisher, table
 from tests.kit.sources import ROOT
@@ -296,3 +296,26 @@ async def test_a_relayed_call_that_no_scheduler_takes_has_no_valid_host(
     async with front(vhost, Instructed(undecided)):
         found = await client.do("select", uuids=UUIDS)
         assert "NoValidHost" in found["raised"]["kinds"] and "pci_requests" in found["raised"]["text"]
+
+
+async def test_in_the_shadow_stock_decides_and_the_difference_is_counted(
+    own_broker: RabbitMQ, vhost: str, client: NovaPeer
+) -> None:
+    """A decision that does not come holds nothing up."""
+
+    async def beside(call: Call) -> object:
+        if call.request_id == "req-slow":
+            await asyncio.Event().wait()
+        return await chosen(call)
+
+    fallback = own_broker.add_vhost("stock")
+    async with nova_peer("server", fallback) as stock, shadow(vhost, fallback, Instructed(beside)) as relay:
+        found = await client.do("select", uuids=UUIDS, request_id="req-7")
+        assert found.get("result") == [["stock"], ["stock"]], found
+        await until(lambda: relay.counts() == {"other host": 1})
+        none = await client.do("select", uuids=UUIDS, request_id="req-none")
+        assert "NoValidHost" in none["raised"]["kinds"] and "stock has none" in none["raised"]["text"]
+        await until(lambda: relay.counts() == {"other host": 1, "would fit": 1})
+        slow = await client.do("select", uuids=UUIDS, request_id="req-slow", monitor_s=2)
+        assert "result" in slow, slow
+        assert len(stock.taken("select_destinations")) == 3

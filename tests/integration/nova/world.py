@@ -11,10 +11,12 @@ from typing import Any
 
 from bus.clock import SystemClock
 from bus.rabbitmq.transport import RabbitTransport
+from placement_worker.replica.book import Book
 from scheduler_worker.nova.envelope import Call
 from scheduler_worker.nova.queues import RabbitOptions
-from scheduler_worker.nova.relay import StockRelay
-from scheduler_worker.nova.rpc_server import RpcServer
+from scheduler_worker.nova.relay import RelayPort, StockRelay
+from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
+from scheduler_worker.nova.shadow import ShadowedRelay, StockDecides
 
 EXCHANGE = "nova"
 
@@ -54,6 +56,9 @@ class Instructed:
         self.calls.append(call)
         return await self.answer(call) if call.is_answered else None
 
+    async def broken_rule(self, _call: Call, _hosts: object) -> str:
+        return ""
+
     def methods(self) -> list[str]:
         return [call.method for call in self.calls]
 
@@ -66,6 +71,23 @@ async def front(
     relay = None
     if stock:
         relay = StockRelay(RabbitTransport(stock, name="stock"), control_exchange=EXCHANGE, unique=uuid.uuid4().hex)
+    async with _served(url, dispatcher, relay, name, **options) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def shadow(url: str, stock: str, dispatcher: Instructed) -> AsyncIterator[ShadowedRelay]:
+    """A server whose calls the stock scheduler decides, and the dispatcher beside it."""
+    behind = StockRelay(RabbitTransport(stock, name="stock"), control_exchange=EXCHANGE, unique=uuid.uuid4().hex)
+    relay = ShadowedRelay(dispatcher, behind, Book(), SystemClock())
+    async with _served(url, StockDecides(dispatcher), relay, "shadow"):
+        yield relay
+
+
+@contextlib.asynccontextmanager
+async def _served(
+    url: str, dispatcher: CallDispatcher, relay: RelayPort | None, name: str, **options: Any
+) -> AsyncIterator[RpcServer]:
     server = RpcServer(
         RabbitTransport(url, name="nova"),
         dispatcher,
