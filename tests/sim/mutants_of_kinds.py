@@ -1,4 +1,4 @@
-"""Deliberate defects of cells added and removed. FOUND_BY: the seed, with `decided-cells` alone, that finds each."""
+"""Deliberate defects that one kind of world finds. ..._FOUND_BY: the seed that finds each, in that kind alone."""
 
 from __future__ import annotations
 
