@@ -93,7 +93,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         search=search,
     )
     forgetter = LeaseForgetter(store, bus, clock=env.clock, cell=cell, up=keeper.up)
-    requests = RequestHandlers(engine, env.clock, fences, search, forgetter, bus=bus)
+    requests = RequestHandlers(engine, env.clock, bus, fences=fences, search=search, forgetter=forgetter)
     hosts = HostHandlers(
         engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences, up=keeper.up, leases=keeper
     )

@@ -31,14 +31,10 @@ from .domain.desires import desire_of
 from .domain.evacuations import misses_proof
 from .domain.events import (
     BuildRequested,
-    Claimed,
-    ClaimRefused,
     DeleteRequested,
     InstanceEvent,
     MachineFound,
     MoveRequested,
-    Released,
-    Reverted,
     TimedOut,
 )
 from .domain.fence_steps import FenceSteps
@@ -48,7 +44,7 @@ from .domain.leases import Lease
 from .domain.move_doubts import is_searched_for
 from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
-from .domain.table import IllegalStep, question_of, step
+from .domain.table import question_of, step
 from .domain.way_back import SourceQuery
 from .placement_requests import (
     PendingQuestion,
@@ -95,20 +91,6 @@ class FenceView(Protocol):
         """Add these, which have just been recorded."""
 
 
-class NoFences:
-    """For cells in which no fence is ever made."""
-
-    known: Mapping[str, Fence] = {}
-    still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
-    is_recent = True
-
-    def invalidate(self) -> None:
-        """There are none."""
-
-    def note_losses(self, losses: Sequence[Loss]) -> None:
-        """There are none."""
-
-
 class Sender(Protocol):
     """Publishes the messages of outbox rows, once they are committed (`bus.persistence.relay.Relay`)."""
 
@@ -128,9 +110,9 @@ class Engine:
         clock: Clock,
         config: ConductorConfig,
         cell: str,
-        down: Callable[[], Mapping[str, Lease]] = dict,
-        fences: FenceView | None = None,
-        search: MachineSearch | None = None,
+        down: Callable[[], Mapping[str, Lease]],
+        fences: FenceView,
+        search: MachineSearch,
     ) -> None:
         self._store = store
         self._bus = bus
@@ -138,7 +120,7 @@ class Engine:
         self._clock = clock
         self._config = config
         self._down = down
-        self._fences = fences or NoFences()
+        self._fences = fences
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
         self._unsearched: dict[str, PendingQuestion] = {}
@@ -216,16 +198,14 @@ class Engine:
         new = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and not one.event.is_query}
         for number in range(MAX_STALE):
             # First on cached instances, in one round trip; with locks after a conflict.
-            is_locked = number > 0
-            begun = self._store.transaction() if is_locked else self._store.optimistic(new)
+            begun = self._store.transaction() if number else self._store.optimistic(new)
             try:
                 async with begun as transaction:
                     change = await transaction.recognise()
                     if change is None:
                         fresh = await self._fresh(transaction, incoming)
                         known = await transaction.lock(uuids)
-                        possible = self._possible(known, fresh) if is_locked else fresh
-                        recorded = await self._record(transaction, known, possible)
+                        recorded = await self._record(transaction, known, fresh)
                         transaction.durable = not may_be_redone(recorded, known)
             except Conflict:
                 continue
@@ -248,36 +228,6 @@ class Engine:
         new = await transaction.first_time(ids)
         return [a for a in incoming if not a.message_id or a.message_id in new]
 
-    def _possible(self, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
-        """These events, without placement's answers to requests that no record of theirs has made.
-
-        Only a database that was set back or replaced in between does that. Claims and releases stand in placement; a
-        machine without a record is quarantined with its host's next report.
-        """
-        context = replace(self._context, deployment=self._store.deployment)
-        now, possible = dict(known), []
-        for one in incoming:
-            before = now.get(one.uuid) or Instance(uuid=one.uuid)
-            try:
-                now[one.uuid] = step(before, one.event, context).instance
-            except IllegalStep as fault:
-                if not isinstance(one.event, Claimed | ClaimRefused | Released | Reverted):
-                    raise
-                kind = type(one.event).__name__
-                metrics.UNEXPECTED_ANSWERS.labels(before.state, kind).inc()
-                log.error(
-                    "cell.answer_unexpected",
-                    instance=one.uuid,
-                    cause=before.cause or one.uuid,
-                    state=before.state,
-                    answer=kind,
-                    reason=str(fault),
-                    hint="the cell's database was set back or replaced under this conductor",
-                )
-            else:
-                possible.append(one)
-        return possible
-
     async def _record(
         self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
     ) -> Transition:
@@ -290,7 +240,7 @@ class Engine:
         ended_by = FenceSteps()
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
-            if self._search is not None and is_unsearched(before, instance_event.event, context.set_back):
+            if is_unsearched(before, instance_event.event, context.set_back):
                 raise Transient("the database was set back since this was taken", code="cell.database_set_back")
             stepped = step(before, instance_event.event, context)
             if isinstance(instance_event.event, DeleteRequested) and is_of_another_project(
@@ -381,21 +331,17 @@ class Engine:
         """Have the next search look for this machine in quarantine, and for others of its instance, and give it to the
         instance if it is the only one. It comes again with each report of its host.
         """
-        if self._search is not None and len(self._decided) < MAX_UNSEARCHED:
+        if len(self._decided) < MAX_UNSEARCHED:
             self._decided[record.machine.uuid] = record
             self._search_due.set()
 
     async def _see_sources(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
         """The answers about the sources of moves that are to be undone."""
         sources = {one.instance.uuid: one.message for one in questions if isinstance(one.message, SourceQuery)}
-        if not sources or self._search is None:
-            return []
         found = await self._search.see_sources(sources, self._clock.time)
         return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
 
     async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:
-        if not decided or self._search is None:
-            return []
         known = await self.known(decided)
         found = await self._search.find_decided(decided, known)
         now = self._clock.time()
@@ -425,7 +371,7 @@ class Engine:
         for one in questions:
             uuid, is_for_services = one.instance.uuid, isinstance(one.message, SourceQuery)
             is_first = is_for_services or is_searched(one.instance) or is_searched_for(one.instance)
-            if self._search is None or not is_first:
+            if not is_first:
                 ready.append(one)
             elif uuid in self._unsearched or len(self._unsearched) < MAX_UNSEARCHED:
                 self._unsearched[uuid] = one
@@ -442,7 +388,6 @@ class Engine:
         """Machines of doubted builds that fail over, and of doubted moves; and the instances for which nothing is to be
         requested of placement now.
         """
-        assert self._search is not None
         doubted = {one.instance.uuid: one.instance for one in questions if is_searched(one.instance)}
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
         now = self._clock.time()

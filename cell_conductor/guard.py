@@ -281,7 +281,7 @@ class Leases(Protocol):
 class HostOwners:
     """One conductor's answers to services that were refused hosts."""
 
-    def __init__(self, bus: Bus, listings: Listings, leases: Leases | None) -> None:
+    def __init__(self, bus: Bus, listings: Listings, leases: Leases) -> None:
         self._bus = bus
         self._listings = listings
         self._leases = leases
@@ -294,7 +294,7 @@ class HostOwners:
                 contested.setdefault(host.owner, []).append(host.uuid)
         if not contested:
             return report
-        if self._leases is not None and self._leases.is_keeper:
+        if self._leases.is_keeper:
             for owner, hosts in contested.items():
                 await self._answer(report, owner, hosts)
         own = tuple(replace(host, running=None) if host.owner is not None else host for host in report.hosts)
@@ -304,9 +304,8 @@ class HostOwners:
         """Whether its owner has given this host up, or is gone for good. That knows the keeper of the leases, and each
         conductor that the owner has listed hosts to.
         """
-        leases = self._leases
-        knows = leases is not None and (leases.is_keeper or self._listings.has_heard(owner))
-        is_gone = leases is not None and knows and leases.is_gone(owner)
+        knows = self._leases.is_keeper or self._listings.has_heard(owner)
+        is_gone = knows and self._leases.is_gone(owner)
         return is_gone or not self._listings.may_have(owner, host)
 
     async def _answer(self, report: ComputeHosts, owner: str, hosts: list[str]) -> None:

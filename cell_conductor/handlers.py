@@ -21,7 +21,6 @@ from bus.contracts.cell import (
     ComputeOutcome,
     ComputeResult,
     ForgetServiceInCell,
-    FoundMachine,
     RescanHosts,
 )
 from bus.contracts.cell_queries import CellBuildQuery
@@ -58,11 +57,12 @@ from .domain.events import (
 from .domain.instance import MACHINE_EXISTS
 from .domain.move_events import IN_DOUBT
 from .domain.report import Differences, Newest, differences
+from .domain.steps import cut
 from .engine import Engine
 from .fences import FenceKeeper
 from .guard import Guard, HostOwners, Leases, QuarantineReservations
 from .lease_keeper import LeaseForgetter
-from .search import MachineSearch
+from .search import MachineSearch, Searched
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
@@ -70,12 +70,12 @@ log = structlog.get_logger(__name__)
 DONE = Done()
 UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services that are up answered")
 GIVEN_UP_QUEUE = "conductor.given_up"
-UNSEEN = Refusal(code=IN_DOUBT, reason="it may have a later machine, and not all compute services have answered")
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
 ANOTHERS = Refusal(
     code=MACHINE_EXISTS, reason="a host has a machine of it with the mark of another deployment, or none"
 )
 LOGGED_HOSTS = 10  # of one page
+ANSWERED = tuple(name for name in ChangeEnded.__struct_fields__ if name != "at")  # as in the answer of a host
 RETRIES = len(BY_QUEUE["conductor.requests"].retry_s)
 
 
@@ -86,15 +86,13 @@ class RequestHandlers:
         self,
         engine: Engine,
         clock: Clock,
-        fences: FenceKeeper | None = None,
-        search: MachineSearch | None = None,
-        forgetter: LeaseForgetter | None = None,
+        bus: Bus,
         *,
-        bus: Bus | None = None,
+        fences: FenceKeeper,
+        search: MachineSearch,
+        forgetter: LeaseForgetter,
     ) -> None:
-        """`search`: how the cell's services are queried about doubted builds (None: they are not). bus: the cell's, on
-        which checks for other cells are passed on.
-        """
+        """`bus`: the cell's, on which checks for other cells are passed on."""
         self._bus = bus
         self._forgetter = forgetter
         self._engine = engine
@@ -106,28 +104,22 @@ class RequestHandlers:
         """CellBuild, CellMove, CellDelete, and queries of them; CellFence, which is handled first, because the others
         depend on it; and ForgetServiceInCell, which is handled last: no build waits for it.
         """
-        rest = [one for one in batch if not _is_about_service(one.message)]
-        if len(rest) < len(batch):
-            handled = iter(await self.requests(rest) if rest else ())
-            return [await self._forget(one) if _is_about_service(one.message) else next(handled) for one in batch]
-        if self._fences is None:
-            return await self._take(batch, "requests")
-        decisions = [received.message for received in batch if isinstance(received.message, CellFence)]
+        decisions = [one.message for one in batch if isinstance(one.message, CellFence)]
         if decisions:
             await self._fences.take(decisions, self._engine)
-        elif any(_is_evacuation(received.message) for received in batch):
+        elif any(_is_evacuation(one.message) for one in batch):
             await self._fences.load()  # another conductor may have taken the fence a moment ago
-        others = iter(
-            await self._take([one for one in batch if not isinstance(one.message, CellFence)], "requests")
-            if len(decisions) < len(batch)
-            else ()
-        )
-        return [DONE if isinstance(received.message, CellFence) else next(others) for received in batch]
+        rest = [one for one in batch if not isinstance(one.message, CellFence | ForgetServiceInCell)]
+        handled = iter(await self._take(rest, "requests") if rest else ())
+        outcomes: list[Outcome] = []
+        for received in batch:
+            if isinstance(received.message, ForgetServiceInCell):
+                outcomes.append(await self._forget(received, received.message))
+            else:
+                outcomes.append(DONE if isinstance(received.message, CellFence) else next(handled))
+        return outcomes
 
-    async def _forget(self, received: Received) -> Outcome:
-        command = received.message
-        if self._forgetter is None or not isinstance(command, ForgetServiceInCell):
-            return Refuse("message.unexpected", type(command).__name__)
+    async def _forget(self, received: Received, command: ForgetServiceInCell) -> Outcome:
         if received.is_late():
             return DONE  # its operator has been answered that this cell did not answer
         return await self._forgetter.forget(command)
@@ -143,10 +135,7 @@ class RequestHandlers:
     async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeResult and MachineChanged."""
         outcomes = await self._take(batch, "results")
-        if self._fences is not None:
-            await self._fences.on_results(
-                [received.message for received in batch if isinstance(received.message, ComputeResult)]
-            )
+        await self._fences.on_results([one.message for one in batch if isinstance(one.message, ComputeResult)])
         return outcomes
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
@@ -183,7 +172,7 @@ class RequestHandlers:
         asked = {one.spec.instance_uuid for one in changes if one is not None}
         known = await self._engine.known(asked) if asked else {}
         for received in batch:
-            if self._bus is not None and (passed := passed_on(received.message, self._bus.name, known)) is not None:
+            if (passed := passed_on(received.message, self._bus.name, known)) is not None:
                 await self._bus.publish(passed, cause=received.meta.cause)
 
     async def _searched(
@@ -196,10 +185,7 @@ class RequestHandlers:
         database may have lost and has no record of: it was set back, or the cell has announced their builds. A query of
         a build without a record is dropped then: it comes again.
         """
-        search = self._search
-        if search is None:
-            return incoming, set()
-        found = await search.before(incoming)
+        found = await self._search.before(incoming)
         if not found:
             return incoming, set()
         known: list[InstanceEvent] = []
@@ -207,7 +193,7 @@ class RequestHandlers:
         for one in incoming:
             taken: InstanceEvent | None = one
             if one.uuid in found and _is_to_be_searched(one.event):
-                taken = _with_found(one, found[one.uuid], search, is_last=one.message_id in last)
+                taken = _with_found(one, found[one.uuid], self._search, is_last=one.message_id in last)
             if taken is not None:
                 known.append(taken)
             elif is_query(one.event):
@@ -217,10 +203,11 @@ class RequestHandlers:
 
 
 def _with_found(
-    one: InstanceEvent, found: tuple[FoundMachine, ...] | None, search: MachineSearch, *, is_last: bool
+    one: InstanceEvent, searched: Searched, search: MachineSearch, *, is_last: bool
 ) -> InstanceEvent | None:
-    """The event with the machines that were found (None: not all services have answered); None: it is not taken now."""
-    event, is_anothers = one.event, not found and _is_anothers(one, search)
+    """The event with the machines that were found; None: it is not taken now."""
+    event, found = one.event, searched.of(one.uuid)
+    is_anothers = not found and _is_anothers(one, search)
     if is_query(event):
         why = ANOTHERS if is_anothers else event.given_up
         return None if found is None else replace(one, event=replace(event, found=found, given_up=why))
@@ -230,7 +217,9 @@ def _with_found(
         log.warning("instance.delete_unanswered", instance=one.uuid, reason="its machine is not ours")
         return None
     if found is None and is_begun_by(event):
-        return replace(one, event=move_event(event.request, event.at, event.cause, given_up=UNSEEN))
+        reason = f"it may have a later machine, and not all compute services have answered: {searched.silent}"
+        why = Refusal(code=IN_DOUBT, reason=cut(reason))
+        return replace(one, event=move_event(event.request, event.at, event.cause, given_up=why))
     return replace(one, event=replace(event, found=found or ()))
 
 
@@ -257,14 +246,13 @@ class HostHandlers:
         bus: Bus,
         *,
         outdated: Callable[[str, int], None],
-        fences: FenceKeeper | None = None,
-        up: Callable[[], Collection[str] | None] = tuple,
-        leases: Leases | None = None,
+        fences: FenceKeeper,
+        up: Callable[[], Collection[str] | None],
+        leases: Leases,
     ) -> None:
         """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service.
 
-        up: the services that are up (None: not known yet). leases: which services are gone for good (None: reports of
-        contested hosts are not answered).
+        up: the services that are up (None: not known yet). leases: which services are gone for good.
         """
         self._engine = engine
         self._store = store
@@ -310,9 +298,7 @@ class HostHandlers:
     async def _compare(self, report: ComputeHosts) -> None:
         self._note_listed(report)
         report = await self._owners.answer(report)
-        rescans: list[tuple[str, str]] = []
-        if self._fences is not None:
-            report, rescans = await self._fences.without_losses(report, self._store.deployment, self._owners.has_passed)
+        report, rescans = await self._fences.without_losses(report, self._store.deployment, self._owners.has_passed)
         listed = [host for host in report.hosts if host.running is not None]
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
@@ -390,10 +376,6 @@ class HostHandlers:
                 await flushed
 
 
-def _is_about_service(message: Message) -> bool:
-    return isinstance(message, ForgetServiceInCell)
-
-
 def _is_evacuation(message: Message) -> bool:
     return isinstance(message, CellMove) and message.kind is MoveKind.EVACUATE
 
@@ -442,20 +424,7 @@ def _is_of_check(message: Message) -> bool:
 
 
 def _changed(message: MachineChanged, at: float) -> ChangeEnded:
-    return ChangeEnded(
-        at=at,
-        attempt=message.attempt,
-        order=message.order,
-        host_uuid=message.host_uuid,
-        service=message.service,
-        done=message.done,
-        runs=message.runs,
-        image=message.image,
-        code=message.code,
-        reason=message.reason,
-        refused=message.refused,
-        elsewhere=message.elsewhere,
-    )
+    return ChangeEnded(at=at, **{name: getattr(message, name) for name in ANSWERED})
 
 
 def _given_up(received: Received) -> Refusal | None:

@@ -59,11 +59,6 @@ HELD_MOVES = Counter(
     "How often a move from or to another cell was held: the cell's database was set back in the middle of it, and"
     " a machine of the instance may run in the cell.",
 )
-UNEXPECTED_ANSWERS = Counter(
-    "berth_conductor_unexpected_answers",
-    "Placement's answers without a request on record, by state and answer: the database was set back or replaced.",
-    ["state", "answer"],
-)
 SILENT = Counter("berth_conductor_services_silent", "Compute services that fell silent, by service.", ["service"])
 DOWN = Gauge(
     "berth_conductor_services_down", "Compute services that take no builds now: silent, or stopped on purpose."

@@ -51,6 +51,11 @@ class Searched(Struct, frozen=True):
         found = tuple(self.machines.get(uuid, ()))
         return found if found or not self.missing else None
 
+    @property
+    def silent(self) -> str:
+        """The services that have not answered, or some of them."""
+        return named(self.missing) or "which are up is not known yet"
+
 
 class _Found:
     """The services' answers so far about these instances. missing: {service without an answer: why}."""
@@ -97,12 +102,12 @@ class MachineSearch:
         *,
         timeout_s: float,
         up: Callable[[], Collection[str] | None],
-        down: Callable[[], Collection[str]] = frozenset,
-        unexplained: Callable[[], Collection[str]] = frozenset,
-        forgotten: Callable[[], Collection[str]] = frozenset,
-        listers: Callable[[str], Collection[str]] = lambda _host: (),
-        listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
-        fenced: Callable[[], Collection[str]] = frozenset,
+        down: Callable[[], Collection[str]],
+        unexplained: Callable[[], Collection[str]],
+        forgotten: Callable[[], Collection[str]],
+        listers: Callable[[str], Collection[str]],
+        listed: Callable[[Collection[str]], Collection[str]],
+        fenced: Callable[[], Collection[str]],
     ) -> None:
         """`down()`: the services that are not up. `unexplained()`: instances of which a host has a machine that no
         record explains. `listers(host)`: the services that have reported this host; `listed(services)`: the hosts that
@@ -128,17 +133,17 @@ class MachineSearch:
         """Whether a host has a machine of this instance that no record explains."""
         return uuid in self._unexplained()
 
-    async def before(self, incoming: Sequence[InstanceEvent]) -> dict[str, tuple[FoundMachine, ...] | None]:
-        """The machines of the instances that are searched for before these requests are taken: they may have one
-        already, or another than their record has. None: it is not known.
+    async def before(self, incoming: Sequence[InstanceEvent]) -> dict[str, Searched]:
+        """The search for each instance that is searched for before these requests are taken: they may have a machine
+        already, or another than their record has.
         """
         begun = {one.uuid for one in incoming if self._may_have_been_begun(one)}
         lost = await self.find_unrecorded({one.uuid for one in incoming if self._may_be_lost(one.event)})
         outdated = await self._find_outdated({one.uuid for one in incoming if is_begun_by(one.event)})
         # One machine of an outdated record shows nothing of a later one: without every answer none counts.
         searched, complete = await asyncio.gather(self.find(begun | lost), self.find(outdated, self._to_answer()))
-        of_outdated = {uuid: None if complete.missing else complete.of(uuid) for uuid in outdated}
-        return {uuid: searched.of(uuid) for uuid in begun | lost} | of_outdated
+        complete = replace(complete, machines={}) if complete.missing else complete
+        return dict.fromkeys(begun | lost, searched) | dict.fromkeys(outdated, complete)
 
     def _to_answer(self) -> set[str]:
         """The services that are down and may have machines all the same: an operator has neither stated that they are
@@ -301,8 +306,7 @@ class MachineSearch:
             own = {to_look[uuid].here.service} if uuid in to_look else set()
             silent = [name for name in searched.missing if not name or name in up | own]
             if not why and silent:
-                named = ", ".join(filter(None, silent[:LOGGED_SERVICES]))
-                why = f"not all compute services that are up have answered: {named}"
+                why = f"not all compute services that are up have answered: {named(silent)}"
             elif not why and uuid in to_look and taken[uuid].host_uuid not in searched.hosts:
                 why = f"no compute service has looked at host {taken[uuid].here.host}, where its record has it"
             elif not why:
@@ -318,6 +322,11 @@ class MachineSearch:
                 cause=uuid,
             )
         return found
+
+
+def named(services: Sequence[str]) -> str:
+    """A bounded number of these, as text; "": it is not known yet which are up."""
+    return ", ".join(filter(None, services[:LOGGED_SERVICES]))
 
 
 def batched(uuids: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:

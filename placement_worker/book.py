@@ -14,7 +14,6 @@ from msgspec import Struct
 
 from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
 from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderState
-from bus.faults import Transient
 from bus.turns import turn_for
 from placement_worker.domain import allocations, trees
 from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
@@ -25,7 +24,7 @@ from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import WriteRefusal, caused
 from placement_worker.domain.report_group import ReportGroup, is_retired, names_of_reports, trees_of_reports
-from placement_worker.domain.reports import ReportRefusal, changes_of, plan
+from placement_worker.domain.reports import HOLDERS_BUSY, ReportRefusal, changes_of, plan
 from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
 from placement_worker.store import port
@@ -45,17 +44,14 @@ BYTES_AN_INVENTORY = 400
 BYTES_A_NAME = 300
 
 
+# A consumer has claimed allocations that the report moves, after the holders were locked and before the providers were.
+# To lock it now could deadlock with a transaction that has locked it and waits for the providers.
+BUSY = ReportRefusal(HOLDERS_BUSY, "a consumer has claimed what is to be moved")
+
+
 # How long a process that has taken changes holds the position, by the database's clock. Much longer than a broker takes
 # to confirm. Replicas that miss the changes of a dead publisher request them meanwhile.
 LEASE_S = 2.0
-
-
-class HoldersBusy(Transient):
-    """A consumer has claimed allocations that the report moves, after the holders were locked and before the providers
-    were. To lock it now could deadlock with a transaction that has locked it and waits for the providers.
-    """
-
-    code = "inventory.holders_busy"
 
 
 class Published(Struct, frozen=True):
@@ -365,17 +361,21 @@ async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) 
     fresh = group.fresh()
     if group.repeated:
         await transaction.repeat_reports(group.repeated)
-    updates = [group.updates[number] for number in fresh]
-    if not updates:
+    if not fresh:
         return 0
-    leaving = [pair for update in updates for pair in migrating_classes(update.providers)]
+    leaving = {number: pairs for number in fresh if (pairs := migrating_classes(group.updates[number].providers))}
     locked = port.Locked({}, {})
+    every = [pair for pairs in leaving.values() for pair in pairs]
     if leaving:  # consumers are locked before providers, as everywhere
-        holders = await transaction.holders(leaving)
+        holders = await transaction.holders(every)
         locked = await transaction.lock_claims(dict.fromkeys(holders, NEW_HOLDER), None)
-    shape, before = await transaction.lock_trees(trees_of_reports(updates))
-    if leaving and not locked.found.keys() >= set(await transaction.holders(leaving)):
-        raise HoldersBusy("a consumer has claimed what is to be moved")
+    shape, before = await transaction.lock_trees(trees_of_reports([group.updates[number] for number in fresh]))
+    if leaving and not locked.found.keys() >= set(await transaction.holders(every)):
+        for number, pairs in leaving.items():
+            if not locked.found.keys() >= set(await transaction.holders(pairs)):
+                group.results[number] = BUSY
+    fresh = [number for number in fresh if number not in group.results]
+    updates = [group.updates[number] for number in fresh]
     holdings = {uuid: consumer.holding for uuid, consumer in locked.found.items() if consumer.holding}
     earlier = [group.earlier(number) for number in fresh]
     outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape)

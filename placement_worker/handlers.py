@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import structlog
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Wait
 from bus.contracts import book as queries
 from bus.contracts import placement as messages
 from bus.contracts.base import Message, Refusal
@@ -18,7 +18,7 @@ from placement_worker.book import ResourceBook
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.refusal import Why
-from placement_worker.domain.reports import NAME_TAKEN, ReportRefusal
+from placement_worker.domain.reports import HOLDERS_BUSY, NAME_TAKEN, ReportRefusal
 from placement_worker.domain.trees import ChangeMembership, DeleteTree
 from placement_worker.domain.values import ABOVE_CELLS, Provider
 
@@ -140,15 +140,14 @@ class PlacementHandlers:
                 outcomes.append(Done() if isinstance(update, messages.InventoryReleased) else _unexpected(update))
                 continue
             result = next(results)
-            about = {
-                "bus": received.bus,
-                "cause": received.meta.cause,
-                "source": update.source,
-                "root": update.root_uuid,
-            }
+            of_root = {"source": update.source, "root": update.root_uuid}
+            about = {"bus": received.bus, "cause": received.meta.cause, **of_root}
             if isinstance(result, ReportRefusal):
                 metrics.REPORTS.labels(result.code).inc()
                 log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
+                if result.code == HOLDERS_BUSY:
+                    outcomes.append(Wait(result.code, result.reason))
+                    continue
                 if result.code != NAME_TAKEN or not update.source.startswith(messages.COMPUTE_SOURCE):
                     outcomes.append(Refuse(result.code, result.reason))
                     continue

@@ -9,7 +9,7 @@ import msgspec
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
-from bus.contracts.base import Refusal
+from bus.contracts.base import Message, Refusal
 from bus.contracts.drains import DrainCommand, DrainStart
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsRevision
 from bus.contracts.operations import (
@@ -126,8 +126,7 @@ class ChangeHandler:
         if isinstance(message, DrainStart | DrainCommand):
             return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
-        changed = await self._change(message, received)
-        return self._refused(changed, received) if isinstance(changed, Refusal) else Done(reply=changed)
+        return self._answered(await self._change(message, received), received, CELL_UNKNOWN)
 
     async def _change(
         self, change: ObjectsChange, received: Received, decided: SetAdminState | None = None
@@ -137,21 +136,22 @@ class ChangeHandler:
             await self._finder.find_cells(fenced)
         return await self._registry.change(change, received.meta.id, decided=decided, is_late=received.is_late)
 
-    def _refused(self, refusal: Refusal, received: Received) -> Outcome:
-        if refusal.code == CELL_UNKNOWN and self._awaits_hosts(received):
-            return Retry(refusal.code, "not every host has been announced yet")
-        return Refuse(refusal.code, refusal.reason)
+    def _answered(self, answer: Message | Refusal, received: Received, awaited: str) -> Outcome:
+        """The outcome of a command by its answer. awaited: the end of the codes that a host, or a service, which is
+        announced later may do away with.
+        """
+        if not isinstance(answer, Refusal):
+            return Done(reply=answer)
+        if answer.code.endswith(awaited) and delivery_of(received, is_warming_up=self._warmup.is_on()).awaits_hosts:
+            return Retry(answer.code, "not every host has been announced yet")
+        return Refuse(answer.code, answer.reason)
 
     async def _drain(self, message: DrainStart | DrainCommand, received: Received) -> Outcome:
         if isinstance(message, DrainStart):
             answer = await self._drains.start(message, received.is_late)
         else:
             answer = await self._drains.command(message, received.meta.id, received.is_late)
-        if not isinstance(answer, Refusal):
-            return Done(reply=answer)
-        if answer.code.endswith(".unknown") and self._awaits_hosts(received):
-            return Retry(answer.code, "not every host has been announced yet")
-        return Refuse(answer.code, answer.reason)
+        return self._answered(answer, received, ".unknown")
 
     async def _decide(self, command: SetAdminState, received: Received) -> Outcome:
         uuid = self._one_of(self._find(command), command.host, received)
@@ -169,7 +169,7 @@ class ChangeHandler:
         )
         changed = await self._change(change, received, command)
         if isinstance(changed, Refusal):
-            return self._refused(changed, received)
+            return self._answered(changed, received, CELL_UNKNOWN)
         await self._registry.announced(changed.revision)
         decision = self._selector.table.decision_of(uuid)
         if decision is None:  # this message is a repeat, and the decision has been deleted since its first delivery
@@ -186,21 +186,12 @@ class ChangeHandler:
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
         answer = await self._forgetter.forget(command, named, self._selector.name_of(named))
-        if not isinstance(answer, Refusal):
-            return Done(reply=answer)
-        if answer.code == CELL_SILENT and self._awaits_hosts(received):
-            return Retry(answer.code, answer.reason)
-        return Refuse(answer.code, answer.reason)
+        return self._answered(answer, received, CELL_SILENT)
 
     async def _forget_service(self, command: ForgetService, received: Received) -> Outcome:
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
-        answer = await self._services.forget(command, received.meta.id)
-        if not isinstance(answer, Refusal):
-            return Done(reply=answer)
-        if answer.code == UNKNOWN and self._awaits_hosts(received):
-            return Retry("services.unknown", "not every service has been announced yet")
-        return Refuse(answer.code, answer.reason)
+        return self._answered(await self._services.forget(command, received.meta.id), received, UNKNOWN)
 
     def _one_of(self, found: Sequence[str], name: str, received: Received) -> str | Outcome:
         """The uuid of the one host that was found; the outcome of a request that names none, or several."""
@@ -208,9 +199,7 @@ class ChangeHandler:
             return found[0]
         if found:
             return Refuse(HOST_AMBIGUOUS, f"{len(found)} hosts are called {name}: name one of {', '.join(found)}")
-        if self._awaits_hosts(received):
-            return Retry("hosts.unknown", "not every host has been announced yet")
-        return Refuse(HOST_UNKNOWN, f"there is no host {name}")
+        return self._answered(Refusal(code=HOST_UNKNOWN, reason=f"there is no host {name}"), received, HOST_UNKNOWN)
 
     def _find(self, command: SetAdminState | ForgetHost) -> list[str]:
         """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names."""
@@ -229,9 +218,6 @@ class ChangeHandler:
         fence = self._registry.fences.get(uuid)
         last = self._selector.table.last_cell_of(uuid) or (None if fence is None else fence.cell)
         return last == cell or (last is None and (uuid == named or self._registry.decision_of(uuid) is not None))
-
-    def _awaits_hosts(self, received: Received) -> bool:
-        return delivery_of(received, is_warming_up=self._warmup.is_on()).awaits_hosts
 
 
 def _is_uuid(host: str) -> bool:

@@ -321,6 +321,8 @@ class ChangeMachine(Message, MachineOrder, frozen=True, kw_only=True, tag="compu
 MACHINE_ABSENT = "machine.absent"
 # The code of a check by a cell that the instance has left for the one that answers: its record of that is lost.
 ARRIVED = "move.arrived"
+# The code of the same, where the cell that answers does not have the instance.
+NOT_ARRIVED = "instance.unknown"
 # The code of a rescue that was begun and has failed: its own system may not run either, and unrescuing is the way back.
 RESCUE_FAILED = "rescue.failed"
 
@@ -354,7 +356,8 @@ class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
     the end of such a check. The schedulers hand both on. Nothing is changed, and nothing goes on record.
 
     cell: which has the host; asked_by: the other one. change: the check, until it is answered. stay: of the instance in
-    the cell that asks: the other one, if it has it in a later one, answers that itself (ARRIVED).
+    the cell that asks: the other one, if it has it in a later one, answers that itself (ARRIVED). is_query: only that
+    is asked: the other cell answers by its record, and its host, which may be dead, is not.
     """
 
     cell: Word
@@ -362,6 +365,7 @@ class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
     change: ChangeMachine | None = None
     answer: MachineChanged | None = None
     stay: Count = 0
+    is_query: bool = False
 
     def __post_init__(self) -> None:
         about = self.change if self.answer is None else self.answer

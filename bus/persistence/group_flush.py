@@ -42,6 +42,37 @@ class FlushedDatabase(Protocol):
         """Return when everything that was committed here before is on disk. Raises Transient."""
 
 
+class Flushed(FlushedDatabase, Protocol):
+    """What commits without waiting for the disk: a database, and a store over it."""
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when everything that was committed here so far is on disk; fails if that is not so, or if `losses` has
+        changed by then.
+
+        losses: taken before those commits. Many callers share one flush, so it takes some tenths of a second.
+        """
+
+
+class FlushedStore:
+    """Base of a store: it flushes as its database does."""
+
+    def __init__(self, connections: Flushed) -> None:
+        self._connections = connections
+
+    @property
+    def losses(self) -> int:
+        """How many connections to the database have ended by themselves: unflushed commits may be lost with them."""
+        return self._connections.losses
+
+    async def flush(self) -> None:
+        """Return when everything that was committed is on disk."""
+        await self._connections.flush()
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when everything that was committed so far is on disk."""
+        return self._connections.flushed(losses)
+
+
 class FlushingCommit(Struct, kw_only=True):
     """A commit that may flush earlier commits. wanted: something waits for a flush. is_done: set when the commit has
     written something and is on disk; one that wrote nothing flushes nothing.

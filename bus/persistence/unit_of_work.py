@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from msgspec import Struct
 
@@ -123,12 +123,7 @@ class VersionCache(Generic[Row]):
 
 
 class OptimisticUnitOfWork(Generic[Row, Writes]):
-    """Reads from the cache, collects a write set, and writes it at the end of its `async with` block.
-
-    STALE: the error of a decision whose row is outdated; it becomes a Conflict.
-    """
-
-    STALE: ClassVar[tuple[type[Exception], ...]] = ()
+    """Reads from the cache, collects a write set, and writes it at the end of its `async with` block."""
 
     def __init__(self, rows: RowStore[Row, Writes], cache: VersionCache[Row], writes: Writes) -> None:
         self._rows = rows
@@ -144,9 +139,6 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             await self.commit()
-        elif isinstance(error, self.STALE):
-            self.invalidate()
-            raise Conflict from None
 
     async def _read(self, keys: Collection[str], *, absent: Collection[str] = ()) -> dict[str, Row]:
         """Return rows from the cache. Rows that are not cached are read, unless they are expected to be absent."""

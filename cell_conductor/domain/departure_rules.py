@@ -16,6 +16,7 @@ from bus.contracts.base import Message
 from bus.contracts.moves import (
     ARRIVED,
     ENDS_OF_MOVES,
+    NOT_ARRIVED,
     CellAsks,
     CellCheck,
     Condition,
@@ -58,29 +59,37 @@ def give_away(instance: Instance, at: float, context: StepContext) -> Step:
 
 def passed_on(message: Message, cell: str, known: Mapping[str, Instance]) -> Message | None:
     """The message to which a check for another cell leads here: the command to the host, or its answer to that cell, or
-    this cell's, of an instance that it has in a later stay than the one that asks. No record is changed; None: it leads
-    to none.
+    this cell's own. No record is changed; None: it leads to none.
     """
-    if isinstance(message, CellCheck) and message.answer is None:
-        change = message.change
-        record = None if change is None else known.get(change.spec.instance_uuid)
-        if change is None or record is None or record.stay <= message.stay or desire_of(record).elsewhere:
+    if isinstance(message, CellCheck) and message.answer is None and (change := message.change) is not None:
+        uuid = change.spec.instance_uuid
+        arrived = has_arrived(known.get(uuid), message)
+        if not arrived and not message.is_query:
             return change
         answer = MachineChanged(
-            instance_uuid=record.uuid,
+            instance_uuid=uuid,
             attempt=change.attempt,
             order=change.order,
             host_uuid=change.host_uuid,
             service=change.service,
             change=change.change,
             done=False,
-            code=ARRIVED,
+            code=ARRIVED if arrived else NOT_ARRIVED,
             asked_by=message.asked_by,
         )
         return CellAsks(message=CellCheck(cell=cell, asked_by=message.asked_by, answer=answer))
     if isinstance(message, MachineChanged) and message.asked_by is not None:
         return CellAsks(message=CellCheck(cell=cell, asked_by=message.asked_by, answer=message))
     return None
+
+
+def has_arrived(record: Instance | None, check: CellCheck) -> bool:
+    """Whether an instance has left the cell that asks for this one, by this one's record: it is in a later stay. Also
+    where it has left this one since, unless that was for the cell that asks.
+    """
+    if record is None or record.stay <= check.stay:
+        return False
+    return record.departure is None or record.departure.cell != check.asked_by.cell
 
 
 def end_left(instance: Instance, event: Released, context: StepContext) -> Step:

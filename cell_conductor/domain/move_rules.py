@@ -305,7 +305,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
 def _go_on_in_doubt(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The move is undone. One to another cell is not while that cell has the instance: it has left, once more."""
     move = move_of(instance)
-    if not instance.is_leaving or not (move.lost_code or move.delete):
+    if not instance.is_leaving or not move.is_given_up:
         return undo_doubted(instance, event.at, context)
     if event.code == ARRIVED:
         return departure_rules.give_away(way_back.kept_here(instance), event.at, context)

@@ -39,9 +39,12 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
         order = change_order(instance, kind, context)
         if order.asked_by is None:
             return (order,)
-        assert instance.move is not None and instance.move.to_cell is not None
-        cell, stay = instance.move.to_cell, instance.stay
-        return (CellAsks(message=CellCheck(cell=cell, asked_by=order.asked_by, change=order, stay=stay)),)
+        move = instance.move
+        assert move is not None and move.to_cell is not None
+        check = CellCheck(
+            cell=move.to_cell, asked_by=order.asked_by, change=order, stay=instance.stay, is_query=move.is_given_up
+        )
+        return (CellAsks(message=check),)
     desire, move = desire_of(instance), instance.move
     is_queried = instance.queried and desire.here in _ASKED
     orders: list[Destroy] = []

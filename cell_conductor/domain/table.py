@@ -28,7 +28,7 @@ from . import (
     rules,
     way_back,
 )
-from .desires import DESIRES, OVER, Ask, Wish, desire_of
+from .desires import DESIRES, Ask, Wish, desire_of
 from .events import (
     Answer,
     BuildRequested,
@@ -88,8 +88,8 @@ class ByThen(Struct, frozen=True):
         return self.rules.get(then, self.otherwise)
 
 
-# None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
-# has a deadline, and Claimed, ClaimRefused and Released only after the state that requests them was once entered.
+# None: cannot happen. Events from outside (requests, hosts, placement) are legal everywhere; TimedOut comes only from a
+# row that has a deadline.
 Cell: TypeAlias = Rule | ByThen | None
 
 
@@ -145,12 +145,10 @@ USUAL: Mapping[type[Event], Cell] = {
     MachineFound: IGNORE,
     SourceAnswered: IGNORE,
 }
-# Nothing was asked of placement yet.
-UNASKED: Mapping[type[Event], Cell] = {**USUAL, Claimed: None, ClaimRefused: None, Released: None}
 
 TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ABSENT: {
-        **UNASKED,
+        **USUAL,
         BuildRequested: Rule(adopt_rules.start_or_adopt, (State.BUILDING, *FAILS_OVER, State.FAILED)),
         DeleteRequested: Rule(delete_rules.delete_unknown, DELETED_UNKNOWN),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
@@ -159,7 +157,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         MoveRequested: Rule(move_events.refuse),
     },
     State.TOMBSTONE: {
-        **UNASKED,
+        **USUAL,
         BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DESTROYING, State.RELEASING)),
         MoveRequested: Rule(move_events.refuse),
@@ -170,7 +168,6 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         SpawnFailed: Rule(rules.fail_over, FAILS_OVER),
         TimedOut: Rule(rules.time_out, FAILS_OVER),
         Destroyed: Rule(rules.fail_over_destroyed, FAILS_OVER),
-        Released: None,
         HostRuns: Rule(rules.come_up, (State.ACTIVE,)),
         HostMissing: IGNORE,  # it may not have started yet: the deadline decides
         ServiceLost: Rule(rules.leave_service, (State.CLAIMING,)),
@@ -347,29 +344,15 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     rule = cell.of(instance.then) if isinstance(cell, ByThen) else cell
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
-    if isinstance(event, Claimed) and event.attempt > instance.last_attempt + _may_be_claimed(instance):
-        # A claim that no record of ours has requested would leak: no worker would ever release it.
-        raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
         return Step(instance)
     if isinstance(event, Answer) and not is_answered_by(instance, event):
-        return Step(instance)  # it comes late
+        return Step(instance)  # it comes late, or is of a request that a database which was set back has forgotten
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
     assert stepped.instance.phase in DESIRES, (rule.name, stepped.instance.phase)
     return stepped
-
-
-def _may_be_claimed(instance: Instance) -> bool:
-    """Whether an attempt may be claimed for an instance in this state.
-
-    A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
-    there is room meanwhile. The step after the first answer requests the release, or the revert, of that very attempt:
-    nothing leaks.
-    """
-    desire = desire_of(instance)
-    return desire.asks is Ask.CLAIM or desire.here in OVER
 
 
 Question: TypeAlias = Claim | Release | Revert | SourceQuery

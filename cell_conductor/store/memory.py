@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -31,7 +30,7 @@ from cell_conductor.domain.set_back import SetBack, numbered_on
 
 from . import memory_safety
 from .memory_safety import Keeper, MemoryFences, MemoryLeases, MemorySafety
-from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction
+from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
 from .safety import UnexplainedRecord
 
 HANDLER = "conductor"
@@ -210,31 +209,20 @@ def _keep(table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, in
         transaction.will(lambda: table.instances.update(rows), *map(_key, rows))
 
 
-class MemoryInstances:
+class MemoryInstances(SeenStore):
     """One conductor's view of a cell's instances."""
 
     def __init__(self, session: MemorySession) -> None:
+        super().__init__(session)
         assert isinstance(session.database, MemoryInstanceTable)
         self._table = session.database
         self._session = session
         self._cache: VersionCache[Instance] = VersionCache(session)
         self.outbox = MemoryRows(session)
         self.safety = MemorySafety(session.database, session)
-        self._seen = KnownDatabase()
         self.leases = MemoryLeases(session.database, session)
         self.fences = MemoryFences(session.database, session)
         self.ready = False
-
-    @property
-    def deployment(self) -> str:
-        """The identity of the table."""
-        assert self._seen.deployment, "not opened"
-        return self._seen.deployment
-
-    @property
-    def set_back(self) -> SetBack:
-        """When the database came to be older than the world, as far as this process has found out."""
-        return self._seen.set_back
 
     async def open(self) -> None:
         """Nothing to migrate."""
@@ -269,19 +257,6 @@ class MemoryInstances:
     async def _transaction(self) -> AsyncIterator[MemoryTransaction]:
         async with self._session.transaction() as transaction:
             yield MemoryTransaction(self._table, transaction, self._seen)
-
-    async def flush(self) -> None:
-        """Return when every commit is on disk."""
-        await self._session.flush()
-
-    @property
-    def losses(self) -> int:
-        """How many connections to the database have ended by themselves."""
-        return self._session.losses
-
-    def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when every commit so far is on disk."""
-        return self._session.flushed(losses)
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts, and these instances in any state."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from msgspec import Struct
 
+from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.set_back import SetBack
-from cell_conductor.domain.table import IllegalStep
 
 from .safety import FenceStore, LeaseStore, Safety
 
@@ -125,7 +124,7 @@ class LockingTransaction(Transaction, Protocol):
         """Instances whose deadline has passed, oldest first, locked, except those that others hold."""
 
 
-class InstanceStore(Protocol):
+class InstanceStore(Flushed, Protocol):
     """The instances of one cell. Adapters: `store.postgres`, `store.memory`."""
 
     @property
@@ -177,19 +176,6 @@ class InstanceStore(Protocol):
         new: instances that are expected not to be on record. For PostgreSQL this is one round trip instead of six.
         """
 
-    async def flush(self) -> None:
-        """Return when every commit is on disk."""
-
-    @property
-    def losses(self) -> int:
-        """How many connections to the database have ended by themselves: unflushed commits may be lost with them."""
-
-    def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when every commit so far is on disk; fails if that is not so, or if `losses` has changed by then.
-
-        losses: taken before those commits. Many callers share one flush, so it takes some tenths of a second.
-        """
-
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts or are to go from them (`desires.EXPECTED_HERE`), and these
         instances in any state.
@@ -226,8 +212,6 @@ class InstanceWrites(WriteSet, kw_only=True):
 
 class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
     """A Transaction that writes at its end. absent: instances that are expected not to be on record."""
-
-    STALE = (IllegalStep,)
 
     def __init__(
         self, rows: RowStore[Instance, InstanceWrites], cache: VersionCache[Instance], absent: Collection[str]
@@ -281,3 +265,22 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         if self._absent - self.writes.versions.keys() - {instance.uuid for instance in self.writes.inserts}:
             raise Conflict  # expected to be absent, and no write would prove it
         await super().commit()
+
+
+class SeenStore(FlushedStore):
+    """Base of both adapters: what this process has seen of the database."""
+
+    def __init__(self, connections: Flushed) -> None:
+        super().__init__(connections)
+        self._seen = KnownDatabase()
+
+    @property
+    def deployment(self) -> str:
+        """The identity of the schema."""
+        assert self._seen.deployment, "not opened"
+        return self._seen.deployment
+
+    @property
+    def set_back(self) -> SetBack:
+        """When the database came to be older than the world, as far as this process has found out."""
+        return self._seen.set_back

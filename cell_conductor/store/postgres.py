@@ -5,7 +5,6 @@ Every statement takes a whole batch (`unnest`); a boot costs its share of two sm
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -40,7 +39,7 @@ from cell_conductor.domain.instance import (
 from cell_conductor.domain.set_back import SET_BACK_GAP, SetBack
 
 from . import rows
-from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction
+from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
 from .safety import HOLD, LOSE, PostgresFences, PostgresLeases, PostgresSafety, loss_columns
 
 MIGRATIONS = "cell_conductor.store.migrations"
@@ -222,13 +221,13 @@ class PostgresTransaction:
         return self.rows
 
 
-class PostgresInstances:
+class PostgresInstances(SeenStore):
     """The instances of one cell, in that cell's schema."""
 
     def __init__(self, database: Database) -> None:
+        super().__init__(database)
         self._database = database
         self._cache: VersionCache[Instance] = VersionCache(database)
-        self._seen = KnownDatabase()
         self.safety = PostgresSafety(database)
         self.leases = PostgresLeases(database)
         self.fences = PostgresFences(database)
@@ -238,17 +237,6 @@ class PostgresInstances:
     def ready(self) -> bool:
         """Whether it is open."""
         return self._database.ready
-
-    @property
-    def deployment(self) -> str:
-        """The identity of the schema."""
-        assert self._seen.deployment, "not opened"
-        return self._seen.deployment
-
-    @property
-    def set_back(self) -> SetBack:
-        """When the database came to be older than the world, as far as this process has found out."""
-        return self._seen.set_back
 
     async def open(self) -> None:
         """Migrate, and read the schema's identity. Waits for a database that is unavailable."""
@@ -289,19 +277,6 @@ class PostgresInstances:
     async def _transaction(self) -> AsyncIterator[PostgresTransaction]:
         async with self._database.raw() as connection:
             yield PostgresTransaction(connection, self._cache, self._seen)
-
-    async def flush(self) -> None:
-        """Return when every commit is on disk."""
-        await self._database.flush()
-
-    @property
-    def losses(self) -> int:
-        """How many connections to the database have ended by themselves."""
-        return self._database.losses
-
-    def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when every commit so far is on disk."""
-        return self._database.flushed(losses)
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts, and these instances in any state."""

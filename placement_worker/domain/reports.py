@@ -42,6 +42,7 @@ class ReportRefusal(Struct, frozen=True):
 
 
 NAME_TAKEN = "provider.name_taken"
+HOLDERS_BUSY = "inventory.holders_busy"  # the report is applied a moment later
 
 
 class Applied(Struct, frozen=True):

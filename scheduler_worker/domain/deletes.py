@@ -185,7 +185,7 @@ def answer_unknown(
     """The effect of deletes of unknown instances: they are refused, and the cells of what is held delete that.
 
     on_record: the tombstones included. An instance without a record has just been recorded by its build request. The
-    tombstone of one that holds something becomes the record of that delete.
+    tombstone of one that holds something becomes the record of that delete, also where it is another project's.
     """
     plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
     for one in (one for one in unknown if one.request.instance_uuid in on_record):
@@ -193,22 +193,22 @@ def answer_unknown(
         build, cell = on_record[uuid], held[one.key].cell if one.key in held else None
         if _is_anothers(build, project):  # no event: those about an instance are its owner's
             plan.outcomes[one.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
-        elif cell is not None and build.project_id == project:
-            plan.outcomes[one.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
-            if uuid not in plan.accepted:
-                plan.accepted.add(uuid)
-                after = replace(build, state=BuildState.DELETING, cell=cell, terminal=False, code="", reason="")
-                line = author.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
-                plan.updates.append(BuildUpdate(build=after, timeline=(line,)))
-                plan.messages.extend(effects(build.state, after, author.at))
-            continue
-        else:
+            if cell is not None:
+                delete = CellDelete(instance_uuid=uuid, project_id=project, begun=True)
+                plan.messages.append(OutboxMessage(cell, delete, uuid))
+        elif cell is None:
             why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
             plan.outcomes[one.position] = Done(reply=why)
             plan.messages.append(refused_build(uuid, project, why, author.at, DELETED))
-        if cell is not None:
-            delete = CellDelete(instance_uuid=uuid, project_id=project, begun=True)
-            plan.messages.append(OutboxMessage(cell, delete, uuid))
+        else:
+            plan.outcomes[one.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
+            if uuid not in plan.accepted:
+                plan.accepted.add(uuid)
+                deleting = replace(build, project_id=project, state=BuildState.DELETING, cell=cell)
+                after = replace(deleting, terminal=False, code="", reason="")
+                line = author.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
+                plan.updates.append(BuildUpdate(build=after, timeline=(line,)))
+                plan.messages.extend(effects(build.state, after, author.at))
     return plan
 
 

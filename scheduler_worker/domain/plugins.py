@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.hosts import Floats, Mask
 from scheduler_worker.domain.view import HostsView, HostView, Membership, RequestSpec
 
@@ -205,3 +206,19 @@ def _by_aggregate(view: HostsView, membership: Membership, key: str, setting: fl
         else:
             smallest = np.where(members, np.minimum(smallest, value), smallest)
     return np.where(unreadable | np.isinf(smallest), setting, smallest)
+
+
+def verdict_of_members(
+    view: HostsView, restricting: Sequence[Aggregate], admits: Callable[[Aggregate], bool], reason: str
+) -> Verdict:
+    """A verdict that rejects the hosts in any of these aggregates of which none admits the request."""
+    if not restricting:
+        return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
+    restricted = np.zeros(len(view), dtype=np.bool_)
+    allowed = np.zeros(len(view), dtype=np.bool_)
+    for aggregate in restricting:
+        members = view.member_of(aggregate.uuid)
+        restricted |= members
+        if admits(aggregate):
+            allowed |= members
+    return verdict_of(~restricted | allowed, reason)

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import matches, scoped_specs, unscoped_specs
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of_members
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 AGGREGATE_SCOPE = "aggregate_instance_extra_specs"
@@ -54,17 +55,11 @@ class AggregateTypeAffinityFilter:
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By the flavor's name, in comma lists."""
-        listing = view.membership.with_key(KEY)
-        if not listing:
-            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
-        restricted = np.zeros(len(view), dtype=np.bool_)
-        allowed = np.zeros(len(view), dtype=np.bool_)
-        for aggregate in listing:
-            members = view.member_of(aggregate.uuid)
-            restricted |= members
-            if spec.flavor in {name.strip() for name in aggregate.metadata[KEY].split(",")}:
-                allowed |= members
-        return verdict_of(~restricted | allowed, "flavor.not_listed")
+
+        def lists(aggregate: Aggregate) -> bool:
+            return spec.flavor in {name.strip() for name in aggregate.metadata[KEY].split(",")}
+
+        return verdict_of_members(view, view.membership.with_key(KEY), lists, "flavor.not_listed")
 
 
 CAPABILITIES = "capabilities"

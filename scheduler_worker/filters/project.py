@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
+from scheduler_worker.config import Aggregate
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of, verdict_of_members
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
@@ -35,17 +36,11 @@ class AggregateMultiTenancyIsolation:
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Restricted hosts pass when any of their aggregates names the project."""
-        restricting = view.membership.with_prefix(KEY)
-        if not restricting:
-            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
-        restricted = np.zeros(len(view), dtype=np.bool_)
-        allowed = np.zeros(len(view), dtype=np.bool_)
-        for aggregate in restricting:
-            members = view.member_of(aggregate.uuid)
-            restricted |= members
-            if spec.project_id in tenants(aggregate.metadata):
-                allowed |= members
-        return verdict_of(~restricted | allowed, "tenant.not_allowed")
+
+        def names(aggregate: Aggregate) -> bool:
+            return spec.project_id in tenants(aggregate.metadata)
+
+        return verdict_of_members(view, view.membership.with_prefix(KEY), names, "tenant.not_allowed")
 
 
 def tenants(metadata: dict[str, str]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
+from bus.persistence.group_flush import FlushedStore
 from bus.persistence.memory_database import MemoryRows, MemorySession
 from bus.persistence.relay import Relay
 from bus.persistence.unit_of_work import VersionCache, published
@@ -47,10 +47,11 @@ from scheduler_worker.store.port import (
 )
 
 
-class MemoryBuilds:
+class MemoryBuilds(FlushedStore):
     """One scheduler's view of the requests."""
 
     def __init__(self, session: MemorySession) -> None:
+        super().__init__(session)
         assert isinstance(session.database, MemoryBuildTable)
         self._table = session.database
         self._session = session
@@ -217,19 +218,6 @@ class MemoryBuilds:
                 for uuid, build in self._table.recorded.items()
                 if build.host_uuid in hosts and build.state is BuildState.ACTIVE and uuid > after
             )[:limit]
-
-    async def flush(self) -> None:
-        """Return when everything committed is on disk."""
-        await self._session.flush()
-
-    @property
-    def losses(self) -> int:
-        """How many connections to the database have ended by themselves."""
-        return self._session.losses
-
-    def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when everything committed so far is on disk."""
-        return self._session.flushed(losses)
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""

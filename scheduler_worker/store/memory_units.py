@@ -99,6 +99,7 @@ def update_build(
     table.recorded[build.instance_uuid] = build
     table.records[build.instance_uuid] = replace(
         record,
+        project_id=build.project_id,
         state=build.state,
         cell=build.cell,
         host=build.host,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
@@ -13,6 +12,7 @@ from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
+from bus.persistence.group_flush import Flushed
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.relay import Relay
@@ -115,7 +115,7 @@ class OperationUnit(BuildUnit, Protocol):
         """Delete the instances of drains whose objects are deleted in this unit."""
 
 
-class SchedulerStore(Protocol):
+class SchedulerStore(Flushed, Protocol):
     """Build requests and the instance-to-cell map. Adapters: `store.postgres`, `store.memory`."""
 
     @property
@@ -190,19 +190,6 @@ class SchedulerStore(Protocol):
 
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """The active instances on hosts (uuids), in order of their uuids, up to a bound. Reads all builds."""
-
-    async def flush(self) -> None:
-        """Return when every commit is on disk, those that were not durable too."""
-
-    @property
-    def losses(self) -> int:
-        """How many connections to the database have ended by themselves: unflushed commits may be lost with them."""
-
-    def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when every commit so far is on disk; fails if that is not so, or if `losses` has changed by then.
-
-        losses: taken before those commits. Many callers share one flush, so it takes a tenth of a second.
-        """
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""

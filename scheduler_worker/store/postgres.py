@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -15,6 +14,7 @@ from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
+from bus.persistence.group_flush import FlushedStore
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
 from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.relay import Relay
@@ -319,10 +319,11 @@ class PostgresOperationUnit(PostgresBuildUnit):
         await objects.drop_moves(self._connection, drains)
 
 
-class PostgresBuilds:
+class PostgresBuilds(FlushedStore):
     """Schema `scheduler` of one database."""
 
     def __init__(self, database: Database) -> None:
+        super().__init__(database)
         self._database = database
         self._cache: VersionCache[RecordedBuild] = VersionCache(database)
         self._relay: Relay | None = None
@@ -430,19 +431,6 @@ class PostgresBuilds:
         """A scan: an index on a column that changes would make every write of a build dearer."""
         async with self._database.raw() as connection:
             return [row[0] for row in await connection.fetch(ACTIVE_ON, hosts, limit, after)]
-
-    async def flush(self) -> None:
-        """Return when everything committed is on disk."""
-        await self._database.flush()
-
-    @property
-    def losses(self) -> int:
-        """How many connections to the database have ended by themselves."""
-        return self._database.losses
-
-    def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when everything committed so far is on disk."""
-        return self._database.flushed(losses)
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build with its whole timeline; a page of many comes with it too, at most `limit`."""

@@ -110,7 +110,8 @@ DECIDE = (
     _update((*DECIDED, "funnel"), "run")
     + "  AND build_requests.state = 'accepted' RETURNING build_requests.instance_uuid"
 )
-UPDATE = _update((*DECIDED, "history"))
+# project_id: of a tombstone that becomes the record of another project's delete.
+UPDATE = _update((*DECIDED, "history", "project_id"))
 INSERT_MOVE = f"{_insert(moves, (*_MOVE, 'updated_at'))} ON CONFLICT (request_id) DO NOTHING RETURNING request_id"
 UPDATE_MOVE = f"UPDATE moves SET {_named([f'{name} = {{}}' for name in (*ANNOUNCED, 'updated_at')])}" + (
     " WHERE request_id = {}"
@@ -158,7 +159,8 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
 
 
 def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
-    return (*_values((*_decided(update.build), update.build.history)), timeline_text(update.timeline))
+    build = update.build
+    return (*_values((*_decided(build), build.history, build.project_id)), timeline_text(update.timeline))
 
 
 def move_row(one: RecordedMove, now: float) -> tuple[Any, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import count
 
 import pytest
@@ -21,15 +22,16 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
-from bus.faults import Transient
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import CreateProvider, DeleteTree
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.port import BookTransaction, Leaving
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import HOSTS, VMS, Books
 from tests.kit.waiting import PATIENCE_S
@@ -178,11 +180,10 @@ async def test_boots_and_deletes_go_on_beside_it(make: Books, store: ResourceBoo
     async def upgrade() -> None:
         await held.wait()
         for _ in range(200):  # busy holders: the consumer of the queue would call again, too
-            try:
-                await reported(store, nested)
+            (result,) = await store.report([nested])
+            if isinstance(result, InventoryResult):
                 break
-            except Transient as busy:
-                assert busy.code == "inventory.holders_busy"
+            assert result.code == "inventory.holders_busy"
         done.set()
 
     async with asyncio.timeout(PATIENCE_S):
@@ -192,6 +193,34 @@ async def test_boots_and_deletes_go_on_beside_it(make: Books, store: ResourceBoo
     assert "VGPU" not in now[ROOT]
     await store.apply([Release(consumer=consumer) for consumer in CONSUMERS])
     assert await used(store) == {ROOT: {}, LEFT: {}, RIGHT: {}}
+
+
+async def test_a_report_whose_holders_change_beside_it_holds_up_no_other_of_its_batch(
+    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them were repeated for as long as claims came to that host."""
+    await reported(store, FLAT)
+    await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
+    other = InventoryUpdate(source="t", version=1, root_uuid=POOL, providers=(node(POOL, VCPU=8),))
+    transaction, calls = store.rows.transaction, count()
+
+    @asynccontextmanager
+    async def beside() -> AsyncIterator[BookTransaction]:
+        async with transaction() as made:
+            holders = made.holders
+
+            async def late(leaving: Sequence[Leaving]) -> list[str]:
+                return [] if next(calls) == 0 else await holders(leaving)
+
+            monkeypatch.setattr(made, "holders", late)
+            yield made
+
+    monkeypatch.setattr(store.rows, "transaction", beside)
+    busy, done = await store.report([NESTED, other])
+    assert isinstance(busy, ReportRefusal) and busy.code == "inventory.holders_busy"
+    assert isinstance(done, InventoryResult) and done.outcome == "applied"
+    assert (await reported(store, NESTED)).outcome == "applied"
+    assert await used(store) == {ROOT: {"VCPU": 1}, LEFT: {"VGPU": 1}, RIGHT: {}, POOL: {}}
 
 
 # --- A host whose tree is deleted: all of it or nothing, and the service that reports it next has it.

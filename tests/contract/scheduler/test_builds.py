@@ -106,6 +106,17 @@ async def test_what_is_deleted_is_not_dispatched(store: SchedulerStore) -> None:
         assert (await unit.lock([A]))[A].state is BuildState.DELETED
 
 
+async def test_a_tombstone_becomes_the_record_of_another_projects_delete(store: SchedulerStore) -> None:
+    await insert(store, new(A))
+    async with store.unit() as unit:
+        after = replace((await unit.lock([A]))[A], project_id="q", state=BuildState.DELETING, cell="c1")
+        await unit.update([BuildUpdate(build=after)], 2.0)
+    async with store.unit() as unit:
+        assert (await unit.lock([A]))[A] == after
+    assert [one.instance_uuid for one in await store.builds(BuildQuery(project_id="q"))] == [A]
+    assert await store.builds(BuildQuery(project_id="p")) == []
+
+
 async def test_the_messages_of_a_unit_are_published_when_it_has_committed(store: SchedulerStore, sent: Sent) -> None:
     event = BuildEvent(instance_uuid=A, project_id="p", state=BuildState.ACCEPTED, sequence=1)
     with pytest.raises(RuntimeError):

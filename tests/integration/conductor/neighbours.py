@@ -37,9 +37,8 @@ from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
-from cell_conductor.handlers import HostHandlers, RequestHandlers
-from cell_conductor.search import MachineSearch
 from cell_conductor.store.postgres import PostgresInstances
+from tests.unit.conductor.world import engine_of, hosts_of, requests_of, search_of
 
 CELL = "c1"
 WAIT_S = 60.0
@@ -223,10 +222,10 @@ class Cell:
         self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
         self.searches: list[asyncio.Task[None]] = []
         stack.push_async_callback(_cancel, self.searches)
-        self.search = MachineSearch(self.store, self.bus, timeout_s=ASK_S, up=lambda: ("s1",))
+        self.search = search_of(self.store, self.bus, timeout_s=ASK_S, up=lambda: ("s1",))
         self.engine = self.new_engine()
-        requests = RequestHandlers(self.engine, self.clock, search=self.search)
-        self.hosts = HostHandlers(
+        requests = requests_of(self.engine, self.clock, search=self.search)
+        self.hosts = hosts_of(
             self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
         )
         relay = asyncio.create_task(self.relay.run())
@@ -251,7 +250,7 @@ class Cell:
 
     def new_engine(self) -> Engine:
         """Of a conductor, which searches in a task of its own."""
-        engine = Engine(
+        engine = engine_of(
             store=self.store,
             bus=self.bus,
             relay=self.relay,

@@ -19,10 +19,11 @@ from cell_conductor.domain.events import DeleteRequested, InstanceEvent, SpawnFa
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.report import rescan_id
 from cell_conductor.engine import Engine
-from cell_conductor.handlers import RequestHandlers, build_requested
+from cell_conductor.handlers import build_requested
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 from tests.kit.waiting import until
+from tests.unit.conductor.world import engine_of, requests_of
 
 # --- The engine over the in-process bus and a real PostgreSQL, with a scripted placement and compute service.
 
@@ -251,7 +252,7 @@ async def test_two_conductors_sweep_each_instance_once(cell: Cell) -> None:
 
 
 async def test_the_same_build_taken_by_two_conductors_at_once_is_commanded_once(cell: Cell) -> None:
-    handlers = [RequestHandlers(engine, cell.clock) for engine in (cell.engine, cell.new_engine())]
+    handlers = [requests_of(engine, cell.clock) for engine in (cell.engine, cell.new_engine())]
     builds = [cell.build(1, 2) for _ in range(30)]
 
     def received(build: CellBuild) -> Received:
@@ -358,7 +359,7 @@ async def test_a_question_that_came_twice_may_be_answered_full_and_then_claimed(
 
 
 def _held(cell: Cell) -> tuple[Engine, Held]:
-    made = Engine(
+    made = engine_of(
         store=cell.store, bus=cell.bus, relay=cell.relay, clock=cell.clock, config=cell.config, cell=cell.bus.name
     )
     held = made._placement = Held(cell)

@@ -22,9 +22,9 @@ from cell_conductor.domain.evacuations import STILL_RUNNING
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.fences import ANNOUNCE_S, RELOAD_S, FenceKeeper
-from cell_conductor.handlers import HostHandlers, RequestHandlers
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.waiting import until
+from tests.unit.conductor.world import hosts_of, requests_of
 
 pytestmark = pytest.mark.postgres
 
@@ -43,7 +43,7 @@ class FencedCell(Cell):
         self.conduct()
         running = asyncio.create_task(self.fences.run())
         stack.push_async_callback(self._stop, running)
-        requests = RequestHandlers(self.engine, self.clock, self.fences)
+        requests = requests_of(self.engine, self.clock, fences=self.fences)
         for consumer in (
             Consumer(self.around.bus, "placement.requests", self.around.placement),
             Consumer(self.around.bus, "compute.{service}", self.around.compute, service="s1"),
@@ -61,7 +61,7 @@ class FencedCell(Cell):
         self.fences = FenceKeeper(self.store, self.bus, clock=self.clock, config=self.config, cell=CELL)
         self.engine = self.new_engine()
         self.engine._fences = self.fences
-        self.hosts = HostHandlers(
+        self.hosts = hosts_of(
             self.engine,
             self.store,
             self.clock,

@@ -21,7 +21,6 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
-from cell_conductor.engine import Engine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import ADOPT, UnexplainedRecord
 from tests.kit.virtual_time import on_virtual_time
@@ -44,7 +43,7 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 from tests.unit.conductor.scenario import claimed as taken
-from tests.unit.conductor.world import Conductor, Queried, Relay, Services
+from tests.unit.conductor.world import Conductor, Queried, Relay, Services, engine_of
 
 S = State
 ABSENT = Instance(uuid=UUID)
@@ -359,11 +358,11 @@ async def adoption(
     await search._store.open()
     known = {} if record is None else {UUID: record}
     with capture_logs() as logs:
-        searched = await search.find_decided({UUID: KEPT}, known)
+        seek = await search.find_decided({UUID: KEPT}, known)
     (line,) = [one for one in logs if one["event"].startswith("quarantine.")]
-    assert line["event"] == ("quarantine.adopted" if searched else "quarantine.not_adopted")
+    assert line["event"] == ("quarantine.adopted" if seek else "quarantine.not_adopted")
     assert (line["by"], line["host"]) == ("ann", host(3))
-    return searched, line["reason"]
+    return seek, line["reason"]
 
 
 async def test_the_only_machine_of_the_instance_is_adopted() -> None:
@@ -384,8 +383,8 @@ async def test_the_only_machine_of_the_instance_is_adopted() -> None:
     ],
 )
 async def test_what_the_hosts_do_not_confirm_is_left_in_quarantine(services: Services, why: str) -> None:
-    searched, reason = await adoption(services)
-    assert not searched and why in reason
+    seek, reason = await adoption(services)
+    assert not seek and why in reason
 
 
 @pytest.mark.parametrize("up", [("s1", "s2"), ("s2",), None], ids=["silent", "down", "not known yet"])
@@ -393,17 +392,17 @@ async def test_the_host_that_the_record_names_has_to_be_looked_at(up: Collection
     """Its machine may run there."""
     services = Services(s1=(), s2=(quarantined(),))
     services.silent = {"s1"}
-    searched, reason = await adoption(services, up=up)
-    assert not searched and "answered" in reason
+    seek, reason = await adoption(services, up=up)
+    assert not seek and "answered" in reason
     services.silent, services.hosts = set(), (host(3),)
-    searched, reason = await adoption(services)
-    assert not searched and "host-1" in reason
+    seek, reason = await adoption(services)
+    assert not seek and "host-1" in reason
 
 
 async def test_a_fenced_host_need_not_answer() -> None:
     services = Services(s2=(quarantined(),))
-    searched, _ = await adoption(services, up=("s2",), fenced=(host(1),))
-    assert searched
+    seek, _ = await adoption(services, up=("s2",), fenced=(host(1),))
+    assert seek
 
 
 @pytest.mark.parametrize(
@@ -413,8 +412,8 @@ async def test_a_fenced_host_need_not_answer() -> None:
 )
 async def test_only_an_active_or_a_failed_record_takes_one_over(record: Instance | None) -> None:
     services = Services(s1=(), s2=(quarantined(),))
-    searched, reason = await adoption(services, record=record)
-    assert not searched and reason and not services.queried
+    seek, reason = await adoption(services, record=record)
+    assert not seek and reason and not services.queried
 
 
 OTHER = UUID[:-1] + ("2" if UUID[-1] == "1" else "1")
@@ -454,7 +453,7 @@ async def after_crash(building: Instance, event: Event) -> Instance:
     async with store.transaction() as transaction:
         await transaction.insert([building])
     made: dict[str, Any] = {"store": store, "bus": bus, "relay": relay, "config": ConductorConfig()}
-    engine = Engine(**made, clock=clock, cell="c1")
+    engine = engine_of(**made, clock=clock, cell="c1")
     await engine._apply([InstanceEvent(UUID, event)])
     assert relay.sent, "the client is informed"
     assert table.instances[UUID].state is State.ACTIVE

@@ -40,13 +40,12 @@ from cell_conductor.domain.breaker import (
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NO_RECORD, Differences, Unexplained, UnexplainedKind, differences, rescan_id
-from cell_conductor.engine import Engine, Sender
+from cell_conductor.engine import Sender
 from cell_conductor.guard import Guard, QuarantineReservations
-from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_report import CONFIG, MANY, MOVED_AT, SERVICE, SOURCE, guarded, moved, report_of_source
-from tests.unit.conductor.world import Silent, listing
+from tests.unit.conductor.world import Silent, engine_of, hosts_of, listing
 
 # --- The breaker: how much of one report may be done without an operator's word.
 
@@ -95,7 +94,7 @@ async def busy_guarded(instances: list[Instance]) -> tuple[MemoryInstances, Guar
     async with store.transaction() as transaction:
         await transaction.insert(instances)
     bus = cast(Bus, Silent())
-    engine = Engine(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
+    engine = engine_of(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
     return store, Guard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt)
 
 
@@ -179,8 +178,8 @@ async def test_what_an_open_breaker_holds_takes_no_place_in_a_request_for_rescan
     async with store.transaction() as transaction:
         await transaction.insert([*held, deleting])
     await store.safety.trip(Breaker(service=BUSY_SERVICE, tripped_at=60.0, lost=len(held)))
-    engine = Engine(store=store, bus=cast(Bus, bus), relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
-    hosts = HostHandlers(engine, store, clock, config, cast(Bus, bus), outdated=lambda _service, _epoch: None)
+    engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), outdated=lambda _service, _epoch: None)
     page = HostReport(uuid=BUSY_HOST, name="h", running=())
     report = ComputeHosts(service=BUSY_SERVICE, cell=CELL, epoch=EPOCH, sequence=1, hosts=(page,))
     await hosts.hosts([Received(report, Meta(id="m"), CELL, "conductor.hosts")])

@@ -22,12 +22,12 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.engine import Engine
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
 from tests.unit.conductor.scenario import PATIENCE, UUID, host
 from tests.unit.conductor.test_single_conditions import fences_on
+from tests.unit.conductor.world import engine_of
 
 # --- One conductor's copy of its cell's fences, while reads and decisions overlap.
 
@@ -304,7 +304,7 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
         await store.fences.put(Fence(host_uuid=host(number), host=f"h{number}", version=1))
     await keeper.load()
     config = ConductorConfig(claim_timeout_s=0.05)
-    engine = Engine(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=keeper)
+    engine = engine_of(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=keeper)
     first, second = evacuated(UUID, 1), evacuated(SECOND, 5)
     async with store.transaction() as transaction:
         await transaction.insert([first, second])

@@ -184,15 +184,18 @@ def test_what_a_change_is_commanded_with(known: Instance, fields: dict[str, obje
     assert (order.order, order.timeout_s, order.deployment) == (5, 100.0, PATIENCE.deployment)
 
 
-def test_a_host_of_another_cell_is_checked_by_way_of_the_schedulers() -> None:
-    (asked,) = orders_of(record(State.PREPARING, to_cell="c2"), PATIENCE)
+@pytest.mark.parametrize(
+    ("fields", "is_query"), [({}, False), ({"lost_code": "move.in_doubt"}, True), ({"delete": True}, True)]
+)
+def test_a_host_of_another_cell_is_checked_by_way_of_the_schedulers(fields: dict[str, Any], is_query: bool) -> None:
+    (asked,) = orders_of(record(State.PREPARING, to_cell="c2", **fields), PATIENCE)
     assert isinstance(asked, CellAsks)
     check = asked.message
     assert isinstance(check, CellCheck) and check.change is not None
     assert (check.cell, check.change.image, check.change.host_uuid) == ("c2", "snapshot", host(2))
     assert check.change.asked_by == check.asked_by
     by = check.asked_by
-    assert (by.cell, by.request_id) == ("c1", REQUEST)
+    assert (by.cell, by.request_id, check.is_query) == ("c1", REQUEST, is_query)
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,13 @@ from cell_conductor.domain.report import (
     differences,
     rescan_id,
 )
-from cell_conductor.engine import Engine, Sender
+from cell_conductor.engine import Sender
 from cell_conductor.guard import Guard
 from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import Brief
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of, selection
-from tests.unit.conductor.world import Quiet, Relay, Silent, listing
+from tests.unit.conductor.world import Quiet, Relay, Silent, engine_of, hosts_of, listing
 
 # --- The disagreements of a host's report and the record.
 
@@ -170,7 +170,7 @@ async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryIn
         await transaction.insert(instances)
     bus = cast(Bus, Silent())
     relay = cast(Sender, None)
-    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL)
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL)
     yield store, Guard(store, bus, clock, CONFIG, effective=engine.effective, adopt=engine.adopt)
     await store.close()
 
@@ -249,8 +249,8 @@ async def test_an_active_instance_is_not_lost_by_the_report_of_a_second_service(
     store = MemoryInstances(table.session())
     await store.open()
     config, common = ConductorConfig(), {"bus": bus, "clock": clock}
-    engine = Engine(store=store, relay=relay, config=config, cell="c1", **common)  # type: ignore[arg-type]
-    hosts = HostHandlers(
+    engine = engine_of(store=store, relay=relay, config=config, cell="c1", **common)  # type: ignore[arg-type]
+    hosts = hosts_of(
         engine,
         store,
         clock,

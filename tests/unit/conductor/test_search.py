@@ -111,6 +111,7 @@ async def test_an_instance_that_was_unshelved_since_the_backup_is_searched_for_b
     assert isinstance(await conductor.request(UNSHELVE, attempt=RETRIES), Done), "that wait is bounded"
     (refused,) = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
     assert isinstance(refused, MoveEvent) and (refused.state, refused.code) == (MoveState.REFUSED, "move.in_doubt")
+    assert "s2" in refused.reason and "s1" not in refused.reason, "the operator is told which to bring back"
     services.silent = set()
     assert isinstance(await conductor.request(replace(UNSHELVE, request_id=MOVE), message_id="n"), Done)
     recorded = await conductor.recorded()

@@ -32,11 +32,8 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
-from cell_conductor.engine import Engine
 from cell_conductor.guard import HostOwners
-from cell_conductor.handlers import RequestHandlers
 from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseForgetter, LeaseKeeper, pages_of
-from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import (
     SILENT,
@@ -51,7 +48,7 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 from tests.unit.conductor.test_transfers import held
-from tests.unit.conductor.world import Queried, Quiet, Relay, Services, listing
+from tests.unit.conductor.world import Queried, Quiet, Relay, Services, engine_of, listing, requests_of, search_of
 
 # --- The failure detector of a cell: who is suspected, and who never is.
 
@@ -250,7 +247,7 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     services.silent = {"s3"}
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     await store.open()
-    search = MachineSearch(
+    search = search_of(
         store,
         services,  # type: ignore[arg-type]
         timeout_s=1.0,
@@ -322,7 +319,7 @@ async def test_the_builds_and_deletes_of_its_batch_come_before_it() -> None:
             return Done()
 
     order: Any = Order()
-    handlers = RequestHandlers(order, SystemClock(), forgetter=order)
+    handlers = requests_of(order, SystemClock(), forgetter=order)
     delete = CellDelete(instance_uuid=UUID, project_id="p")
     batch = [Received(one, Meta(id=str(at)), "c1", "conductor.requests") for at, one in enumerate((ORDER, delete))]
     outcomes = await handlers.requests(batch)
@@ -341,7 +338,7 @@ async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, wa
 
     forgetter: Any = Forgetter()
     clock = SystemClock()
-    handlers = RequestHandlers(forgetter, clock, forgetter=forgetter)
+    handlers = requests_of(forgetter, clock, forgetter=forgetter)
     left_s = 3600.0 if waits else -1.0
     received = Received(ORDER, Meta(id="1"), "c1", "conductor.requests", left_s=lambda: left_s)
     assert await handlers.requests([received]) == [Done()]
@@ -427,7 +424,7 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
     store = MemoryInstances(session := table.session())
     await store.open()
     keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
-    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
     async with store.transaction() as transaction:
         await transaction.insert([run(on("s1", "s2")).instance])
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
@@ -447,7 +444,7 @@ async def test_no_build_leaves_a_lost_service_before_the_database_was_compared()
     store = MemoryInstances(table.session())
     await store.open()
     keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
-    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
     building = run(on("s1", "s2")).instance
     async with store.transaction() as transaction:
         await transaction.insert([building])

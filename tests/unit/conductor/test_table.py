@@ -70,11 +70,17 @@ def test_an_unfulfilled_question_is_repeated() -> None:
 
 def test_illegal_pairs_raise_with_the_history() -> None:
     with pytest.raises(IllegalStep, match=r"spawn\.no_disk"):
-        run(RELEASED, start=run(queried(), failed(), claimed()).instance)
+        run(TIMED_OUT, start=run(queried(), failed(), claimed(), spawned(2)).instance)
     with pytest.raises(IllegalStep):
         run(TIMED_OUT)
-    with pytest.raises(IllegalStep, match="claim of attempt 2"):
-        run(claimed(), start=run(queried()).instance)
+
+
+@pytest.mark.parametrize("answer", [claimed(), refused(), RELEASED, e.Reverted(at=120.0, attempt=2)])
+@pytest.mark.parametrize("start", [Instance(uuid=UUID), run(queried()).instance])
+def test_an_answer_to_what_no_record_asks_changes_nothing(answer: e.Event, start: Instance) -> None:
+    """A database that was set back has forgotten the question. It ended the process (seed 51)."""
+    after = step(start, answer, PATIENCE)
+    assert (after.instance, after.commands) == (start, ())
 
 
 def test_answers_to_older_questions_change_nothing() -> None:

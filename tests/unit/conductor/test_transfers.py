@@ -31,7 +31,6 @@ from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
-from cell_conductor.handlers import RequestHandlers
 from cell_conductor.search import LOGGED_MOVES
 from tests.unit.conductor.move_scenario import (
     MOVE,
@@ -46,7 +45,7 @@ from tests.unit.conductor.move_scenario import (
     unbegun,
 )
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
-from tests.unit.conductor.world import Conductor, Quiet, Services
+from tests.unit.conductor.world import Conductor, Quiet, Services, requests_of
 
 # --- an instance moves to another cell: it never runs in both, and is destroyed only for a place that reads its image
 
@@ -419,6 +418,7 @@ def test_a_claim_in_another_cell_is_given_back_only_if_that_cell_does_not_have_t
     for _ in range(2):
         assert made.instance.phase == (State.PREPARING, None) and question_of(made.instance) is None
         assert (checks(made)[-1].cell, checks(made)[-1].stay) == ("c2", made.instance.stay)
+        assert checks(made)[-1].is_query
         made.apply(e.TimedOut(at=2_000.0))
     made.end(2, made.instance.attempt, done=False, code="move.arrived" if has_arrived else "image.missing")
     if not has_arrived:
@@ -442,7 +442,7 @@ def test_a_delete_of_what_may_have_left_releases_nothing_in_the_other_cell_befor
         made.apply(refused(made.instance.next_attempt))
     made.apply(e.TimedOut(at=2_000.0))
     assert made.instance.phase == (State.PREPARING, None) and question_of(made.instance) is None
-    assert made.destroys == [] and checks(made)[-1].stay == made.instance.stay
+    assert made.destroys == [] and checks(made)[-1].stay == made.instance.stay and checks(made)[-1].is_query
     made.end(2, made.instance.attempt, done=False, code="move.arrived" if has_arrived else "image.missing")
     follows = State.DEPARTED if has_arrived else State.DELETED
     assert made.instance.phase == (State.DESTROYING, follows)
@@ -450,35 +450,46 @@ def test_a_delete_of_what_may_have_left_releases_nothing_in_the_other_cell_befor
     assert made.instance.then is (None if has_arrived else State.DELETED)
 
 
+def left_for(cell: str, stay: int) -> Instance:
+    given, departure = departed()
+    return replace(given.instance, stay=stay, departure=replace(departure, cell=cell))
+
+
+@pytest.mark.parametrize("is_query", [False, True], ids=["the host is checked", "only that is asked"])
 @pytest.mark.parametrize(
-    ("state", "stay", "answers"),
+    ("record", "has_arrived"),
     [
-        (State.ACTIVE, 1, True),
-        (State.DELETED, 1, True),
-        (State.ACTIVE, 0, False),
-        (State.DEPARTED, 2, False),
-        (None, 0, False),
+        (replace(active(), stay=1), True),
+        (replace(active(), state=State.DELETED, stay=1), True),
+        (active(), False),
+        (left_for("c3", 2), True),
+        (left_for("c1", 2), False),
+        (left_for("c3", 0), False),
+        (None, False),
     ],
+    ids=["it runs here", "deleted here", "before", "it went on", "it went back", "it left before", "none"],
 )
-async def test_a_cell_answers_a_check_for_what_it_has_in_a_later_stay(
-    state: State | None, stay: int, answers: bool
+async def test_a_cell_answers_a_check_by_its_record_for_what_it_has_and_where_only_that_is_asked(
+    record: Instance | None, has_arrived: bool, is_query: bool
 ) -> None:
+    """A query waited for the host, for good where that was dead; and what a third cell had was given back."""
     conductor, bus = Conductor(Services(s1=()), ("s1",)), Quiet()
     await conductor.store.open()
-    if state is not None:
+    if record is not None:
         async with conductor.store.transaction() as transaction:
-            await transaction.insert([replace(active(), state=state, stay=stay)])
+            await transaction.insert([record])
     (check,) = checks(checking())
-    handlers = RequestHandlers(conductor.engine, SystemClock(), bus=bus)  # type: ignore[arg-type]
+    check = replace(check, is_query=is_query)
+    handlers = requests_of(conductor.engine, SystemClock(), bus=bus)  # type: ignore[arg-type]
     (outcome,) = await handlers.requests([Received(check, Meta(id="m"), "c2", "conductor.requests")])
     (passed,) = bus.published
     assert isinstance(outcome, Done)
-    if not answers:
+    if not has_arrived and not is_query:
         assert passed == check.change
         return
     assert isinstance(passed, CellAsks) and isinstance(passed.message, CellCheck) and check.change is not None
-    answer = passed.message.answer
-    assert answer is not None and (answer.done, answer.code, answer.asked_by) == (False, "move.arrived", check.asked_by)
+    answer, code = passed.message.answer, "move.arrived" if has_arrived else "instance.unknown"
+    assert answer is not None and (answer.done, answer.code, answer.asked_by) == (False, code, check.asked_by)
     assert (answer.order, answer.attempt) == (check.change.order, check.change.attempt)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from bus.clock import SystemClock
+from bus.clock import Clock, SystemClock
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.cell import CellBuild, ComputeHosts, FindMachines, FoundMachine, HostReport, MachinesFound, Running
@@ -16,7 +16,7 @@ from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance
 from cell_conductor.engine import Engine
-from cell_conductor.handlers import RequestHandlers
+from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
@@ -69,6 +69,66 @@ class Quiet(Queried):
         self.published.append(message)
 
 
+class Alone:
+    """What a conductor has beside it where a test is not about that: no fences, no search, no leases."""
+
+    known: Mapping[str, Any] = {}
+    still_running: Mapping[str, Any] = {}
+    name, is_recent, is_keeper = "c1", True, False
+
+    def invalidate(self) -> None:
+        """There are no fences."""
+
+    def note_losses(self, losses: object) -> None:
+        """There are no fences."""
+
+    async def on_results(self, results: object) -> None:
+        """There are no losses."""
+
+    async def load(self) -> None:
+        """There is nothing on record."""
+
+    async def without_losses(self, report: ComputeHosts, *_: object) -> tuple[ComputeHosts, list[Any]]:
+        """All of the report."""
+        return report, []
+
+    def is_gone(self, service: str) -> bool:
+        """No service is."""
+        return False
+
+    async def before(self, incoming: object) -> dict[str, Any]:
+        """Nothing is searched for."""
+        return {}
+
+
+ALONE: Any = Alone()
+
+
+def engine_of(**parts: Any) -> Engine:
+    """An engine that is alone but for these."""
+    return Engine(**{"down": dict, "fences": ALONE, "search": ALONE, **parts})
+
+
+def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> RequestHandlers:
+    """Handlers of requests that are alone but for these."""
+    return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "search": ALONE, "forgetter": ALONE, **parts})
+
+
+def hosts_of(*parts: Any, **named: Any) -> HostHandlers:
+    """Handlers of reports that are alone but for these."""
+    outdated: Any = lambda _service, _epoch: None  # noqa: E731
+    return HostHandlers(*parts, **{"outdated": outdated, "fences": ALONE, "up": tuple, "leases": ALONE, **named})
+
+
+def search_of(store: Any, bus: Any, **parts: Any) -> MachineSearch:
+    """A search that is told of nothing but these."""
+    nothing: Any = {
+        **dict.fromkeys(("down", "unexplained", "forgotten", "fenced"), frozenset),
+        **dict.fromkeys(("listers", "listed"), lambda _: ()),
+    }
+    return MachineSearch(store, bus, **{**nothing, **parts})
+
+
 BUILD = CellBuild(spec=SPEC, selections=(selection(1), selection(2)), consumer_generation=7, requested_at=1.0)
 
 
@@ -119,7 +179,7 @@ class Conductor:
         self.fenced: Collection[str] = ()
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
-        self.search = MachineSearch(
+        self.search = search_of(
             self.store,
             bus,  # type: ignore[arg-type]
             timeout_s=1.0,
@@ -130,7 +190,7 @@ class Conductor:
             fenced=lambda: self.fenced,
             forgotten=lambda: self.forgotten,
         )
-        self.engine = Engine(
+        self.engine = engine_of(
             store=self.store,
             bus=bus,  # type: ignore[arg-type]
             relay=self.relay,  # type: ignore[arg-type]
@@ -139,7 +199,7 @@ class Conductor:
             cell="c1",
             search=self.search,
         )
-        self.requests = RequestHandlers(self.engine, clock, search=self.search)
+        self.requests = requests_of(self.engine, clock, search=self.search)
 
     async def take(self, build: Message = BUILD, *, set_back: bool = True, attempt: int = 0) -> Outcome:
         await self.store.open()
