@@ -23,8 +23,8 @@ class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     )
     """Nova's API, as its endpoint in Keystone has it."""
     keystone: KeystoneLogin = KeystoneLogin()
-    """Credentials for Keystone, of a user that may list hypervisors, services and aggregates, and show the servers of
-    every project. The token is renewed when it expires.
+    """Credentials for Keystone, of a user that may list hypervisors, services, aggregates, and the servers of every
+    project. The token is renewed when it expires.
     """
     token: Secret = ""
     """An X-Auth-Token that another program renews; of a Nova with `auth_strategy` = `noauth2`, USER:PROJECT."""

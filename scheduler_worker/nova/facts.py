@@ -169,10 +169,6 @@ class NovaFacts:
         """The hosts whose nova-compute is up and of which no compute node is known."""
         return frozenset(one.host for one in self._services.values() if one.is_up and one.host not in self._by_host)
 
-    def without_cell(self) -> tuple[str, ...]:
-        """The hosts with compute nodes whose cell is not known, in order."""
-        return tuple(sorted(self._by_host.keys() - self._cells.keys()))
-
     # --- written by the keeper
 
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:

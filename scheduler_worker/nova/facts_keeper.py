@@ -18,7 +18,7 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import CellMap
 from scheduler_worker.nova.facts import NovaFacts
-from scheduler_worker.nova.nova_rest import AggregateRow, NovaApi, NovaUnavailable
+from scheduler_worker.nova.nova_rest import AggregateRow, NovaApi, NovaRefused, NovaUnavailable
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,9 @@ class FactsSource(Protocol):
         ...
 
     async def waits_for_host(self, instances: Sequence[str]) -> bool:
-        """Whether one of these instances still waits for a host. Raises NovaUnavailable, NovaRefused."""
+        """Whether one of these instances still waits for a host, or may: Nova does not tell it to this user. Raises
+        NovaUnavailable.
+        """
         ...
 
 
@@ -142,9 +144,13 @@ class FactsKeeper:
 
     async def waits_for_host(self, instances: Sequence[str]) -> bool:
         """As FactsSource has it. All instances of a call are answered together, so the first few tell."""
-        for one in instances[:MAX_WAITING]:
-            if await self._api.task_of(one) in WAITING:
-                return True
+        try:
+            for one in instances[:MAX_WAITING]:
+                if await self._api.task_of(one) in WAITING:
+                    return True
+        except NovaRefused as fault:
+            self._log_unread(fault)
+            return True
         return False
 
     async def _read_unknown(self, roots: Collection[str]) -> None:

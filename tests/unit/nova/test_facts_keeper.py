@@ -14,7 +14,7 @@ from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells
 from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService
 from scheduler_worker.nova.facts_keeper import ASK_LIMIT_S, MAX_ASKED, MAX_WAITING, FactsKeeper
-from scheduler_worker.nova.nova_rest import NovaUnavailable
+from scheduler_worker.nova.nova_rest import NovaRefused, NovaUnavailable
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.nova.facts_kit import CELL1, MemoryNova, down, node, up, uuid_of
 
@@ -65,6 +65,11 @@ async def test_whether_a_server_waits_for_a_host() -> None:
     kept.nova.calls.clear()
     assert not await kept.keeper.waits_for_host([d] * 1000)
     assert len(kept.nova.calls) == MAX_WAITING
+    kept.nova.fails = NovaRefused("a user that may not list them")
+    assert await kept.keeper.waits_for_host([d]), "it is not known"
+    kept.nova.fails = NovaUnavailable("away")
+    with pytest.raises(NovaUnavailable):
+        await kept.keeper.waits_for_host([d])
 
 
 @on_virtual_time

@@ -137,16 +137,17 @@ async def test_aggregates() -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (httpx.Response(404, json={}), None),
-        (httpx.Response(200, json={"server": {"OS-EXT-STS:task_state": None}}), ""),
-        (httpx.Response(200, json={"server": {"OS-EXT-STS:task_state": "scheduling"}}), "scheduling"),
-        (httpx.Response(200, json={"server": {"status": "UNKNOWN"}}), NovaUnavailable),
-        (httpx.Response(200, json={"server": {"OS-EXT-STS:task_state": 7}}), NovaUnavailable),
-        (httpx.Response(200, json={}), NovaUnavailable),
+        ([], None),
+        ([{"id": uuid_of(1), "OS-EXT-STS:task_state": None}], ""),
+        ([{"id": uuid_of(1), "OS-EXT-STS:task_state": "scheduling"}], "scheduling"),
+        ([{"id": uuid_of(1), "status": "UNKNOWN"}], NovaUnavailable),
+        ([{"id": uuid_of(2), "OS-EXT-STS:task_state": None}], NovaRefused),
+        ([{"id": uuid_of(1), "OS-EXT-STS:task_state": 7}], NovaRefused),
+        (None, NovaRefused),
     ],
 )
-async def test_the_task_of_a_server(answer: httpx.Response, expected: str | type[Exception] | None) -> None:
-    nova = rest(lambda request: answer)
+async def test_the_task_of_a_server(answer: list[Any] | None, expected: str | type[Exception] | None) -> None:
+    nova = rest(lambda request: httpx.Response(200 if answer is not None else 403, json={"servers": answer}))
     if isinstance(expected, type):
         with pytest.raises(expected):
             await nova.task_of(uuid_of(1))
