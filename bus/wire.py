@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Union, get_args, get_type_hints
 
@@ -18,7 +18,7 @@ import msgspec
 import structlog
 from msgspec import Struct, structs
 
-from bus.contracts.base import MAX_REASON, FieldName, Message, Meta, encode, tag_of
+from bus.contracts.base import MAX_REASON, Message, Meta, encode, tag_of
 from bus.contracts.catalogue import BY_TYPE, FORBIDDEN, MESSAGES, REPLIES, may_come_under, routing_key, why_not_under
 from bus.contracts.patterns import reason_of
 from bus.contracts.queues import QUEUES
@@ -72,9 +72,6 @@ REPLY_PREFIX = "berth.reply."
 # and a worker may write into every queue of its bus: a client that may not must not do so through it.
 _SERVER_NAMED = ("amq.gen-", "amq.rabbitmq.reply-to.")
 REPLY_QUEUES = (REPLY_PREFIX, "client.reply.", *_SERVER_NAMED, *(FOREIGN + name for name in _SERVER_NAMED))
-
-# The field in which a message names others that a reader may pass over when it does not know them.
-MAY_IGNORE = "may_ignore"
 
 MALFORMED = "message.malformed"
 UNKNOWN_TYPE = "message.unknown_type"
@@ -137,13 +134,8 @@ class _Peek(Struct):
     type: str | None = None
 
 
-class _Ignored(Struct):
-    may_ignore: tuple[FieldName, ...] = ()
-
-
 _decode_raw = msgspec.json.Decoder(list[_RawItem]).decode
 _decode_peek = msgspec.json.Decoder(_Peek).decode
-_decode_ignored = msgspec.json.Decoder(_Ignored).decode
 
 
 @cache
@@ -307,7 +299,7 @@ class Codec:
             decoder = self._by_tag.get(name or "")
             if decoder is None:
                 return self._malformed(body, UNKNOWN_TYPE, self._unknown(name), meta, key)
-            message = self._decoded(decoder, body)
+            message = decoder.decode(body)
             if type(message) in _BY_OTHERS and has_nul(body):
                 return self._malformed(body, INVALID, NUL_REASON, meta, key)
             if key and not may_come_under(message, key):
@@ -320,18 +312,6 @@ class Codec:
             return self._malformed(body, MALFORMED, reason_of(error), meta, key)
         except RecursionError:
             return self._malformed(body, MALFORMED, "nested too deeply", meta, key)
-
-    def _decoded(self, decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-        """The message; without the fields that it lets an older reader pass over (`may_ignore`)."""
-        try:
-            return decoder.decode(body)
-        except msgspec.ValidationError as error:
-            if _UNKNOWN_FIELD.search(reason_of(error)) is None or MAY_IGNORE not in self._fields:
-                raise
-            ignored = {*_decode_ignored(body).may_ignore} - {*self._fields}
-            if not ignored:
-                raise
-            return msgspec.convert(_without(msgspec.json.decode(body), ignored), decoder.type)
 
     def _by_key(self, key: str) -> str | None:
         return next((name for head, name in self._heads if key == head or key.startswith(head + ".")), None)
@@ -367,13 +347,6 @@ def _field_names(kind: type[Struct]) -> frozenset[str]:
             if isinstance(part, type) and issubclass(part, Struct):
                 names |= _field_names(part)
     return frozenset(names)
-
-
-def _without(tree: Any, names: Collection[str]) -> Any:
-    """Plain data without the fields of these names, at any depth."""
-    if isinstance(tree, dict):
-        return {name: _without(below, names) for name, below in tree.items() if name not in names}
-    return [_without(below, names) for below in tree] if isinstance(tree, list) else tree
 
 
 def _with_suggestion(reason: str, fields: Sequence[str]) -> str:

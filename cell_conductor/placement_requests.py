@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
 
 import structlog
 from msgspec import Struct
@@ -37,9 +36,14 @@ from .domain.fences import Loss
 from .domain.instance import Instance, State
 from .domain.table import Question, question_of
 
-R = TypeVar("R", bound=Message)
-
 log = structlog.get_logger(__name__)
+
+
+REPLIES: tuple[tuple[type[Message], type[Message]], ...] = (
+    (Claim, ClaimResult),
+    (Release, ReleaseResult),
+    (Revert, RevertResult),
+)
 
 
 class PendingQuestion(Struct, frozen=True):
@@ -103,25 +107,16 @@ class PlacementRequests:
                     self._unanswered(one.instance, "schedulers", error)
             sent = {one.instance.uuid for one, _ in by_schedulers}
             questions = [one for one in questions if one.instance.uuid not in sent]
-        claims = [(question, question.message) for question in questions if isinstance(question.message, Claim)]
-        releases = [(question, question.message) for question in questions if isinstance(question.message, Release)]
         incoming: list[InstanceEvent] = []
-        if claims:
-            answers = await self._request([c for _, c in claims], ClaimResult, [q.instance.cause for q, _ in claims])
-            for (question, claim), answer in zip(claims, answers, strict=True):
-                event = self._claim_event(question, claim, answer)
-                incoming += [InstanceEvent(question.instance.uuid, event)] if event else []
-        if releases:
-            queried = [release for _, release in releases]
-            replies = await self._request(queried, ReleaseResult, [q.instance.cause for q, _ in releases])
-            for (question, release), reply in zip(releases, replies, strict=True):
-                if self._is_released(question.instance, reply):
-                    incoming.append(InstanceEvent(question.instance.uuid, self._released(release)))
-        if reverts := [(q, q.message) for q in questions if isinstance(q.message, Revert)]:
-            backs = await self._request([r for _, r in reverts], RevertResult, [q.instance.cause for q, _ in reverts])
-            for (question, revert), back in zip(reverts, backs, strict=True):
-                reverted = self._revert_event(question.instance, revert, back)
-                incoming += [InstanceEvent(question.instance.uuid, reverted)] if reverted else []
+        for kind, reply in REPLIES:
+            asked = [(one, message) for one in questions if isinstance(message := one.message, kind)]
+            if not asked:
+                continue
+            messages, causes = [message for _, message in asked], [one.instance.cause for one, _ in asked]
+            answers = await self._bus.request_all(messages, reply, timeout_s=self._timeout_s, causes=causes)
+            for (one, _), answer in zip(asked, answers, strict=True):
+                if (event := self._event(one, answer)) is not None:
+                    incoming.append(InstanceEvent(one.instance.uuid, event))
         return incoming
 
     def _for_schedulers(self, question: PendingQuestion) -> CellBook | None:
@@ -139,20 +134,19 @@ class PlacementRequests:
 
     def event_of(self, instance: Instance, book: CellBook) -> Event | None:
         """The event of an answer that came by way of the schedulers; None: the request is repeated."""
-        answer = book.answer
-        if isinstance(answer, ClaimResult) and isinstance(book.question, Claim):
-            return self._claim_event(PendingQuestion(instance, book.question, book.repeated), book.question, answer)
-        if isinstance(answer, RevertResult) and isinstance(book.question, Revert):
-            return self._revert_event(instance, book.question, answer)
-        if isinstance(answer, ReleaseResult) and isinstance(book.question, Release):
-            return self._released(book.question) if self._is_released(instance, answer) else None
+        return self._event(PendingQuestion(instance, book.question, book.repeated), book.answer)
+
+    def _event(self, question: PendingQuestion, answer: object) -> Event | None:
+        """The event of placement's answer to this question; None: no answer yet, and the request is repeated."""
+        instance = question.instance
+        match question.message, answer:
+            case Claim() as claim, ClaimResult() | Fault() as claimed:
+                return self._claim_event(question, claim, claimed)
+            case Revert() as revert, RevertResult() | Fault() as reverted:
+                return self._revert_event(instance, revert, reverted)
+            case Release() as release, ReleaseResult() | Fault() as released if self._is_released(instance, released):
+                return Released(at=self._clock.time(), consumer=release.consumer, attempt=release.attempt or 0)
         return None
-
-    def _released(self, release: Release) -> Released:
-        return Released(at=self._clock.time(), consumer=release.consumer, attempt=release.attempt or 0)
-
-    async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
-        return await self._bus.request_all(questions, reply, timeout_s=self._timeout_s, causes=causes)
 
     def _claim_event(self, question: PendingQuestion, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
         """The event of placement's answer; None: no answer yet."""

@@ -27,10 +27,11 @@ async def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain how a call of Nova's conductor was decided: what each step rejected, which hosts, and why.
+    """Explain how a call of Nova's conductor was decided.
 
-    Reads the logs (`telemetry.log_format` = `json`) of all processes that answer Nova's calls, as any of them may have
-    answered: `journalctl -o cat -u 'berth*' | berth explain req-...`.
+    Names what each step rejected, which hosts, and why. Reads the logs (`telemetry.log_format` = `json`) of all
+    processes that answer Nova's calls, as any of them may have answered:
+    `journalctl -o cat -u 'berth*' | berth explain req-...`.
     """
     found = list(_found(request_id, logs or ()))
     if not found:

@@ -21,7 +21,6 @@ Uuid = Annotated[str, matching(_UUID + _END, "a UUID in lower case with hyphens"
 Word = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,64}" + _END, "1 to 64 letters, digits, _ and -")]
 
 # A field of a message.
-FieldName = Annotated[str, matching(r"^[a-z][a-z0-9_]{0,63}" + _END, "1 to 64 of a to z, 0 to 9 and _, a letter first")]
 
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]

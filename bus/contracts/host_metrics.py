@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from bus.contracts.patterns import matching
 
-from .base import FieldName, Label, Message, Uuid, Word
+from .base import Label, Message, Uuid, Word
 
 MAX_READINGS = 1000  # hosts in one message
 MAX_NAMES = 32  # metrics of one host in one message
@@ -50,14 +50,11 @@ class HostMetrics(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Numbers about hosts. source: who measured (`compute-<service>`, `ironic`, a name of the operator's).
 
     On a cell's bus it counts for hosts of that cell only. Of two numbers with one name for one host the newer counts,
-    whichever source it has. may_ignore: fields of this message, at any depth, that a scheduler may pass over when it
-    does not know them: a newer worker names here those that an older scheduler lacks. Any other field that is not known
-    is refused by its name.
+    whichever source it has. A field that is not known is refused by its name.
     """
 
     source: MetricSource
     readings: Annotated[tuple[HostReading, ...], Bound(max_length=MAX_READINGS)]
-    may_ignore: Annotated[tuple[FieldName, ...], Bound(max_length=64)] = ()
 
 
 class HostMetricsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.metrics.query.v1"):

@@ -14,7 +14,6 @@ from .base import (
     Amount,
     ClassName,
     Count,
-    FieldName,
     Generation,
     Label,
     Message,
@@ -73,11 +72,9 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
     source reported before under this root and that are absent now are removed. An empty `providers` removes
     the tree. The first provider is the root (parent_uuid None); a parent comes before its children.
     cell: the cell of the root, named by a source above cells, so that no other cell may claim on it. None: any may.
-    may_ignore: fields of this message, at any depth, that a reader may pass over when it does not know them: a newer
-    worker names here the features that an older placement lacks. Any other field that is not known is refused by its
-    name. takes_over: the compute service's source that has this root by the book, and is gone for good or has given the
+    takes_over: the compute service's source that has this root by the book, and is gone for good or has given the
     host up, as the cell's conductor has announced (`HostsReleased`). It counts only after `InventoryReleased` of that
-    root.
+    root. A field that is not known is refused by its name.
     """
 
     source: Word
@@ -85,7 +82,6 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
     root_uuid: Uuid
     providers: Annotated[tuple[ProviderReport, ...], Bound(max_length=1024)] = ()
     cell: Word | None = None
-    may_ignore: Annotated[tuple[FieldName, ...], Bound(max_length=64)] = ()
     takes_over: Word | None = None
 
 

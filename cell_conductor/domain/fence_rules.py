@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import Condition, MoveState
@@ -46,14 +45,8 @@ def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -
     if ended.instance is instance or desire_of(instance).condition is not Condition.DELETED:
         return ended
     reason = "the delete did not wait for this host's word"
-    record = AttemptRecord(
-        attempt=instance.attempt,
-        host=_where(instance, event).host,
-        outcome="fenced",
-        code=FENCED,
-        reason=reason,
-        at=event.at,
-    )
+    gone = steps.tried(instance, instance.attempt, "fenced", event.at, code=FENCED, reason=reason)
+    record = replace(gone, host=_where(instance, event).host)
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.base import Message
-from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Origin, Selection, Spawn
 from bus.contracts.moves import (
     RESCUE_FAILED,
@@ -379,25 +378,14 @@ def as_left(instance: Instance, event: ChangeEnded) -> Instance:
 def note(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:
     """Record how the current destination has ended."""
     move = move_of(instance)
-    record = AttemptRecord(
-        attempt=instance.last_attempt,
-        host=instance.here.host,
-        outcome=outcome,
-        code=code,
-        reason=steps.cut(reason),
-        at=at,
-    )
+    record = steps.tried(instance, instance.last_attempt, outcome, at, code=code, reason=reason)
     return replace(instance, move=replace(move, history=(*move.history, record)))
 
 
 def note_not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: float) -> Instance:
     """Record the destinations that could not be claimed."""
     move = move_of(instance)
-    tried = tuple(
-        AttemptRecord(attempt=instance.next_attempt, host=one.host, outcome="not_claimed", code=outcome.value, at=at)
-        for one, outcome in zip(instance.alternates, outcomes, strict=False)
-    )
-    return replace(instance, move=replace(move, history=move.history + tried))
+    return replace(instance, move=replace(move, history=move.history + steps.not_claimed(instance, outcomes, at)))
 
 
 def summary_of_hosts(instance: Instance) -> str:

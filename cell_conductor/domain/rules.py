@@ -9,9 +9,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
-from bus.contracts.build import AttemptRecord, BuildState
+from bus.contracts.build import BuildState
 from bus.contracts.cell import Destroy, Spawn
-from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
 from . import steps
@@ -249,7 +248,8 @@ def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> St
 
     If another client holds the consumer, there is nothing of ours to release.
     """
-    tried = _not_claimed(instance, event.outcomes, event.at)
+    skipped = steps.not_claimed(instance, event.outcomes, event.at)
+    tried = replace(instance, history=instance.history + skipped)
     if event.consumer_changed:
         reason = event.reason or "another client holds this instance's allocation"
         changed = replace(tried, code="placement.consumer_changed", reason=steps.cut(reason))
@@ -401,24 +401,14 @@ def _give_up_unsure(instance: Instance, at: float, context: StepContext, reason:
 
 
 def _taken(instance: Instance, event: Claimed) -> Instance:
-    skipped = _not_claimed(instance, event.outcomes[: event.option], event.at)
+    skipped = steps.not_claimed(instance, event.outcomes[: event.option], event.at)
     return replace(
-        skipped,
+        instance,
+        history=instance.history + skipped,
         position=instance.position + 1 + event.option,
         attempt=event.attempt,
         consumer_generation=event.consumer_generation,
     )
-
-
-def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: float) -> Instance:
-    """Record the alternates that could not be claimed, so that the history is complete."""
-    tried = tuple(
-        AttemptRecord(
-            attempt=instance.next_attempt, host=selection.host, outcome="not_claimed", code=outcome.value, at=at
-        )
-        for selection, outcome in zip(instance.alternates, outcomes, strict=False)
-    )
-    return replace(instance, history=instance.history + tried)
 
 
 def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
@@ -450,9 +440,7 @@ def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
 def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
     if not instance.selections:  # on record since a query only, which names no host
         return instance
-    record = AttemptRecord(
-        attempt=instance.attempt, host=instance.here.host, outcome=outcome, code=code, reason=steps.cut(reason), at=at
-    )
+    record = steps.tried(instance, instance.attempt, outcome, at, code=code, reason=reason)
     return replace(instance, history=(*instance.history, record))
 
 

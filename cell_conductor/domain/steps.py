@@ -7,14 +7,15 @@ waits for placement, order a destroy, and announce a state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Message
-from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.contracts.cell import Destroy, Selection
+from bus.contracts.placement import ClaimOutcome
 
 from .events import Destroyed, HostMissing, HostRuns, Spawned
 from .fences import ClosedHosts, Fence, RunningAfterFence
@@ -212,6 +213,23 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, where: Selection
     if isinstance(event, HostMissing):
         return is_later(event, instance)
     return event.service == where.service and event.attempt >= attempt
+
+
+def tried(
+    instance: Instance, attempt: int, outcome: str, at: float, *, code: str = "", reason: str = ""
+) -> AttemptRecord:
+    """How an attempt on the current host has ended, for the history of a build or a move."""
+    return AttemptRecord(
+        attempt=attempt, host=instance.here.host, outcome=outcome, code=code, reason=cut(reason), at=at
+    )
+
+
+def not_claimed(instance: Instance, outcomes: Sequence[ClaimOutcome], at: float) -> tuple[AttemptRecord, ...]:
+    """The alternates that could not be claimed, for the same, so that it is complete."""
+    return tuple(
+        AttemptRecord(attempt=instance.next_attempt, host=one.host, outcome="not_claimed", code=outcome.value, at=at)
+        for one, outcome in zip(instance.alternates, outcomes, strict=False)
+    )
 
 
 def cut(reason: str) -> str:

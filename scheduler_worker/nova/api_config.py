@@ -8,6 +8,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from bus.contracts.base import Uuid
+from bus.contracts.patterns import matching
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import Secret
 
@@ -17,7 +18,9 @@ Seconds = Annotated[float, Bound(gt=0, le=86_400)]
 class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where Nova's hosts, services and aggregates are read, and how often."""
 
-    url: Annotated[str, Bound(pattern=r"^https?://")] = "http://127.0.0.1:8774/v2.1"
+    url: Annotated[str, matching(r"^https?://", "an address that begins with http:// or https://")] = (
+        "http://127.0.0.1:8774/v2.1"
+    )
     """Nova's API, as its endpoint in Keystone has it."""
     keystone: KeystoneLogin = KeystoneLogin()
     """Credentials for Keystone, of a user that may list hypervisors, services, aggregates, and the servers of every

@@ -10,18 +10,21 @@ from typing import Any
 
 PATIENCE_S = 60.0  # guards against hanging; a busy machine fails nothing
 PAUSE_S = 0.005
+MOST_PAUSE_S = 0.05  # between looks that are awaited: each costs its server, and other tests, a request
 
 
 async def until(there: Callable[[], Awaitable[Any] | Any], patience_s: float = PATIENCE_S) -> Any:
     """Wait until this returns something true, awaited where it can be; returns that."""
+    pause_s = PAUSE_S
     async with asyncio.timeout(patience_s):
         while True:
             found = there()
             if isawaitable(found):
                 found = await found
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
             if found:
                 return found
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(pause_s)
 
 
 def wait_until(there: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:

@@ -31,7 +31,7 @@ from placement_worker.domain.values import ConsumerState
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.domain.drains import DrainMove
 from tests.kit.cases import nightly
-from tests.sim.mutants_of_cells import FOUND_BY
+from tests.sim.mutants_of_kinds import CELLS_FOUND_BY
 from tests.sim.plans import plan_of_case
 
 # --- a service's hosts die, an operator fences them, and they come back: it holds
@@ -325,5 +325,5 @@ KINDS = frozenset({Widening.DECIDED_CELLS})
 
 
 def test_it_holds_with_cells() -> None:
-    result = simulate(min(FOUND_BY.values()), KINDS)
+    result = simulate(min(CELLS_FOUND_BY.values()), KINDS)
     assert result.breach == "", result.detail

@@ -19,7 +19,7 @@ from lab.simulation.plan import Action, FaultEvent, FaultType, Order, Plan
 from lab.simulation.run import run, simulate
 from lab.simulation.widening import DRAWS, Widening
 from tests.kit.cases import nightly
-from tests.sim.mutants_of_transfers import FOUND_BY
+from tests.sim.mutants_of_kinds import TRANSFERS_FOUND_BY
 
 # --- a cell's database is set back to before all its builds, which are judged as all others are
 
@@ -70,7 +70,7 @@ def transfers(seed: int) -> Plan:
 
 
 def test_it_holds_with_transfers() -> None:
-    held = run(transfers(min(FOUND_BY.values())))
+    held = run(transfers(min(TRANSFERS_FOUND_BY.values())))
     assert held.breach == "", held.detail
 
 

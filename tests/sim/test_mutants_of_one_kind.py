@@ -13,11 +13,7 @@ from lab.simulation.draw import plan_of
 from lab.simulation.plan import Plan
 from lab.simulation.run import run
 from lab.simulation.widening import Widening
-from tests.sim import mutants_of_cells as cells
-from tests.sim import mutants_of_forgotten_builds as builds
-from tests.sim import mutants_of_forgotten_requests as requests
-from tests.sim import mutants_of_gangs as gangs
-from tests.sim import mutants_of_transfers as moves
+from tests.sim import mutants_of_kinds as kinds
 from tests.sim.mutants import Mutant
 from tests.sim.test_fences import KINDS
 from tests.sim.test_forgotten_builds import builds_forgotten, requests_forgotten, transfers
@@ -35,11 +31,11 @@ def rows(
 
 
 DEFECTS = [
-    *rows(OF_CELLS, cells.MUTANTS_OF_CELLS, cells.FOUND_BY),
-    *rows(OF_GANGS, gangs.MUTANTS_OF_GANGS, gangs.FOUND_BY),
-    *rows(transfers, moves.MUTANTS_OF_TRANSFERS, moves.FOUND_BY),
-    *rows(builds_forgotten, builds.MUTANTS_OF_FORGOTTEN_BUILDS, builds.FOUND_BY, builds.BREAKS),
-    *rows(requests_forgotten, requests.MUTANTS_OF_FORGOTTEN_REQUESTS, requests.FOUND_BY, requests.BREAKS),
+    *rows(OF_CELLS, kinds.MUTANTS_OF_CELLS, kinds.CELLS_FOUND_BY),
+    *rows(OF_GANGS, kinds.MUTANTS_OF_GANGS, kinds.GANGS_FOUND_BY),
+    *rows(transfers, kinds.MUTANTS_OF_TRANSFERS, kinds.TRANSFERS_FOUND_BY),
+    *rows(builds_forgotten, kinds.MUTANTS_OF_FORGOTTEN_BUILDS, kinds.BUILDS_FOUND_BY, kinds.BUILDS_BREAK),
+    *rows(requests_forgotten, kinds.MUTANTS_OF_FORGOTTEN_REQUESTS, kinds.REQUESTS_FOUND_BY, kinds.REQUESTS_BREAK),
 ]
 
 

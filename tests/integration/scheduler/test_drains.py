@@ -97,9 +97,12 @@ async def code_of(world: World, name: str, **more: Any) -> str:
 
 async def drain_becomes(world: World, drain: DrainProgress, there: Callable[[DrainProgress], object]) -> DrainProgress:
     """Wait for what no message announces of a drain."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not there(found := await shown(world, drain)):
-            pass
+
+    async def look() -> DrainProgress | None:
+        found = await shown(world, drain)
+        return found if there(found) else None
+
+    found: DrainProgress = await until(look)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Machines that run and are not on record: adopted, given back by an operator, or running again."""
+"""Machines that are adopted: a row for each condition that decides whether one is, and what the record becomes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
+from bus.contracts.base import Refusal
 from bus.contracts.cell import FoundMachine, Selection
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
+from cell_conductor.domain.adopt_rules import is_searched, why_not_adoptable, why_not_its_machine
 from cell_conductor.domain.events import Event, InstanceEvent
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
-from cell_conductor.domain.steps import Step
+from cell_conductor.domain.steps import Step, StepContext
+from cell_conductor.domain.table import step
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import ADOPT, UnexplainedRecord
 from tests.kit.virtual_time import on_virtual_time
+from tests.unit.conductor.records import ON_1, ON_2, ON_3, Case, after, case, moving, outcome, record
 from tests.unit.conductor.scenario import (
+    PATIENCE,
     SET_BACK_AT,
     SPEC,
     TIMED_OUT,
     UUID,
+    claimed,
     host,
+    on,
     queried,
+    refused,
     requested,
     run,
     run_after,
@@ -35,6 +44,254 @@ from tests.unit.conductor.scenario import (
 )
 from tests.unit.conductor.scenario import claimed as taken
 from tests.unit.conductor.world import Conductor, Queried, Relay, Services, engine_of
+
+S = State
+ABSENT = Instance(uuid=UUID)
+ON_HOST_3 = FoundMachine(
+    instance_uuid=UUID, host_uuid=host(3), host="host-3", service="s1", attempt=5, project_id="p", built=True
+)
+FIRST = replace(ON_HOST_3, host_uuid=host(1), host="host-1", attempt=1)
+PARTED = replace(ON_1, allocations={host(1): {"VCPU": 1}, host(9): {"VF": 1}})
+
+
+def build(**other: Any) -> e.BuildRequested:
+    return replace(on("s1"), **other)
+
+
+def found(*machines: FoundMachine, by: str = "") -> e.MachineFound:
+    return e.MachineFound(at=220.0, machines=machines or (ON_HOST_3,), decided_by=by)
+
+
+def failing(**other: Any) -> Instance:
+    return record(S.CLAIMING, S.BUILDING, **{"doubted": True, **other})
+
+
+def adopting(**other: Any) -> Instance:
+    return record(S.CLAIMING, S.ACTIVE, **other)
+
+
+def runs(attempt: int, *, built: bool = True) -> e.HostRuns:
+    return e.HostRuns(at=220.0, attempt=attempt, host_uuid=host(attempt), service="s1", built=built)
+
+
+STARTS: list[Case] = [
+    case(ABSENT, build(is_query=True), "absent"),
+    case(ABSENT, build(is_query=True, found=()), "building", "spawn 1@1", "build: building"),
+    case(ABSENT, build(found=()), "building", "spawn 1@1", "build: building"),
+    case(ABSENT, build(found=(ON_HOST_3,)), "claiming/active"),
+    case(ABSENT, build(found=(FIRST,)), "building", "spawn 1@1", "build: building"),
+    case(ABSENT, build(found=(replace(FIRST, attempt=2),)), "claiming/active"),
+    case(ABSENT, build(found=(replace(FIRST, host_uuid=host(2)),)), "claiming/active"),
+    case(ABSENT, build(found=(ON_HOST_3, FIRST)), "building", "spawn 1@1", "build: building"),
+    case(ABSENT, build(given_up=Refusal(code="x", reason="y"), found=(FIRST,)), "claiming/active"),
+    case(ABSENT, build(found=(replace(ON_HOST_3, project_id="q"),)), "releasing/failed"),
+    case(ABSENT, build(found=(replace(ON_HOST_3, project_id=None),)), "releasing/failed"),
+    case(ABSENT, build(found=(replace(ON_HOST_3, attempt=0),)), "releasing/failed"),
+    case(ABSENT, build(found=(ON_HOST_3,), selections=(PARTED,)), "releasing/failed"),
+    case(
+        ABSENT,
+        build(found=(replace(ON_HOST_3, allocations={host(3): {"VCPU": 1}}),), selections=(PARTED,)),
+        "claiming/active",
+    ),
+    case(ABSENT, build(found=(ON_HOST_3,), selections=(PARTED, ON_3)), "claiming/active"),
+    case(ABSENT, build(found=(ON_HOST_3,), selections=()), "releasing/failed"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), STARTS)
+def test_a_build_that_may_have_a_machine(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+FOUND: list[Case] = [
+    case(failing(), found(), "claiming/active"),
+    case(failing(doubted=False), found(), "claiming/building"),
+    case(failing(), found(replace(ON_HOST_3, attempt=2)), "claiming/active"),
+    case(failing(), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2))), "claiming/building"),
+    case(failing(), found(replace(ON_HOST_3, attempt=4, host_uuid=host(1))), "claiming/active"),
+    case(failing(), found(replace(ON_HOST_3, attempt=5, host_uuid=host(1))), "claiming/active"),
+    case(failing(), found(replace(ON_HOST_3, project_id="q")), "releasing/failed"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), FOUND)
+def test_a_machine_that_is_found_for_a_doubted_build(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+DECIDED: list[Case] = [
+    case(record(S.ACTIVE), found(by="op"), "claiming/active"),
+    case(record(S.ACTIVE), found(), "active"),
+    case(record(S.ACTIVE, spec=None), found(by="op"), "active"),
+    case(record(S.FAILED), found(by="op"), "claiming/active"),
+    case(record(S.FAILED, selections=(), position=0), found(by="op"), "failed"),
+    case(record(S.FAILED, code="build.machine_exists"), found(by="op"), "failed"),
+    case(moving(S.ACTIVE), found(by="op"), "active"),
+    case(record(S.ACTIVE), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2)), by="op"), "active"),
+    case(record(S.ACTIVE), found(replace(ON_HOST_3, attempt=3, host_uuid=host(2)), by="op"), "claiming/active"),
+    case(record(S.ACTIVE), found(replace(ON_HOST_3, attempt=2), by="op"), "claiming/active"),
+    case(record(S.FAILED), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2)), by="op"), "claiming/active"),
+    case(record(S.ACTIVE, selections=(ON_2, PARTED), position=1), found(by="op"), "active"),
+    case(record(S.ACTIVE), found(replace(ON_HOST_3, project_id=None), by="op"), "claiming/active"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), DECIDED)
+def test_a_machine_that_an_operator_gives(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+def test_the_machine_on_record_is_a_loss_of_its_fenced_host_and_stays_on_another() -> None:
+    """It started again with its host, beside the one that an operator has given to the instance."""
+    fenced = replace(PATIENCE, fences={host(2): Fence(host_uuid=host(2), host="host-2", version=1)})
+    lost, kept = (step(record(S.ACTIVE), found(by="op"), context).instance for context in (fenced, PATIENCE))
+    assert is_over(lost, 2, host(2)) and not is_over(lost, 3, host(1))
+    assert not is_over(kept, 2, host(2))
+
+
+CLAIMED: list[Case] = [
+    case(adopting(found_built=True), claimed(5), "active", "build: active"),
+    case(adopting(), claimed(5), "building", "build: building"),
+    case(adopting(found_built=True), claimed(4), "claiming/active"),
+    case(adopting(found_built=True), refused(5), "active", "build: active"),
+    case(adopting(), refused(5), "building", "build: building"),
+    case(adopting(), refused(4), "claiming/active"),
+    case(adopting(), spawned(2), "claiming/active"),
+    case(adopting(), spawned(1), "claiming/active", "destroy 1@1"),
+    case(adopting(), runs(2), "claiming/active"),
+    case(adopting(), runs(2, built=False), "claiming/active"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), CLAIMED)
+def test_the_answers_about_a_machine_that_is_adopted(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+HERE = Selection(host_uuid=host(3), host="host-3", service="s1", allocations={host(3): {"VCPU": 3}})
+TAKEN = {"state": S.CLAIMING, "then": S.ACTIVE, "since": 220.0, "deadline": 235.0, "position": 0, "attempt": 5,
+         "newest": 5, "found_built": True, "code": ""}  # fmt: skip
+DECIDED_SO = {**TAKEN, "newest": 1005, "order": 1000, "reused_from": 1, "sequence": 1_000_020,
+              "selections": (HERE, ON_2)}  # fmt: skip
+ANSWERED = {"newest": 5, "since": 111.0, "queried": False, "sequence": 21, "build_sequence": 20, "then": None}
+COMES_UP = {**ANSWERED, "state": S.ACTIVE, "deadline": None, "position": 0, "selections": (ON_2,), "answered": True}
+BUILDS = {**ANSWERED, "state": S.BUILDING, "deadline": 171.0, "doubted": True}
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "changes"),
+    [
+        (failing(), found(), {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1}),
+        (failing(reused_from=2), found(), {**TAKEN, "selections": (HERE, ON_2)}),
+        (failing(), found(replace(ON_HOST_3, project_id="q")),
+         {"state": S.RELEASING, "then": S.FAILED, "since": 220.0, "deadline": 235.0, "code": "build.machine_exists",
+          "reused_from": 1}),
+        (failing(), found(replace(ON_HOST_3, built=False)),
+         {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1, "found_built": False}),
+        (failing(), found(replace(ON_HOST_3, attempt=9, built=False), ON_HOST_3),
+         {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1}),
+        (failing(), found(replace(ON_HOST_3, allocations={host(3): {"VCPU": 9}})),
+         {**TAKEN, "reused_from": 1, "selections": (replace(HERE, allocations={host(3): {"VCPU": 9}}), ON_2)}),
+        (record(S.ACTIVE), found(by="op"), DECIDED_SO),
+        (record(S.ACTIVE, reused_from=3), found(by="op"), {**DECIDED_SO, "reused_from": 3}),
+        (record(S.FAILED), found(by="op"), {**DECIDED_SO, "consumer_generation": None}),
+        (adopting(found_built=True), claimed(5), {**COMES_UP, "consumer_generation": 9}),
+        (adopting(found_built=True), refused(5), {**COMES_UP, "consumer_generation": None}),
+        (adopting(found_built=True),
+         replace(refused(5), consumer_generation=11, holding={host(2): {"VCPU": 2}}),
+         {**COMES_UP, "consumer_generation": 11}),
+        (adopting(found_built=True),
+         replace(refused(5), consumer_generation=11, holding={host(2): {"VCPU": 1}}),
+         {**COMES_UP, "consumer_generation": None}),
+        (adopting(), claimed(5), {**BUILDS, "consumer_generation": 9}),
+        (adopting(), spawned(2), {"found_built": True}),
+        (adopting(), runs(2), {"found_built": True}),
+        (adopting(), runs(2, built=False), {}),
+        (adopting(found_built=True), runs(2, built=False), {}),
+        (adopting(), replace(runs(2, built=False), service="s2"),
+         {"selections": (ON_1, replace(ON_2, service="s2"), ON_3)}),
+    ],
+)  # fmt: skip
+def test_a_step_of_an_adoption_changes_this_of_its_record(
+    before: Instance, event: e.Event, changes: dict[str, Any]
+) -> None:
+    got = step(before, event, PATIENCE).instance
+    assert replace(got, history=(), reason="") == replace(after(before, changes), history=(), reason="")
+
+
+def test_one_record_has_at_most_ten_hosts() -> None:
+    hosts = tuple(selection(n) for n in range(1, 10))
+    wanted = build(selections=hosts, found=(replace(ON_HOST_3, host_uuid=host(20), host="host-20"),))
+    assert len(step(ABSENT, wanted, PATIENCE).instance.selections) == 10
+    wanted = replace(wanted, selections=(*hosts, selection(10)))
+    assert len(step(ABSENT, wanted, PATIENCE).instance.selections) == 10
+
+
+@pytest.mark.parametrize(
+    ("known", "searched"),
+    [
+        (failing(), True),
+        (failing(doubted=False), False),
+        (moving(S.CLAIMING, S.PREPARING, doubted=True), False),
+        (record(S.CLAIMING, S.DELETED, doubted=True), False),
+        (record(S.BUILDING, doubted=True), False),
+        (record(S.RELEASING, S.FAILED, doubted=True), True),
+        (record(S.RELEASING, S.FAILED, doubted=True, code="build.machine_exists"), False),
+        (record(S.RELEASING, S.DELETED, doubted=True), False),
+        (record(S.FAILED, doubted=True), False),
+    ],
+)
+def test_services_are_queried_before_another_host_is_claimed_for_a_doubted_build(
+    known: Instance, searched: bool
+) -> None:
+    assert is_searched(known) is searched
+
+
+@pytest.mark.parametrize(
+    ("known", "machines", "its_own"),
+    [
+        (record(S.ACTIVE), (ON_HOST_3,), True),
+        (record(S.ACTIVE), (replace(ON_HOST_3, project_id=None),), True),
+        (record(S.ACTIVE), (replace(ON_HOST_3, project_id="q"),), False),
+        (record(S.ACTIVE), (replace(ON_HOST_3, foreign=True),), False),
+        (record(S.ACTIVE), (replace(ON_HOST_3, attempt=1),), True),
+        (record(S.ACTIVE), (replace(ON_HOST_3, attempt=0),), False),
+        (record(S.ACTIVE), (ON_HOST_3, FIRST), False),
+        (record(S.ACTIVE), (), False),
+        (record(S.ACTIVE, spec=None), (ON_HOST_3,), False),
+        (record(S.ACTIVE, selections=(PARTED,), position=0), (ON_HOST_3,), False),
+    ],
+)
+def test_a_machine_in_quarantine_is_its_instances(
+    known: Instance, machines: tuple[FoundMachine, ...], its_own: bool
+) -> None:
+    kept = Unexplained(UUID, machines[0].attempt if machines else 5, host(3), UnexplainedKind.QUARANTINED, NEWER)
+    assert (why_not_its_machine(known, kept, machines) == "") is its_own
+
+
+@pytest.mark.parametrize(
+    ("known", "may_be"),
+    [
+        (None, False),
+        (record(S.ACTIVE), True),
+        (record(S.ACTIVE, spec=None), False),
+        (record(S.ACTIVE, selections=(), position=0), False),
+        (record(S.ACTIVE, code="build.machine_exists"), False),
+        (record(S.BUILDING), False),
+        (moving(S.ACTIVE), False),
+    ],
+)
+def test_a_record_may_be_given_a_machine(known: Instance | None, may_be: bool) -> None:
+    assert (why_not_adoptable(known) == "") is may_be
+
 
 # --- Builds that were redelivered to a database which has forgotten them: their machine runs, and is not built
 # again.
@@ -47,16 +304,16 @@ def machine(n: int = 3, attempt: int = 1, **other: object) -> FoundMachine:
     return replace(known, **other)
 
 
-def found(*machines: FoundMachine) -> Step:
+def seek(*machines: FoundMachine) -> Step:
     """A request for the hosts 1 and 2, decided once more; its cell has these machines of it."""
     return run_after(replace(requested(SET_BACK_AT - 10.0), found=machines))
 
 
 def test_of_several_the_complete_one_is_adopted_and_no_other_is_destroyed() -> None:
-    adopting = found(machine(n=2, attempt=2, built=False), machine(n=3, attempt=1)).instance
+    adopting = seek(machine(n=2, attempt=2, built=False), machine(n=3, attempt=1)).instance
     up = run_after(taken(attempt=2), start=adopting).instance
     assert (up.host_uuid, up.attempt) == (host(3), 1)
-    later = run_after(taken(attempt=3), start=found(machine(n=3, attempt=1), machine(n=2, attempt=2)).instance).instance
+    later = run_after(taken(attempt=3), start=seek(machine(n=3, attempt=1), machine(n=2, attempt=2)).instance).instance
     assert (later.host_uuid, later.attempt) == (host(2), 2)
     assert not is_over(later, 1, host(3))
 
@@ -101,11 +358,11 @@ async def adoption(
     await search._store.open()
     known = {} if record is None else {UUID: record}
     with capture_logs() as logs:
-        found = await search.find_decided({UUID: KEPT}, known)
+        seek = await search.find_decided({UUID: KEPT}, known)
     (line,) = [one for one in logs if one["event"].startswith("quarantine.")]
-    assert line["event"] == ("quarantine.adopted" if found else "quarantine.not_adopted")
+    assert line["event"] == ("quarantine.adopted" if seek else "quarantine.not_adopted")
     assert (line["by"], line["host"]) == ("ann", host(3))
-    return found, line["reason"]
+    return seek, line["reason"]
 
 
 async def test_the_only_machine_of_the_instance_is_adopted() -> None:
@@ -126,8 +383,8 @@ async def test_the_only_machine_of_the_instance_is_adopted() -> None:
     ],
 )
 async def test_what_the_hosts_do_not_confirm_is_left_in_quarantine(services: Services, why: str) -> None:
-    found, reason = await adoption(services)
-    assert not found and why in reason
+    seek, reason = await adoption(services)
+    assert not seek and why in reason
 
 
 @pytest.mark.parametrize("up", [("s1", "s2"), ("s2",), None], ids=["silent", "down", "not known yet"])
@@ -135,17 +392,17 @@ async def test_the_host_that_the_record_names_has_to_be_looked_at(up: Collection
     """Its machine may run there."""
     services = Services(s1=(), s2=(quarantined(),))
     services.silent = {"s1"}
-    found, reason = await adoption(services, up=up)
-    assert not found and "answered" in reason
+    seek, reason = await adoption(services, up=up)
+    assert not seek and "answered" in reason
     services.silent, services.hosts = set(), (host(3),)
-    found, reason = await adoption(services)
-    assert not found and "host-1" in reason
+    seek, reason = await adoption(services)
+    assert not seek and "host-1" in reason
 
 
 async def test_a_fenced_host_need_not_answer() -> None:
     services = Services(s2=(quarantined(),))
-    found, _ = await adoption(services, up=("s2",), fenced=(host(1),))
-    assert found
+    seek, _ = await adoption(services, up=("s2",), fenced=(host(1),))
+    assert seek
 
 
 @pytest.mark.parametrize(
@@ -155,8 +412,8 @@ async def test_a_fenced_host_need_not_answer() -> None:
 )
 async def test_only_an_active_or_a_failed_record_takes_one_over(record: Instance | None) -> None:
     services = Services(s1=(), s2=(quarantined(),))
-    found, reason = await adoption(services, record=record)
-    assert not found and reason and not services.queried
+    seek, reason = await adoption(services, record=record)
+    assert not seek and reason and not services.queried
 
 
 OTHER = UUID[:-1] + ("2" if UUID[-1] == "1" else "1")

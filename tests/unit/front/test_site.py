@@ -94,9 +94,9 @@ async def test_up_serves_it_on_loopback_for_a_token_of_its_own_that_lasts(tmp_pa
     assert found[0] == found[1]
     assert {os.stat(tmp_path / name).st_mode & 0o777 for name in os.listdir(tmp_path)} == {0o600}
     auth = TokenFile(Path(rest.token_file))
-    caller = await auth.identify({b"x-auth-token": found[0].strip().encode()})
+    caller = await auth.identify(found[0].strip().encode(), {})
     assert caller is not None and set(caller.roles) == {"admin", "service"}
-    assert await auth.identify({b"x-auth-token": b"admin"}) is None
+    assert await auth.identify(b"admin", {}) is None
 
 
 def test_a_token_that_others_could_read_or_that_is_a_link_is_not_used(tmp_path: Path) -> None:

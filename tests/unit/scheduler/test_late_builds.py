@@ -24,7 +24,7 @@ from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.unanswered import UnansweredRequests
 from tests.kit.sent import Sent
 from tests.unit.scheduler.test_deletes import hold
-from tests.unit.scheduler.test_late_moves import keep_up
+from tests.unit.scheduler.test_moves import keep_up
 from tests.unit.scheduler.test_placing import Cluster, cluster
 
 __all__ = ["cluster"]  # a fixture

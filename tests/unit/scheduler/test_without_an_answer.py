@@ -41,7 +41,7 @@ from tests.kit.sent import Sent
 from tests.kit.sources import ROOT
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_deletes import hold, nowhere
-from tests.unit.scheduler.test_late_moves import keep_up
+from tests.unit.scheduler.test_moves import keep_up
 from tests.unit.scheduler.test_placing import Cluster, cluster
 
 # --- what placement does not answer about waits, alone; what it refuses for good ends. Neither holds up its batch

@@ -1,4 +1,4 @@
-"""Requests about what rests, is offloaded, has moved or is moving: a row for each condition that decides."""
+"""Requests of moves: their refusals, queries and announcements, what a record is when one has begun, and a delete."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.base import Refusal
+from bus.contracts.cell import Origin, Spawn
+from bus.contracts.groups import ServerGroup
+from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import EndedMove, Instance, Power, State
+from cell_conductor.domain.instance import EndedMove, Instance, Phase, Power, State
 from cell_conductor.domain.steps import StepContext
-from tests.unit.conductor.move_scenario import MOVE, OTHER, SERVICE_DOWN, request
+from cell_conductor.domain.table import step
+from tests.unit.conductor.move_scenario import MOVE, OTHER, SERVICE_DOWN, request, unbegun
 from tests.unit.conductor.records import (
     BY_REVERT,
     IN_DOUBT,
+    ON_1,
+    ON_2,
+    ON_3,
     Case,
+    answer,
     at_source,
     case,
+    changing,
     fenced,
     in_place,
     moving,
@@ -25,13 +34,12 @@ from tests.unit.conductor.records import (
     record,
     unshelving,
 )
-from tests.unit.conductor.scenario import SPEC, UUID
+from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host
 
-K, S = MoveKind, State
-REFUSED_ABORT = (EndedMove(OTHER, K.ABORT, MoveState.REFUSED, "x"),)
-ENDED_START = (EndedMove(OTHER, K.START, MoveState.DONE),)
-SMALL = replace(SPEC, flavor="small")
-TIED, HOLDS = replace(SPEC, networks=("n",)), replace(SPEC, volumes=("v",))
+K, S, C = MoveKind, State, Condition
+DONE_STOP = (EndedMove(OTHER, K.STOP, MoveState.DONE),)
+LEFT_BY = (EndedMove(OTHER, K.STOP, MoveState.SCHEDULED),)
+LATE = e.TimedOut(at=220.0)
 
 
 def rests(power: Power = Power.RUNNING, state: State = S.ACTIVE, **other: Any) -> Instance:
@@ -40,6 +48,176 @@ def rests(power: Power = Power.RUNNING, state: State = S.ACTIVE, **other: Any) -
 
 def wants(kind: MoveKind, *hosts: int, **fields: Any) -> e.MoveRequested:
     return request(kind, *hosts, request_id=OTHER, **fields)
+
+
+def given_up(kind: MoveKind, request_id: str = OTHER) -> e.MoveRequested:
+    return unbegun(request(kind, request_id=request_id), Refusal(code="x", reason="y"))
+
+
+def query(kind: MoveKind, request_id: str = OTHER) -> e.MoveRequested:
+    return unbegun(request(kind, request_id=request_id))
+
+
+REFUSALS: list[Case] = [
+    case(rests(), given_up(K.STOP), "active", "stop: refused x"),
+    case(rests(ended=DONE_STOP), given_up(K.STOP), "active", "stop: done"),
+    case(moving(S.PREPARING), given_up(K.STOP), "preparing", "stop: refused x"),
+    case(moving(S.PREPARING), given_up(K.MIGRATE, MOVE), "preparing"),
+    case(moving(S.RESIZED, move=BY_REVERT), given_up(K.REVERT), "resized"),
+    case(Instance(uuid=UUID), given_up(K.STOP), "absent", "stop: refused instance.unknown"),
+    case(Instance(uuid=UUID), wants(K.STOP), "absent", "stop: refused instance.unknown"),
+    case(Instance(uuid=UUID), query(K.STOP), "absent", "stop: failed instance.unknown"),
+    case(rests(), query(K.STOP), "active", "stop: failed move.lost"),
+    case(rests(ended=DONE_STOP), query(K.STOP), "active", "stop: done"),
+    case(moving(S.PREPARING), query(K.MIGRATE, MOVE), "preparing", "migrate: preparing"),
+    case(moving(S.PREPARING), query(K.STOP), "preparing", "stop: failed move.lost"),
+    case(moving(S.RESIZED, move=BY_REVERT), query(K.REVERT), "resized", "revert: changing"),
+    case(rests(state=S.FAILED), wants(K.STOP), "failed", "stop: refused instance.not_active"),
+    case(rests(state=S.FAILED, ended=DONE_STOP), wants(K.STOP), "failed", "stop: done"),
+    case(rests(state=S.DELETED), wants(K.STOP), "deleted", "stop: refused instance.not_active"),
+    case(rests(state=S.BUILDING), wants(K.STOP), "building", "stop: refused instance.not_active"),
+    case(rests(state=S.BUILDING, ended=DONE_STOP), wants(K.STOP), "building", "stop: done"),
+    case(moving(S.DESTROYING, S.DELETED), wants(K.STOP), "destroying/deleted", "stop: refused instance.not_active"),
+    case(moving(S.FINISHING), wants(K.STOP), "finishing", "stop: refused instance.busy"),
+    case(moving(S.FINISHING), request(K.MIGRATE), "finishing"),
+    case(moving(S.FINISHING, ended=DONE_STOP), wants(K.STOP), "finishing", "stop: done"),
+    case(moving(S.FINISHING), wants(K.ABORT), "finishing", "abort: refused move.too_late"),
+    case(moving(S.FINISHING), wants(K.CONFIRM), "finishing", "confirm: refused move.too_late"),
+    case(rests(ended=LEFT_BY), wants(K.STOP), "active", "stop: failed move.lost"),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), REFUSALS)
+def test_a_request_that_is_not_begun_is_answered(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    assert outcome(before, event, context) == (phase, commands)
+
+
+IN_ZONE = replace(ON_2, zone="z")
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "shown"),
+    [
+        (*answer(moving(S.PREPARING, selections=(ON_1, IN_ZONE)), 2), (C.MOVING, "host-2", host(2), "z")),
+        (moving(S.RESIZED, selections=(ON_1, IN_ZONE)), LATE, (C.RESIZED, "host-2", host(2), "z")),
+        (moving(S.RELEASING, S.ACTIVE), e.Released(at=220.0, consumer=MOVE), (C.ACTIVE, "host-2", host(2), "")),
+        (rests(Power.STOPPED), wants(K.UNRESCUE), (C.STOPPED, "host-2", host(2), "")),
+        (rests(selections=(IN_ZONE,), position=0, state=S.OFFLOADED), wants(K.STOP), (C.OFFLOADED, None, None, "")),
+        (rests(selections=(), position=0, state=S.DELETED), wants(K.STOP), (C.DELETED, None, None, "")),
+    ],
+)
+def test_an_announcement_has_the_instances_condition_and_its_host_if_it_has_one(
+    before: Instance, event: e.Event, shown: tuple[Condition, str | None, str | None, str]
+) -> None:
+    (*_, last) = [one for one in step(before, event, PATIENCE).commands if isinstance(one, MoveEvent)]
+    assert (last.condition, last.host, last.host_uuid, last.zone) == shown
+
+
+@pytest.mark.parametrize(("context", "has_reason"), [(PATIENCE, False), (SERVICE_DOWN, True)])
+def test_a_source_that_is_waited_for_is_named_with_the_code_of_its_service(
+    context: StepContext, has_reason: bool
+) -> None:
+    waiting = moving(S.DESTROYING, S.ACTIVE, {"by": OTHER, "by_kind": K.CONFIRM, "answered": True})
+    (*_, last) = [one for one in step(waiting, LATE, context).commands if isinstance(one, MoveEvent)]
+    assert (SERVICE_DOWN.down["s1"].code in last.reason) is has_reason
+
+
+OLD, NEW = {"instances": 1}, {"instances": 2}
+GROUP, NEW_GROUP = (ServerGroup(uuid=name, policy="affinity") for name in ("g1", "g2"))
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "limits", "newest", "source_attempt"),
+    [
+        (rests(), wants(K.MIGRATE, 3), NEW, 4, 2),
+        (rests(), wants(K.LIVE_MIGRATE, 3), NEW, 4, 2),
+        (rests(), wants(K.RESIZE, 3), NEW, 4, 2),
+        (rests(), wants(K.MIGRATE, 3, to_cell="c2"), NEW, 5, 2),
+        (rests(state=S.OFFLOADED), wants(K.UNSHELVE, 3), NEW, 4, 0),
+        (rests(state=S.OFFLOADED), wants(K.UNSHELVE, 3, to_cell="c2"), NEW, 5, 0),
+        (rests(), wants(K.STOP), OLD, 4, 0),
+        (rests(), wants(K.REBUILD), OLD, 4, 0),
+    ],
+)
+def test_the_record_of_a_request_that_has_begun(
+    before: Instance, event: e.MoveRequested, limits: dict[str, int], newest: int, source_attempt: int
+) -> None:
+    begun = replace(event, request=replace(event.request, limits=NEW))
+    after = step(replace(before, limits=OLD), begun, PATIENCE).instance
+    assert after.move is not None
+    assert (after.limits, after.newest, after.move.source_attempt) == (limits, newest, source_attempt)
+
+
+@pytest.mark.parametrize(
+    ("group", "known", "expected", "next_number"),
+    [(None, 10, GROUP, 21), (NEW_GROUP, 19, NEW_GROUP, 21), (None, 20, GROUP, 22), (None, 30, GROUP, 32)],
+)
+def test_a_request_may_have_a_group_of_its_own_and_is_announced_above_what_schedulers_have(
+    group: ServerGroup | None, known: int, expected: ServerGroup, next_number: int
+) -> None:
+    wanted = wants(K.MIGRATE, 3, server_group=group, sequence=known)
+    after = step(rests(server_group=GROUP), wanted, PATIENCE).instance
+    assert (after.server_group, after.sequence) == (expected, next_number)
+
+
+@pytest.mark.parametrize(
+    ("before", "n", "origin"),
+    [
+        (unshelving(S.PREPARING), 2, Origin(migration=MOVE, image="kept", runs=True)),
+        (moving(S.HANDING_OVER, move={"handed_over": True}, image="kept"), 1,
+         Origin(migration=MOVE, host_uuid=host(1), runs=True)),
+        (moving(S.HANDING_OVER, move={"handed_over": True, "power": Power.STOPPED}), 1,
+         Origin(migration=MOVE, host_uuid=host(1), runs=False)),
+        (moving(S.HANDING_OVER), 1, Origin(migration=MOVE, runs=True)),
+    ],
+)  # fmt: skip
+def test_what_a_destination_builds_from(before: Instance, n: int, origin: Origin) -> None:
+    (spawn,) = [one for one in step(*answer(before, n), PATIENCE).commands if isinstance(one, Spawn)]
+    assert spawn.origin == origin
+
+
+LEAVING, LEFT = (S.DESTROYING, S.DELETED), (S.RELEASING, S.DELETED)
+
+
+@pytest.mark.parametrize(
+    ("before", "context", "phase", "gone", "newest"),
+    [
+        (moving(S.REVERTING), PATIENCE, LEAVING, (True, False), 5),
+        (moving(S.PREPARING), PATIENCE, LEAVING, (True, False), 4),
+        (moving(S.PREPARING, doubted=True), IN_DOUBT, LEAVING, (False, False), 4),
+        (moving(S.PREPARING, doubted=True), PATIENCE, LEAVING, (True, False), 4),
+        (moving(S.PREPARING, move={"to_cell": "c2"}), IN_DOUBT, LEAVING, (True, False), 4),
+        (moving(S.PREPARING, move={"to_cell": "c2"}, doubted=True), IN_DOUBT, (S.PREPARING, None), (False, False), 4),
+        (moving(S.REVERTING, move={"to_cell": "c2"}, doubted=True), IN_DOUBT, LEAVING, (True, False), 5),
+        (moving(S.FINISHING), PATIENCE, LEAVING, (False, False), 4),
+        (moving(S.RESIZED), PATIENCE, LEAVING, (False, False), 4),
+        (moving(S.DESTROYING, S.ACTIVE), PATIENCE, LEAVING, (False, False), 4),
+        (moving(S.DESTROYING, S.REVERTING), PATIENCE, LEAVING, (False, False), 4),
+        (moving(S.RELEASING, S.ACTIVE), PATIENCE, LEAVING, (False, True), 4),
+        (moving(S.RELEASING, S.DEPARTED), PATIENCE, LEFT, (True, True), 4),
+        (changing(K.STOP), PATIENCE, LEAVING, (False, True), 4),
+        (unshelving(S.PREPARING), PATIENCE, LEFT, (True, True), 4),
+        (at_source(selections=(ON_1, ON_2, ON_3)), PATIENCE, (S.CLAIMING, S.PREPARING), (False, False), 4),
+    ],
+)  # fmt: skip
+def test_a_delete_of_what_moves_waits_for_the_machines_that_may_be_there(
+    before: Instance, context: StepContext, phase: Phase, gone: tuple[bool, bool], newest: int
+) -> None:
+    after = step(before, DELETE, context).instance
+    assert after.move is not None
+    assert (after.phase, (after.move.here_gone, after.move.source_gone)) == (phase, gone)
+    assert after.newest == newest
+
+
+# --- requests about what rests, is offloaded, has moved or is moving: a row for each condition that decides
+
+
+REFUSED_ABORT = (EndedMove(OTHER, K.ABORT, MoveState.REFUSED, "x"),)
+ENDED_START = (EndedMove(OTHER, K.START, MoveState.DONE),)
+SMALL = replace(SPEC, flavor="small")
+TIED, HOLDS = replace(SPEC, networks=("n",)), replace(SPEC, volumes=("v",))
 
 
 AT_REST: list[Case] = [

@@ -1,0 +1,364 @@
+"""Deliberate defects that one kind of world finds. ..._FOUND_BY: the seed that finds each, in that kind alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.cell_links import CellLinks
+from bus.contracts.base import Refusal
+from bus.contracts.book import HeldAllocation
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import CellDelete
+from bus.contracts.moves import MoveEvent
+from bus.contracts.objects import CellBus
+from bus.contracts.placement import ClaimAll, ClaimAllResult, ReleaseRun
+from bus.persistence.outbox import OutboxMessage
+from cell_conductor.domain import departure_rules, move_rules
+from cell_conductor.domain.events import ChangeEnded
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.move_steps import change, is_awaited
+from cell_conductor.domain.steps import Step
+from cell_conductor.domain.table import TABLE, Rule
+from cell_conductor.search import MachineSearch, Searched
+from placement_worker.cells import CellFollower
+from placement_worker.domain import claims
+from scheduler_worker import deletes, placing
+from scheduler_worker import keepers as scheduler_cells
+from scheduler_worker.domain import decisions, gangs, transfers
+from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildDecision, ProjectsBuild, RecordedBuild, effects
+from scheduler_worker.domain.decisions import NO_HOST, given_up
+from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
+from scheduler_worker.domain.placement import ClaimStranded, PlacementRefused, PlacementState
+from scheduler_worker.domain.selector import NoValidHost
+from scheduler_worker.placing import Placer
+from scheduler_worker.unanswered import UnansweredRequests
+from tests.sim.mutants_of_disks import unwatched
+
+
+def placement_stays_with_its_settings() -> AbstractContextManager[Any]:
+    """Placement connects to no cell that its settings do not name."""
+
+    async def look(self: CellFollower) -> bool:
+        return True
+
+    return patch.object(CellFollower, "_look", look)
+
+
+def removed_cell_is_not_taken_back() -> AbstractContextManager[Any]:
+    """A worker that has left a cell does not connect to it again."""
+    original = CellLinks.want
+
+    def want(self: Any, cells: Mapping[str, CellBus | None]) -> None:
+        left = {name for name, slot in self._slots.items() if not slot.wanted}
+        original(self, {name: where for name, where in cells.items() if name not in left})
+
+    return patch.object(CellLinks, "want", want)
+
+
+def added_cell_is_not_taken_into_use() -> AbstractContextManager[Any]:
+    """Schedulers go by their settings alone."""
+
+    def in_use(settings: Any, _decisions: Any, _occupied: Any = ()) -> dict[str, CellBus | None]:
+        return dict.fromkeys(settings)
+
+    return patch.object(scheduler_cells, "cells_in_use", in_use)
+
+
+MUTANTS_OF_CELLS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    placement_stays_with_its_settings,
+    removed_cell_is_not_taken_back,
+    added_cell_is_not_taken_into_use,
+)
+CELLS_FOUND_BY: dict[str, int] = {
+    "placement_stays_with_its_settings": 1,
+    "removed_cell_is_not_taken_back": 4,
+    "added_cell_is_not_taken_into_use": 1,
+}
+
+
+# --- deliberate defects of gangs. FOUND_BY: the seed, with the kind `gangs` alone, that finds each
+
+
+REFUSED = PlacementRefused("", "", is_fenced=True)
+
+
+def gang_claimed_one_by_one() -> AbstractContextManager[Any]:
+    """Placement takes of a gang what fits."""
+
+    def claim_all(ledger: Any, item: ClaimAll) -> ClaimAllResult:
+        return ClaimAllResult(results=tuple(claims._claim(ledger, claim) for claim in item.claims))
+
+    return patch.object(claims, "_claim_all", claim_all)
+
+
+def refused_gang_written_all_the_same() -> AbstractContextManager[Any]:
+    """The trial of a gang is kept although one of its claims did not hold."""
+    trial = claims.ClaimLedger.trial
+
+    def tried(self: Any, gang: Any) -> Any:
+        copy = trial(self, gang)
+        self.joined, self.changed_consumers, self.used = copy.joined, copy.changed_consumers, copy.used
+        self.generations, self._changes = copy.generations, copy._changes
+        return copy
+
+    return patch.object(claims.ClaimLedger, "trial", tried)
+
+
+def too_few_go_on() -> AbstractContextManager[Any]:
+    """The members of a gang that have a host are claimed, however few they are."""
+    original = gangs.with_gang_results
+
+    def too_soon(states: Any) -> Any:
+        lenient = [
+            one if one.gang is None else placing.replace(one, gang=placing.replace(one.gang, min_count=1))
+            for one in states
+        ]
+        return [
+            placing.replace(after, gang=before.gang) for before, after in zip(states, original(lenient), strict=True)
+        ]
+
+    return patch.object(placing, "with_gang_results", too_soon)
+
+
+def members_without_a_host_are_withdrawn() -> AbstractContextManager[Any]:
+    """A gang waits for no member that has no host, as if a delete had fenced each."""
+    needed = gangs.needed
+
+    def any_refusal(gang: Any, results: Any) -> int:
+        return needed(gang, [REFUSED if isinstance(one, PlacementRefused | NoValidHost) else one for one in results])
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(gangs, "needed", any_refusal))
+    stack.enter_context(patch.object(decisions, "needed", any_refusal))
+    return stack
+
+
+MUTANTS_OF_GANGS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    gang_claimed_one_by_one,
+    refused_gang_written_all_the_same,
+    too_few_go_on,
+    members_without_a_host_are_withdrawn,
+)
+GANGS_FOUND_BY: dict[str, int] = {
+    "gang_claimed_one_by_one": 27,
+    "refused_gang_written_all_the_same": 27,
+    "too_few_go_on": 15,
+    "members_without_a_host_are_withdrawn": 11,
+}
+
+
+# --- deliberate defects of the search for machines of builds that a cell's database has forgotten. FOUND_BY: the seed
+# of
+
+
+def search_finds_nothing() -> AbstractContextManager[Any]:
+    """The compute services are not queried, as if none had a machine."""
+
+    async def find(self: MachineSearch, uuids: Collection[str]) -> Searched:
+        return Searched()
+
+    return patch.object(MachineSearch, "find", find)
+
+
+def deletes_are_not_searched() -> AbstractContextManager[Any]:
+    """A delete of an instance without a record is one that came before its build."""
+
+    async def find_unrecorded(self: MachineSearch, uuids: Collection[str]) -> set[str]:
+        return set()
+
+    return patch.object(MachineSearch, "find_unrecorded", find_unrecorded)
+
+
+MUTANTS_OF_FORGOTTEN_BUILDS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    search_finds_nothing,
+    deletes_are_not_searched,
+)
+BUILDS_FOUND_BY: dict[str, int] = {
+    "search_finds_nothing": 2,
+    "deletes_are_not_searched": 1,
+}
+BUILDS_BREAK: dict[str, str] = {
+    "search_finds_nothing": "never_running_unclaimed",
+    "deletes_are_not_searched": "liveness",
+}
+
+
+# --- deliberate defects of what schedulers do about instances whose requests they have forgotten. FOUND_BY: the seed
+# of
+
+
+@contextmanager
+def claims_are_released_without_a_name() -> Iterator[None]:
+    """What no host can take fails without a look at what its instance holds, and releases whatever that is (red:
+    scheduler 1).
+    """
+
+    def nameless(before: BuildState | None, after: RecordedBuild, *more: Any) -> list[OutboxMessage]:
+        sent = effects(before, after, *more)
+        if after.state is not BuildState.FAILED:
+            return sent
+        release = ReleaseRun(consumer=after.instance_uuid, attempt=FIRST_ATTEMPT, project_id=after.project_id)
+        return [*sent, OutboxMessage(API, release, after.instance_uuid)]
+
+    with full_clouds_are_not_looked_up(), patch.object(decisions, "effects", nameless):
+        yield
+
+
+def full_clouds_are_not_looked_up() -> AbstractContextManager[Any]:
+    """A request that no host can take fails, whatever its instance holds."""
+
+    async def unchanged(self: Placer, states: list[PlacementState]) -> list[PlacementState]:
+        return states
+
+    return patch.object(Placer, "_recover", unchanged)
+
+
+def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
+    """A delete that comes before the decision ends the build, though its instance runs."""
+
+    def plan(
+        requested: Sequence[PendingDelete],
+        builds: Mapping[str, RecordedBuild],
+        author: Author,
+        held: Mapping[ProjectsBuild, HeldAllocation] | None = None,
+    ) -> DeletePlan:
+        if held is not None:
+            accepted = {uuid for uuid, build in builds.items() if build.state is BuildState.ACCEPTED}
+            held = {key: one for key, one in held.items() if key[0] not in accepted}
+        return plan_deletes(requested, builds, author, held)
+
+    return patch.object(deletes, "plan_deletes", plan)
+
+
+def stranded_builds_fail() -> AbstractContextManager[Any]:
+    """A build that is not placed where its claim is held fails, and its claim is released: its cell is not queried."""
+
+    def fails(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildDecision:
+        failed = given_up(request, Refusal(code=NO_HOST, reason=held.reason), author)
+        return replace(failed, build=replace(failed.build, attempt=held.attempt))
+
+    return patch.object(decisions, "_stranded", fails)
+
+
+MUTANTS_OF_FORGOTTEN_REQUESTS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    claims_are_released_without_a_name,
+    full_clouds_are_not_looked_up,
+    stranded_builds_fail,
+    kept_instances_are_called_deleted,
+)
+REQUESTS_FOUND_BY: dict[str, int] = {
+    "claims_are_released_without_a_name": 18,
+    "full_clouds_are_not_looked_up": 18,
+    "stranded_builds_fail": 18,
+    "kept_instances_are_called_deleted": 18,
+}
+REQUESTS_BREAK: dict[str, str] = {
+    "claims_are_released_without_a_name": "never_running_unclaimed",
+    "full_clouds_are_not_looked_up": "effects_have_a_cause",
+    "stranded_builds_fail": "never_running_unclaimed",
+    "kept_instances_are_called_deleted": "effects_have_a_cause",
+}
+
+
+# --- deliberate defects of instances that leave their cell. FOUND_BY: the seed of `transfers` that finds each
+
+
+def former_cell_keeps_it() -> AbstractContextManager[Any]:
+    """A cell announces that an instance has left, and has it still."""
+    original = departure_rules._depart
+
+    def depart(instance: Any, at: float, context: Any) -> Step:
+        stepped = original(instance, at, context)
+        return Step(replace(instance, sequence=instance.sequence + 1), stepped.commands)
+
+    return patch.object(departure_rules, "_depart", depart)
+
+
+def map_names_the_former_cell() -> AbstractContextManager[Any]:
+    """The map of instances to cells is not changed when one leaves."""
+    original = transfers.transfer
+
+    def transfer(event: MoveEvent, build: Any, move: Any) -> Any:
+        gone = original(event, build, move)
+        return replace(gone, build=replace(gone.build, cell=build.cell))
+
+    return patch.object(transfers, "transfer", transfer)
+
+
+def leaves_with_its_machine() -> AbstractContextManager[Any]:
+    """An instance departs as soon as its next host has been checked, and its host is not commanded to destroy."""
+    return patch.object(departure_rules, "give_away", departure_rules._depart)
+
+
+def leaves_unchecked() -> AbstractContextManager[Any]:
+    """Its machine is destroyed though no host of the other cell has shown that it reads its image."""
+    original = move_rules.take_over
+
+    def take_over(instance: Any, event: Any, context: Any) -> Step:
+        is_stopped = event.done and instance.is_leaving and instance.move.source is not None
+        if not is_stopped or not is_awaited(instance, event, instance.move.source, instance.source_attempt):
+            return original(instance, event, context)
+        return departure_rules.give_away(replace(instance, image=event.image), event.at, context)
+
+    return in_table(State.HANDING_OVER, ChangeEnded, take_over, State.DESTROYING)
+
+
+def leaves_without_an_image() -> AbstractContextManager[Any]:
+    """The answer of its host that it is stopped is not waited for."""
+    original = move_rules.change
+
+    def begin(instance: Any, state: State, at: float, context: Any) -> Step:
+        if state is State.HANDING_OVER and instance.is_leaving:
+            return change(instance, State.PREPARING, at, context)
+        return original(instance, state, at, context)
+
+    return patch.object(move_rules, "change", begin)
+
+
+def delete_does_not_follow() -> AbstractContextManager[Any]:
+    """The delete of an instance that has left its cell meanwhile is not sent to its next cell.
+
+    Without the watch of builds, which repeats a delete until it has ended, and so mends this.
+    """
+    original = transfers.transfer
+
+    def transfer(event: MoveEvent, *arguments: Any) -> Any:
+        gone = original(event, *arguments)
+        return replace(gone, commands=tuple(one for one in gone.commands if not isinstance(one, CellDelete)))
+
+    patches = ExitStack()
+    patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
+    patches.enter_context(patch.object(transfers, "transfer", transfer))
+    return patches
+
+
+def in_table(state: State, event: type[Any], rule: Callable[..., Step], *to: State) -> AbstractContextManager[Any]:
+    """The table with another rule at one place."""
+    row = TABLE[state]
+    before = row[event]
+    assert before is not None
+    return patch.dict(row, {event: Rule(rule, (*before.to, *to))})  # type: ignore[arg-type]
+
+
+MUTANTS_OF_TRANSFERS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    former_cell_keeps_it,
+    map_names_the_former_cell,
+    leaves_with_its_machine,
+    leaves_unchecked,
+    leaves_without_an_image,
+    delete_does_not_follow,
+)
+TRANSFERS_FOUND_BY: dict[str, int] = {
+    "former_cell_keeps_it": 1,
+    "map_names_the_former_cell": 1,
+    "leaves_with_its_machine": 1,
+    "leaves_unchecked": 1,
+    "leaves_without_an_image": 1,
+    "delete_does_not_follow": 164,
+}
