@@ -16,7 +16,7 @@ PAGE, REASONS = HERE / "RESULTS.md", HERE / "reasons.toml"
 CHECKS = "checks."
 HEAD = """# Nova's tests with berth as their scheduler
 
-Made by `tests/nova/page.py` from what `scripts/nova test --json` wrote; the reasons are in `reasons.toml`. Nova 34.0.0, RabbitMQ,
+Made by `page.py` from what `scripts/nova test --json` wrote; the reasons are in `reasons.toml`. Nova 34.0.0, RabbitMQ,
 a stock nova-scheduler as the fallback.
 """
 
