@@ -59,7 +59,9 @@ class Select(Cloud):
         name, made = f"bench{number:04}", str(uuid.uuid4())
         admin = context.get_admin_context()
         with context.target_cell(admin, cell) as targeted:
-            service = objects.Service(targeted, host=name, binary="nova-compute", topic="compute")
+            service = objects.Service(
+                targeted, host=name, binary="nova-compute", topic="compute", disabled=False, forced_down=False
+            )
             service.create()
             service.last_seen_up = datetime.datetime.now(datetime.UTC)
             service.report_count = 1
@@ -104,8 +106,9 @@ class Select(Cloud):
     def call(self, api: rpcapi.SchedulerAPI, admin: context.RequestContext) -> None:
         """One server."""
         flavor = objects.Flavor(
-            flavorid="1", name="bench", vcpus=1, memory_mb=512, root_gb=1, ephemeral_gb=0, swap=0, extra_specs={}
-        )
+            id=1, flavorid="1", name="bench", vcpus=1, memory_mb=512, root_gb=1, ephemeral_gb=0, swap=0, extra_specs={},
+            disabled=False, is_public=True, rxtx_factor=1.0, vcpu_weight=0, description=None, projects=[],
+        )  # fmt: skip
         spec = objects.RequestSpec.from_components(
             admin, str(uuid.uuid4()), objects.ImageMeta(properties=objects.ImageMetaProps()), flavor,
             None, None, {}, None, None, project_id="bench", user_id="bench",

@@ -28,6 +28,8 @@ from bus.service.service import Service
 from placement_worker.book import ResourceBook
 from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
+from scheduler_worker import plugins
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.nova.envelope import Call
 from scheduler_worker.nova.select import Destinations
 
@@ -133,4 +135,7 @@ async def _front(here: Site, file: Path, told: str, stop: asyncio.Event) -> None
 
 
 if __name__ == "__main__":
+    # They are imported by name: now, and not by each front.
+    plugins.filters(SchedulerConfig())
+    plugins.weighings(SchedulerConfig())
     serve(run)

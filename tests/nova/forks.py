@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -19,6 +20,18 @@ from typing import Any
 
 POLL_S = 0.02
 END_S = 30.0
+LOCKED_S = 60.0
+
+
+def wait_for_locks() -> None:
+    """A database that another process writes to is waited for: a test's SQLite files are shared with its schedulers."""
+    connect = sqlite3.dbapi2.connect
+
+    def patient(*arguments: Any, **named: Any) -> sqlite3.Connection:
+        found: sqlite3.Connection = connect(*arguments, **{"timeout": LOCKED_S, **named})
+        return found
+
+    sqlite3.dbapi2.connect = patient
 
 
 def serve(child: Callable[[dict[str, Any]], None]) -> None:

@@ -24,6 +24,7 @@ os.environ.setdefault("OS_TEST_TIMEOUT", "150")
 import nova.tests.functional  # noqa: F401  (it has to be the first)
 import outside
 import testtools
+from forks import wait_for_locks
 from nova import test as nova_test
 from nova.conf import paths
 from oslo_config import cfg
@@ -142,6 +143,7 @@ def main() -> None:
     cfg.set_defaults(paths.ALL_OPTS, pybasedir=sys.prefix)
     given = json.loads(options.tests.read_text())
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    wait_for_locks()
     Schemas().run(Result())
     leave_out_cleanups()
     calls = outside.Calls()

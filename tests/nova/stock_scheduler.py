@@ -19,7 +19,7 @@ monkey_patch.patch(backend="threading")  # before anything else of Nova
 
 # ruff: noqa: E402
 import fixtures
-from forks import serve
+from forks import serve, wait_for_locks
 from neutronclient.common import exceptions as neutron_exceptions
 from nova import config, exception, objects, rpc, service
 from nova.conf import CONF
@@ -84,6 +84,7 @@ def settle(cloud: dict[str, Any]) -> None:
     CONF.set_override("transport_url", cloud["amqp"].replace("amqp://", "rabbit://"))
     CONF.set_override("use_stderr", True)
     CONF.set_override("debug", False)
+    CONF.set_override("report_interval", 86_400)  # each report would lock the test's database
 
 
 def connect(cloud: dict[str, Any]) -> None:
@@ -103,6 +104,7 @@ def targeted(context: Any) -> bool:
 
 def run(given: dict[str, Any]) -> None:
     """{"cloud": a file, see `outside.cloud`; "ready": the file that is made when it serves}. Until SIGTERM."""
+    wait_for_locks()
     cloud = json.loads(Path(given["cloud"]).read_text())
     log.register_options(CONF)
     settle(cloud)

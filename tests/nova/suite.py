@@ -34,6 +34,7 @@ Vhosts = dict[str, str]  # of one test; see world.py
 RESTART = "restart-broker"  # see world.py
 # Those that start and kill schedulers themselves; one at a time, as they restart the broker.
 KILLS = ("checks.kills.", "bench.")
+CHECKS = "checks."
 
 
 def listed(python: str, work: Path, *words: str) -> list[str]:
@@ -128,14 +129,14 @@ def discover(options: argparse.Namespace, work: Path) -> list[Outcome]:
 
 def _vhosts(broker: RabbitMQ, ids: list[str], processes: int) -> list[Vhosts]:
     """Of each test. It shares that of its fallback with tests that have ended: a vhost takes the broker a while."""
-    names = [
-        {
-            "main": f"main-{at}",
-            "stock": f"stock-{at % (2 * processes)}",
-            **({"bus": f"bus-{at}"} if name.startswith(KILLS) else {}),
-        }
-        for at, name in enumerate(ids)
-    ]
+    names = [{"main": f"main-{at}"} for at in range(len(ids))]
+    for at, (name, of_test) in enumerate(zip(ids, names, strict=True)):
+        if name.startswith(KILLS):
+            of_test["bus"] = f"bus-{at}"
+        elif not name.startswith(
+            CHECKS
+        ):  # a second process on a test's SQLite files has the first one's writes refused
+            of_test["stock"] = f"stock-{at % (2 * processes)}"
     urls = broker.add_vhosts({name: None for of_test in names for name in of_test.values()})
     return [{part: urls[name] for part, name in of_test.items()} for of_test in names]
 

@@ -35,8 +35,8 @@ ADMINISTRATOR = {
     "HTTP_X_ROLES": "reader,member,admin",
 }
 
-# {"main": the URL of the one with Nova's services, "stock": of the one with the fallback's nova-scheduler, "bus": of
-# berth's own, for a test that starts and kills its schedulers itself}
+# {"main": the URL of the one with Nova's services, "stock": of the one with the fallback's nova-scheduler, which
+# may be left out, "bus": of berth's own, for a test that starts and kills its schedulers itself}
 Vhosts = dict[str, str]
 App = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
@@ -123,11 +123,12 @@ class Servers:
         self._cloud = cloud()
         if "bus" in self.urls:
             return
-        self._scheduler = self._fork_stock("stock" if self.mode == "front" else "main")
-        if self.mode == "front":
-            self._tell(self._front)
-        else:
-            self._wait_stock(self._scheduler)
+        if self.mode != "front":
+            self._scheduler = self.start_stock()
+            return
+        if "stock" in self.urls:
+            self._scheduler = self._fork_stock("stock")
+        self._tell(self._front)
 
     def start_stock(self) -> Fork:
         """A stock nova-scheduler on topic `scheduler`, beside all others."""
@@ -184,7 +185,7 @@ class Servers:
                 "states_max_age_s": states_max_age_s,
             },
         }
-        if "bus" not in self.urls:
+        if "stock" in self.urls:
             settings["nova"]["fallback_url"] = self.urls["stock"]
         new = file.with_suffix(".new")
         new.write_text(json.dumps({"settings": settings, "weights": self._cloud["weights"] or {}}))
@@ -219,14 +220,14 @@ class Servers:
         """Before a call: restart schedulers whose settings the test has changed since, as its operator would; wait for
         a front, which serves once it has read Nova's API, and that comes last in a test.
         """
-        if self._scheduler is None:
+        if "bus" in self.urls or not self._cloud:
             return
         if cloud() != self._cloud:
             self.stop_scheduler()
             self.start_scheduler(cloud)
         if self.mode == "front":
-            assert self._scheduler is not None
-            self._wait_stock(self._scheduler)
+            if self._scheduler is not None:
+                self._wait_stock(self._scheduler)
             self._wait_front(self._berth, self._front)
 
     def stop_scheduler(self) -> None:
