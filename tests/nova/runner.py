@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OS_NOVA_DISABLE_EVENTLET_PATCHING"] = "true"  # as nova-scheduler, nova-conductor and nova-compute run
-os.environ.setdefault("OS_TEST_TIMEOUT", "150")
+os.environ.setdefault("OS_TEST_TIMEOUT", "400")
 
 import nova.tests.functional  # noqa: F401  (it has to be the first)
 import outside
@@ -31,7 +31,7 @@ from oslo_config import cfg
 from oslo_utils.fixture import uuidsentinel
 from world import World
 
-# A test has a limit of its own, of 150 s, which cannot interrupt everything.
+# A test has a limit of its own, of 400 s, which cannot interrupt everything.
 HANG_S = 600.0
 POLL_S = 0.02
 

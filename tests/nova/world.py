@@ -181,7 +181,7 @@ class Servers:
             "api": {
                 "url": self.compute.url,
                 "token": "not-looked-at",
-                "cells": {self._cell: ["*"]},
+                **self._cells(),
                 "states_max_age_s": states_max_age_s,
             },
         }
@@ -190,6 +190,12 @@ class Servers:
         new = file.with_suffix(".new")
         new.write_text(json.dumps({"settings": settings, "weights": self._cloud["weights"] or {}}))
         new.rename(file)
+
+    def _cells(self) -> dict[str, Any]:
+        """Of one cell with hosts its uuid is enough; beside it there is cell0."""
+        if len(self._cloud["cells"]) <= 2:
+            return {"cells": {self._cell: ["*"]}}
+        return {"cells_database": self._cloud["api_database"]}
 
     def _fork_stock(self, vhost: str) -> Fork:
         told = {**self._cloud, "placement": self.placement, "amqp": self.urls[vhost]}

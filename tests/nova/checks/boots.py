@@ -104,8 +104,8 @@ class Where(Cloud):
 
     def test_the_default_zone_rules_nothing_out(self) -> None:
         """It is the metadata of no aggregate, and Nova has no other filter of zones any more."""
-        for host in HOSTS:
-            self.zone(f"zone of {host}", host)
+        for host in HOSTS[1:]:
+            self.zone(f"zone-{host}", host)
         self.assertIn(self.host(self.boot(availability_zone="nova")), HOSTS)
 
     def test_a_full_zone(self) -> None:
