@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 from calls import Call
-from compare import data_of, not_negative, without_order, wording
+from compare import data_of, not_negative, part_of, without_order, wording
 
 NUL = "\\u0000"
 LINE_END = '\\n"'
@@ -30,25 +30,55 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
     if nothing and ours.status_code == 400 and "No such " in wording(ours):
         return "a name that does not exist, where the real one has found nothing before it looks"
     if call.path.startswith("/allocation_candidates?") and real.status_code == ours.status_code == 200:
-        if not data_of(real)["allocation_requests"] and _only_forbids(call):
-            return "a group without resources that only forbids: the real one finds nothing at all"
+        if not data_of(real)["allocation_requests"] and _requires_nothing(call):
+            return "a group without resources, required traits and aggregates: the real one finds nothing at all"
         if _loses_anchors(call, data_of(real), data_of(ours)):
             return "the real one keeps one tree of several that share all that the un-numbered group requires"
-        same = without_order(not_negative(data_of(real))) == without_order(data_of(ours))
-        return "negative capacity" if same else None
+        if without_order(not_negative(data_of(real))) == without_order(data_of(ours)):
+            return "negative capacity"
+        if _ignores_trees(call, data_of(real), data_of(ours)):
+            return "the real one does not look at in_tree of a group without resources"
     return None
 
 
-def _only_forbids(call: Call) -> bool:
-    """Whether some group has no resources and nothing that a provider must have or be."""
-    groups: dict[str, list[str]] = {}
+def _requires_nothing(call: Call) -> bool:
+    """Whether some group has no resources and no trait or aggregate that its provider must have."""
+    groups: dict[str, bool] = {}
     for name, value in parse_qsl(urlsplit(call.path).query):
         kind, suffix = next(((k, name.removeprefix(k)) for k in KINDS if name.startswith(k)), ("", ""))
-        if suffix and not (kind in {"required", "member_of"} and all(v.startswith("!") for v in value.split(","))):
-            groups.setdefault(suffix, []).append(kind)
-        elif suffix:
-            groups.setdefault(suffix, [])
-    return any(not kinds for kinds in groups.values())
+        if suffix:
+            groups[suffix] = groups.get(suffix, False) or _requires(kind, value)
+    return not all(groups.values())
+
+
+def _requires(kind: str, value: str) -> bool:
+    """Whether this names resources, or a trait or aggregate that must be there."""
+    names = value.split(",") if kind == "required" else [value]
+    return kind != "in_tree" and not all(name.startswith("!") for name in names)
+
+
+def _ignores_trees(call: Call, real: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether berth lacks only candidates whose group without resources is outside of that group's in_tree.
+
+    real: without the call's limit. A tree that gives nothing has no summaries, and its root is not known.
+    """
+    query = dict(parse_qsl(urlsplit(call.path).query))
+    trees = {name.removeprefix("in_tree"): uuid for name, uuid in query.items() if name.startswith("in_tree")}
+    trees = {suffix: uuid for suffix, uuid in trees.items() if f"resources{suffix}" not in query}
+    if not trees:
+        return False
+    roots = {uuid: summary["root_provider_uuid"] for uuid, summary in real["provider_summaries"].items()}
+    kept = [
+        one
+        for one in real["allocation_requests"]
+        if all(
+            roots.get(uuid, uuid) == roots.get(tree, tree)
+            for suffix, tree in trees.items()
+            for uuid in one["mappings"][suffix]
+        )
+    ]
+    limit = int(query.get("limit", len(kept)))
+    return not part_of(ours, {**real, "allocation_requests": kept}, limit)
 
 
 def _loses_anchors(call: Call, real: dict[str, Any], ours: dict[str, Any]) -> bool:

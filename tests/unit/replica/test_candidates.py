@@ -371,6 +371,15 @@ def test_in_tree_with_a_child_means_its_whole_tree() -> None:
     assert len(candidates(loaded(states), nowhere)) == 0
 
 
+@pytest.mark.parametrize("required", [(), (("CUSTOM_GOLD",),)])
+def test_in_tree_holds_for_a_group_without_resources(required: tuple[tuple[str, ...], ...]) -> None:
+    states = [structs.replace(state, traits=("CUSTOM_GOLD",)) for state in (*devices(1), *devices(1, host=10))]
+    where = Group(suffix="_1", required=required, in_tree=uuid(11))
+    request = numbered({"VCPU": 1}, same_subtree=(("_0", "_1"),))
+    answer = candidates(loaded(states), structs.replace(request, groups=(*request.groups, where)))
+    assert {frozenset(one.allocations) for one in each_of(answer)} == {frozenset({uuid(10)})}
+
+
 def test_an_aggregate_on_the_root_counts_for_the_unnumbered_group_only() -> None:
     states = devices(1)
     states[0] = structs.replace(states[0], aggregates=("a",))

@@ -165,7 +165,7 @@ def _group(rng: random.Random, suffix: str, states: list[ProviderState], *, may_
     empty = may_be_empty and rng.random() < 0.2
     required = tuple(
         tuple(rng.sample(TRAITS, rng.randint(1, 2)))
-        for _ in range(rng.choice((1, 1, 2) if empty else (0, 0, 0, 0, 0, 1, 2)))
+        for _ in range(rng.choice((0, 1, 2) if empty else (0, 0, 0, 0, 0, 1, 2)))
     )
     forbidden = tuple(trait for trait in TRAITS if rng.random() < 0.04)
     return Group(
@@ -177,7 +177,7 @@ def _group(rng: random.Random, suffix: str, states: list[ProviderState], *, may_
             tuple(rng.sample(AGGREGATES, rng.randint(1, 2))) for _ in range(rng.choice((0, 0, 0, 0, 0, 0, 0, 1, 2)))
         ),
         forbidden_aggregates=tuple(aggregate for aggregate in AGGREGATES if rng.random() < 0.02),
-        in_tree=rng.choice(states).uuid if not empty and rng.random() < 0.06 else None,
+        in_tree=rng.choice(states).uuid if rng.random() < (0.3 if empty else 0.06) else None,
     )
 
 
