@@ -112,7 +112,8 @@ class _Runner:
         self.rest_s = 0.0
         self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
         if any(one.action is Action.RESTORE and one.service.startswith("cell_") for one in plan.orders):
-            self._rest_s += DOUBT_LIMIT_S  # a service that has burnt down never says whether it has a machine
+            # A service that has burnt down never answers: a build waits for its host, and again before its release.
+            self._rest_s += 2 * DOUBT_LIMIT_S
         self._rest_s += MAX_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
         # A deadline is in the time of the conductor that set it: it comes later by as much as that clock is set back or
         # behind another conductor's. A command is repeated the later, the longer its state seems to last.
