@@ -221,7 +221,7 @@ def unclearable(world: World) -> set[str]:
 
 
 def _stranded(world: World) -> set[str]:
-    """Instances that are to be destroyed, or are doubted, on a host that burnt down.
+    """Instances that are to be destroyed, or are at rest in doubt, on a host that burnt down.
 
     Or a change waits for a node that its operator has removed from Ironic: only the node shows what it carried out.
     """
@@ -229,12 +229,17 @@ def _stranded(world: World) -> set[str]:
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
-        if (instance.phase == (State.DESTROYING, State.DELETED) or instance.doubted or instance.move is not None)
+        if (instance.phase == (State.DESTROYING, State.DELETED) or _is_doubted(instance) or instance.move is not None)
         and (
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
             or (instance.move is not None and _is_removed(world, instance.host_uuid or ""))
         )
     }
+
+
+def _is_doubted(instance: Instance) -> bool:
+    """Whether it is at rest in doubt, which nothing but answers of all services ends; a build under way has a limit."""
+    return instance.doubted and desire_of(instance).ends
 
 
 def _unfenced(world: World) -> set[str]:

@@ -28,7 +28,7 @@ from lab.simulation.plan import Action, FaultType, Order, Plan
 from lab.simulation.rest import check_quota_refusals, given_back, unsettled
 from lab.simulation.watch import Breach
 from lab.simulation.widening import NONE, Widening
-from lab.simulation.wiring import REPORT_S
+from lab.simulation.wiring import DOUBT_LIMIT_S, REPORT_S
 from lab.simulation.world import World
 
 # Liveness: when faults have stopped, everything has to be settled within this. The longest honest chain: an attempt
@@ -111,6 +111,9 @@ class _Runner:
         self._event_log = event_log
         self.rest_s = 0.0
         self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
+        if any(one.action is Action.RESTORE and one.service.startswith("cell_") for one in plan.orders):
+            # A service that has burnt down never answers: a build waits for its host, and again before its release.
+            self._rest_s += 2 * DOUBT_LIMIT_S
         self._rest_s += MAX_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
         # A deadline is in the time of the conductor that set it: it comes later by as much as that clock is set back or
         # behind another conductor's. A command is repeated the later, the longer its state seems to last.

@@ -12,14 +12,17 @@ from msgspec.structs import replace
 
 from bus.contracts.moves import MoveKind
 from cell_conductor import engine
+from cell_conductor.domain.rules import OUTCOME_UNKNOWN
 from cell_conductor.search import MachineSearch
 from compute_sim.domain.faults import Faults
 from lab.simulation.draw import plan_of
-from lab.simulation.plan import Action, FaultEvent, FaultType, Order, Plan
+from lab.simulation.event_log import EventLog
+from lab.simulation.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
 from lab.simulation.run import run, simulate
 from lab.simulation.widening import DRAWS, Widening
 from tests.kit.cases import nightly
 from tests.sim.mutants_of_kinds import TRANSFERS_FOUND_BY
+from tests.sim.plans import plan_of_case
 
 # --- a cell's database is set back to before all its builds, which are judged as all others are
 
@@ -335,6 +338,26 @@ def test_builds_and_deletes_that_a_cell_has_forgotten_have_an_end(seed: int) -> 
     """Found when a restored database was no excuse for no end: builds (7, 20) and deletes (20, 25) waited for ever."""
     held = simulate(seed, {Widening.CELL_RESTORED})
     assert held.breach == "", held.detail
+
+
+def a_cell_forgets_what_burnt_down() -> Plan:
+    """Builds on two services; one burns down, and the cell's database is set back to before it had any of them."""
+    cell = Cell(name="cell0", conductors=1, services=(("s00", 1), ("s01", 1)), metal=())
+    uuids = [f"a0000000-0000-4000-8000-00000000000{number}" for number in range(4)]
+    builds = [Order(at=5.0, action=Action.BUILD, uuid=uuid, flavor="m1.tiny", project="red") for uuid in uuids]
+    uuid = "e0000000-0000-4000-8000-000000000001"
+    copied = Order(at=4.9, action=Action.BACKUP, service="cell_cell0", uuid=uuid)
+    burns = Order(at=5.5, action=Action.DIE, service="s00")
+    set_back = replace(copied, at=6.0, action=Action.RESTORE, seconds=0.5)
+    plan = plan_of_case(1, (cell,), (copied, *builds, burns, set_back), (), builds_s=8.0)
+    return replace(plan, widenings=(Widening.CELL_RESTORED,), load_s=40.0)
+
+
+def test_a_forgotten_build_ends_though_a_service_never_answers_about_it() -> None:
+    """Seed 71: it waited for a service that had burnt down, for longer than a run lasted."""
+    held = run(a_cell_forgets_what_burnt_down(), event_log=EventLog(keep=True))
+    assert held.breach == "", held.detail
+    assert any(OUTCOME_UNKNOWN in line for line in held.lines), "none was on the service that burnt down"
 
 
 @pytest.mark.parametrize("seed", [245, *nightly(249)])
