@@ -352,7 +352,6 @@ MUTANTS_OF_TRANSFERS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     leaves_with_its_machine,
     leaves_unchecked,
     leaves_without_an_image,
-    delete_does_not_follow,
 )
 TRANSFERS_FOUND_BY: dict[str, int] = {
     "former_cell_keeps_it": 1,
@@ -360,5 +359,4 @@ TRANSFERS_FOUND_BY: dict[str, int] = {
     "leaves_with_its_machine": 1,
     "leaves_unchecked": 1,
     "leaves_without_an_image": 1,
-    "delete_does_not_follow": 164,
 }
