@@ -171,9 +171,14 @@ class RequestHandlers:
         changes = [one.message.change for one in batch if isinstance(one.message, CellCheck)]
         asked = {one.spec.instance_uuid for one in changes if one is not None}
         known = await self._engine.known(asked) if asked else {}
+        unexplained = {uuid for uuid in asked if self._search.is_unexplained(uuid)}
         for received in batch:
-            if (passed := passed_on(received.message, self._bus.name, known)) is not None:
+            message = received.message
+            if (passed := passed_on(message, self._bus.name, known, unexplained)) is not None:
                 await self._bus.publish(passed, cause=received.meta.cause)
+            elif isinstance(message, CellCheck) and message.change is not None:
+                uuid, reason = message.change.spec.instance_uuid, "no record explains a machine of it that is here"
+                log.warning("move.check_unanswered", instance=uuid, by=message.asked_by.cell, reason=reason)
 
     async def _searched(
         self, incoming: list[InstanceEvent], last: Collection[str]
