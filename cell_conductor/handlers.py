@@ -139,7 +139,6 @@ class RequestHandlers:
         return outcomes
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
-        await self._pass_on(batch)
         if books := [one.message for one in batch if isinstance(one.message, CellBook)]:
             await self._engine.answered(books)
         at = self._clock.time()
@@ -163,6 +162,7 @@ class RequestHandlers:
             for received, outcome in zip(batch, outcomes, strict=True)
         ]
         flushed = await self._engine.take(incoming, source=source) if incoming else None
+        await self._pass_on(batch)  # an arrival that came before its check is on record now
         if flushed is None:
             return outcomes
         return [Done(after=flushed) if outcome is DONE else outcome for outcome in outcomes]

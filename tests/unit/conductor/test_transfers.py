@@ -516,6 +516,23 @@ async def test_a_cell_with_a_machine_in_quarantine_does_not_answer_that_the_inst
     assert passed.message.answer is not None and passed.message.answer.code == "move.arrived"
 
 
+async def test_an_arrival_that_comes_in_one_batch_with_the_check_of_it_comes_first() -> None:
+    """The check was answered by the record before the batch: the claim was given back, and the machine built."""
+    conductor, bus = Conductor(Services(s1=()), ("s1",)), Quiet()
+    await conductor.store.open()
+    (check,) = checks(checking())
+    arrival = arrives(departed()[1])
+    handlers = requests_of(conductor.engine, SystemClock(), bus=bus, search=conductor.search)  # type: ignore[arg-type]
+    batch = [
+        Received(message, Meta(id=str(number)), "c2", "conductor.requests")
+        for number, message in enumerate((arrival.request, replace(check, is_query=True)))
+    ]
+    await handlers.requests(batch)
+    (passed,) = [one for one in bus.published if isinstance(one, CellAsks)]
+    assert isinstance(passed.message, CellCheck) and passed.message.answer is not None
+    assert passed.message.answer.code == "move.arrived"
+
+
 def test_one_that_was_resized_in_place_is_not_adopted_with_its_move() -> None:
     """It was, and every later delete waited for the end of a move that nothing ended."""
     resized = begun(MoveKind.RESIZE, 1)
