@@ -69,21 +69,23 @@ class DatabaseCells:
             reason = f"nova.api.cells_database cannot be used: {error}"
             raise SettingsError("nova.cells_database", reason) from error
         self._clock = clock
-        self._known: dict[str, str] = {}
+        self._known: dict[str, str] | None = None  # None: nothing was read yet
         self._again_s = -math.inf
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
         """As CellMap has it. Raises NovaUnavailable."""
-        now_s = self._clock.monotonic()
-        if now_s >= self._again_s and any(host not in self._known for host in hosts):
+        now_s, known = self._clock.monotonic(), self._known or {}
+        # Before the first read no host is in a cell: that is no answer, so each question reads until one succeeds.
+        is_due = self._known is None or now_s >= self._again_s
+        if is_due and any(host not in known for host in hosts):
             self._again_s = now_s + AGAIN_S
             try:
                 async with asyncio.timeout(READ_S):
-                    self._known = await asyncio.to_thread(self._read)
+                    known = self._known = await asyncio.to_thread(self._read)
             except (SQLAlchemyError, TimeoutError) as error:
                 reason = f"Nova's API database: {type(error).__name__} {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
-        return {host: cell for host in hosts if (cell := self._known.get(host)) is not None}
+        return {host: cell for host in hosts if (cell := known.get(host)) is not None}
 
     def _said(self, error: Exception) -> str:
         """The first line of the driver's own text, without the password, which some drivers repeat."""

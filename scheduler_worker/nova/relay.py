@@ -25,8 +25,8 @@ from scheduler_worker.nova.queues import TOPIC
 log = structlog.get_logger("nova")
 
 PREFETCH = 64
-# A stock nova-scheduler takes one call after the other: further ones wait in the queue, for any scheduler to take.
-IN_FLIGHT = 64
+# Calls that wait for an answer. A stock nova-scheduler takes one after the other: they wait in its queue.
+IN_FLIGHT = 1024
 REASON = re.compile(r"[a-z][a-z0-9_.]{0,39}")
 OTHER = "other"
 MAX_REASONS = 64
@@ -65,7 +65,7 @@ class _Awaited:
 class StockRelay:
     """Calls on their way to a stock nova-scheduler. transport: of its virtual host; it is opened and closed here.
 
-    unique: what tells the reply queue from those of other processes. in_flight: calls at a time; others wait.
+    unique: what tells the reply queue from those of other processes. in_flight: calls at a time; a further one fails.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StockRelay:
         self._transport = transport
         self._exchange = control_exchange
         self._reply_queue = f"{REPLY_QUEUES}{unique}"
-        self._slots = asyncio.Semaphore(in_flight)
+        self._in_flight = in_flight
         self._waiting: dict[str, _Awaited] = {}  # by message id
         self._reasons: set[str] = set()
 
@@ -101,13 +101,13 @@ class StockRelay:
     async def call(self, call: Call, reason: str, settle: Callable[[], None]) -> bytes:
         """The body of the answer to a call. settle: called once, just before the call leaves. It may be cancelled.
 
-        Raises RelayFailed: no scheduler takes it, or none gave a sign of life for as long as the client would wait.
+        Raises RelayFailed: no scheduler takes it, too many wait already, or none gave a sign of life for as long as the
+        client would wait.
         """
         outcome = "cancelled"
         try:
-            async with self._slots:
-                body = await self._relayed(call, settle)
-                outcome = "answered"
+            body = await self._relayed(call, settle)
+            outcome = "answered"
         except RelayFailed as error:
             outcome = "failed"
             log.warning("nova.relay_failed", reason=str(error), request_id=call.request_id)
@@ -128,14 +128,16 @@ class StockRelay:
             raise RelayFailed("a call of the same id is under way")
         if self.unavailable_reason:
             raise RelayFailed(self.unavailable_reason)
+        if len(self._waiting) >= self._in_flight:
+            raise RelayFailed(f"{self._in_flight} calls wait for it already")
         awaited = self._waiting[call.message_id] = _Awaited()
         settle()
         try:
             body = readdressed(call.body, self._reply_queue)
+            # Taken later than it is waited for here, it would claim a host for nobody.
+            waits_s = min((limit for limit in (call.limit_s, call.timeout_s) if limit), default=None)
             await self._transport.publish(
-                Outgoing(
-                    exchange=self._exchange, routing_key=TOPIC, body=body, mandatory=True, expiration_s=call.limit_s
-                )
+                Outgoing(exchange=self._exchange, routing_key=TOPIC, body=body, mandatory=True, expiration_s=waits_s)
             )
             while awaited.answer is None:
                 async with asyncio.timeout(call.timeout_s or None):

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Mapping
-from functools import partial
 from typing import Protocol
 
 import structlog
@@ -94,7 +93,7 @@ class _Held:
             delivery.ack()
 
     def settle(self) -> None:
-        """Acknowledge it."""
+        """Acknowledge it: it has no slot of the topic any more."""
         self.settled = True
         for delivery in self.deliveries:
             delivery.ack()
@@ -134,7 +133,7 @@ class RpcServer:
         # A call is handed over once to each connection: tasks beyond the slots are those of lost connections.
         self._slots = asyncio.Semaphore(prefetch)
         self._held: dict[str, _Held] = {}  # by unique id
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], _Held] = {}
         self._taken_over: set[asyncio.Task[None]] = set()
         self._casts: asyncio.Queue[tuple[Call, Delivery]] = asyncio.Queue()
         self._answered: dict[str, None] = {}
@@ -183,7 +182,7 @@ class RpcServer:
         with contextlib.suppress(TimeoutError, BusError):
             async with asyncio.timeout(grace_s):
                 while await self._has_more():
-                    await asyncio.wait(self._tasks | self._taken_over)
+                    await asyncio.wait(self._tasks.keys() | self._taken_over)
         for subscription in self._subscriptions:
             await subscription.cancel()
 
@@ -195,7 +194,7 @@ class RpcServer:
     async def close(self) -> None:
         """Close. Calls in hand go back to the queue."""
         await self.drain(0.0)
-        left = self._tasks | self._taken_over
+        left = self._tasks.keys() | self._taken_over
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -240,16 +239,19 @@ class RpcServer:
         headers = {"compression": compression} if isinstance(compression, str) else {}
         if delivery.redelivered:  # it may be among the fronts already
             headers[AGAIN] = "1"
+        message = Outgoing(
+            exchange="",
+            routing_key=self._fronts.name,
+            body=delivery.body,
+            headers=headers,
+            mandatory=True,
+            expiration_s=delivery.expiration_s,
+        )
         try:
-            await self._transport.publish(
-                Outgoing(
-                    exchange="",
-                    routing_key=self._fronts.name,
-                    body=delivery.body,
-                    headers=headers,
-                    mandatory=True,
-                    expiration_s=delivery.expiration_s,
-                )
+            # Given back at once, it would come again as fast as the broker can, and use its delivery limit up.
+            await Retrying(NOVA_CALL, self._clock, self._rng).call(
+                lambda: self._transport.publish(message),
+                lambda error: isinstance(error, BusError) and not delivery.is_lost,
             )
         except BusError as error:
             log.warning("nova.call_given_back", code=error.code, reason=str(error))
@@ -258,8 +260,13 @@ class RpcServer:
             delivery.ack()
 
     def _open_entrances(self) -> None:
-        """Calls beyond the slots are left in the topic, for other schedulers."""
-        is_full = len(self._tasks) + len(self._taken_over) >= self._prefetch
+        """Calls beyond the slots are left in the topic, for other schedulers. Those that wait for the fallback have
+        none: they are acknowledged, and the relay bounds them.
+        """
+        if self._options.amqp_auto_delete:  # without a consumer the queue would be deleted, with the calls in it
+            return
+        in_slots = sum(not held.settled for held in self._tasks.values())
+        is_full = in_slots + len(self._taken_over) >= self._prefetch
         if is_full is not self._is_full:
             self._is_full = is_full
             for subscription in self._entrances:
@@ -316,14 +323,14 @@ class RpcServer:
         if held.call.unique_id:
             self._held[held.call.unique_id] = held
         task = asyncio.create_task(self._carry_out(held), name=f"nova {held.call.method}")
-        self._tasks.add(task)
+        self._tasks[task] = held
         IN_HAND.inc()
-        task.add_done_callback(partial(self._ended, held.call))
+        task.add_done_callback(self._ended)
 
-    def _ended(self, call: Call, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        held = self._tasks.pop(task)
         self._open_entrances()
-        self._held.pop(call.unique_id, None)
+        self._held.pop(held.call.unique_id, None)
         IN_HAND.dec()
         error = None if task.cancelled() else task.exception()
         if error is not None and self._broken is not None and not self._broken.done():
@@ -380,8 +387,13 @@ class RpcServer:
             return "undecided", encode_failure(
                 *ids, no_valid_host(f"The scheduler does not decide this request ({reason}), and has no fallback.")
             )
+
+        def settle() -> None:
+            held.settle()
+            self._open_entrances()
+
         try:
-            return "relayed", await self._relay.call(held.call, reason, held.settle)
+            return "relayed", await self._relay.call(held.call, reason, settle)
         except RelayFailed as error:
             text = f"The request was left to the fallback's nova-scheduler, which did not answer: {error}."
             return "relay failed", encode_failure(*ids, no_valid_host(text))

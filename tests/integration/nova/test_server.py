@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 import zlib
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from scheduler_worker.nova import rpc_server
 from scheduler_worker.nova.envelope import Call, parse_call
 from scheduler_worker.nova.request_spec import NotDecided
 from tests.integration.nova.world import EXCHANGE, Instructed, front
+from tests.kit.sources import ROOT
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.rabbitmq
@@ -297,6 +299,43 @@ async def test_an_answer_of_the_fallback_comes_byte_by_byte(
             await stock.reply(call, body)
         await client.answers(1)
     assert client.bodies == [odd]
+
+
+PAGE = ROOT / "docs" / "operate" / "in-front-of-nova.md"
+PERMISSIONS = re.compile(r"set_permissions -p (\S+) berth-nova '(.*?)'[\s\\\\]+'(.*?)'[\s\\\\]+'(.*?)'")
+
+
+@pytest.mark.parametrize("options", [{}, STREAM], ids=["queue", "stream"])
+async def test_a_front_needs_no_more_permissions_than_its_page_gives(
+    own_broker: RabbitMQ, vhost: str, client: Client, fallback: tuple[str, Stock], options: dict[str, Any]
+) -> None:
+    """Of what it declares, writes and reads: topic, fanout, fronts, replies, and those of the fallback."""
+    given = PERMISSIONS.findall(PAGE.read_text())
+    assert [name for name, *_ in given] == ["nova", "nova-stock"]
+    own_broker.add_user("berth-nova", "secret")
+    for name, (_, *patterns) in zip(("nova", "stock"), given, strict=True):
+        own_broker.set_permissions("berth-nova", name, *patterns)
+    url, at_stock = (own_broker.url(name, user="berth-nova", password="secret") for name in ("nova", "stock"))
+    _, stock = fallback
+    await stock.channel.exchange_declare("scheduler_fanout", exchange_type="fanout")
+
+    async def decided(call: Call) -> object:
+        if call.unique_id == "relayed":
+            raise NotDecided("any")
+        return None
+
+    dispatcher = Instructed(decided)
+    async with front(url, dispatcher, stock=at_stock, **options):
+        await client.send()
+        await client.cast("cast")
+        await client.answers(1)
+        await client.send(_unique_id="relayed")
+        await until(lambda: stock.taken)
+        (call,) = stock.taken
+        await stock.reply(call, enveloped({"_msg_id": call.message_id, "result": "there", "ending": True}))
+        replies = await client.answers(2)
+        await until(lambda: "delete_aggregate" in dispatcher.methods())
+    assert replies[1]["result"] == "there"
 
 
 async def test_a_fallback_that_is_silent_is_not_waited_for(
