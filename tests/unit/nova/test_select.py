@@ -147,6 +147,16 @@ async def test_several_start_together_or_not_at_all() -> None:
     assert [await full.held(vm) for vm in VMS[:3]] == [[], [], []]
 
 
+@pytest.mark.parametrize("fields", [{}, {"instance_group": group("anti-affinity", VMS[:3])}], ids=["alone", "apart"])
+async def test_no_alternate_is_the_host_of_another_instance_of_the_call(fields: dict[str, Any]) -> None:
+    """Nova's conductor claims an alternate without a look at the server group."""
+    here = await cloud(6, each=ONE)
+    answer = hosts_of(await here.select(*VMS[:3], **fields))
+    chosen = {hosts[0] for hosts in answer}
+    assert len(chosen) == 3 and not any(chosen.intersection(hosts[1:]) for hosts in answer)
+    assert [len(hosts) for hosts in answer] == [3, 3, 3], "there are as many as of a call for one"
+
+
 async def test_more_than_a_hundred_in_one_request() -> None:
     here = await cloud(10)
     vms = [new_uuid(here.rng) for _ in range(130)]
