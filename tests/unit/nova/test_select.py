@@ -220,6 +220,16 @@ async def test_members_that_berth_never_claimed_keep_their_hosts_to_themselves()
     assert hosts_of(await here.select(VMS[2], run="third", instance_group=together)) == [["h0"]]
 
 
+async def test_a_group_on_two_hosts_takes_a_member_on_either() -> None:
+    """As stock does: after an evacuation, or a forced move."""
+    here = await cloud(3)
+    await here.hold(VMS[8], 0)
+    await here.hold(VMS[9], 1)
+    together = group("affinity", [VMS[8], VMS[9]])
+    (hosts,) = hosts_of(await here.select(VMS[0], instance_group=together))
+    assert sorted(hosts) == ["h0", "h1"]
+
+
 async def test_members_booted_at_once_by_several_fronts_stay_apart() -> None:
     here = await cloud(4)
     apart = group("anti-affinity", VMS[:4])
