@@ -139,7 +139,6 @@ class RequestHandlers:
         return outcomes
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
-        await self._pass_on(batch)
         if books := [one.message for one in batch if isinstance(one.message, CellBook)]:
             await self._engine.answered(books)
         at = self._clock.time()
@@ -163,6 +162,7 @@ class RequestHandlers:
             for received, outcome in zip(batch, outcomes, strict=True)
         ]
         flushed = await self._engine.take(incoming, source=source) if incoming else None
+        await self._pass_on(batch)  # an arrival that came before its check is on record now
         if flushed is None:
             return outcomes
         return [Done(after=flushed) if outcome is DONE else outcome for outcome in outcomes]
@@ -171,9 +171,14 @@ class RequestHandlers:
         changes = [one.message.change for one in batch if isinstance(one.message, CellCheck)]
         asked = {one.spec.instance_uuid for one in changes if one is not None}
         known = await self._engine.known(asked) if asked else {}
+        unexplained = {uuid for uuid in asked if self._search.is_unexplained(uuid)}
         for received in batch:
-            if (passed := passed_on(received.message, self._bus.name, known)) is not None:
+            message = received.message
+            if (passed := passed_on(message, self._bus.name, known, unexplained)) is not None:
                 await self._bus.publish(passed, cause=received.meta.cause)
+            elif isinstance(message, CellCheck) and message.change is not None:
+                uuid, reason = message.change.spec.instance_uuid, "no record explains a machine of it that is here"
+                log.warning("move.check_unanswered", instance=uuid, by=message.asked_by.cell, reason=reason)
 
     async def _searched(
         self, incoming: list[InstanceEvent], last: Collection[str]

@@ -357,7 +357,8 @@ class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
 
     cell: which has the host; asked_by: the other one. change: the check, until it is answered. stay: of the instance in
     the cell that asks: the other one, if it has it in a later one, answers that itself (ARRIVED). is_query: only that
-    is asked: the other cell answers by its record, and its host, which may be dead, is not.
+    is asked: the other cell answers by its record, and its host, which may be dead, is not. It answers nothing where it
+    has no such record and an unexplained machine of the instance.
     """
 
     cell: Word

@@ -137,6 +137,9 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # Before the write, which may be cancelled or lose its connection; and after an error, which an outdated row may
+        # have led to: no commit compares it, and the next unit would fail by the same row.
+        self.invalidate()
         if error is None:
             await self.commit()
 
@@ -168,7 +171,6 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
         """Write the whole set. Raises Conflict."""
         if self.writes.is_empty():
             return
-        self.invalidate()  # before the write, which may be cancelled or lose its connection
         committed = await self._rows.write(self.writes)
         self.rows = committed.outbox_rows
         self._cache.put(committed.version, self._after)

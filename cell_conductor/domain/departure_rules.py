@@ -8,7 +8,7 @@ moment: the instance has its image, and a host of the next cell is claimed for i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
@@ -57,15 +57,22 @@ def give_away(instance: Instance, at: float, context: StepContext) -> Step:
     return report_progress(leaving, MoveState.MIGRATING, at, context)
 
 
-def passed_on(message: Message, cell: str, known: Mapping[str, Instance]) -> Message | None:
+def passed_on(
+    message: Message, cell: str, known: Mapping[str, Instance], unexplained: Collection[str]
+) -> Message | None:
     """The message to which a check for another cell leads here: the command to the host, or its answer to that cell, or
     this cell's own. No record is changed; None: it leads to none.
+
+    unexplained: instances of which a host has a machine that no record explains. The arrival of one may have been lost
+    here, so that it has not arrived is not answered.
     """
     if isinstance(message, CellCheck) and message.answer is None and (change := message.change) is not None:
         uuid = change.spec.instance_uuid
         arrived = has_arrived(known.get(uuid), message)
         if not arrived and not message.is_query:
             return change
+        if not arrived and uuid in unexplained:
+            return None
         answer = MachineChanged(
             instance_uuid=uuid,
             attempt=change.attempt,

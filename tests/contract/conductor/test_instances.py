@@ -13,7 +13,7 @@ from bus.clock import SystemClock
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
-from bus.faults import DatabaseReplaced, DatabaseUnavailable
+from bus.faults import DatabaseReplaced, DatabaseUnavailable, Transient
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
@@ -445,6 +445,22 @@ async def test_a_conflict_writes_nothing(make: Make) -> None:
     async with one.transaction() as transaction:
         assert await transaction.first_time(["m1"]) == {"m1"}
     assert len(await one.outbox.claim_stale(Sweep(-1.0, 10))) == 1
+
+
+async def test_what_a_failed_optimistic_transaction_has_read_is_read_anew(make: Make) -> None:
+    """It decided on the cached instance again and again, and each time raised before the comparison of its commit."""
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await step(one, "m1", [A], new={A}, state=State.BUILDING)
+    await step(other, "m2", [A], new=set(), state=State.ACTIVE)
+    seen: list[State] = []
+    for _ in range(2):
+        with pytest.raises(Transient):
+            async with one.optimistic(set()) as transaction:
+                seen.append((await transaction.lock([A]))[A].state)
+                raise Transient("not on this record", code="test.refused")
+    assert seen == [State.BUILDING, State.ACTIVE]
 
 
 async def test_a_circle_of_waiting_transactions_gets_an_error(make: Make, store: InstanceStore) -> None:

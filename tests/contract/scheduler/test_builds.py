@@ -375,6 +375,21 @@ async def test_a_conflict_writes_nothing(make: Make, sent: Sent) -> None:
     }
 
 
+async def test_what_a_failed_optimistic_unit_has_read_is_read_anew(make: Make) -> None:
+    one, other = make(), make()
+    for store in (one, other):
+        await store.open()
+    await put(one, A)
+    await announce(other, A)
+    seen: list[int] = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            async with one.unit(optimistic=True) as unit:
+                seen.append((await unit.lock([A]))[A].sequence)
+                raise RuntimeError
+    assert seen == [1, 11]
+
+
 @pytest.mark.postgres
 async def test_the_cache_is_dropped_after_a_crash_of_the_database(postgres_url: str, sent: Sent) -> None:
     """It forgets its last commits and gives their numbers again: another's row then had the version of a lost one."""

@@ -167,6 +167,24 @@ async def test_a_doubted_instance_is_searched_for_whether_the_database_was_set_b
     assert recorded is not None and recorded.state is State.CHANGING
 
 
+async def test_a_request_goes_on_though_it_is_cached_as_doubted_and_another_conductor_found_it_certain() -> None:
+    """Nothing on record was to be searched for, the cache refused it unsearched, and its batch waited without end."""
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
+    await conductor.store.open()
+    doubted = replace(at_rest(), doubted=True)
+    async with conductor.store.optimistic({UUID}) as cached:
+        await cached.insert([doubted])
+    another = MemoryInstances(conductor.table.session())
+    await another.open()
+    async with another.transaction() as transaction:
+        await transaction.update([replace(doubted, doubted=False)])
+    with pytest.raises(Transient):
+        await conductor.request(STOP)
+    assert isinstance(await conductor.request(STOP), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is State.CHANGING
+
+
 @pytest.mark.parametrize("why", ["forgotten", "fenced"])
 async def test_a_service_that_is_down_need_not_answer_where_its_machines_are_known_to_be_off(why: str) -> None:
     services = Services(s1=(OWN,), s2=())

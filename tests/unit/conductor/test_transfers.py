@@ -493,6 +493,46 @@ async def test_a_cell_answers_a_check_by_its_record_for_what_it_has_and_where_on
     assert (answer.order, answer.attempt) == (check.change.order, check.change.attempt)
 
 
+@pytest.mark.parametrize("is_query", [False, True], ids=["the host is checked", "only that is asked"])
+@pytest.mark.parametrize("record", [None, active(), replace(active(), stay=1)], ids=["none", "before", "it is here"])
+async def test_a_cell_with_a_machine_in_quarantine_does_not_answer_that_the_instance_has_not_arrived(
+    record: Instance | None, is_query: bool
+) -> None:
+    """The record of the arrival was lost, its machine ran, and the former cell had its claim given back."""
+    conductor, bus = Conductor(Services(s1=()), ("s1",), unexplained={UUID}), Quiet()
+    await conductor.store.open()
+    if record is not None:
+        async with conductor.store.transaction() as transaction:
+            await transaction.insert([record])
+    (check,) = checks(checking())
+    handlers = requests_of(conductor.engine, SystemClock(), bus=bus, search=conductor.search)  # type: ignore[arg-type]
+    asked = Received(replace(check, is_query=is_query), Meta(id="m"), "c2", "conductor.requests")
+    assert [type(one) for one in await handlers.requests([asked])] == [Done]
+    if record is None or record.stay == 0:
+        assert bus.published == ([] if is_query else [check.change])
+        return
+    (passed,) = bus.published
+    assert isinstance(passed, CellAsks) and isinstance(passed.message, CellCheck)
+    assert passed.message.answer is not None and passed.message.answer.code == "move.arrived"
+
+
+async def test_an_arrival_that_comes_in_one_batch_with_the_check_of_it_comes_first() -> None:
+    """The check was answered by the record before the batch: the claim was given back, and the machine built."""
+    conductor, bus = Conductor(Services(s1=()), ("s1",)), Quiet()
+    await conductor.store.open()
+    (check,) = checks(checking())
+    arrival = arrives(departed()[1])
+    handlers = requests_of(conductor.engine, SystemClock(), bus=bus, search=conductor.search)  # type: ignore[arg-type]
+    batch = [
+        Received(message, Meta(id=str(number)), "c2", "conductor.requests")
+        for number, message in enumerate((arrival.request, replace(check, is_query=True)))
+    ]
+    await handlers.requests(batch)
+    (passed,) = [one for one in bus.published if isinstance(one, CellAsks)]
+    assert isinstance(passed.message, CellCheck) and passed.message.answer is not None
+    assert passed.message.answer.code == "move.arrived"
+
+
 def test_one_that_was_resized_in_place_is_not_adopted_with_its_move() -> None:
     """It was, and every later delete waited for the end of a move that nothing ended."""
     resized = begun(MoveKind.RESIZE, 1)

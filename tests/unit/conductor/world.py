@@ -96,6 +96,10 @@ class Alone:
         """No service is."""
         return False
 
+    def is_unexplained(self, uuid: str) -> bool:
+        """No machine is."""
+        return False
+
     async def before(self, incoming: object) -> dict[str, Any]:
         """Nothing is searched for."""
         return {}
