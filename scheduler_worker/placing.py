@@ -216,8 +216,8 @@ class Placer:
         to_locate = [state for state in states if has_peers(state.request)]
         if not to_locate:
             return states
-        members = [() if one.foreign is None else one.foreign.group_members for one in to_locate]
-        requests = [locate_request(one.request, named) for one, named in zip(to_locate, members, strict=True)]
+        members = [None if one.foreign is None else one.foreign.group_members for one in to_locate]
+        requests = [locate_request(one.request, named or ()) for one, named in zip(to_locate, members, strict=True)]
         distinct = list(dict.fromkeys(requests))
         pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
         answered: dict[str, PlacementState] = {}

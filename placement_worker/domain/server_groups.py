@@ -80,7 +80,8 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
     """Return whether the hard policy of the server group allows the claim's consumer on the option's host.
 
     A member that moves is on two hosts. With affinity no host is then allowed for other members, because the move may
-    end on either host.
+    end on either host. A group of a foreign control plane may be on several for good, after an evacuation or a forced
+    move, and is joined on each host that has a member, as in Nova.
     """
     group = claim.server_group
     assert group is not None
@@ -88,6 +89,8 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
         return ClaimOutcome.INVALID
     if group.policy is GroupPolicy.ANTI_AFFINITY:
         allowed = others.get(option.host, 0) < group.max_per_host
+    elif group.policy is GroupPolicy.AFFINITY and claim.foreign:
+        allowed = not others or option.host in others
     else:
         allowed = group.policy is not GroupPolicy.AFFINITY or set(others) <= {option.host}
     return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT

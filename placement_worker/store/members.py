@@ -106,8 +106,8 @@ CROSS JOIN LATERAL (
 ) AS counted ORDER BY asked.at, counted.host
 """
 
-HOSTS = """
-SELECT asked.at, a.consumer, array_agg(DISTINCT root.uuid ORDER BY root.uuid)
+HOSTS = f"""
+SELECT asked.at, a.consumer, {_HOSTS}
 FROM unnest($1::int[], $2::text[], $3::uuid[]) AS asked (at, project_id, consumer)
 JOIN allocations a ON a.consumer = asked.consumer
 JOIN consumers c ON c.uuid = a.consumer AND c.project_id = asked.project_id

@@ -10,6 +10,7 @@ from bus.contracts import book as queries
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
+from placement_worker.domain.server_groups import hosts_of
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Fit, Provider, fit, state_of
 from placement_worker.store import port
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
@@ -35,7 +36,7 @@ class MemoryReads:
             alive = table.alive(key)
             counted = Counter(host for uuid, hosts in alive.items() if uuid != requested.besides for host in hosts)
             hosts = {
-                uuid: tuple(sorted({table.providers[provider].root for provider in kept.consumer.holding}))
+                uuid: hosts_of(table.providers[provider] for provider in kept.consumer.holding)
                 for uuid in sorted(set(requested.consumers))
                 if (kept := table.consumers.get(uuid)) is not None
                 and kept.consumer.holding

@@ -225,12 +225,14 @@ class Peers(Struct, frozen=True, kw_only=True):
 
     server_group: the group of the request. members: {host: other members of the group there}. different_hosts,
     same_hosts: the hosts of the instances that the hints `different_host` and `same_host` name; None: no such hint.
+    is_foreign: the group is another control plane's, whose members may be on several hosts despite its affinity.
     """
 
     server_group: ServerGroup | None = None
     members: Mapping[str, int] = {}
     different_hosts: tuple[str, ...] | None = None
     same_hosts: tuple[str, ...] | None = None
+    is_foreign: bool = False
 
 
 class RequestSpec(Struct, frozen=True, kw_only=True):
@@ -338,15 +340,16 @@ def locate_request(request: Placeable, members: Sequence[str] = ()) -> LocateReq
     )
 
 
-def peers_of(request: Placeable, page: LocatePage, members: Sequence[str] = ()) -> Peers:
-    """Placement's answer, in the terms of the request. members: as in its query."""
-    there = Counter(host for one in members if one != request.instance_uuid for host in page.hosts.get(one, ()))
+def peers_of(request: Placeable, page: LocatePage, members: Sequence[str] | None = None) -> Peers:
+    """Placement's answer, in the terms of the request. members: as in its query; None: the group is berth's own."""
+    there = Counter(host for one in members or () if one != request.instance_uuid for host in page.hosts.get(one, ()))
     return Peers(
         server_group=request.server_group,
         # Placement knows some of the named members itself.
         members=page.members | {host: max(count, page.members.get(host, 0)) for host, count in there.items()},
         different_hosts=_hosts(page, request.different_host) if request.different_host else None,
         same_hosts=_hosts(page, request.same_host) if request.same_host else None,
+        is_foreign=members is not None,
     )
 
 

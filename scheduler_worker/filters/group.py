@@ -31,7 +31,8 @@ class ServerGroupAntiAffinityFilter:
 class ServerGroupAffinityFilter:
     """Passes the host that has the members; all hosts while there is none. Of two first members the claim grants one.
 
-    While a member moves it is on two hosts and may end on either: no host passes until its move is over.
+    While a member moves it is on two hosts and may end on either: no host passes until its move is over. Of a foreign
+    control plane's group each host that has a member passes, as in Nova.
     """
 
     name: ClassVar[str] = "ServerGroupAffinityFilter"
@@ -45,5 +46,5 @@ class ServerGroupAffinityFilter:
         assert spec.peers is not None
         if not spec.peers.members:
             return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
-        is_settled = len(spec.peers.members) == 1
-        return verdict_of((view.counted(spec.peers.members) > 0) & is_settled, "group.elsewhere")
+        may_join = spec.peers.is_foreign or len(spec.peers.members) == 1
+        return verdict_of((view.counted(spec.peers.members) > 0) & may_join, "group.elsewhere")

@@ -218,11 +218,7 @@ class RpcServer:
     # --- what is delivered
 
     def _enter(self, delivery: Delivery) -> None:
-        call = self._parsed(delivery, fanout=False)
-        if call is None:
-            return
-        if not call.is_answered:
-            self._casts.put_nowait((call, delivery))
+        if self._call_of(delivery) is None:
             return
         task = asyncio.create_task(self._take_over(delivery), name="nova entrance")
         self._taken_over.add(task)
@@ -273,11 +269,8 @@ class RpcServer:
                 (subscription.pause if is_full else subscription.resume)()
 
     def _take(self, delivery: Delivery) -> None:
-        call = self._parsed(delivery, fanout=False)
+        call = self._call_of(delivery)
         if call is None:
-            return
-        if not call.is_answered:
-            self._casts.put_nowait((call, delivery))
             return
         held = self._held.get(call.unique_id)
         if held is not None:
@@ -287,6 +280,14 @@ class RpcServer:
             delivery.ack()
         else:
             self._begin(_Held(call, delivery))
+
+    def _call_of(self, delivery: Delivery) -> Call | None:
+        """The call that is to be answered. A cast is put to the others."""
+        call = self._parsed(delivery, fanout=False)
+        if call is None or call.is_answered:
+            return call
+        self._casts.put_nowait((call, delivery))
+        return None
 
     def _take_cast(self, delivery: Delivery) -> None:
         offset = delivery.headers.get("x-stream-offset")

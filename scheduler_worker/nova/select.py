@@ -60,6 +60,7 @@ ARCHITECTURE: Final = "hw_architecture"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
 # A call that was delivered before may have been answered then; what it claims now nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
+MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -177,6 +178,7 @@ class Destinations:
                 results = await self._placer.place(self._requests(call, asked, request, spec))
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
+                    claimed = without_siblings(claimed, self._selector.config.max_attempts)
                     log.info(PLACED, request_id=call.request_id, **placed_fields(asked.instance_uuids or (), claimed))
                     return [one.selections for one in claimed]
                 ended = ended or self._ended(spec, results)
@@ -305,7 +307,10 @@ class Destinations:
             different_host=_hinted(request, "different_host") if "DifferentHostFilter" in self._enabled else (),
             same_host=_hinted(request, "same_host") if "SameHostFilter" in self._enabled else (),
             ignore_hosts=tuple(uuid for host in request.ignore_hosts or () for uuid in self._facts.nodes_named(host)),
-            max_attempts=None if asked.return_alternates and asked.return_objects else 1,
+            # Some of them will be hosts of the call's other instances.
+            max_attempts=min(self._selector.config.max_attempts + len(uuids) - 1, MAX_ASKED_FOR)
+            if asked.return_alternates and asked.return_objects
+            else 1,
         )
         foreign, run = ForeignClaim(group_members=members), run_of(call)
         return [
@@ -368,6 +373,19 @@ class Destinations:
                 found.append(primitive(selection, node, cell=cell, zone=zone) if asked.return_objects else legacy(node))
             answered.append(found)
         return answered if asked.return_objects else [hosts[0] for hosts in answered]
+
+
+def without_siblings(claimed: Sequence[HostClaimed], most: int) -> list[HostClaimed]:
+    """The claims of one call, without alternates on which another of its instances is, and at most this many hosts of
+    each: Nova's conductor claims an alternate without a look at the server group.
+    """
+    chosen = {one.selections[0].host_uuid for one in claimed}
+    return [
+        replace(
+            one, selections=(one.selections[0], *[s for s in one.selections[1:] if s.host_uuid not in chosen])[:most]
+        )
+        for one in claimed
+    ]
 
 
 def run_of(call: Call) -> str:

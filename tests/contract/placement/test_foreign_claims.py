@@ -93,6 +93,18 @@ async def test_members_that_berth_never_claimed_count(store: ResourceBook, group
     assert (await claimed(store, asked(VMS[2], there, server_group=group))).outcome is ClaimOutcome.RULED_OUT
 
 
+async def test_where_a_member_is_another_may_be_wherever_the_others_are(store: ResourceBook) -> None:
+    """As Nova has it: after a forced move, or an evacuation, a group is on two hosts. Berth's own members wait."""
+    await written(store, VMS[0], 0)
+    await written(store, VMS[1], 1)
+    known = {"server_group": TOGETHER, "group_members": (VMS[0], VMS[1])}
+    apart = await claimed(store, asked(VMS[2], 2, **known))
+    assert (apart.outcome, apart.members) == (ClaimOutcome.RULED_OUT, {HOSTS[0]: 1, HOSTS[1]: 1})
+    assert (await claimed(store, asked(VMS[2], 1, **known))).outcome is ClaimOutcome.CLAIMED
+    ours = replace(asked(VMS[3], 1, server_group=TOGETHER), foreign=False)
+    assert (await claimed(store, ours)).outcome is ClaimOutcome.RULED_OUT
+
+
 async def test_a_named_member_that_holds_nothing_is_none(store: ResourceBook, make: Books) -> None:
     known = {"server_group": GROUP, "group_members": (VMS[0], VMS[1])}
     assert (await claimed(store, asked(VMS[1], 0, **known))).outcome is ClaimOutcome.CLAIMED

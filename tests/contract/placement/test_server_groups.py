@@ -234,6 +234,8 @@ async def test_what_a_member_holds_of_a_shared_pool_makes_it_no_member_there(
     ]
     assert [str(reply.outcome) for reply in replies] == ["claimed", "claimed"], "it is not there"
     assert await members(store) == {HOSTS[1]: 1, HOSTS[4]: 1}, "who holds nothing else is"
+    (page,) = await store.reads.locate([LocateRequest(project_id="p", consumers=(VMS[0], VMS[1]))])
+    assert page.hosts == {VMS[0]: (HOSTS[1],), VMS[1]: (HOSTS[4],)}, "nor where it is named"
 
 
 async def test_a_member_follows_its_device_to_another_host(store: ResourceBook) -> None:

@@ -147,6 +147,16 @@ async def test_several_start_together_or_not_at_all() -> None:
     assert [await full.held(vm) for vm in VMS[:3]] == [[], [], []]
 
 
+@pytest.mark.parametrize("fields", [{}, {"instance_group": group("anti-affinity", VMS[:3])}], ids=["alone", "apart"])
+async def test_no_alternate_is_the_host_of_another_instance_of_the_call(fields: dict[str, Any]) -> None:
+    """Nova's conductor claims an alternate without a look at the server group."""
+    here = await cloud(6, each=ONE)
+    answer = hosts_of(await here.select(*VMS[:3], **fields))
+    chosen = {hosts[0] for hosts in answer}
+    assert len(chosen) == 3 and not any(chosen.intersection(hosts[1:]) for hosts in answer)
+    assert [len(hosts) for hosts in answer] == [3, 3, 3], "there are as many as of a call for one"
+
+
 async def test_more_than_a_hundred_in_one_request() -> None:
     here = await cloud(10)
     vms = [new_uuid(here.rng) for _ in range(130)]
@@ -208,6 +218,16 @@ async def test_members_that_berth_never_claimed_keep_their_hosts_to_themselves()
     assert "server group" in caught.value.message
     together = group("affinity", [VMS[8], VMS[2]])
     assert hosts_of(await here.select(VMS[2], run="third", instance_group=together)) == [["h0"]]
+
+
+async def test_a_group_on_two_hosts_takes_a_member_on_either() -> None:
+    """As stock does: after an evacuation, or a forced move."""
+    here = await cloud(3)
+    await here.hold(VMS[8], 0)
+    await here.hold(VMS[9], 1)
+    together = group("affinity", [VMS[8], VMS[9]])
+    (hosts,) = hosts_of(await here.select(VMS[0], instance_group=together))
+    assert sorted(hosts) == ["h0", "h1"]
 
 
 async def test_members_booted_at_once_by_several_fronts_stay_apart() -> None:
