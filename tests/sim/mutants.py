@@ -42,10 +42,10 @@ def ack_before_commit() -> AbstractContextManager[Any]:
     """A consumer acknowledges what it has received before its handler has committed anything."""
     received = Consumer._on_delivery
 
-    def on_delivery(self: Consumer, delivery: Any) -> None:
+    def on_delivery(self: Consumer, lane: Any, delivery: Any) -> None:
         if not self._draining:
             delivery.ack()
-        received(self, delivery)
+        received(self, lane, delivery)
 
     return patch.object(Consumer, "_on_delivery", on_delivery)
 
@@ -225,7 +225,9 @@ def handled_twice() -> AbstractContextManager[Any]:
 def destroyed_is_only_reported() -> AbstractContextManager[Any]:
     """A host reports `destroyed` and lets the machine run."""
 
-    async def destroy(self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+    async def destroy(
+        self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None
+    ) -> None:
         return None
 
     return patch.object(Hypervisors, "destroy", destroy)

@@ -231,7 +231,7 @@ def source_claimed_by_no_migration() -> AbstractContextManager[Any]:
 
 def book_keeps_no_source() -> AbstractContextManager[Any]:
     """The book gives the destination to the instance, and nothing to the migration."""
-    return patch.object(claims, "_keep_source", lambda ledger, claim, wanted: None)
+    return patch.object(claims, "_keep_source", lambda ledger, claim, wanted, kind="": None)
 
 
 def end_announced_twice() -> AbstractContextManager[Any]:

@@ -28,9 +28,9 @@ def group_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
     """A claim sees the members that its server group had before its transaction, and not those of it."""
     counted = claims.ClaimLedger.others
 
-    def others(self: Any, claim: Claim) -> dict[str, int]:
+    def others(self: Any, claim: Claim, besides: Any = ()) -> dict[str, int]:
         with patch.object(self, "joined", {}):
-            return counted(self, claim)
+            return counted(self, claim, besides)
 
     return patch.object(claims.ClaimLedger, "others", others)
 
@@ -78,8 +78,8 @@ def hints_not_looked_up() -> AbstractContextManager[Any]:
     """A scheduler takes those whom a hint names for being nowhere."""
     known = placing.peers_of
 
-    def peers_of(request: Any, page: LocatePage) -> Any:
-        found = known(request, page)
+    def peers_of(request: Any, page: LocatePage, members: Any = None) -> Any:
+        found = known(request, page, members)
         return replace(found, different_hosts=found.different_hosts and (), same_hosts=None)
 
     return patch.object(placing, "peers_of", peers_of)
