@@ -25,6 +25,7 @@ from nova.tests import fixtures as nova_fixtures
 from nova.tests.functional import fixtures as functional_fixtures
 from oslo_config import cfg
 from oslo_messaging import conffixture
+from placement.conf import database
 from world import World
 
 # The package has the name `nova` for another module.
@@ -106,10 +107,10 @@ def place_in_berth() -> None:
         world().servers.wait_placement()
         set_up(self)
 
-    def configure(self: Any, conf_fixture: Any) -> None:
-        conf_fixture.config(connection="sqlite://", group="placement_database")  # required, and never opened
-
-    fixture.__init__, fixture.setUp, fixture._configure_placement = prepare, setUp, configure
+    fixture.__init__, fixture.setUp = prepare, setUp
+    for option in database.placement_db_opts:
+        if option.name == "connection":
+            option.default = "sqlite://"  # required, and never opened
 
 
 def let_the_front_read() -> None:

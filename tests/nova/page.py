@@ -1,6 +1,6 @@
 """Writes tests/nova/RESULTS.md: which of Nova's tests and of the checks passed with the front, and why others did not.
 
-python -m tests.nova.page RESULTS.json ...      what `scripts/nova test --json` wrote; of an id the last one counts
+python -m tests.nova.page RESULTS.json ...      what `scripts/nova test --json` wrote, in the order of the runs
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ CHECKS = "checks."
 HEAD = """# Nova's tests with berth as their scheduler
 
 Made by `page.py` from what `scripts/nova test --json` wrote; the reasons are in `reasons.toml`. Nova 34.0.0, RabbitMQ,
-a stock nova-scheduler as the fallback.
+a stock nova-scheduler as the fallback. Tests that failed were run again alone; what passed only then says so.
 """
+AGAIN = "passed when it was run again"
 
 
 def reason_of(name: str, reasons: dict[str, str]) -> str:
@@ -33,14 +34,19 @@ def table(title: str, rows: list[dict[str, Any]], reasons: dict[str, str]) -> li
     lines = [f"## {title}", "", f"{len(passed)} of {len(rows)} passed; of the {len(able)} that can, {len(passed)}.", ""]
     lines += ["| id | outcome | why |", "| --- | --- | --- |"]
     for one in sorted(rows, key=lambda row: str(row["id"])):
-        why = "" if one["outcome"] == "passed" else reason_of(one["id"], reasons) or one["why"][:120].replace("|", "/")
+        why = reason_of(one["id"], reasons) or one["why"][:120].replace("|", "/")
+        why = one["again"] if one["outcome"] == "passed" else why
         lines.append(f"| `{one['id'].removeprefix('nova.tests.functional.')}` | {one['outcome']} | {why} |")
     return [*lines, ""]
 
 
 def main() -> None:
     """Write it."""
-    found = {one["id"]: one for path in sys.argv[1:] for one in json.loads(Path(path).read_text())}
+    found: dict[str, dict[str, Any]] = {}
+    for one in (one for path in sys.argv[1:] for one in json.loads(Path(path).read_text())):
+        earlier = found.setdefault(one["id"], one | {"again": ""})
+        if (earlier["outcome"], one["outcome"]) == ("failed", "passed"):
+            found[one["id"]] = one | {"again": AGAIN}
     reasons: dict[str, str] = tomllib.loads(REASONS.read_text())["reasons"]
     checks = [one for name, one in found.items() if name.startswith(CHECKS)]
     drawn = [one for name, one in found.items() if not name.startswith(CHECKS)]
