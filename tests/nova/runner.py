@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 # As its services run: from Nova 34 on in threads, before it in greenlets.
-os.environ["OS_NOVA_DISABLE_EVENTLET_PATCHING"] = str(int(version("nova").split(".")[0]) >= 34)  # noqa: PLR2004
+os.environ["OS_NOVA_DISABLE_EVENTLET_PATCHING"] = str(int(version("nova").split(".")[0]) >= 34)
 os.environ.setdefault("OS_TEST_TIMEOUT", "400")
 
 import nova.tests.functional  # noqa: F401  (it has to be the first)
