@@ -193,7 +193,7 @@ def main() -> int:
         results: list[Outcome] = []
         while ids:
             some, ids = ids[:A_BROKER], ids[A_BROKER:]
-            results += _with_broker(options, some, work)
+            results += [one | {"mode": options.mode} for one in _with_broker(options, some, work)]
             if options.all:
                 results = [one for one in results if one["calls"] or one["outcome"] == "failed"]
             if options.json:
