@@ -1,10 +1,11 @@
 """Nova's own queries for the RequestSpecs of its own unit tests: run by a Python that has Nova, writes JSON.
 
-    PYTHON_OF_NOVA tests/nova/capture_queries.py FILE
+    PYTHON_OF_NOVA tests/nova/capture_queries.py FILE [SPECS]
 
 1. The unit tests of the scheduler's utils, pre-filters and manager run with hooks that record each RequestSpec which
    they hand over, with the settings in force, before anything has changed it. Those tests set the fields that they
-   look at; the others are completed as the conductor sets them for a plain request.
+   look at; the others are completed as the conductor sets them for a plain request. SPECS has those that functional
+   tests asked with, a line each (`outside.note`).
 2. Each spec goes through Nova's pre-filters and ResourceRequest again, in several worlds (settings, aggregates in
    Nova's own database code on SQLite, compute nodes, versions), as `SchedulerManager.select_destinations` does it. The
    query string is recorded, or what was raised, and whether Placement's handler refuses it.
@@ -19,13 +20,14 @@ import json
 import sys
 import unittest
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import microversion_parse
 import nova.conf
 import webob
-from front_settings import PREFILTERS
+from front_settings import PREFILTERS, of_queries
 from nova import context as nova_context
 from nova import exception, objects
 from nova import test as nova_test
@@ -49,10 +51,6 @@ class AskedNeutron(Exception):
     """Nova would ask Neutron here."""
 
 
-def settings_now() -> dict[str, Any]:
-    return {name: getattr(getattr(CONF, group), name) for name, group in PREFILTERS.items()}
-
-
 class Recorder:
     """The RequestSpecs that were handed over, each once with its settings."""
 
@@ -74,8 +72,10 @@ class Recorder:
         except Exception:  # a stand-in of a test for one of its objects, or a field that Nova itself cannot read back
             self.unserialisable += 1
             return
+        self.add(primitive, of_queries(CONF))
+
+    def add(self, primitive: dict[str, Any], settings: dict[str, Any]) -> None:
         primitive.pop("nova_object.changes", None)
-        settings = settings_now()
         self.specs.setdefault(json.dumps([primitive, settings], sort_keys=True), (primitive, settings))
 
     def hooked(self, function: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -270,9 +270,13 @@ def refused(querystring: str) -> str | None:
     return None
 
 
-def main(path: str) -> None:
+def main(path: str, *specs: str) -> None:
     recorder = Recorder()
     result = record(recorder)
+    for one in specs:
+        for line in Path(one).read_text().splitlines():
+            asked = json.loads(line)
+            recorder.add(asked["spec"], asked["settings"])
     replay = Replay()
     replay.setUp()
     asked = [(spec, world) for spec, settings in recorder.specs.values() for world in worlds(spec, settings)]
@@ -304,4 +308,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -46,6 +46,11 @@ MULTIPLIERS = {
 MOST_ATTEMPTS = 10  # of the front's setting
 
 
+def of_queries(conf: Any) -> dict[str, Any]:
+    """Those that shape a query."""
+    return {name: getattr(getattr(conf, group), name) for name, group in PREFILTERS.items()}
+
+
 def settings_of(conf: Any, weights: Mapping[str, float] | None) -> dict[str, Any]:
     """{"nova": ..., "scheduler": ...}. weights: of hosts by name, of the fixture that has no other weigher run."""
     chosen = conf.filter_scheduler
@@ -61,7 +66,7 @@ def settings_of(conf: Any, weights: Mapping[str, float] | None) -> dict[str, Any
         scheduler["enabled_weighers"] = ["host_names.HostNameWeigher"]
         scheduler["multipliers"] = {"host_names": 1.0}
     nova = {
-        "prefilters": {name: getattr(getattr(conf, group), name) for name, group in PREFILTERS.items()},
+        "prefilters": of_queries(conf),
         "enabled_filters": [one for one in FILTERS if one in chosen.enabled_filters],
         "default_availability_zone": conf.default_availability_zone,
     }

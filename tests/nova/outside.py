@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from nova.tests import fixtures as nova_fixtures
 from nova.tests.functional import fixtures as functional_fixtures
 from oslo_config import cfg
 from oslo_messaging import conffixture
+from oslo_serialization import jsonutils
 from placement.conf import database
 from world import World
 
@@ -207,19 +209,30 @@ def cloud() -> dict[str, Any]:
 
 
 class Calls:
-    """How often the present test has asked for destinations."""
+    """How often the present test has asked for destinations. What it asked with is appended to a file, a line each."""
 
-    def __init__(self) -> None:
+    def __init__(self, specs: Path) -> None:
         self.count = 0
         real = rpcapi.SchedulerAPI.select_destinations
 
         def counted(*arguments: Any, **named: Any) -> Any:
             self.count += 1
+            note(specs, *arguments, **named)
             if WORLDS:
                 world().servers.keep_up(cloud)
             return real(*arguments, **named)
 
         rpcapi.SchedulerAPI.select_destinations = counted
+
+
+def note(specs: Path, _api: Any, _context: Any, spec_obj: Any, *_: Any, **_named: Any) -> None:
+    """Append a RequestSpec and the settings that shape its query; one that holds a test's stand-ins is left out."""
+    try:
+        line = jsonutils.dumps({"spec": spec_obj.obj_to_primitive(), "settings": front_settings.of_queries(CONF)})
+    except Exception:
+        return
+    with specs.open("a") as file:
+        file.write(line + "\n")
 
 
 def install(chosen: World) -> None:

@@ -148,7 +148,7 @@ def main() -> None:
     wait_for_locks()
     Schemas().run(Result())
     leave_out_cleanups()
-    calls = outside.Calls()
+    calls = outside.Calls(options.work / "specs.jsonl")
     if options.mode == "stock":
         for name in given["ids"]:
             run_apart(name, calls, options.work, options.results)

@@ -1,4 +1,5 @@
-"""Each RequestSpec of Nova's own unit tests gives the query string that Nova gives it.
+"""Each RequestSpec of Nova's own unit tests, and each that functional tests asked with (`asked_specs.jsonl`), gives the
+query string that Nova gives it.
 
 Nova's side is made by `capture_queries.py` in a Python that has Nova and Placement (`BERTH_NOVA_PYTHON`, or the
 virtualenv `.berth/nova`); without one these tests are skipped. Each spec is asked in several worlds: settings,
@@ -27,6 +28,7 @@ from scheduler_worker.nova.resource_request import (
 )
 
 ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 LONGEST_S = 1_200  # a limit against hanging
 LEAST_SPECS = 100  # of Nova 34; fewer are a hook that does not record any more
 
@@ -39,7 +41,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip("no Python with Nova: BERTH_NOVA_PYTHON, or the virtualenv .berth/nova")
     path = tmp_path_factory.mktemp("nova") / "queries.json"
     run = subprocess.run(
-        [python, ROOT / "tests" / "nova" / "capture_queries.py", path],
+        [python, HERE / "capture_queries.py", path, HERE / "asked_specs.jsonl"],
         cwd=path.parent,
         capture_output=True,
         text=True,
