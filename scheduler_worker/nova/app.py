@@ -77,6 +77,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         keeper,
         configure=partial(configure, selector, facts, scheduler),
         config=config,
+        clock=env.clock,
     )
     if config.shadow:
         shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock)

@@ -19,6 +19,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.clock import Clock
 from bus.contracts.base import Uuid
 from bus.contracts.cell import Selection
 from bus.contracts.groups import ServerGroup
@@ -58,7 +59,7 @@ NOTHING: Final = Query()
 OWNER_TRAIT: Final = "OWNER_NOVA"
 ARCHITECTURE: Final = "hw_architecture"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
-# A call that was delivered before may have been answered then; what it claims now nobody would release.
+# What a call claims whose client has been answered, or has given up, nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -128,12 +129,14 @@ class Destinations:
         *,
         configure: Callable[[], None],
         config: NovaConfig,
+        clock: Clock,
     ) -> None:
         self._placer = placer
         self._selector = selector
         self._facts = facts
         self._source = source
         self._configure = configure
+        self._clock = clock
         self._settings = config.prefilters
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
         self._default_architecture = config.image_properties_default_architecture
@@ -151,6 +154,10 @@ class Destinations:
         request = parse_request_spec(asked.spec_obj)
         if asked.instance_uuids is None:
             raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
+        is_in_doubt = self._may_be_outlived(call) and not request.is_rebuild
+        if is_in_doubt and not await self._source.waits_for_host(asked.instance_uuids):
+            log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
+            raise no_valid_host(OUTLIVED)
         why = undecided(request, self._settings, self._enabled)
         if why is not None:
             raise why
@@ -159,11 +166,14 @@ class Destinations:
         self._check_architecture(request)
         if request.is_rebuild:
             return self._answer(asked, [(None, self._rebuilt(request))])
-        if call.redelivered and not await self._source.waits_for_host(asked.instance_uuids):
-            log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
-            raise no_valid_host(OUTLIVED)
         claimed = await self._claimed(call, asked, request)
         return self._answer(asked, *([(one, one.host_uuid) for one in hosts] for hosts in claimed))
+
+    def _may_be_outlived(self, call: Call) -> bool:
+        """Whether its client may have got an answer, or given up while the call waited in the topic."""
+        asked_at, patience_s = call.requested_at, call.patience_s
+        is_late = asked_at is not None and patience_s is not None and self._clock.time() - asked_at > patience_s
+        return call.redelivered or is_late
 
     async def _claimed(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[tuple[Selection, ...]]:
         """The hosts of each instance: claimed, then alternates. Raises NoValidHost of Nova's."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -134,6 +136,26 @@ async def test_a_call_that_nobody_waits_for_any_more_claims_nothing() -> None:
     assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == []
     here.waiting = {VMS[1]}
     assert len(await here.select(*VMS[:2], redelivered=True)) == 2
+
+
+def said(ago_s: float) -> str:
+    """As Nova writes a time."""
+    return (datetime.now(UTC) - timedelta(seconds=ago_s)).replace(tzinfo=None).isoformat()
+
+
+@pytest.mark.parametrize(
+    ("requested_at", "is_asked_about"),
+    [(said(30), False), (said(3600), True), (None, False), (7, False), ("long ago", False), ("9999-12-31T23", False)],
+)
+async def test_of_a_request_older_than_its_clients_patience_nova_is_asked_whether_it_waits(
+    requested_at: object, is_asked_about: bool
+) -> None:
+    """It may have waited in the topic until its client gave up."""
+    here = await cloud()
+    here.waiting = set()
+    with pytest.raises(RemoteFault) if is_asked_about else contextlib.nullcontext():
+        await here.select(VMS[0], requested_at=requested_at)
+    assert bool(await here.held(VMS[0])) is not is_asked_about
 
 
 async def test_several_start_together_or_not_at_all() -> None:

@@ -116,6 +116,7 @@ class Cloud:
             self,
             configure=lambda: None,
             config=self.nova,
+            clock=self.clock,
         )
 
     async def open(self) -> Cloud:
@@ -202,6 +203,7 @@ class Cloud:
         run: str = "call1",
         front: Destinations | None = None,
         redelivered: bool = False,
+        requested_at: object = None,
         **spec: Any,
     ) -> Any:
         """What a conductor gets: the result of its call."""
@@ -216,7 +218,8 @@ class Cloud:
             version="4.5",
             unique_id=run,
             redelivered=redelivered,
-            context={"request_id": "req-1", "user_id": "u"},
+            timeout_s=60,
+            context={"request_id": "req-1", "user_id": "u", "timestamp": requested_at},
         )
         return await (front or self.destinations).call(call)
 
