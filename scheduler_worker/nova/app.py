@@ -75,6 +75,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         selector,
         facts,
         keeper,
+        follower,
         configure=partial(configure, selector, facts, scheduler),
         config=config,
         clock=env.clock,

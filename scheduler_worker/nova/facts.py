@@ -157,6 +157,10 @@ class NovaFacts:
         """Those of these root providers that Nova has named no compute node for."""
         return tuple(uuid for uuid in roots if uuid not in self._nodes)
 
+    def known_nodes(self) -> frozenset[str]:
+        """The uuids of all compute nodes that Nova has named."""
+        return frozenset(self._nodes)
+
     def hosts(self) -> tuple[str, ...]:
         """All hosts that Nova has named, in order."""
         return tuple(sorted(self._services.keys() | self._by_host.keys()))
@@ -172,20 +176,25 @@ class NovaFacts:
     # --- written by the keeper
 
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
-        """Take the states of nova-computes over. complete: those are all, and others are gone."""
+        """Take the states of nova-computes over. complete: those are all, and others are gone. Otherwise they come with
+        compute nodes: they may be older than what is known, which stays.
+        """
         found = {one.host: one for one in services}
-        after = found if complete else {**self._services, **found}
+        after = found if complete else {**found, **self._services}
         self._is_announced = self._is_announced and after == self._services
         self._services = after
 
-    def put_nodes(self, nodes: Iterable[ComputeNode], *, complete: bool) -> None:
-        """Take compute nodes over. complete: those are all; others are gone, but for those of a host whose nova-compute
-        is not up: Nova leaves the nodes of a cell out that it cannot reach.
+    def put_nodes(self, nodes: Iterable[ComputeNode], *, complete: bool, among: Collection[str] | None = None) -> None:
+        """Take compute nodes over. complete: those are all that were known (`among`: then; None: now), and others are
+        gone, but for those of a host whose nova-compute is not up: Nova leaves the nodes of a cell out that it cannot
+        reach.
         """
         after = {one.uuid: self._shared(one) for one in nodes}
         if complete:
             down = {one.host for one in self._services.values() if not one.is_up}
-            after = {**{uuid: one for uuid, one in self._nodes.items() if one.host in down}, **after}
+            newer = frozenset[str]() if among is None else self._nodes.keys() - among
+            kept = {uuid: one for uuid, one in self._nodes.items() if one.host in down or uuid in newer}
+            after = {**kept, **after}
         else:
             after = {**self._nodes, **after}
         if after == self._nodes or len(after) > MAX_NODES:

@@ -51,6 +51,7 @@ from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
 from scheduler_worker.nova.resource_request import resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
+from scheduler_worker.placing import ReplicaFollower
 
 log = structlog.get_logger("nova")
 
@@ -126,6 +127,7 @@ class Destinations:
         selector: Selector,
         facts: NovaFacts,
         source: FactsSource,
+        follower: ReplicaFollower,
         *,
         configure: Callable[[], None],
         config: NovaConfig,
@@ -135,6 +137,7 @@ class Destinations:
         self._selector = selector
         self._facts = facts
         self._source = source
+        self._follower = follower
         self._configure = configure
         self._clock = clock
         self._settings = config.prefilters
@@ -194,7 +197,7 @@ class Destinations:
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
                     break
-            if is_last or not await self._source.ask(self._unknown()):
+            if is_last or not await self._is_news():
                 break
             self._configure()
         assert ended is not None
@@ -202,6 +205,14 @@ class Destinations:
         known = {"instances": instances[:MAX_LOGGED], "count": len(instances), **msgspec.to_builtins(ended)}
         log.info(NO_HOST, request_id=call.request_id, **known)
         raise no_valid_host(ended.reason)
+
+    async def _is_news(self) -> bool:
+        """Whether the book or Nova has changed since what a call was decided by: a host that is new, or has room."""
+        book = self._selector.book
+        before = book.sequence
+        await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
+        is_changed = await self._source.ask(self._unknown())
+        return is_changed or book.sequence != before
 
     async def broken_rule(self, call: Call, hosts: Sequence[tuple[str, str]]) -> str:
         """What rejects one of these hosts (host, node) of a call's instances, in their order; "": nothing does.

@@ -65,7 +65,7 @@ class World:
             clock=here.clock, rng=random.Random(5), config=here.config,
         )  # fmt: skip
         self.destinations = Destinations(
-            placer, here.selector, here.facts, here, configure=lambda: None, config=here.nova, clock=here.clock
+            placer, here.selector, here.facts, here, here, configure=lambda: None, config=here.nova, clock=here.clock
         )
         self.made = 0
         self.relay = ShadowedRelay(self, self.stock, here.replica, here.clock)
