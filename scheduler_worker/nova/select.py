@@ -24,7 +24,7 @@ from bus.contracts.base import Uuid
 from bus.contracts.cell import Selection
 from bus.contracts.groups import ServerGroup
 from bus.contracts.patterns import reason_of
-from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_LOCATED_HOSTS, MAX_NAMED
+from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED
 from bus.faults import Transient
 from placement_worker.replica.request import Query
 from scheduler_worker.domain.builds import Gang
@@ -318,8 +318,6 @@ class Destinations:
         gang = Gang(uuid=uuids[0], size=len(uuids), min_count=len(uuids)) if len(uuids) > 1 else None
         group = request.instance_group
         members = _uuids(group.members or (), "group") if group is not None else ()
-        if len(members) > MAX_LOCATED_HOSTS:
-            raise NotDecided("group_too_large", f"more than {MAX_LOCATED_HOSTS} members")
         one = NovaInstance(
             instance_uuid=uuids[0],
             project_id=_word(request.project_id, "project_id"),
