@@ -44,8 +44,8 @@ from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
 from scheduler_worker.filters.image import ImagePropertiesFilter, supports
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host
+from scheduler_worker.nova.explained import ANSWERED, SHADOWED, ExplainedStep, placed_fields, steps_of
 from scheduler_worker.nova.explained import MAX_NAMED as MAX_LOGGED
-from scheduler_worker.nova.explained import NO_HOST, PLACED, ExplainedStep, placed_fields, steps_of
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
@@ -140,6 +140,7 @@ class Destinations:
         self._follower = follower
         self._configure = configure
         self._clock = clock
+        self._events = SHADOWED if config.shadow else ANSWERED
         self._settings = config.prefilters
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
         self._default_architecture = config.image_properties_default_architecture
@@ -180,6 +181,7 @@ class Destinations:
 
     async def _claimed(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[tuple[Selection, ...]]:
         """The hosts of each instance: claimed, then alternates. Raises NoValidHost of Nova's."""
+        instances = asked.instance_uuids or ()
         ended: Ended | None = None
         for is_last in (False, True):
             ended = None
@@ -192,7 +194,11 @@ class Destinations:
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
-                    log.info(PLACED, request_id=call.request_id, **placed_fields(asked.instance_uuids or (), claimed))
+                    log.info(
+                        self._events.placed,
+                        request_id=call.request_id,
+                        **placed_fields(asked.instance_uuids or (), claimed),
+                    )
                     return [one.selections for one in claimed]
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
@@ -201,9 +207,8 @@ class Destinations:
                 break
             self._configure()
         assert ended is not None
-        instances = asked.instance_uuids or ()
         known = {"instances": instances[:MAX_LOGGED], "count": len(instances), **msgspec.to_builtins(ended)}
-        log.info(NO_HOST, request_id=call.request_id, **known)
+        log.info(self._events.no_host, request_id=call.request_id, **known)
         raise no_valid_host(ended.reason)
 
     async def _is_news(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.nova.envelope import (
@@ -19,6 +21,7 @@ from scheduler_worker.nova.envelope import (
     no_valid_host,
     unsupported_version,
 )
+from scheduler_worker.nova.explained import EVENTS, SHADOWED
 from scheduler_worker.nova.relay import RelayFailed
 from scheduler_worker.nova.request_spec import NotDecided
 from scheduler_worker.nova.select import Destinations
@@ -65,7 +68,14 @@ class World:
             clock=here.clock, rng=random.Random(5), config=here.config,
         )  # fmt: skip
         self.destinations = Destinations(
-            placer, here.selector, here.facts, here, here, configure=lambda: None, config=here.nova, clock=here.clock
+            placer,
+            here.selector,
+            here.facts,
+            here,
+            here,
+            configure=lambda: None,
+            config=replace(here.nova, shadow=True),
+            clock=here.clock,
         )
         self.made = 0
         self.relay = ShadowedRelay(self, self.stock, here.replica, here.clock)
@@ -182,6 +192,15 @@ async def test_the_room_that_the_stock_scheduler_has_taken_breaks_no_rule() -> N
     await asking
     await here.idle()
     assert here.relay.counts() == {"same": 1}
+
+
+async def test_no_line_says_that_it_has_placed_what_it_has_not() -> None:
+    here = await world()
+    with capture_logs() as lines:
+        await here.told(here.answered(0), VMS[0])
+        await here.told(here.answered(NONE), VMS[1], ignore_hosts=["h0", "h1"])
+    events = [one["event"] for one in lines if one["event"] in EVENTS]
+    assert events == [SHADOWED.placed, SHADOWED.no_host]
 
 
 async def test_its_choice_counts_until_the_stock_scheduler_has_answered() -> None:
