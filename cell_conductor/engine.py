@@ -244,29 +244,25 @@ class Engine:
         now: dict[str, Instance] = dict(known)
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
-        ended: list[Instance] = []
-        context = self._context_now()
-        unsearched: list[InstanceEvent] = []
-        ended_by = FenceSteps()
+        ended, unsearched = list[Instance](), list[InstanceEvent]()
+        context, ended_by = self._context_now(), FenceSteps()
         for instance_event in incoming:
-            before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
-            if is_unsearched(before, instance_event.event, context.set_back, self._search.is_unexplained):
+            before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
+            if is_unsearched(before, event, context.set_back, self._search.is_unexplained):
                 unsearched.append(instance_event)
                 continue
-            stepped = step(before, instance_event.event, context)
-            if isinstance(instance_event.event, DeleteRequested) and is_of_another_project(
-                before, instance_event.event
-            ):
+            stepped = step(before, event, context)
+            if isinstance(event, DeleteRequested) and is_of_another_project(before, event):
                 log.warning("instance.delete_refused", instance=before.uuid, reason="it is of another project")
             if misses_proof(before, stepped.instance) and not self._fences.is_recent:
                 raise Transient("the fence may be on record and not read yet", code="fence.unread")
             if context.fences:
-                stepped = ended_by.follow(before, stepped, instance_event.event, context)
+                stepped = ended_by.follow(before, stepped, event, context)
             after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)
             cause = after.cause or instance_event.cause
             trace = traceparent_of(cause) or after.traceparent
             outgoing += [OutboxMessage(self._bus.name, command, cause, trace) for command in stepped.commands]
-            steps[before.state, type(instance_event.event).__name__] += 1
+            steps[before.state, type(event).__name__] += 1
             if stepped.instance.state is not before.state and desire_of(stepped.instance).ends:
                 ended.append(stepped.instance)
         if unsearched:

@@ -8,7 +8,7 @@ make the scheduler's configuration; decisions about hosts are columns of its hos
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -52,6 +52,7 @@ from scheduler_worker.domain.objects import (
     ChangeAuthor,
     ChangePlan,
     Key,
+    Objects,
     RecordedObjects,
     applied,
     cells_of,
@@ -88,6 +89,14 @@ MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal
 def _too_late() -> Refusal:
     log.warning("objects.too_late")
     return Refusal(code=TOO_LATE, reason="the requester's time was over before the objects could be locked")
+
+
+def _orders(after: Objects, hosts: Sequence[str]) -> Iterator[OutboxMessage]:
+    """The commands about the fences of these hosts to their cells; `FencePublisher` notifies every cell of the rest."""
+    decisions, known = host_decisions(after), fences_of(after)
+    for uuid in hosts:
+        if uuid in known and (cell := known[uuid].cell) is not None:
+            yield OutboxMessage(cell, fences.command(uuid, known[uuid], decisions.get(uuid)), uuid)
 
 
 class _ChangeRefused(Exception):
@@ -276,10 +285,9 @@ class ObjectRegistry:
             changed = planned.changed
             if change.dry_run or not changed:
                 return (), author
-            decisions = host_decisions(applied(present, (*changed, *followed), author).objects)
-            for uuid, fence in fences_of(applied(RecordedObjects(0, {}), followed, author).objects).items():
-                if fence.cell is not None:  # else `FencePublisher` notifies every cell
-                    unit.emit(OutboxMessage(fence.cell, fences.command(uuid, fence, decisions.get(uuid)), uuid))
+            after = applied(present, (*changed, *followed), author).objects
+            for message in _orders(after, [one.name for one in followed]):
+                unit.emit(message)
             return (*changed, *followed), author
 
         written = await self.write(make, is_late)
