@@ -27,7 +27,7 @@ from nova.tests.functional import fixtures as functional_fixtures
 from oslo_config import cfg
 from oslo_messaging import conffixture
 from oslo_serialization import jsonutils
-from placement.conf import database
+from placement_options import name_a_database
 from world import World
 
 # The package has the name `nova` for another module.
@@ -110,9 +110,7 @@ def place_in_berth() -> None:
         set_up(self)
 
     fixture.__init__, fixture.setUp = prepare, setUp
-    for option in database.placement_db_opts:
-        if option.name == "connection":
-            option.default = "sqlite://"  # required, and never opened
+    name_a_database()
 
 
 def let_the_front_read() -> None:

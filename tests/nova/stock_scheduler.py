@@ -30,6 +30,7 @@ from nova.tests.functional import fixtures as functional_fixtures
 from oslo_config import cfg
 from oslo_log import log
 from oslo_messaging import conffixture
+from placement_options import name_a_database
 
 # They are of the test's process, or are set here by themselves.
 OTHERS = {("api_database", "connection"), ("database", "connection"), (None, "host"), (None, "log_file")}
@@ -41,9 +42,6 @@ class BerthFixture(functional_fixtures.PlacementFixture):  # type: ignore[misc]
     def __init__(self, url: str) -> None:
         super().__init__(db=False, use_intercept=False)
         self.endpoint = url
-
-    def _configure_placement(self, conf_fixture: Any) -> None:
-        conf_fixture.config(connection="sqlite://", group="placement_database")  # required, and never opened
 
 
 class NeutronFixture(nova_fixtures.NeutronFixture):  # type: ignore[misc]
@@ -118,6 +116,7 @@ def run(given: dict[str, Any]) -> None:
     stand.setUp()
     for other in (NeutronFixture, nova_fixtures.GlanceFixture):
         stand.useFixture(other(stand))
+    name_a_database()
     BerthFixture(cloud["placement"]).setUp()
     rpc.add_extra_exmods("nova.test")
     rpc.set_defaults(control_exchange="nova")
