@@ -16,26 +16,33 @@ PAGE, REASONS = HERE / "RESULTS.md", HERE / "reasons.toml"
 CHECKS = "checks."
 HEAD = """# Nova's tests with berth as their scheduler
 
-Made by `page.py` from what `scripts/nova test --json` wrote; the reasons are in `reasons.toml`. Nova 34.0.0, RabbitMQ,
-a stock nova-scheduler as the fallback. Tests that failed were run again alone; what passed only then says so.
+Made by `page.py` from what `scripts/nova test --json` wrote; the reasons are in `reasons.toml`. RabbitMQ, a stock
+nova-scheduler as the fallback. Tests that failed were run again alone; what passed only then says so.
 """
 AGAIN = "passed when it was run again"
 APART = "fails with a stock nova-scheduler in a process of its own as well"
 
 
-def reason_of(name: str, reasons: dict[str, str]) -> str:
-    """Why a test cannot pass from outside Nova's process; "": it could."""
-    return next((why for part, why in reasons.items() if part in name), "")
+class Reasons:
+    """Why tests cannot pass from outside Nova's process: by a part of their ids, and those that fail `apart` too."""
+
+    def __init__(self, parts: dict[str, str], apart: set[str]) -> None:
+        self._parts, self._apart = parts, apart
+
+    def of(self, name: str) -> str:
+        """ "": it could pass."""
+        known = next((why for part, why in self._parts.items() if part in name), "")
+        return known or (APART if name in self._apart else "")
 
 
-def table(title: str, rows: list[dict[str, Any]], reasons: dict[str, str]) -> list[str]:
+def table(title: str, rows: list[dict[str, Any]], reasons: Reasons) -> list[str]:
     """The outcomes of one kind, and two figures: of all, and of those that can pass."""
     passed = [one for one in rows if one["outcome"] == "passed"]
-    able = [one for one in rows if one["outcome"] == "passed" or not reason_of(one["id"], reasons)]
+    able = [one for one in rows if one["outcome"] == "passed" or not reasons.of(one["id"])]
     lines = [f"## {title}", "", f"{len(passed)} of {len(rows)} passed; of the {len(able)} that can, {len(passed)}.", ""]
     lines += ["| id | outcome | why |", "| --- | --- | --- |"]
     for one in sorted(rows, key=lambda row: str(row["id"])):
-        why = reason_of(one["id"], reasons) or one["why"][:120].replace("|", "/")
+        why = reasons.of(one["id"]) or one["why"][:120].replace("|", "/")
         why = one["again"] if one["outcome"] == "passed" else why
         lines.append(f"| `{one['id'].removeprefix('nova.tests.functional.')}` | {one['outcome']} | {why} |")
     return [*lines, ""]
@@ -43,20 +50,21 @@ def table(title: str, rows: list[dict[str, Any]], reasons: dict[str, str]) -> li
 
 def main() -> None:
     """Write it."""
-    found: dict[str, dict[str, Any]] = {}
-    apart: dict[str, str] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    apart: set[str] = set()
     for one in (one for path in sys.argv[1:] for one in json.loads(Path(path).read_text())):
-        if one.get("mode") == "apart":
-            apart[one["id"]] = one["outcome"]
+        if one["mode"] == "apart":
+            apart |= {one["id"]} if one["outcome"] == "failed" else set()
             continue
-        earlier = found.setdefault(one["id"], one | {"again": ""})
+        earlier = found.setdefault((one["nova"], one["id"]), one | {"again": ""})
         if (earlier["outcome"], one["outcome"]) == ("failed", "passed"):
-            found[one["id"]] = one | {"again": AGAIN}
-    reasons = {name: APART for name, outcome in apart.items() if outcome == "failed"}
-    reasons = tomllib.loads(REASONS.read_text())["reasons"] | reasons
-    checks = [one for name, one in found.items() if name.startswith(CHECKS)]
-    drawn = [one for name, one in found.items() if not name.startswith(CHECKS)]
-    lines = [HEAD, *table("Checks", checks, reasons), *table("Tests of Nova's own", drawn, reasons)]
+            found[one["nova"], one["id"]] = one | {"again": AGAIN}
+    lines, known = [HEAD], tomllib.loads(REASONS.read_text())
+    for release in sorted({release for release, _ in found}, reverse=True):
+        reasons = known["reasons"] | known.get(f"reasons_of_{release.partition('.')[0]}", {})
+        for title, is_check in (("checks", True), ("tests of Nova's own", False)):
+            rows = [one for (of, name), one in found.items() if of == release and name.startswith(CHECKS) is is_check]
+            lines += table(f"Nova {release}: {title}", rows, Reasons(reasons, apart)) if rows else []
     PAGE.write_text("\n".join(lines).rstrip() + "\n")
 
 

@@ -127,9 +127,9 @@ def run_apart(name: str, calls: outside.Calls, folder: Path, results: Path) -> N
 
 
 def write(outcome: dict[str, Any], results: Path) -> None:
-    """Append it as one line of JSON."""
+    """Append it as one line of JSON, with Nova's release."""
     with results.open("a") as file:
-        file.write(json.dumps(outcome) + "\n")
+        file.write(json.dumps(outcome | {"nova": version("nova")}) + "\n")
 
 
 def main() -> None:
