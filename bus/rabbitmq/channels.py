@@ -42,11 +42,14 @@ MAX_PROPERTY_BYTES = 255
 
 
 class Acks:
-    """The deliveries of one channel that are not settled yet. prefetch: so much may be delivered ahead."""
+    """The deliveries of one channel that are not settled yet. prefetch: so much may be delivered ahead. gathers:
+    acknowledgements wait for others.
+    """
 
-    def __init__(self, channel: AbstractChannel, *, prefetch: int) -> None:
+    def __init__(self, channel: AbstractChannel, *, prefetch: int, gathers: bool = True) -> None:
         self.channel = channel
-        self._at_most = max(1, prefetch // GATHERED_SHARE)
+        self._prefetch = prefetch
+        self._at_most = max(1, prefetch // GATHERED_SHARE) if gathers else 1
         self._open: dict[int, None] = {}  # in the order of their tags
         self._acked: set[int] = set()
         self._given_up: list[bytes] = []
@@ -76,11 +79,16 @@ class Acks:
             self._given_up.append(self._frame(_REJECT, tag, _REQUEUE if requeue else 0))
             self._flush_soon()
 
+    async def acknowledged(self, tag: int) -> None:
+        """Acknowledge a delivery, and wait until the broker has done so. Raises BusUnavailable: it may have, or not."""
+        self.ack(tag, now=True)
+        await self._hand_over()
+        with translated():  # the broker does what comes on a channel in its order, and answers this
+            await self.channel.basic_qos(prefetch_count=self._prefetch, timeout=CONFIRM_TIMEOUT_S)
+
     async def flush(self) -> None:
         """Write all acknowledgements to the connection, and wait for it: what only waits is dropped when it closes."""
-        self._send()
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._hand_over()
         if self.channel.is_closed:
             return
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,6 +96,12 @@ class Acks:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await self._wait_to_send(ChannelFrame(payload=b"", should_close=False, drain_future=written))
                 await written
+
+    async def _hand_over(self) -> None:
+        """Put all acknowledgements before what this task writes next."""
+        self._send()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _flush_soon(self) -> None:
         if not self._flushing:
@@ -175,6 +189,12 @@ class RabbitDelivery:
     def ack(self) -> None:
         """Acknowledge it. Earlier deliveries are acknowledged at once: the next delivery may end this process."""
         self._acks.ack(self._tag, now=self.delivery_count > 0)
+
+    async def acknowledged(self) -> None:
+        """Acknowledge it, and wait until the broker has done so: it does not deliver it again. Raises BusUnavailable:
+        it may.
+        """
+        await self._acks.acknowledged(self._tag)
 
     def nack(self, *, requeue: bool) -> None:
         """Give it back, or let the broker dead-letter it."""
