@@ -298,8 +298,8 @@ async def test_a_connection_that_closes_sends_them_first() -> None:
     channel, acks = given(100)
     acks.ack(1)
     flushing = asyncio.create_task(acks.flush())
-    assert len((await asyncio.wait_for(channel.write_queue.get(), 10)).payload) == FRAME_SIZE
     last = await asyncio.wait_for(channel.write_queue.get(), 10)
+    assert len(last.payload) == FRAME_SIZE
     assert not flushing.done(), "nothing is written yet"
     last.drain()
     await asyncio.wait_for(flushing, 10)
