@@ -415,7 +415,7 @@ ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
 )
 # They carry a message's time to the broker and from there; the last one that of a call of Nova.
 CARRIERS = {
-    "bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py",
+    "bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py", "bus/rabbitmq/frames.py",
     "scheduler_worker/nova/rpc_server.py",
 }  # fmt: skip
 
