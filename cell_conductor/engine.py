@@ -41,7 +41,6 @@ from .domain.fence_steps import FenceSteps
 from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
-from .domain.move_doubts import is_searched_for
 from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
 from .domain.table import question_of, step
@@ -98,6 +97,16 @@ class Sender(Protocol):
         """Publish soon; delete each row after its confirm."""
 
 
+class Unsearched(Transient):
+    """The cell's services are to be queried first, about the instances of these requests. Nothing was recorded."""
+
+    code = "cell.database_set_back"
+
+    def __init__(self, requests: Sequence[InstanceEvent]) -> None:
+        super().__init__("the database may have no record of what these requests are about")
+        self.requests = requests
+
+
 class Engine:
     """Moves the instances of one cell."""
 
@@ -138,7 +147,7 @@ class Engine:
         )
 
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
-        """Apply events, in order for each instance, and send the requests to placement that follow.
+        """Apply events, in order for each instance, and send the requests to placement that follow. Raises Unsearched.
 
         Returns an awaitable that ends once all of it is on disk, before which the events must not be acknowledged;
         None: it is on disk.
@@ -235,29 +244,29 @@ class Engine:
         now: dict[str, Instance] = dict(known)
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
-        ended: list[Instance] = []
-        context = self._context_now()
-        ended_by = FenceSteps()
+        ended, unsearched = list[Instance](), list[InstanceEvent]()
+        context, ended_by = self._context_now(), FenceSteps()
         for instance_event in incoming:
-            before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
-            if is_unsearched(before, instance_event.event, context.set_back):
-                raise Transient("the database was set back since this was taken", code="cell.database_set_back")
-            stepped = step(before, instance_event.event, context)
-            if isinstance(instance_event.event, DeleteRequested) and is_of_another_project(
-                before, instance_event.event
-            ):
+            before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
+            if is_unsearched(before, event, context.set_back, self._search.is_unexplained):
+                unsearched.append(instance_event)
+                continue
+            stepped = step(before, event, context)
+            if isinstance(event, DeleteRequested) and is_of_another_project(before, event):
                 log.warning("instance.delete_refused", instance=before.uuid, reason="it is of another project")
             if misses_proof(before, stepped.instance) and not self._fences.is_recent:
                 raise Transient("the fence may be on record and not read yet", code="fence.unread")
             if context.fences:
-                stepped = ended_by.follow(before, stepped, instance_event.event, context)
+                stepped = ended_by.follow(before, stepped, event, context)
             after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)
             cause = after.cause or instance_event.cause
             trace = traceparent_of(cause) or after.traceparent
             outgoing += [OutboxMessage(self._bus.name, command, cause, trace) for command in stepped.commands]
-            steps[before.state, type(instance_event.event).__name__] += 1
+            steps[before.state, type(event).__name__] += 1
             if stepped.instance.state is not before.state and desire_of(stepped.instance).ends:
                 ended.append(stepped.instance)
+        if unsearched:
+            raise Unsearched(unsearched)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
         if ended_by.hosts and not await transaction.lose(list(ended_by.hosts), ended_by.losses, list(ended_by.proofs)):
@@ -299,11 +308,13 @@ class Engine:
         if seen := await self._see_sources(questions):
             await self._ask_placement(await self._apply(seen))
         questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
-        found, unsure = await self._find_forgotten(questions)
+        doubted, now = {one.instance.uuid: one.instance for one in questions}, self._clock.time()
+        forgotten, held = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
+        found = [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()]
         found += await self._find_decided(decided)
         if found:
             await self._ask_placement(await self._apply(found))
-        answers = await self._placement.ask(await self._still_due(questions, unsure))
+        answers = await self._placement.ask(await self._still_due(questions, held))
         if answers:
             await self._ask_placement(await self._apply(answers))
 
@@ -369,32 +380,19 @@ class Engine:
         """
         ready: list[PendingQuestion] = []
         for one in questions:
-            uuid, is_for_services = one.instance.uuid, isinstance(one.message, SourceQuery)
-            is_first = is_for_services or is_searched(one.instance) or is_searched_for(one.instance)
-            if not is_first:
+            uuid = one.instance.uuid
+            if not isinstance(one.message, SourceQuery) and not is_searched(one.instance):
                 ready.append(one)
             elif uuid in self._unsearched or len(self._unsearched) < MAX_UNSEARCHED:
                 self._unsearched[uuid] = one
                 self._search_due.set()
         return ready
 
-    async def _still_due(self, questions: Sequence[PendingQuestion], unsure: set[str]) -> list[PendingQuestion]:
+    async def _still_due(self, questions: Sequence[PendingQuestion], held: set[str]) -> list[PendingQuestion]:
         """The requests that are still due after a search, but those of instances which it has left in doubt."""
-        clear = {one.instance.uuid: one for one in questions if one.instance.uuid not in unsure}
+        clear = {one.instance.uuid: one for one in questions if one.instance.uuid not in held}
         known = await self.known(clear)
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
-
-    async def _find_forgotten(self, questions: Sequence[PendingQuestion]) -> tuple[list[InstanceEvent], set[str]]:
-        """Machines of doubted builds that fail over, and of doubted moves; and the instances for which nothing is to be
-        requested of placement now.
-        """
-        doubted = {one.instance.uuid: one.instance for one in questions if is_searched(one.instance)}
-        moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
-        now = self._clock.time()
-        forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
-        found, held = await self._search.find_moved(moved)
-        forgotten, unsure = {**forgotten, **found}, unsure | held
-        return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

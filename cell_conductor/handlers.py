@@ -58,7 +58,7 @@ from .domain.instance import MACHINE_EXISTS
 from .domain.move_events import IN_DOUBT
 from .domain.report import Differences, Newest, differences
 from .domain.steps import cut
-from .engine import Engine
+from .engine import Engine, Unsearched
 from .fences import FenceKeeper
 from .guard import Guard, HostOwners, Leases, QuarantineReservations
 from .lease_keeper import LeaseForgetter
@@ -150,18 +150,15 @@ class RequestHandlers:
             outcomes.append(DONE if is_known else Refuse("message.unexpected", type(received.message).__name__))
             if instance_event is not None:
                 incoming.append(instance_event)
-        last = {
-            received.meta.id
-            for received in batch
-            if received.meta.attempt >= RETRIES
-            or (received.queue == GIVEN_UP_QUEUE and not isinstance(received.message, CellBuild))
-        }
-        incoming, unsure = await self._searched(incoming, last)
-        outcomes = [
-            UNSURE if outcome is DONE and received.meta.id in unsure else outcome
-            for received, outcome in zip(batch, outcomes, strict=True)
-        ]
-        flushed = await self._engine.take(incoming, source=source) if incoming else None
+        try:
+            flushed = await self._engine.take(incoming, source=source) if incoming else None
+        except Unsearched as unsearched:
+            incoming, unsure = await self._searched(incoming, unsearched.requests, batch)
+            outcomes = [
+                UNSURE if outcome is DONE and received.meta.id in unsure else outcome
+                for received, outcome in zip(batch, outcomes, strict=True)
+            ]
+            flushed = await self._engine.take(incoming, source=source) if incoming else None
         await self._pass_on(batch)  # an arrival that came before its check is on record now
         if flushed is None:
             return outcomes
@@ -181,30 +178,34 @@ class RequestHandlers:
                 log.warning("move.check_unanswered", instance=uuid, by=message.asked_by.cell, reason=reason)
 
     async def _searched(
-        self, incoming: list[InstanceEvent], last: Collection[str]
+        self, incoming: list[InstanceEvent], unsearched: Sequence[InstanceEvent], batch: Sequence[Received]
     ) -> tuple[list[InstanceEvent], set[str]]:
-        """The events, those of doubted builds with the machines that the cell has of them; and the messages to retry.
+        """The events, those about instances that are to be searched for with the machines that the cell has of them;
+        and the messages to retry.
 
         Nothing is begun while a service has not answered (of a build: one that is up), until the queue's retries are
-        exhausted: those of `last` are begun then, and a move is refused. The same for deletes of instances that the
-        database may have lost and has no record of: it was set back, or the cell has announced their builds. A query of
-        a build without a record is dropped then: it comes again.
+        exhausted: what comes for the last time is begun then, and a move is refused. The same for deletes of instances
+        that the database may have lost and has no record of: it was set back, or the cell has announced their builds. A
+        query of a build without a record is dropped then: it comes again.
         """
-        found = await self._search.before(incoming)
-        if not found:
-            return incoming, set()
+        last = {
+            received.meta.id
+            for received in batch
+            if received.meta.attempt >= RETRIES
+            or (received.queue == GIVEN_UP_QUEUE and not isinstance(received.message, CellBuild))
+        }
+        found = await self._search.before(unsearched)
         known: list[InstanceEvent] = []
-        dropped: set[str] = set()
+        retried: set[str] = set()
         for one in incoming:
             taken: InstanceEvent | None = one
             if one.uuid in found and _is_to_be_searched(one.event):
                 taken = _with_found(one, found[one.uuid], self._search, is_last=one.message_id in last)
             if taken is not None:
                 known.append(taken)
-            elif is_query(one.event):
-                dropped.add(one.message_id)
-        retried = {one.message_id for one in incoming} - {one.message_id for one in known}
-        return known, {one for one in retried if one not in last and one not in dropped}
+            elif not is_query(one.event) and one.message_id not in last:
+                retried.add(one.message_id)
+        return known, retried
 
 
 def _with_found(
@@ -212,7 +213,7 @@ def _with_found(
 ) -> InstanceEvent | None:
     """The event with the machines that were found; None: it is not taken now."""
     event, found = one.event, searched.of(one.uuid)
-    is_anothers = not found and _is_anothers(one, search)
+    is_anothers = not found and search.may_be_anothers(one)
     if is_query(event):
         why = ANOTHERS if is_anothers else event.given_up
         return None if found is None else replace(one, event=replace(event, found=found, given_up=why))
@@ -230,13 +231,6 @@ def _with_found(
 
 def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested | MoveRequested]:
     return isinstance(event, DeleteRequested | BuildRequested) or is_begun_by(event)
-
-
-def _is_anothers(incoming: InstanceEvent, search: MachineSearch) -> bool:
-    """Whether it is a delete or a query of an instance without a record, and a host has a machine that is not ours."""
-    event = incoming.event
-    is_lost = (isinstance(event, DeleteRequested) and event.unrecorded) or is_query(event)
-    return is_lost and search.is_unexplained(incoming.uuid)
 
 
 class HostHandlers:
@@ -403,7 +397,6 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
             cause=meta.cause or uuid,
             project_id=message.project_id,
             begun=message.begun,
-            unrecorded=message.unrecorded,
             stay=message.stay,
         )
         return InstanceEvent(uuid, deleted, meta.id, meta.cause)

@@ -24,9 +24,8 @@ from bus.faults import Fault
 
 from . import metrics
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
-from .domain.events import BuildRequested, DeleteRequested, Event, InstanceEvent, SourceAnswered, is_begun_by, is_query
-from .domain.instance import Instance, State
-from .domain.set_back import SetBack, is_of_forgotten, is_outdated
+from .domain.events import DeleteRequested, InstanceEvent, SourceAnswered, is_begun_by, is_query
+from .domain.instance import Instance
 from .domain.way_back import SourceQuery, answer_about
 from .store.port import InstanceStore
 from .store.safety import UnexplainedRecord
@@ -124,26 +123,25 @@ class MachineSearch:
         self._up = up
         self._unexplained = unexplained
 
-    @property
-    def set_back(self) -> SetBack:
-        """When the database came to be older than the world."""
-        return self._store.set_back
-
     def is_unexplained(self, uuid: str) -> bool:
         """Whether a host has a machine of this instance that no record explains."""
         return uuid in self._unexplained()
 
-    async def before(self, incoming: Sequence[InstanceEvent]) -> dict[str, Searched]:
-        """The search for each instance that is searched for before these requests are taken: they may have a machine
-        already, or another than their record has.
+    def may_be_anothers(self, one: InstanceEvent) -> bool:
+        """Whether a machine that no service has of this instance by our mark may be another database's, which has been
+        in this one's place: a host has a machine of it that no record explains.
         """
-        begun = {one.uuid for one in incoming if self._may_have_been_begun(one)}
-        lost = await self.find_unrecorded({one.uuid for one in incoming if self._may_be_lost(one.event)})
-        outdated = await self._find_outdated({one.uuid for one in incoming if is_begun_by(one.event)})
+        is_lost = isinstance(one.event, DeleteRequested) and one.event.begun and not self._store.set_back.has_been
+        return (is_lost or is_query(one.event)) and self.is_unexplained(one.uuid)
+
+    async def before(self, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
+        """The search for the instance of each of these requests, before they are taken."""
+        outdated = {one.uuid for one in requests if is_begun_by(one.event)}
+        lost = {one.uuid for one in requests if not is_begun_by(one.event)}
         # One machine of an outdated record shows nothing of a later one: without every answer none counts.
-        searched, complete = await asyncio.gather(self.find(begun | lost), self.find(outdated, self._to_answer()))
+        searched, complete = await asyncio.gather(self.find(lost), self.find(outdated, self._to_answer()))
         complete = replace(complete, machines={}) if complete.missing else complete
-        return dict.fromkeys(begun | lost, searched) | dict.fromkeys(outdated, complete)
+        return dict.fromkeys(lost, searched) | dict.fromkeys(outdated, complete)
 
     def _to_answer(self) -> set[str]:
         """The services that are down and may have machines all the same: an operator has neither stated that they are
@@ -155,30 +153,6 @@ class MachineSearch:
             for one in set(self._down()) - set(self._forgotten())
             if not (hosts := set(self._listed((one,)))) or hosts - fenced
         }
-
-    def _may_have_been_begun(self, incoming: InstanceEvent) -> bool:
-        event = incoming.event
-        if not isinstance(event, BuildRequested) or event.is_query:
-            return False
-        return is_of_forgotten(event, self.set_back) or self.is_unexplained(incoming.uuid)
-
-    def _may_be_lost(self, event: Event) -> bool:
-        if isinstance(event, DeleteRequested):
-            return event.unrecorded or is_of_forgotten(event, self.set_back)
-        return is_query(event)
-
-    async def find_unrecorded(self, uuids: Collection[str]) -> set[str]:
-        """The instances among these of which the database has no build."""
-        if not uuids:
-            return set()
-        briefs = await self._store.briefs([], sorted(uuids))
-        return set(uuids) - {one.uuid for one in briefs if one.state is not State.TOMBSTONE}
-
-    async def _find_outdated(self, uuids: Collection[str]) -> set[str]:
-        if not uuids:
-            return set()
-        briefs = await self._store.briefs([], sorted(uuids))
-        return {one.uuid for one in briefs if is_outdated(one, self.set_back)}
 
     async def find(self, uuids: Collection[str], also: Collection[str] = (), *, thorough: bool = False) -> Searched:
         """Query every service that is up, and these others, about these instances.
@@ -246,45 +220,34 @@ class MachineSearch:
                 log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
         return seen
 
-    async def find_moved(self, moved: Mapping[str, Instance]) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
-        """Machines that the records of these moves in doubt do not have; and the instances for which nothing is to be
-        requested of placement now.
-
-        Every service of the cell has to answer, also those that are down, without a limit, and to have looked at each
-        of its hosts that is not fenced: what is released may be started again from its image. A forgotten service has
-        not to: an operator has stated that it is gone with its machines.
-        """
-        if not moved:
-            return {}, set()
-        down = self._to_answer()
-        searched = await self.find(moved, down, thorough=True)
-        found = {uuid: tuple(machines) for uuid, machines in searched.machines.items() if machines}
-        unseen = set(self._listed({*(self._up() or ()), *down})) - searched.hosts - set(self._fenced())
-        held = set(moved) if searched.missing or unseen else found.keys() & moved.keys()
-        metrics.HELD_MOVES.inc(len(held))
-        for uuid in sorted(held)[:LOGGED_MOVES]:
-            _log_held(moved[uuid], found.get(uuid, ()), searched.missing, unseen)
-        return found, held
-
     async def find_forgotten(
         self, doubted: Mapping[str, Instance], now: float, limit_s: float
     ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
-        """Of records that fail over: machines that they do not have; and the instances for which nothing may be claimed
-        now.
+        """Machines that doubted records do not have; and the instances for which nothing is to be requested of
+        placement now: those that have such a machine, or about which a service has not answered, also one that is down.
 
-        Nothing may be claimed for an instance with such a machine, or about which a service has not answered, also one
-        that is down: they wait for the next sweep, until the doubt's own limit (`limit_s`).
+        A forgotten service has not to: an operator has stated that it is gone with its machines. A build waits until
+        the doubt's own limit (`limit_s`). A move waits without one, and each service has to have looked at each of its
+        hosts that is not fenced: what is released may be started again from its image.
         """
-        searched = await self.find(doubted, self._to_answer())
-        found: dict[str, tuple[FoundMachine, ...]] = {}
-        unsure: set[str] = set()
-        for uuid, instance in doubted.items():
-            if forgotten := forgotten_machines(instance, searched.of(uuid) or ()):
-                unsure.add(uuid)
+        if not doubted:
+            return {}, set()
+        moved, down = {uuid: one for uuid, one in doubted.items() if one.move is not None}, self._to_answer()
+        searched, thorough = await asyncio.gather(
+            self.find(doubted.keys() - moved.keys(), down), self.find(moved, down, thorough=True)
+        )
+        found = {uuid: tuple(machines) for uuid, machines in thorough.machines.items() if machines}
+        unseen = set(self._listed({*(self._up() or ()), *down})) - thorough.hosts - set(self._fenced()) if moved else ()
+        held = set(moved) if thorough.missing or unseen else found.keys() & moved.keys()
+        metrics.HELD_MOVES.inc(len(held))
+        for uuid in sorted(held)[:LOGGED_MOVES]:
+            _log_held(moved[uuid], found.get(uuid, ()), thorough.missing, unseen)
+        for uuid in doubted.keys() - moved.keys():
+            if forgotten := forgotten_machines(doubted[uuid], searched.of(uuid) or ()):
                 found[uuid] = forgotten
-            elif searched.missing and self.set_back.doubted_for_s(instance, now) < limit_s:
-                unsure.add(uuid)
-        return found, unsure
+            if forgotten or (searched.missing and self._store.set_back.doubted_for_s(doubted[uuid], now) < limit_s):
+                held.add(uuid)
+        return found, held
 
     async def find_decided(
         self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]

@@ -119,9 +119,9 @@ class DrainKeeper:
             if made.stuck and not command.force:
                 return _stuck(made)
             begun = _Begun(command, made, self._clock.time())
-            refusal = await self._registry.write(begun.make, is_late)
-            if refusal is not None:
-                return refusal
+            written = await self._registry.write(begun.make, is_late)
+            if isinstance(written, Refusal):
+                return written
             await self._registry.reload()  # another scheduler may have been first
             known = self._registry.drains[command.drain]
             log.warning("drain.begun", drain=command.drain, target=command.name, hosts=known.hosts, by=command.by)
@@ -155,9 +155,9 @@ class DrainKeeper:
                 await unit.put_drain_moves([new for one in moves if (new := retried(one)) != one])
             return [] if after == record else [_changed_drain(command.drain, record, after)], author
 
-        refusal = await self._registry.write(make, is_late)
-        if refusal is not None:
-            return refusal
+        written = await self._registry.write(make, is_late)
+        if isinstance(written, Refusal):
+            return written
         await self._registry.reload()  # a repeat changes nothing, and may have been carried out by another scheduler
         known = self._registry.drains.get(command.drain)
         if known is None:

@@ -145,9 +145,9 @@ class HostForgetter:
             entered = with_entry(changed, uuid, host) if is_on_record else ()
             return entered, ChangeAuthor(command.by, command.reason, self._clock.time())
 
-        refusal = await self._registry.write(make)
-        if refusal is not None:
-            return refusal
+        written = await self._registry.write(make)
+        if isinstance(written, Refusal):
+            return written
         log.warning("host.forgotten", uuid=uuid, host=host, by=command.by, reason=command.reason)
         return HostForgotten(host_uuid=uuid, host=host, removed=is_on_record, aggregates=tuple(aggregates))
 

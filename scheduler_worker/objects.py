@@ -8,7 +8,7 @@ make the scheduler's configuration; decisions about hosts are columns of its hos
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -52,6 +52,7 @@ from scheduler_worker.domain.objects import (
     ChangeAuthor,
     ChangePlan,
     Key,
+    Objects,
     RecordedObjects,
     applied,
     cells_of,
@@ -80,7 +81,7 @@ SEEDED_BY = "settings"
 TOO_LATE = "request.too_late"  # its requester waits no longer
 
 
-# The effect of a special change on the objects that it holds, who made it and why; or why it is refused.
+# The effect of a change on the objects that it holds, who made it and why; or why it is refused.
 Made = tuple[Sequence[ChangedObject], ChangeAuthor]
 MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal]]
 
@@ -88,6 +89,14 @@ MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal
 def _too_late() -> Refusal:
     log.warning("objects.too_late")
     return Refusal(code=TOO_LATE, reason="the requester's time was over before the objects could be locked")
+
+
+def _orders(after: Objects, hosts: Sequence[str]) -> Iterator[OutboxMessage]:
+    """The commands about the fences of these hosts to their cells; `FencePublisher` notifies every cell of the rest."""
+    decisions, known = host_decisions(after), fences_of(after)
+    for uuid in hosts:
+        if uuid in known and (cell := known[uuid].cell) is not None:
+            yield OutboxMessage(cell, fences.command(uuid, known[uuid], decisions.get(uuid)), uuid)
 
 
 class _ChangeRefused(Exception):
@@ -170,6 +179,7 @@ class ObjectRegistry:
         self._loading = asyncio.Lock()  # one load at a time, so that an older revision is not adopted after a newer one
         self._is_fresh = True  # False: announcements may have been lost
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
+        self._judged_last: tuple[dict[Key, dict[str, Any]], Configured] | None = None  # of a change, until it is loaded
         self.fences: Mapping[str, FenceRecord] = {}  # of hosts, by uuid, as they are in force here
         self.fences_changed = asyncio.Event()  # set when they change; `EvacuationTask` clears it
         self.drains: Mapping[str, DrainRecord] = {}  # by id
@@ -254,54 +264,38 @@ class ObjectRegistry:
 
         message_id: of the message that requests it; a repeat of one that was carried out changes nothing again.
         decided: the command about one host that is carried out by this change: it states a fence anew, ends one by
-        force, and names the cell where nothing shows it.
-        is_late: whether its requester waits no longer; then what has been decided since would be undone. Asked once the
-        objects are locked.
+        force, and names the cell where nothing shows it. is_late: as for `write`.
         """
-        async with self._loading:
-            try:
-                return await self._change(change, message_id, decided, is_late)
-            except _ChangeRefused as refused:
-                return refused.refusal
+        changed: tuple[ChangedObject, ...] = ()
+        cell, is_forced = (None, False) if decided is None else (decided.cell, decided.force)
 
-    async def _change(
-        self, change: ObjectsChange, message_id: str, decided: SetAdminState | None, is_late: Callable[[], bool]
-    ) -> ObjectsChanged | Refusal:
-        async with self._store.operation() as unit:
-            present = await unit.lock_objects()
-            if is_late():
-                return _too_late()
+        async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
+            nonlocal changed
+            author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
             if not change.dry_run and not await unit.first_time(HANDLER, message_id):
-                # The message was delivered again; a later change may have come since, and it stays.
-                return ObjectsChanged(revision=present.revision)
-            judged = await self._judged(change, present, restates_fences=decided is not None)
-            if isinstance(judged, Refusal):
-                raise _ChangeRefused(judged)
-            planned, made = judged
-            last = self._selector.table.last_cell_of
-            cell, is_forced = (None, False) if decided is None else (decided.cell, decided.force)
+                return (), author  # it was delivered again; a later change may have come since, and it stays
+            planned = await self._judged(change, present, restates_fences=decided is not None)
+            if isinstance(planned, Refusal):
+                return planned
             followed = object_changes.fence_changes(
-                present, planned, last, named=cell, settings=self.served, force=is_forced
+                present, planned, self._selector.table.last_cell_of, named=cell, settings=self.served, force=is_forced
             )
             if isinstance(followed, Refusal):
-                raise _ChangeRefused(followed)
-            if change.dry_run or not planned.changed:
-                return ObjectsChanged(revision=present.revision, changed=planned.changed)
-            author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
-            after = applied(present, (*planned.changed, *followed), author)
-            await unit.write_objects((*planned.changed, *followed), author)
-            unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
-            decisions = host_decisions(after.objects)
-            for uuid, fence in fences_of(applied(RecordedObjects(0, {}), followed, author).objects).items():
-                if fence.cell is not None:  # else `FencePublisher` notifies every cell
-                    unit.emit(OutboxMessage(fence.cell, fences.command(uuid, fence, decisions.get(uuid)), uuid))
-        log.info("objects.changed", revision=after.revision, who=author.who, objects=named(planned.changed))
-        self._adopt(made, after)
-        return ObjectsChanged(revision=after.revision, changed=planned.changed)
+                return followed
+            changed = planned.changed
+            if change.dry_run or not changed:
+                return (), author
+            after = applied(present, (*changed, *followed), author).objects
+            for message in _orders(after, [one.name for one in followed]):
+                unit.emit(message)
+            return (*changed, *followed), author
+
+        written = await self.write(make, is_late)
+        return written if isinstance(written, Refusal) else ObjectsChanged(revision=written.revision, changed=changed)
 
     async def _judged(
         self, change: ObjectsChange, present: RecordedObjects, *, restates_fences: bool
-    ) -> tuple[ChangePlan, Configured] | Refusal:
+    ) -> ChangePlan | Refusal:
         planned = plan(change, present.objects, restates_fences=restates_fences)
         if isinstance(planned, Refusal):
             return planned
@@ -311,11 +305,15 @@ class ObjectRegistry:
         if (why := self._zone_conflict(planned, made.config)) is not None:
             return Refusal(code=ZONE_CONFLICT, reason=why[:MAX_REASON])
         harm = None if change.force else await self._harm(present, planned, made.config)
-        return harm or (planned, made)
+        return harm or planned
 
-    async def write(self, make: MakeChange, is_late: Callable[[], bool] = never) -> Refusal | None:
-        """A special change, in one transaction with the other rows that `make` writes; in force here when this returns.
-        A refusal rolls back the rows that `make` has written. Raises Transient. is_late: as for `change`.
+    async def write(self, make: MakeChange, is_late: Callable[[], bool] = never) -> RecordedObjects | Refusal:
+        """Change objects in one transaction with the other rows that `make` writes, and announce it; in force here when
+        this returns. Returns the objects as they are on record then. A refusal rolls back all that `make` has written.
+        Raises Transient.
+
+        is_late: whether its requester waits no longer; then what has been decided since would be undone. Asked once the
+        objects are locked.
         """
         async with self._loading:
             try:
@@ -328,7 +326,7 @@ class ObjectRegistry:
                         raise _ChangeRefused(made)
                     changed, author = made
                     if not changed:
-                        return None
+                        return present
                     after = applied(present, changed, author)
                     await unit.write_objects(changed, author)
                     unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
@@ -336,33 +334,29 @@ class ObjectRegistry:
                 return refused.refusal
             self._load(after)
         log.info("objects.changed", revision=after.revision, who=author.who, objects=named(changed))
-        return None
+        return after
 
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
         """Put cells' reports about fences on record, and announce them to every scheduler. Raises Transient."""
-        async with self._loading:
-            async with self._store.operation() as unit:
-                present = await unit.lock_objects()
-                changed: dict[str, ChangedObject] = {}
-                for one in reports:
-                    stored = present.objects.get((ObjectKind.FENCE, one.host_uuid))
-                    if stored is None:
-                        host = self._selector.name_of(one.host_uuid)
-                        change = fences.lift_of_unknown(one, present.revision, host)
-                        if change is not None:
-                            log.warning("host.fence_unknown", uuid=one.host_uuid, host=host, cell=one.cell)
-                    else:
-                        change = fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
+        changed: dict[str, ChangedObject] = {}
+
+        async def make(_unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
+            for one in reports:
+                stored = present.objects.get((ObjectKind.FENCE, one.host_uuid))
+                if stored is None:
+                    host = self._selector.name_of(one.host_uuid)
+                    change = fences.lift_of_unknown(one, present.revision, host)
                     if change is not None:
-                        changed[one.host_uuid] = change  # the last of several reports about one fence
-                if not changed:
-                    return
-                author = ChangeAuthor(f"cell {reports[0].cell}", "its word about the fence", self._clock.time())
-                after = applied(present, changed.values(), author)
-                await unit.write_objects(list(changed.values()), author)
-                unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
-            self._load(after)
-        for one in reports:
+                        log.warning("host.fence_unknown", uuid=one.host_uuid, host=host, cell=one.cell)
+                else:
+                    change = fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
+                if change is not None:
+                    changed[one.host_uuid] = change  # the last of several reports about one fence
+            by = f"cell {reports[0].cell}" if reports else ""
+            return tuple(changed.values()), ChangeAuthor(by, "its word about the fence", self._clock.time())
+
+        await self.write(make)
+        for one in reports if changed else ():
             log.info("host.fence", uuid=one.host_uuid, state=one.state.value, losses=one.losses, cell=one.cell)
 
     def cells_in_use(self) -> Collection[str]:
@@ -395,9 +389,11 @@ class ObjectRegistry:
 
     def _configured(self, bodies: dict[Key, dict[str, Any]]) -> Configured:
         """Raises ValueError or SettingsError."""
-        if self._in_force is not None and self._in_force[0] == bodies:
-            return self._in_force[1]
-        return configured(effective_config(self._settings, bodies))
+        for known in (self._in_force, self._judged_last):
+            if known is not None and known[0] == bodies:
+                return known[1]
+        self._judged_last = bodies, configured(effective_config(self._settings, bodies))
+        return self._judged_last[1]
 
     def _adopt(self, made: Configured, found: RecordedObjects) -> None:
         """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""

@@ -70,14 +70,13 @@ class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts.
 
     It is published again while no event of it comes; one under way is announced again. begun: the cell has announced
-    the build or has its claim, or is silent for long: without a record it has lost it. unrecorded: its own message
-    after that; the compute services are queried first. stay: of the instance there, as the schedulers count it.
+    the build or has its claim, or is silent for long: without a record it has lost it, and queries its compute services
+    first. stay: of the instance there, as the schedulers count it.
     """
 
     instance_uuid: Uuid
     project_id: Word
     begun: bool = False
-    unrecorded: bool = False
     stay: Count = 0
 
 

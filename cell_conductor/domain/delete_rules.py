@@ -7,7 +7,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
-from bus.contracts.cell import UNKNOWN_ATTEMPT, CellDelete, InstanceSpec, Selection
+from bus.contracts.cell import UNKNOWN_ATTEMPT, InstanceSpec, Selection
 from bus.contracts.moves import Condition, MoveState
 
 from . import rules, steps
@@ -31,7 +31,7 @@ from .move_events import (
 )
 from .move_steps import leave
 from .repeat_rules import report_deleting
-from .set_back import FORGOTTEN_ATTEMPTS, numbered_on
+from .set_back import FORGOTTEN_ATTEMPTS, has_come_back, numbered_on
 from .steps import Step, StepContext
 
 
@@ -43,7 +43,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     was replaced by a new one does not know that it was; but of a build that the cell has announced it had a record.
     """
     if event.found is None:
-        return _remember(instance, event, context)
+        return rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
     own = [one for one in event.found if one.project_id in (None, event.project_id) and one.attempt > UNKNOWN_ATTEMPT]
     own.sort(key=lambda one: (one.built, one.attempt, one.host_uuid), reverse=True)
     last = max((one.attempt for one in own), default=0)
@@ -92,14 +92,6 @@ def is_of_another_project(instance: Instance, event: DeleteRequested) -> bool:
     Schedulers send none: they give a build to a cell by its project's claim. An operator may name a wrong instance.
     """
     return instance.spec is not None and event.project_id not in ("", instance.spec.project_id)
-
-
-def _remember(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    remembered = rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
-    if not event.begun:
-        return remembered
-    query = CellDelete(instance_uuid=instance.uuid, project_id=event.project_id, unrecorded=True)
-    return Step(remembered.instance, (*remembered.commands, query))
 
 
 def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
@@ -156,7 +148,7 @@ def delete_departed(instance: Instance, event: DeleteRequested, context: StepCon
     """It has left: the departure is announced again. If it is here by the schedulers' count it has come back since, and
     the record of that is lost.
     """
-    if event.stay <= instance.stay:
+    if not has_come_back(instance, event):
         return refer(instance, event, context)
     lost = Instance(uuid=instance.uuid, sequence=instance.sequence, newest=instance.last_attempt, stay=instance.stay)
     return delete_unknown(lost, event, context)

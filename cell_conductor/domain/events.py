@@ -48,14 +48,13 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
     """The instance is to be deleted.
 
     found: machines that the cell's services have of it, if the database was set back or replaced and has no record of
-    it (None: they were not queried). begun, unrecorded, stay: as in CellDelete.
+    it (None: they were not queried). begun, stay: as in CellDelete.
     """
 
     cause: str = ""
     project_id: str = ""
     found: tuple[FoundMachine, ...] | None = None
     begun: bool = False
-    unrecorded: bool = False
     stay: int = 0
 
 

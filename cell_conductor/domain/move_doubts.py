@@ -18,7 +18,7 @@ from bus.contracts.moves import MoveState
 
 from . import rules, steps, way_back
 from .adopt_rules import adopt_found, proved_of, unproved_from
-from .desires import Ask, Wish, desire_of
+from .desires import Wish, desire_of
 from .events import Destroyed, HostRuns, MachineFound, MoveRequested, Spawned
 from .instance import Instance, Move, Power, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
@@ -34,12 +34,6 @@ OLDER = "the cell's database was set back to before it was moved"
 def is_unsure(instance: Instance, context: StepContext) -> bool:
     """Whether it has no source, and may have a destination that the record does not have."""
     return move_of(instance).source is None and is_doubted(instance, context)
-
-
-def is_searched_for(instance: Instance) -> bool:
-    """Whether the cell's services are to be queried about it before its claim is released."""
-    desire = desire_of(instance)
-    return instance.doubted and desire.asks is Ask.RELEASE and desire.here is Wish.NONE
 
 
 def follow_found(instance: Instance, event: MachineFound, context: StepContext) -> Step:

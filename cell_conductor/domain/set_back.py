@@ -6,13 +6,14 @@ Nothing else reads when that was (`tests/test_house.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from .desires import Phased, desire_of
-from .events import BuildRequested, DeleteRequested, Event, is_begun_by
+from .events import BuildRequested, DeleteRequested, Event, MoveRequested, is_begun_by
 from .instance import Instance
 
 # The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
@@ -60,15 +61,6 @@ def is_doubted_request(event: BuildRequested, set_back: SetBack) -> bool:
     return set_back.may_lack(decided_at if event.stamps is None else min(decided_at, event.stamps.requested))
 
 
-def is_of_forgotten(event: Event, set_back: SetBack) -> bool:
-    """Whether a request may begin, or end, what the database has no record of: the services are queried about its
-    instance before. A query of a build has answers of its own.
-    """
-    if isinstance(event, BuildRequested):
-        return not event.is_query and is_doubted_request(event, set_back)
-    return isinstance(event, DeleteRequested) and set_back.has_been
-
-
 class AtRest(Phased, Protocol):
     """What it is read of whether a record is outdated."""
 
@@ -90,16 +82,28 @@ def is_outdated(record: AtRest, set_back: SetBack) -> bool:
     return desire_of(record).ends and (record.doubted or is_old)
 
 
-def is_unsearched(instance: Instance, event: Event, set_back: SetBack) -> bool:
-    """Whether the services were not queried about such a request: it was taken before the set-back was recognised, and
-    is to be taken once more.
+def is_unsearched(
+    instance: Instance, event: Event, set_back: SetBack, is_unexplained: Callable[[str], bool] = lambda _: False
+) -> bool:
+    """Whether the cell's services are to be queried about the instance before a request is taken, and were not: it may
+    begin, or end, what the database has no record of.
+
+    is_unexplained: whether a host has a machine of this instance that no record explains.
     """
-    if is_begun_by(event):
-        return event.found is None and is_outdated(instance, set_back)
-    if not isinstance(event, BuildRequested | DeleteRequested) or event.found is not None:
+    if not isinstance(event, BuildRequested | DeleteRequested | MoveRequested) or event.found is not None:
         return False
-    is_new = isinstance(event, BuildRequested) or instance.spec is None
-    return is_new and is_of_forgotten(event, set_back)
+    if isinstance(event, MoveRequested):
+        return is_begun_by(event) and is_outdated(instance, set_back)
+    if isinstance(event, BuildRequested) and not event.is_query:
+        return is_doubted_request(event, set_back) or is_unexplained(instance.uuid)
+    if isinstance(event, BuildRequested):
+        return instance.spec is None
+    return (event.begun or set_back.has_been) and (instance.spec is None or has_come_back(instance, event))
+
+
+def has_come_back(instance: Instance, event: DeleteRequested) -> bool:
+    """Whether an instance that has left is here again by the schedulers' count: the record of that is lost."""
+    return desire_of(instance).elsewhere and event.stay > instance.stay
 
 
 def numbered_on(instance: Instance, event: BuildRequested | None = None) -> Instance:

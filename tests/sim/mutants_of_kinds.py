@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +19,12 @@ from bus.contracts.moves import MoveEvent
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import ClaimAll, ClaimAllResult, ReleaseRun
 from bus.persistence.outbox import OutboxMessage
+from cell_conductor import engine as conductor_engine
 from cell_conductor.domain import departure_rules, move_rules
-from cell_conductor.domain.events import ChangeEnded
-from cell_conductor.domain.instance import State
+from cell_conductor.domain.events import ChangeEnded, DeleteRequested, Event
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.move_steps import change, is_awaited
+from cell_conductor.domain.set_back import SetBack, is_unsearched
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import TABLE, Rule
 from cell_conductor.search import MachineSearch, Searched
@@ -169,10 +171,13 @@ def search_finds_nothing() -> AbstractContextManager[Any]:
 def deletes_are_not_searched() -> AbstractContextManager[Any]:
     """A delete of an instance without a record is one that came before its build."""
 
-    async def find_unrecorded(self: MachineSearch, uuids: Collection[str]) -> set[str]:
-        return set()
+    def unsearched(
+        instance: Instance, event: Event, set_back: SetBack, is_unexplained: Callable[[str], bool] = lambda _: False
+    ) -> bool:
+        is_delete = isinstance(event, DeleteRequested)
+        return not is_delete and is_unsearched(instance, event, set_back, is_unexplained)
 
-    return patch.object(MachineSearch, "find_unrecorded", find_unrecorded)
+    return patch.object(conductor_engine, "is_unsearched", unsearched)
 
 
 MUTANTS_OF_FORGOTTEN_BUILDS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from bus.contracts.moves import MoveKind
 from cell_conductor import engine
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN
-from cell_conductor.search import MachineSearch
 from compute_sim.domain.faults import Faults
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
@@ -227,10 +226,7 @@ def test_what_was_moved_since_the_backup_gets_no_second_machine(seed: int, verb:
 def moves_unsearched() -> Iterator[None]:
     """Moves are begun after a restore as if nothing had been forgotten."""
 
-    async def none(*_: object) -> set[str]:
-        return set()
-
-    with patch.object(MachineSearch, "_find_outdated", none), patch.object(engine, "is_unsearched", lambda *_: False):
+    with patch.object(engine, "is_unsearched", lambda *_: False):
         yield
 
 
@@ -263,7 +259,7 @@ def test_machines_in_quarantine_are_read_again_after_a_set_back() -> None:
 
 def test_an_offload_without_a_search_is_found() -> None:
     """The next request would find the machine."""
-    with moves_unsearched(), patch.object(engine, "is_searched_for", lambda _instance: False):
+    with moves_unsearched(), patch.object(engine, "is_searched", lambda _instance: False):
         assert run(unshelvings_forgotten(OFFLOADED_BESIDE)).breach == "never_two_running"
 
 

@@ -199,7 +199,7 @@ async def test_a_delete_of_an_instance_whose_machine_has_another_databases_mark_
     async with cell.database.raw() as connection:
         await connection.execute("DELETE FROM instances")
     handlers = requests_of(cell.engine, cell.clock, search=cell.search)
-    message = CellDelete(instance_uuid=uuid, project_id="p", unrecorded=True)
+    message = CellDelete(instance_uuid=uuid, project_id="p", begun=True)
     for attempt, expected in ((0, UNSURE), (RETRIES, Done())):
         meta = Meta(id=f"{attempt}", cause=uuid, sent_at=1.0, attempt=attempt)
         with capture_logs() as logs:

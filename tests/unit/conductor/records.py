@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
-from bus.contracts.cell import CellDelete, Destroy, Spawn
+from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.moves import CellAsks, ChangeMachine, MoveEvent, MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
@@ -109,8 +109,6 @@ def _brief(one: Message) -> str:
             return f"build: {one.state} {one.code}".strip()
         case CellAsks():
             return f"asks {type(one.message).__name__}"
-        case CellDelete():
-            return f"delete {one.project_id}{' unrecorded' * one.unrecorded}"
     raise AssertionError(one)
 
 

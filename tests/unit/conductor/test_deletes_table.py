@@ -65,9 +65,7 @@ def renewed(**other: Any) -> e.BuildRequested:
 
 UNKNOWN: list[Case] = [
     case(ABSENT, deletes(), "tombstone"),
-    case(ABSENT, deletes(begun=True), "tombstone", "delete p unrecorded"),
     case(TOMB, deletes(), "tombstone"),
-    case(TOMB, deletes(begun=True), "tombstone", "delete p unrecorded"),
     case(ABSENT, deletes(found=()), "releasing/deleted", "build: deleting"),
     case(ABSENT, deletes(MACHINE), "destroying/deleted", "destroy 5@3", "build: deleting"),
     case(ABSENT, deletes(MACHINE, ON_HOST_2), "destroying/deleted", "destroy 6@2", "destroy 5@3", "build: deleting"),

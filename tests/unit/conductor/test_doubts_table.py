@@ -15,7 +15,6 @@ from cell_conductor.domain.adopt_rules import is_searched
 from cell_conductor.domain.desires import IN_DOUBT_AFTER_SET_BACK, in_text
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import EndedMove, Instance, Power, State
-from cell_conductor.domain.move_doubts import is_searched_for
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import is_outdated
 from cell_conductor.domain.steps import StepContext
@@ -227,7 +226,7 @@ def without_history(instance: Instance) -> Instance:
 def test_services_are_queried_before_the_claim_of_an_unsure_move_is_released(
     state: State, then: State | None, *, doubted: bool, searched: bool
 ) -> None:
-    assert is_searched_for(unshelving(state, then, doubted=doubted)) is searched
+    assert is_searched(unshelving(state, then, doubted=doubted)) is searched
 
 
 # --- A request for an instance whose record is older than a set-back: its later machine is the instance's
@@ -311,14 +310,14 @@ def test_the_instance_goes_on_with_its_later_machine(before: Instance, power: Po
         (unshelving(S.RELEASING, S.OFFLOADED), e.Released(at=220.0, consumer=UUID), "offloaded"),
     ],
 )
-def test_what_a_change_that_was_under_way_at_a_set_back_comes_to_is_searched_for(
+def test_what_a_change_that_was_under_way_at_a_set_back_comes_to_is_searched(
     known: Instance, event: e.Event, phase: str
 ) -> None:
     """It may have ended, and the instance been moved since."""
     doubted = replace(known, doubted=known.phase in IN_DOUBT_AFTER_SET_BACK)
     after = step(doubted, answering(doubted, event), IN_DOUBT).instance
     assert in_text(after.phase) == phase
-    assert is_searched_for(after) or is_outdated(replace(after, since=2000.0), IN_DOUBT.set_back)
+    assert is_searched(after) or is_outdated(replace(after, since=2000.0), IN_DOUBT.set_back)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,9 @@ async def test_a_doubted_instance_is_searched_for_whether_the_database_was_set_b
 
 
 async def test_a_request_goes_on_though_it_is_cached_as_doubted_and_another_conductor_found_it_certain() -> None:
-    """Nothing on record was to be searched for, the cache refused it unsearched, and its batch waited without end."""
+    """The record decided that nothing was to be searched for, the cache refused it unsearched, and its batch waited
+    without end. One record decides, the one that the request is taken by.
+    """
     conductor = Conductor(Services(s1=(OWN,)), ("s1",))
     await conductor.store.open()
     doubted = replace(at_rest(), doubted=True)
@@ -178,8 +180,6 @@ async def test_a_request_goes_on_though_it_is_cached_as_doubted_and_another_cond
     await another.open()
     async with another.transaction() as transaction:
         await transaction.update([replace(doubted, doubted=False)])
-    with pytest.raises(Transient):
-        await conductor.request(STOP)
     assert isinstance(await conductor.request(STOP), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.CHANGING
@@ -230,31 +230,24 @@ async def test_a_request_between_a_set_back_and_the_next_sweep_is_begun_only_aft
         await other.open()
         async with other.transaction() as transaction:
             await transaction.recognise()
-    with pytest.raises(Transient) as raised:
-        await conductor.request(message)
-    assert raised.value.code == "cell.database_set_back"
-    assert await conductor.recorded() is None and not conductor.relay.sent and not services.queried
     assert isinstance(await conductor.request(message), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.phase == phase and services.queried
 
 
-async def test_a_request_is_searched_for_if_the_set_back_is_recognised_while_it_is_taken() -> None:
+async def test_a_request_that_is_taken_again_unsearched_holds_its_batch_and_records_nothing() -> None:
+    """Its second search comes with the next delivery."""
     conductor = Conductor(Services(s2=(machine(),)), ("s2",))
-    await conductor.store.open()
-    search = conductor.requests._searched
 
-    async def swept(*arguments: Any) -> Any:
-        found = await search(*arguments)
-        if conductor.table.place == 1:
-            conductor.table.place += 1
-            await conductor.engine.sweep()
-        return found
+    async def lost(incoming: Any, *_: Any) -> Any:
+        return incoming, set()
 
-    conductor.requests._searched = swept  # type: ignore[method-assign]
-    with pytest.raises(Transient):
-        await conductor.request(BUILD)
+    searched, conductor.requests._searched = conductor.requests._searched, lost  # type: ignore[method-assign]
+    with pytest.raises(Transient) as raised:
+        await conductor.take()
+    assert raised.value.code == "cell.database_set_back"
     assert await conductor.recorded() is None and not conductor.relay.sent
+    conductor.requests._searched = searched  # type: ignore[method-assign]
     assert isinstance(await conductor.request(BUILD), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)

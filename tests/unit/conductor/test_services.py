@@ -255,10 +255,10 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         down=keeper.down,
         forgotten=keeper.forgotten,
     )
-    _, waits = await search.find_moved(moved)
+    _, waits = await search.find_forgotten(moved, 0.0, 0.0)
     assert waits == {UUID}
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    _, waits = await search.find_moved(moved)
+    _, waits = await search.find_forgotten(moved, 0.0, 0.0)
     assert waits == set()
 
 

@@ -19,7 +19,6 @@ from cell_conductor.domain.set_back import (
     SetBack,
     doubted_from,
     is_doubted_request,
-    is_of_forgotten,
     is_outdated,
     is_unsearched,
     marked_reused,
@@ -59,33 +58,28 @@ BEFORE, AFTER = (replace(queried(), requested_at=at) for at in (AT, AT + 99.0))
 
 
 @pytest.mark.parametrize(
-    ("event", "set_back", "doubted", "forgotten"),
+    ("event", "set_back", "doubted"),
     [
-        (BEFORE, NEVER, False, False),
-        (BEFORE, BACK, True, True),
-        (AFTER, BACK, False, False),
-        (replace(AFTER, attempt=2), NEVER, True, True),
-        (replace(AFTER, is_query=True), NEVER, True, False),
-        (replace(BEFORE, is_query=True), BACK, True, False),
-        (replace(AFTER, stamps=Stamps(requested=AT)), BACK, True, True),
-        (replace(BEFORE, stamps=Stamps(requested=AT + 99.0)), BACK, True, True),
-        (replace(AFTER, stamps=Stamps(requested=AT + 99.0)), BACK, False, False),
+        (BEFORE, NEVER, False),
+        (BEFORE, BACK, True),
+        (AFTER, BACK, False),
+        (replace(AFTER, attempt=2), NEVER, True),
+        (replace(AFTER, is_query=True), NEVER, True),
+        (replace(BEFORE, is_query=True), BACK, True),
+        (replace(AFTER, stamps=Stamps(requested=AT)), BACK, True),
+        (replace(BEFORE, stamps=Stamps(requested=AT + 99.0)), BACK, True),
+        (replace(AFTER, stamps=Stamps(requested=AT + 99.0)), BACK, False),
     ],
 )
-def test_builds_that_a_lost_record_may_have_had(
-    event: e.BuildRequested, set_back: SetBack, doubted: bool, forgotten: bool
-) -> None:
-    assert (is_doubted_request(event, set_back), is_of_forgotten(event, set_back)) == (doubted, forgotten)
-
-
-@pytest.mark.parametrize(
-    ("event", "set_back", "forgotten"), [(DELETE, BACK, True), (DELETE, NEVER, False), (spawned(), BACK, False)]
-)
-def test_other_events_that_a_lost_record_may_have_had(event: e.Event, set_back: SetBack, forgotten: bool) -> None:
-    assert is_of_forgotten(event, set_back) is forgotten
+def test_builds_that_a_lost_record_may_have_had(event: e.BuildRequested, set_back: SetBack, doubted: bool) -> None:
+    assert is_doubted_request(event, set_back) is doubted
+    unsearched = is_unsearched(UNKNOWN, event, set_back)
+    assert unsearched is (doubted or event.is_query), "a query is searched for by the record alone"
 
 
 KNOWN, UNKNOWN = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),)), Instance(uuid=UUID)
+TOMB, LEFT = replace(UNKNOWN, state=State.TOMBSTONE), replace(KNOWN, state=State.DEPARTED, stay=2)
+QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, begun=True)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +87,18 @@ KNOWN, UNKNOWN = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),)), Ins
     [
         (UNKNOWN, DELETE, BACK, True),
         (UNKNOWN, DELETE, NEVER, False),
+        (UNKNOWN, BEGUN, NEVER, True),
+        (TOMB, BEGUN, NEVER, True),
+        (TOMB, DELETE, BACK, True),
+        (KNOWN, BEGUN, BACK, False),
+        (LEFT, replace(BEGUN, stay=2), BACK, False),
+        (LEFT, replace(BEGUN, stay=3), NEVER, True),
+        (LEFT, replace(DELETE, stay=3), NEVER, False),
+        (replace(KNOWN, state=State.ACTIVE), replace(BEGUN, stay=3), BACK, False),
+        (UNKNOWN, QUERY, NEVER, True),
+        (TOMB, QUERY, NEVER, True),
+        (KNOWN, QUERY, BACK, False),
+        (UNKNOWN, replace(QUERY, found=()), NEVER, False),
         (UNKNOWN, replace(DELETE, found=()), BACK, False),
         (KNOWN, DELETE, BACK, False),
         (UNKNOWN, BEFORE, BACK, True),
@@ -106,6 +112,12 @@ def test_requests_that_the_services_were_not_queried_about(
     known: Instance, event: e.Event, set_back: SetBack, unsearched: bool
 ) -> None:
     assert is_unsearched(known, event, set_back) is unsearched
+
+
+def test_a_machine_that_no_record_explains_has_a_build_searched_for_and_nothing_else() -> None:
+    assert is_unsearched(KNOWN, AFTER, NEVER, lambda uuid: uuid == UUID)
+    assert not is_unsearched(KNOWN, replace(AFTER, found=()), NEVER, lambda _: True)
+    assert not any(is_unsearched(KNOWN, event, NEVER, lambda _: True) for event in (DELETE, QUERY, spawned()))
 
 
 OLD = replace(KNOWN, state=State.ACTIVE, since=AT)

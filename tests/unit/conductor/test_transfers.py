@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import CellDelete, Destroy, FoundMachine, InstanceSpec
+from bus.contracts.cell import Destroy, FoundMachine, InstanceSpec
 from bus.contracts.moves import (
     CellAsks,
     CellCheck,
@@ -281,18 +281,16 @@ def back_again() -> Departure:
 def test_a_delete_of_a_later_stay_than_the_record_has_left_by_is_carried_out(stay: int, is_forgotten: bool) -> None:
     """Its answer was the departure, which is late by the map, and the delete had no end."""
     here, departure = left_offloaded()
-    stepped = here.apply(replace(deleted(), begun=True, stay=stay))
+    left = here.instance
+    here.apply(replace(deleted(), begun=True, stay=stay, found=() if is_forgotten else None))
     if not is_forgotten:
         assert (here.instance.state, last_event(here).departure) == (State.DEPARTED, departure)
         return
-    (again,) = stepped.commands
-    assert isinstance(again, CellDelete) and again.unrecorded
-    tombstone = here.instance
-    assert tombstone.state is State.TOMBSTONE
-    here.apply(replace(deleted(), stay=stay, unrecorded=True, found=()))
     release = question_of(here.instance)
     assert isinstance(release, Release) and (release.attempt or 0) > departure.newest
-    here.instance = tombstone
+    here.instance = left
+    here.apply(replace(deleted(), stay=stay))
+    assert here.instance.state is State.TOMBSTONE
     here.apply(arrives(back_again(), MoveKind.UNSHELVE, request_id=BACK))
     assert here.instance.phase == (State.RELEASING, State.DELETED), "the claim of one that comes after it is released"
 
@@ -365,7 +363,7 @@ async def test_placement_is_requested_once_all_services_have_answered_that_they_
         conductor.listed |= {host(77)}
     conductor.fenced = {host(77)} if how == "fenced" else set()
     conductor.down = {"s3"} if how == "down" else ()
-    machines, waits = await conductor.search.find_moved({UUID: held().instance})
+    machines, waits = await conductor.search.find_forgotten({UUID: held().instance}, 0.0, 0.0)
     assert waits == (set() if how in ("nothing", "fenced") else {UUID})
     assert bool(machines) is (how == "found")
 
@@ -378,7 +376,7 @@ async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
     await conductor.store.open()
     moved = {f"{n:08x}-0000-4000-8000-000000000000": held().instance for n in range(LOGGED_MOVES + 3)}
     with capture_logs() as logged:
-        _, waits = await conductor.search.find_moved(moved)
+        _, waits = await conductor.search.find_forgotten(moved, 0.0, 0.0)
     assert waits == moved.keys()
     assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
 

@@ -100,10 +100,6 @@ class Alone:
         """No machine is."""
         return False
 
-    async def before(self, incoming: object) -> dict[str, Any]:
-        """Nothing is searched for."""
-        return {}
-
 
 ALONE: Any = Alone()
 
