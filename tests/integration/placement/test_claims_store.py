@@ -281,7 +281,7 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
     book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (host,) = await book.hosts(1, rng, VCPU=8)
-    item = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
+    item = replace(make_claim(new_uuid(rng), {host: {"VCPU": 2}}), release_first=True)  # taken in no single statement
     head = (await book.store.head()).sequence
     write = PostgresBookTransaction.write_claims
 
