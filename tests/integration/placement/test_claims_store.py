@@ -10,6 +10,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import ARRAY, BigInteger, Integer, bindparam, column, func, select
 
 from bus.clock import new_uuid
