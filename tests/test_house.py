@@ -404,7 +404,7 @@ CELLS_STORES = {"cell_conductor/store/memory.py", "cell_conductor/store/postgres
 SET_BACK = {"set_back_at", "set_back.at", "made_at"}
 ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),
-    ("late", (*WORKERS, "berth"), LATE, set()),
+    ("late", (*WORKERS, "berth"), LATE, {"scheduler_worker/nova/select.py"}),
     ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/requests.py", "scheduler_worker/nova/select.py"}),
     ("release", ("scheduler_worker",), {"ReleaseRun"}, {"scheduler_worker/domain/builds.py"}),
     ("taken over", ("scheduler_worker",), {"take_over"}, {"scheduler_worker/claims.py"}),
@@ -413,10 +413,10 @@ ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("set back", ("scheduler_worker", "placement_worker", "compute_sim", "berth"), SET_BACK, set()),
     ("copy", ("placement_worker", "compute_sim", "ironic_sync", "berth"), COPY, set()),
 )
-# They carry a message's time to the broker and from there; the last one that of a call of Nova.
+# They carry a message's time to the broker and from there; the last ones that of a call of Nova.
 CARRIERS = {
     "bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py", "bus/rabbitmq/frames.py",
-    "scheduler_worker/nova/rpc_server.py",
+    "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/relay.py", "scheduler_worker/nova/rpc_server.py",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from berth.commands.common import AsJson, Exit, Stop, out, print_json, print_lin
 from berth.render import render_funnel, render_scores
 from bus.contracts.build import FunnelStep
 from scheduler_worker.domain.explain import phrase
-from scheduler_worker.nova.explained import EVENTS, NOT_DECIDED, PLACED, CallExplained, ExplainedStep
+from scheduler_worker.nova.explained import ANSWERED, EVENTS, NOT_DECIDED, SHADOWED, CallExplained, ExplainedStep
 
 MAX_LINE = 2**20
 MAX_FOUND = 100  # calls of one request
@@ -72,7 +72,9 @@ def _lines(file: BinaryIO, wanted: bytes) -> Iterator[CallExplained]:
 def _show(one: CallExplained) -> None:
     more = f" and {one.count - len(one.instances)} more" if one.count > len(one.instances) else ""
     print_line(f"{one.timestamp} {one.process} {one.event}: {', '.join(one.instances)}{more}")
-    if one.event == PLACED:
+    if one.event in {SHADOWED.placed, SHADOWED.no_host}:
+        print_line("  in the shadow: the stock nova-scheduler has answered the call")
+    if one.event in {ANSWERED.placed, SHADOWED.placed}:
         for instance, hosts in zip(one.instances, one.hosts, strict=False):
             print_line(f"  {instance}: {', then '.join(hosts)}")
         if one.scores:

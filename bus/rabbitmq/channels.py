@@ -36,11 +36,14 @@ REPLACE_REFUSED_S = 5.0
 
 
 class Acks:
-    """The deliveries of one channel that are not settled yet. prefetch: so much may be delivered ahead."""
+    """The deliveries of one channel that are not settled yet. prefetch: so much may be delivered ahead. gathers:
+    acknowledgements wait for others.
+    """
 
-    def __init__(self, channel: AbstractChannel, *, prefetch: int) -> None:
+    def __init__(self, channel: AbstractChannel, *, prefetch: int, gathers: bool = True) -> None:
         self.channel = channel
-        self._at_most = max(1, prefetch // GATHERED_SHARE)
+        self._prefetch = prefetch
+        self._at_most = max(1, prefetch // GATHERED_SHARE) if gathers else 1
         self._open: dict[int, None] = {}  # in the order of their tags
         self._acked: set[int] = set()
         self._frames = frames.FrameWriter(channel)
@@ -68,13 +71,20 @@ class Acks:
             self._frames.write(frames.answer(self.channel.number, frames.REJECT, tag, requeue))
             self._send()
 
+    async def acknowledged(self, tag: int) -> None:
+        """Acknowledge a delivery, and wait until the broker has done so. Raises BusUnavailable: it may have, or not."""
+        self.ack(tag, now=True)
+        with translated():  # the broker does what comes on a channel in its order, and answers the second
+            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                await self._frames.drain()
+                await self.channel.basic_qos(prefetch_count=self._prefetch)
+
     async def flush(self) -> None:
         """Write all acknowledgements to the connection, and wait for it: what only waits is dropped when it closes."""
         self._send()
-        if not self.channel.is_closed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await self._frames.drain()
+        with contextlib.suppress(BusError), translated():  # closed meanwhile
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._frames.drain()
 
     def _send(self) -> None:
         """All up to a tag as one frame where nothing before it is open; the others one by one."""
@@ -133,6 +143,12 @@ class RabbitDelivery:
     def ack(self) -> None:
         """Acknowledge it. Earlier deliveries are acknowledged at once: the next delivery may end this process."""
         self._acks.ack(self._tag, now=self.delivery_count > 0)
+
+    async def acknowledged(self) -> None:
+        """Acknowledge it, and wait until the broker has done so: it does not deliver it again. Raises BusUnavailable:
+        it may.
+        """
+        await self._acks.acknowledged(self._tag)
 
     def nack(self, *, requeue: bool) -> None:
         """Give it back, or let the broker dead-letter it."""

@@ -44,8 +44,8 @@ class FrameWriter:
             asyncio.get_running_loop().call_soon(self._send)
 
     async def drain(self) -> None:
-        """Wait until all frames are written to the connection. On a closed channel that never ends."""
-        self._written = written = asyncio.get_running_loop().create_future()
+        """Wait until all frames are written to the connection. Raises as aiormq does: the channel is closed."""
+        self._written = written = self._channel.create_future()
         self.write(b"")
         await written
 

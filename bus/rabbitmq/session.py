@@ -14,6 +14,7 @@ import structlog
 from aiormq import Channel
 from aiormq.abc import AbstractChannel, AbstractConnection
 from msgspec import structs
+from pamqp.commands import Queue
 
 from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
@@ -361,10 +362,16 @@ class Session:
 
     async def depth(self, queue: str) -> int:
         """Messages ready."""
+        return (await self._looked_at(queue)).message_count or 0
+
+    async def consumers(self, queue: str) -> int:
+        """Consumptions."""
+        return (await self._looked_at(queue)).consumer_count or 0
+
+    async def _looked_at(self, queue: str) -> Queue.DeclareOk:
         channel = await self.named("control")
         with translated(queue):
-            answer = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
-        return answer.message_count or 0
+            return await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
 
     async def purge(self, queue: str) -> int:
         """Drop the ready messages."""

@@ -45,7 +45,7 @@ class RabbitSubscription:
         self,
         transport: RabbitTransport,
         queue: str,
-        on: Callable[[Delivery], None],
+        on: Callable[[RabbitDelivery], None],
         prefetch: int,
         *,
         gathers: bool = True,
@@ -69,7 +69,7 @@ class RabbitSubscription:
             if self._cancelled:
                 return
             channel = await session.channel(confirms=False)
-            acks = Acks(channel, prefetch=self._prefetch if self._gathers else 1)
+            acks = Acks(channel, prefetch=self._prefetch, gathers=self._gathers)
             names = session.names
 
             def on_message(message: DeliveredMessage) -> None:
@@ -293,7 +293,7 @@ class RabbitTransport:
     async def consume_foreign(
         self,
         queue: str,
-        on_delivery: Callable[[Delivery], None],
+        on_delivery: Callable[[RabbitDelivery], None],
         *,
         prefetch: int,
         arguments: Callable[[], Mapping[str, str | int]] = dict,
@@ -310,7 +310,7 @@ class RabbitTransport:
         self._subscriptions.append(subscription)
         return subscription
 
-    async def get(self, queue: str) -> Delivery | None:
+    async def get(self, queue: str) -> RabbitDelivery | None:
         """Take one message."""
         channel = await self._current().named("get")
         with translated():
@@ -327,6 +327,10 @@ class RabbitTransport:
     async def depth(self, queue: str) -> int:
         """Messages ready in a queue."""
         return await self._current().depth(self._names.queue(queue))
+
+    async def consumers(self, queue: str) -> int:
+        """Consumptions of a queue, those of other processes among them."""
+        return await self._current().consumers(self._names.queue(queue))
 
     async def purge(self, queue: str) -> int:
         """Drop the ready messages of a queue."""

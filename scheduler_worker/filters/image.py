@@ -60,6 +60,7 @@ VERSION = "hypervisor_version"
 ADDRESS_BITS = "cpu_info:maxphysaddr:bits"
 # What an image requests of these.
 WANTED_VERSION, WANTED_BITS = "img_hv_requested_version", "hw_maxphysaddr_bits"
+MAX_RANGE = 255  # characters of such a range, as Nova keeps an image's properties
 _PREDICATE = re.compile(r"(<=|>=|<|>|!=|==)\s*(\d{1,9}(?:\.\d{1,9}){0,3})")
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "!=": operator.ne, "==": operator.eq,
@@ -93,7 +94,7 @@ class ImagePropertiesFilter:
         passed = np.array([verdicts[word] for word in words], dtype=np.bool_)
         if wanted := spec.image_properties.get(WANTED_VERSION):
             passed &= _each(view.attribute(VERSION), lambda has: is_version(has, wanted))
-        if (bits := spec.image_properties.get(WANTED_BITS, "")).isdecimal():
+        if (bits := spec.image_properties.get(WANTED_BITS, "")[:MAX_RANGE]).isdecimal():
             passed &= _each(view.attribute(ADDRESS_BITS), lambda has: not has.isdecimal() or int(has) >= int(bits))
         return verdict_of(passed, "image.not_supported")
 
@@ -108,6 +109,8 @@ def is_version(announced: str, wanted: str) -> bool:
     """Whether a version is in the range that an image requests (">=2.6, <9"); a range that cannot be read has none."""
     if not announced.isdecimal():
         return True
+    if len(wanted) > MAX_RANGE:
+        return False
     number = int(announced)
     have = [number // 1_000_000, number // 1000 % 1000, number % 1000, 0]
     for part in wanted.split(","):

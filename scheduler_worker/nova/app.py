@@ -47,14 +47,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     api = env.bus(API)
     scheduler = _of_nova(scheduler, config)
     table = HostTable()
-    selector = Selector(
-        Book(),
-        table,
-        scheduler,
-        flavors={},
-        filters=plugins.filters(scheduler),
-        weighings=plugins.weighings(scheduler),
-    )
+    selector = _selector(table, scheduler)
     facts = NovaFacts(table)
     rest = NovaRest(config.api, clock=env.clock, setting="nova.api")
     keeper = FactsKeeper(rest, facts, table, cells=cells_of(config.api, env.clock), config=config.api, clock=env.clock)
@@ -75,8 +68,10 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         selector,
         facts,
         keeper,
+        follower,
         configure=partial(configure, selector, facts, scheduler),
         config=config,
+        clock=env.clock,
     )
     if config.shadow:
         shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock)
@@ -97,6 +92,11 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     _add_server(service, server)
     announce_presence(service, env, api, NAME)
     return service
+
+
+def _selector(table: HostTable, scheduler: SchedulerConfig) -> Selector:
+    filters, weighings = plugins.filters(scheduler), plugins.weighings(scheduler)
+    return Selector(Book(), table, scheduler, flavors={}, filters=filters, weighings=weighings)
 
 
 def _add_server(service: Service, server: RpcServer) -> None:

@@ -16,7 +16,8 @@ from scheduler_worker.nova.request_spec import NotDecided, NovaRequest
 
 CONTRADICTION: Final = "contradiction"
 
-MAX_CPUS = 100_000  # a mask of CPUs is written out up to this number
+MAX_CPUS = 8_192  # a mask of CPUs is written out up to this number
+MAX_MASK = 255  # characters of it, as Nova's database bounds an extra spec
 
 PCI_POLICIES = ("required", "legacy", "preferred", "socket")  # of the NUMA affinity of PCI devices
 _TRUE = frozenset({"1", "t", "true", "on", "y", "yes"})
@@ -187,8 +188,8 @@ def _dedicated_cpus(request: NovaRequest) -> int:
 
 def _masked(mask: str, total: int) -> set[int]:
     """The CPUs of a mask such as `1-4,^3,6`; one that begins with ^ takes CPUs away from all."""
-    if total > MAX_CPUS:
-        raise NotDecided(CONTRADICTION, f"a mask of more than {MAX_CPUS} CPUs")
+    if total > MAX_CPUS or len(mask) > MAX_MASK:
+        raise NotDecided(CONTRADICTION, f"a mask of more than {MAX_CPUS} CPUs, or {MAX_MASK} characters")
     named, excluded = set[int](), set[int]()
     whole = f"0-{total - 1},{mask}" if mask.strip().startswith("^") else mask
     for rule in (part.strip() for part in whole.split(",")):

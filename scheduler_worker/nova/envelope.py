@@ -14,6 +14,7 @@ import bz2
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,7 @@ CONTEXT: Final = "_context_"
 
 # A call for a thousand instances has 200 kB; a broker of RabbitMQ 4 lets 16 MiB pass.
 MAX_CALL_BYTES = 16 * 2**20
+CALL_LIMIT_S = 1800.0  # for a client that does not say how long it waits: Nova's long_rpc_timeout
 MAX_WORD = 255  # characters of a method, a version or an id: AMQP's bound of a short text
 # How oslo.messaging names its reply queues, with and without its queue manager. A reply goes nowhere else: whoever may
 # publish to the topic could otherwise have this process write into any queue.
@@ -68,6 +70,23 @@ class Call(Struct, frozen=True, kw_only=True):
     def is_answered(self) -> bool:
         """Whether its client waits for a reply."""
         return bool(self.reply_queue and self.message_id)
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds that its client waits for a first sign of life; None: it does not say."""
+        return min((limit for limit in (self.limit_s, self.timeout_s) if limit), default=None)
+
+    @property
+    def requested_at(self) -> float | None:
+        """When Nova's API took the user's request (Unix time, by its clock); None: it does not say. The message itself
+        has no time: it was sent then or later.
+        """
+        told = self.context.get("timestamp")
+        try:
+            found = datetime.fromisoformat(told) if isinstance(told, str) else None
+            return None if found is None else (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):
+            return None
 
     @property
     def request_id(self) -> str:

@@ -14,10 +14,19 @@ from bus.contracts.build import HostScore
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.selector import NoValidHost
 
-PLACED: Final = "nova.placed"
-NO_HOST: Final = "nova.no_valid_host"
 NOT_DECIDED: Final = "nova.not_decided"
-EVENTS: Final = frozenset({PLACED, NO_HOST, NOT_DECIDED})
+
+
+class DecisionEvents(Struct, frozen=True):
+    """The events of decisions: with hosts, and without."""
+
+    placed: str
+    no_host: str
+
+
+ANSWERED: Final = DecisionEvents("nova.placed", "nova.no_valid_host")
+SHADOWED: Final = DecisionEvents("nova.shadow_placed", "nova.shadow_no_valid_host")  # of which Nova learns nothing
+EVENTS: Final = frozenset({ANSWERED.placed, ANSWERED.no_host, SHADOWED.placed, SHADOWED.no_host, NOT_DECIDED})
 
 MAX_NAMED = 20  # instances that one line names
 

@@ -104,6 +104,7 @@ class NovaFacts:
         self.version = 0  # rises with every change of nodes, aggregates or cells: rankings made before are outdated
         self._nodes: dict[str, ComputeNode] = {}
         self._by_host: dict[str, list[str]] = {}
+        self._by_name: dict[str, list[str]] = {}
         self._services: dict[str, NovaService] = {}
         self._cells: dict[str, str] = {}
         self._aggregates: dict[str, NovaAggregate] = {}
@@ -122,7 +123,9 @@ class NovaFacts:
 
     def nodes_named(self, host: str | None, nodename: str | None = None) -> tuple[str, ...]:
         """The uuids of the compute nodes of this host, and of this node name (None: any), in order of their uuids."""
-        uuids = sorted(self._nodes) if host is None else self._by_host.get(host, ())
+        if host is None:
+            return tuple(sorted(self._nodes) if nodename is None else self._by_name.get(nodename, ()))
+        uuids = self._by_host.get(host, ())
         return tuple(uuid for uuid in uuids if nodename in (None, self._nodes[uuid].nodename))
 
     def cell_of(self, uuid: str) -> str | None:
@@ -157,6 +160,10 @@ class NovaFacts:
         """Those of these root providers that Nova has named no compute node for."""
         return tuple(uuid for uuid in roots if uuid not in self._nodes)
 
+    def known_nodes(self) -> frozenset[str]:
+        """The uuids of all compute nodes that Nova has named."""
+        return frozenset(self._nodes)
+
     def hosts(self) -> tuple[str, ...]:
         """All hosts that Nova has named, in order."""
         return tuple(sorted(self._services.keys() | self._by_host.keys()))
@@ -172,28 +179,34 @@ class NovaFacts:
     # --- written by the keeper
 
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
-        """Take the states of nova-computes over. complete: those are all, and others are gone."""
+        """Take the states of nova-computes over. complete: those are all, and others are gone. Otherwise they come with
+        compute nodes: they may be older than what is known, which stays.
+        """
         found = {one.host: one for one in services}
-        after = found if complete else {**self._services, **found}
+        after = found if complete else {**found, **self._services}
         self._is_announced = self._is_announced and after == self._services
         self._services = after
 
-    def put_nodes(self, nodes: Iterable[ComputeNode], *, complete: bool) -> None:
-        """Take compute nodes over. complete: those are all; others are gone, but for those of a host whose nova-compute
-        is not up: Nova leaves the nodes of a cell out that it cannot reach.
+    def put_nodes(self, nodes: Iterable[ComputeNode], *, complete: bool, among: Collection[str] | None = None) -> None:
+        """Take compute nodes over. complete: those are all that were known (`among`: then; None: now), and others are
+        gone, but for those of a host whose nova-compute is not up: Nova leaves the nodes of a cell out that it cannot
+        reach.
         """
         after = {one.uuid: self._shared(one) for one in nodes}
         if complete:
             down = {one.host for one in self._services.values() if not one.is_up}
-            after = {**{uuid: one for uuid, one in self._nodes.items() if one.host in down}, **after}
+            newer = frozenset[str]() if among is None else self._nodes.keys() - among
+            kept = {uuid: one for uuid, one in self._nodes.items() if one.host in down or uuid in newer}
+            after = {**kept, **after}
         else:
             after = {**self._nodes, **after}
         if after == self._nodes or len(after) > MAX_NODES:
             return
         self._nodes = after
-        self._by_host = {}
+        self._by_host, self._by_name = {}, {}
         for uuid in sorted(after):
             self._by_host.setdefault(after[uuid].host, []).append(uuid)
+            self._by_name.setdefault(after[uuid].nodename, []).append(uuid)
         self._changed()
 
     def put_aggregates(self, aggregates: Iterable[NovaAggregate], *, complete: bool, but: Collection[str] = ()) -> None:

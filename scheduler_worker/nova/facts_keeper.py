@@ -87,8 +87,13 @@ class FactsKeeper:
         self._without_cell: tuple[str, ...] = ()  # as it was logged
         self._config = config
         self._clock = clock
+        # States are read apart from compute nodes, which may be many: no call waits for these that has no need of them.
         self._reading = asyncio.Lock()
-        self._read_s = -math.inf
+        self._asking = asyncio.Lock()
+        self._announcing = asyncio.Lock()
+        self._listing: asyncio.Task[bool] | None = None  # of all compute nodes
+        self._read_s = -math.inf  # when the last read of states began, one under way or failed too
+        self._known_s = -math.inf  # when the read began that what is known is of
         self._nodes_due_s = -math.inf
         # Changed by casts since the poll under way began: its answer may be older than they are.
         self._cast_aggregates: set[str] = set()
@@ -100,44 +105,66 @@ class FactsKeeper:
 
     async def run(self) -> None:
         """Poll until cancelled. What cannot be read is read at the next poll; what is known counts until then."""
-        while True:
-            try:
-                async with self._reading:
-                    await self._poll(self._clock.monotonic())
-            except Fault as fault:
-                self._log_unread(fault)
-            await self._clock.sleep(self._config.poll_interval_s)
-
-    async def _poll(self, now_s: float) -> None:
-        await self._read_states()
-        if now_s >= self._nodes_due_s or self._facts.without_nodes() != self._without_nodes:
-            await self._read_nodes()
-            self._nodes_due_s = now_s + self._config.hosts_interval_s
-        self.first.set()
+        try:
+            while True:
+                try:
+                    async with self._reading:
+                        await self._read_states()
+                    if self._is_list_due():
+                        self._list_nodes()
+                except Fault as fault:
+                    self._log_unread(fault)
+                await self._clock.sleep(self._config.poll_interval_s)
+                if self._listing is not None and self._listing.done():
+                    self._listing.result()
+        finally:
+            if self._listing is not None:
+                self._listing.cancel()
+                await asyncio.gather(self._listing, return_exceptions=True)
 
     def _log_unread(self, fault: Fault) -> None:
         log.warning("nova.unread", code=fault.code, why=fault.reason)
 
     async def _read_states(self) -> None:
-        self._read_s = self._clock.monotonic()  # failed or not, it is not read again at once
+        self._read_s = began_s = self._clock.monotonic()  # failed or not, it is not read again at once
         self._cast_aggregates.clear()
         services, aggregates = await self._api.services(), await self._api.aggregates()
         self._facts.put_services(services, complete=True)
         self._facts.put_aggregates(aggregates, complete=True, but=self._cast_aggregates)
         await self._announce()
+        self._known_s = began_s
 
-    async def _read_nodes(self) -> None:
-        found = await self._api.nodes()
-        self._facts.put_nodes([node for node, _ in found], complete=True)
-        self._facts.put_services([service for _, service in found], complete=False)
-        self._without_nodes = self._facts.without_nodes()
-        self._no_nodes.clear()
-        await self._announce()
+    def _is_list_due(self) -> bool:
+        return self._clock.monotonic() >= self._nodes_due_s or self._facts.without_nodes() != self._without_nodes
+
+    def _list_nodes(self) -> asyncio.Task[bool]:
+        """The read of all compute nodes, whether it has succeeded: the one under way, or a new one. It goes on when who
+        waits for it has ended.
+        """
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._read_nodes(), name="nova nodes")
+        return self._listing
+
+    async def _read_nodes(self) -> bool:
+        began_s, before = self._clock.monotonic(), self._facts.known_nodes()
+        try:
+            found = await self._api.nodes()
+            self._facts.put_nodes([node for node, _ in found], complete=True, among=before)
+            self._facts.put_services([service for _, service in found], complete=False)
+            self._nodes_due_s = began_s + self._config.hosts_interval_s
+            self._without_nodes = self._facts.without_nodes()
+            self._no_nodes.clear()
+            await self._announce()
+        except Fault as fault:
+            self._log_unread(fault)
+            return False
+        self.first.set()
+        return True
 
     async def prepare(self, new: Collection[str] = ()) -> None:
         """As FactsSource has it."""
         oldest_s = self._clock.monotonic() - self._config.states_max_age_s
-        if new or self._read_s < oldest_s:
+        if new or self._known_s < oldest_s:
             await self._read_since(oldest_s, new)
 
     async def ask(self, unknown: Collection[str] = ()) -> bool:
@@ -149,10 +176,13 @@ class FactsKeeper:
     async def _read_since(self, oldest_s: float, unknown: Collection[str]) -> None:
         """Have the states of a read that began at this time or later, if Nova answers in time."""
         try:
-            async with asyncio.timeout(ASK_LIMIT_S), self._reading:
-                if self._read_s < oldest_s:
-                    await self._read_states()
-                await self._read_unknown(unknown)
+            async with asyncio.timeout(ASK_LIMIT_S):
+                async with self._reading:
+                    if self._read_s < oldest_s:
+                        await self._read_states()
+                if unknown:
+                    async with self._asking:
+                        await self._read_unknown(unknown)
         except TimeoutError:
             self._log_unread(NovaUnavailable(f"no answer within {ASK_LIMIT_S:g} s"))
         except Fault as fault:
@@ -170,10 +200,13 @@ class FactsKeeper:
         return False
 
     async def _read_unknown(self, roots: Collection[str]) -> None:
-        unknown = [uuid for uuid in self._facts.unknown(roots) if uuid not in self._no_nodes]
+        unknown = self._to_ask_for(roots)
+        if len(unknown) > MAX_ASKED and self._listing is not None and not self._listing.done():
+            await asyncio.shield(self._listing)  # it may have begun before they came
+            unknown = self._to_ask_for(unknown)
         if len(unknown) > MAX_ASKED:
-            await self._read_nodes()
-            self._no_nodes.update(self._facts.unknown(unknown))
+            if await asyncio.shield(self._list_nodes()):
+                self._no_nodes.update(self._facts.unknown(unknown))
             return
         for uuid in unknown:
             found = await self._api.node(uuid)
@@ -185,11 +218,15 @@ class FactsKeeper:
         if unknown:
             await self._announce()
 
+    def _to_ask_for(self, roots: Collection[str]) -> list[str]:
+        return [uuid for uuid in self._facts.unknown(roots) if uuid not in self._no_nodes]
+
     def _state(self) -> tuple[int, int]:
         return self._facts.version, self._table.revision
 
     async def _announce(self) -> None:
-        self._facts.put_cells(await self._cells.of_hosts(self._facts.hosts()))
+        async with self._announcing:
+            self._facts.put_cells(await self._cells.of_hosts(self._facts.hosts()))
         without = self._facts.without_cell()
         if without and without != self._without_cell:
             log.warning("nova.hosts_without_cell", hosts=without[:MAX_LOGGED], count=len(without))

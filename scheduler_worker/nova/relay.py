@@ -1,16 +1,16 @@
 """The fallback: calls that berth does not decide, taken to a stock nova-scheduler on another virtual host and back.
 
 A call leaves as it came but for its reply queue, which is this process's own, and its answer goes to the client byte by
-byte. The stock scheduler claims by itself, so a call must not reach it twice: it is acknowledged before it is relayed,
-as oslo.messaging acknowledges before it works. A process that is killed in between loses the call, as a stock
-nova-scheduler that is killed does.
+byte. The stock scheduler claims by itself, so a call must not reach it twice: it leaves once Nova's broker has
+confirmed that it is acknowledged. So one that is delivered again has never left. A process that is killed in between
+loses the call, as a stock nova-scheduler that is killed does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import structlog
@@ -47,8 +47,13 @@ class RelayPort(Protocol):
     async def close(self) -> None:
         """Close; calls under way get no answer from here."""
 
-    async def call(self, call: Call, reason: str, settle: Callable[[], None]) -> bytes:
-        """The body of the answer to a call. settle: called once, just before the call leaves. Raises RelayFailed."""
+    async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
+        """The body of the answer to a call. part_with: awaited once, just before the call leaves; when it raises
+        BusError, this does, and the call has not left. Raises RelayFailed.
+        """
+
+    def give_up(self) -> None:
+        """Wait for no answer any more: calls under way fail."""
 
     async def forward(self, call: Call) -> None:
         """Pass a cast to all servers on. Raises BusError."""
@@ -60,6 +65,7 @@ class _Awaited:
     def __init__(self) -> None:
         self.sign = asyncio.Event()
         self.answer: bytes | None = None
+        self.given_up = False
 
 
 class StockRelay:
@@ -98,15 +104,21 @@ class StockRelay:
         """Why nothing can be relayed now; "": it can."""
         return self._transport.blocked if self._transport.connected else "not connected"
 
-    async def call(self, call: Call, reason: str, settle: Callable[[], None]) -> bytes:
-        """The body of the answer to a call. settle: called once, just before the call leaves. It may be cancelled.
+    def give_up(self) -> None:
+        """As RelayPort has it."""
+        for awaited in self._waiting.values():
+            awaited.given_up = True
+            awaited.sign.set()
+
+    async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
+        """As RelayPort has it. It may be cancelled.
 
         Raises RelayFailed: no scheduler takes it, too many wait already, or none gave a sign of life for as long as the
         client would wait.
         """
         outcome = "cancelled"
         try:
-            body = await self._relayed(call, settle)
+            body = await self._relayed(call, part_with)
             outcome = "answered"
         except RelayFailed as error:
             outcome = "failed"
@@ -123,7 +135,7 @@ class StockRelay:
         """
         await self._transport.publish(Outgoing(exchange=f"{TOPIC}_fanout", routing_key="", body=call.body))
 
-    async def _relayed(self, call: Call, settle: Callable[[], None]) -> bytes:
+    async def _relayed(self, call: Call, part_with: Callable[[], Awaitable[None]]) -> bytes:
         if call.message_id in self._waiting:
             raise RelayFailed("a call of the same id is under way")
         if self.unavailable_reason:
@@ -131,15 +143,26 @@ class StockRelay:
         if len(self._waiting) >= self._in_flight:
             raise RelayFailed(f"{self._in_flight} calls wait for it already")
         awaited = self._waiting[call.message_id] = _Awaited()
-        settle()
         try:
-            body = readdressed(call.body, self._reply_queue)
+            await part_with()
+            return await self._answer_to(call, awaited)
+        finally:
+            del self._waiting[call.message_id]
+
+    async def _answer_to(self, call: Call, awaited: _Awaited) -> bytes:
+        message = Outgoing(
+            exchange=self._exchange,
+            routing_key=TOPIC,
+            body=readdressed(call.body, self._reply_queue),
+            mandatory=True,
             # Taken later than it is waited for here, it would claim a host for nobody.
-            waits_s = min((limit for limit in (call.limit_s, call.timeout_s) if limit), default=None)
-            await self._transport.publish(
-                Outgoing(exchange=self._exchange, routing_key=TOPIC, body=body, mandatory=True, expiration_s=waits_s)
-            )
+            expiration_s=call.patience_s,
+        )
+        try:
+            await self._transport.publish(message)
             while awaited.answer is None:
+                if awaited.given_up:
+                    raise RelayFailed("this front stops")
                 async with asyncio.timeout(call.timeout_s or None):
                     await awaited.sign.wait()
                 awaited.sign.clear()
@@ -148,8 +171,6 @@ class StockRelay:
             raise RelayFailed(f"{error.code}: {error}") from error
         except TimeoutError as error:
             raise RelayFailed(f"silent for {call.timeout_s} s") from error
-        finally:
-            del self._waiting[call.message_id]
 
     def _take(self, delivery: Delivery) -> None:
         delivery.ack()

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, Protocol
 from urllib.parse import urlencode
 from uuid import UUID
@@ -16,6 +16,7 @@ from uuid import UUID
 import os_resource_classes
 from msgspec import Struct
 
+from bus.contracts.placement import MAX_LOCATED_HOSTS
 from placement_worker.replica.request import UNNUMBERED, Group, Query
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import HOST_UNKNOWN, MAX_GROUPS
@@ -36,6 +37,11 @@ __all__ = [
 ]
 
 REFUSED: Final = "nova.query_refused"
+
+MAX_TEXT = 255  # characters, as Nova's database bounds an extra spec
+MAX_SPECS = 256  # each is compared with each host
+MAX_NAMES = 3_000
+MAX_FORCED = 100  # each host with each node
 
 _OF_OTHERS = frozenset({"group", "same_host", "different_host"})  # with one of these hints Nova asks for all candidates
 
@@ -76,6 +82,9 @@ def undecided(request: NovaRequest, settings: PrefilterSettings, enabled: Collec
 
     enabled: names of filters. What only others read is ignored, as in Nova.
     """
+    for what, count, most in _sizes(request):
+        if count > most:
+            return NotDecided("size", f"more than {most} {what}")
     for name in enabled:
         hint = NOT_OURS.get(name)
         if hint and hint in request.hints:
@@ -87,6 +96,29 @@ def undecided(request: NovaRequest, settings: PrefilterSettings, enabled: Collec
     if PCI_FILTER in enabled and request.pci and not settings.pci_in_placement:
         return NotDecided("pci", "the flavor asks for PCI devices, and they are not in placement")
     return None
+
+
+def _sizes(request: NovaRequest) -> Iterator[tuple[str, int, int]]:
+    """(what is named, how often, the most that is looked at). No call of a Nova comes near. Each name takes time in
+    which nothing else goes on, some of them for each host.
+    """
+    specs, groups, level = request.flavor.extra_specs, request.groups_of_requesters, request.request_level_params
+    asked, group = request.requested_destination or NovaDestination(), request.instance_group
+    yield "extra specs", len(specs), MAX_SPECS
+    yield "characters in an extra spec", max(map(len, (*specs, *specs.values())), default=0), MAX_TEXT
+    yield "hosts to be ignored", len(request.ignore_hosts or ()), MAX_NAMES
+    yield "forced hosts", len(request.force_hosts or ()), MAX_FORCED
+    yield "forced nodes", len(request.force_nodes or ()), MAX_FORCED
+    yield "values of a hint", max(map(len, request.hints.values()), default=0), MAX_NAMES
+    yield "members of the server group", len((group and group.members) or ()), MAX_LOCATED_HOSTS
+    traits = [request.image_or_none.traits_required, level.root_required, level.root_forbidden]
+    traits += [one for group in groups for one in (group.required_traits, group.forbidden_traits)]
+    yield "traits", sum(map(len, traits)), MAX_SPECS
+    yield "resource classes", sum(len(one.resources) for one in groups), MAX_SPECS
+    listed = [uuids for one in groups for uuids in (*one.aggregates, one.forbidden_aggregates)]
+    listed += [one.split(",") for one in asked.aggregates or ()] + [asked.forbidden_aggregates or ()]
+    yield "aggregates", sum(map(len, listed)), MAX_NAMES
+    yield "names of request groups", sum(map(len, level.same_subtree)), MAX_NAMES
 
 
 def resource_request(

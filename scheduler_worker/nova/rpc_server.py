@@ -1,10 +1,10 @@
 """The RPC server of topic `scheduler`, as Nova's own scheduler is one: what oslo.messaging's rabbit driver does.
 
 Any number of these and of stock nova-schedulers take from the queue of the topic. A call that one of these takes it
-puts into a queue of theirs, and carries it out when it comes from there. It is acknowledged once its reply is
-confirmed, so one whose server is killed is delivered again, to any of these, with the same `unique_id`. A stock
+puts into a queue of theirs (`entrance`), and carries it out when it comes from there. It is acknowledged once its reply
+is confirmed, so one whose server is killed is delivered again, to any of these, with the same `unique_id`. A stock
 nova-scheduler must not get it again: it takes what the first delivery has claimed for a server that moves, and claims a
-second host.
+second host. So a call is relayed to one only when the broker has confirmed that it is acknowledged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -20,10 +20,13 @@ from msgspec import structs
 
 from bus.clock import Clock
 from bus.faults import BrokenInvariant, Fault, Transient
-from bus.port import BusError, BusForbidden, Delivery, Outgoing
+from bus.port import BusError, BusForbidden, Outgoing
+from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
 from bus.retrying import NOVA_CALL, NOVA_REPLY, Retrying
+from scheduler_worker.nova.entrance import LIMIT, Entrance
 from scheduler_worker.nova.envelope import (
+    CALL_LIMIT_S,
     Call,
     CallUnreadable,
     RemoteFault,
@@ -57,10 +60,9 @@ OLDEST_MINOR: Mapping[str, int] = {
 BASE_API = "baseapi"  # the namespace of what each of Nova's services answers
 PING = "oslo_rpc_server_ping"
 
-AGAIN = "berth-again"  # the header of a call that was delivered again before it came to the fronts
 PREFETCH = 32  # calls in hand of one queue; others are left for other schedulers
 CASTS = 64
-CALL_LIMIT_S = 1800.0  # for a client that does not say how long it waits: Nova's long_rpc_timeout
+LAST_REPLIES = 0.1  # the part of the time to stop in which the clients of calls at the fallback are told
 SHORTEST_HEARTBEAT_S = 1.0  # as oslo.messaging: a client that wants more has given a wrong timeout
 REMEMBERED = 1024  # ids of calls that were answered, and reply queues that are gone
 
@@ -79,24 +81,39 @@ class CallDispatcher(Protocol):
 
 
 class _Held:
-    """A call in hand, and its deliveries: more than one after the connection was lost."""
+    """A call in hand, and its deliveries: more than one after the connection was lost; none: the queue of the fronts
+    has refused it.
+    """
 
-    def __init__(self, call: Call, delivery: Delivery) -> None:
+    def __init__(self, call: Call, deliveries: Iterable[RabbitDelivery]) -> None:
         self.call = call
-        self.deliveries = [delivery]
+        self.deliveries = list(deliveries)
         self.settled = False
 
-    def join(self, delivery: Delivery) -> None:
+    def join(self, deliveries: Iterable[RabbitDelivery]) -> None:
         """The same call was delivered again."""
-        self.deliveries.append(delivery)
+        self.deliveries += deliveries
         if self.settled:
-            delivery.ack()
+            self.settle()
+
+    async def part_with(self) -> None:
+        """Acknowledge it: it has no slot of the topic any more, and is not delivered again. Raises BusUnavailable: it
+        may be.
+        """
+        if self.deliveries and not self.settled:
+            await self.deliveries[-1].acknowledged()
+        self.settle()
 
     def settle(self) -> None:
-        """Acknowledge it: it has no slot of the topic any more."""
+        """Acknowledge it."""
         self.settled = True
         for delivery in self.deliveries:
             delivery.ack()
+
+    def give_back(self) -> None:
+        """Have it delivered again."""
+        for delivery in self.deliveries:
+            delivery.nack(requeue=True)
 
 
 class RpcServer:
@@ -134,11 +151,13 @@ class RpcServer:
         self._slots = asyncio.Semaphore(prefetch)
         self._held: dict[str, _Held] = {}  # by unique id
         self._tasks: dict[asyncio.Task[None], _Held] = {}
-        self._taken_over: set[asyncio.Task[None]] = set()
-        self._casts: asyncio.Queue[tuple[Call, Delivery]] = asyncio.Queue()
+        self._entrance = Entrance(
+            transport, FRONTS, refused=lambda call: self._carry(call, ()), changed=self._open_entrances
+        )
+        self._casts: asyncio.Queue[tuple[Call, RabbitDelivery]] = asyncio.Queue()
         self._answered: dict[str, None] = {}
         self._gone: dict[str, None] = {}  # reply queues that do not exist any more
-        self._subscriptions: list[RabbitSubscription] = []
+        self._subscriptions: list[RabbitSubscription] = []  # of the casts, and of the fronts
         self._entrances: list[RabbitSubscription] = []  # of the topic
         self._is_full = False
         self._broken: asyncio.Future[None] | None = None
@@ -158,46 +177,64 @@ class RpcServer:
         consume = self._transport.consume_foreign
         self._subscriptions = [
             await consume(self._fanout.name, self._take_cast, prefetch=CASTS, arguments=stream),
-            await consume(self._fronts.name, self._take, prefetch=self._prefetch),
+            await consume(FRONTS, self._take, prefetch=self._prefetch),
         ]
         for queue in self._topics:
             self._entrances.append(await consume(queue.name, self._enter, prefetch=self._prefetch))
 
     async def run(self) -> None:
-        """Carry out casts. Raises BrokenInvariant, which the process ends with."""
+        """Take calls over, and carry out casts. Raises BrokenInvariant, which the process ends with."""
         assert self._broken is not None, "started"
-        casts = asyncio.create_task(self._carry_out_casts(), name="nova casts")
+        loops = [
+            asyncio.create_task(self._entrance.run(), name="nova entrance"),
+            asyncio.create_task(self._carry_out_casts(), name="nova casts"),
+        ]
         try:
-            await asyncio.wait({casts, self._broken}, return_when=asyncio.FIRST_COMPLETED)
-            await (casts if casts.done() else self._broken)
+            done, _ = await asyncio.wait({*loops, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            await next(iter(done))
         finally:
-            casts.cancel()
-            await asyncio.gather(casts, return_exceptions=True)
+            for one in loops:
+                one.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more calls, and wait (seconds) until those in hand are answered."""
-        for subscription in self._entrances:
-            await subscription.cancel()
-        # Of the last front nobody else would take what has come over.
+        """Take no more calls, and wait (seconds) until those in hand are answered. What then is not decided goes back
+        to the queue of the fronts; the clients of what is at the fallback are told that it failed.
+        """
         with contextlib.suppress(TimeoutError, BusError):
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(grace_s * (1 - LAST_REPLIES)):
+                for subscription in self._entrances:
+                    await subscription.cancel()
+                await self._entrance.end()
+                for subscription in self._subscriptions:
+                    await subscription.cancel()
                 while await self._has_more():
-                    await asyncio.wait(self._tasks.keys() | self._taken_over)
-        for subscription in self._subscriptions:
-            await subscription.cancel()
+                    await asyncio.wait(self._tasks)
+        await self._cut([task for task, held in self._tasks.items() if not held.settled])
+        if self._relay is not None and self._tasks:
+            self._relay.give_up()
+            await asyncio.wait(self._tasks, timeout=grace_s * LAST_REPLIES)
 
     async def _has_more(self) -> bool:
-        if not self._tasks and not self._taken_over and (delivery := await self._transport.get(self._fronts.name)):
+        """Whether calls are in hand. Of the last front nobody else would take what has come over."""
+        while not self._tasks and not await self._transport.consumers(FRONTS):
+            delivery = await self._transport.get(FRONTS)
+            if delivery is None:
+                break
             self._take(delivery)
-        return bool(self._tasks or self._taken_over)
+        return bool(self._tasks)
+
+    async def _cut(self, tasks: Collection[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
         """Close. Calls in hand go back to the queue."""
-        await self.drain(0.0)
-        left = self._tasks.keys() | self._taken_over
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        for subscription in (*self._entrances, *self._subscriptions):
+            await subscription.cancel()
+        self._entrance.give_back()
+        await self._cut(self._tasks.keys())
         if not self._options.rabbit_stream_fanout:
             with contextlib.suppress(BusError):  # it expires
                 await self._transport.delete_foreign(self._fanout.name)
@@ -217,43 +254,11 @@ class RpcServer:
 
     # --- what is delivered
 
-    def _enter(self, delivery: Delivery) -> None:
-        if self._call_of(delivery) is None:
-            return
-        task = asyncio.create_task(self._take_over(delivery), name="nova entrance")
-        self._taken_over.add(task)
-        task.add_done_callback(self._came_over)
-        self._open_entrances()
-
-    def _came_over(self, task: asyncio.Task[None]) -> None:
-        self._taken_over.discard(task)
-        self._open_entrances()
-
-    async def _take_over(self, delivery: Delivery) -> None:
-        """From the topic to the fronts."""
-        compression = delivery.headers.get("compression")
-        headers = {"compression": compression} if isinstance(compression, str) else {}
-        if delivery.redelivered:  # it may be among the fronts already
-            headers[AGAIN] = "1"
-        message = Outgoing(
-            exchange="",
-            routing_key=self._fronts.name,
-            body=delivery.body,
-            headers=headers,
-            mandatory=True,
-            expiration_s=delivery.expiration_s,
-        )
-        try:
-            # Given back at once, it would come again as fast as the broker can, and use its delivery limit up.
-            await Retrying(NOVA_CALL, self._clock, self._rng).call(
-                lambda: self._transport.publish(message),
-                lambda error: isinstance(error, BusError) and not delivery.is_lost,
-            )
-        except BusError as error:
-            log.warning("nova.call_given_back", code=error.code, reason=str(error))
-            delivery.nack(requeue=True)
-        else:
-            delivery.ack()
+    def _enter(self, delivery: RabbitDelivery) -> None:
+        call = self._call_of(delivery)
+        if call is not None:
+            self._entrance.add(delivery, call)
+            self._open_entrances()
 
     def _open_entrances(self) -> None:
         """Calls beyond the slots are left in the topic, for other schedulers. Those that wait for the fallback have
@@ -262,26 +267,28 @@ class RpcServer:
         if self._options.amqp_auto_delete:  # without a consumer the queue would be deleted, with the calls in it
             return
         in_slots = sum(not held.settled for held in self._tasks.values())
-        is_full = in_slots + len(self._taken_over) >= self._prefetch
+        is_full = in_slots + len(self._entrance) >= self._prefetch
         if is_full is not self._is_full:
             self._is_full = is_full
             for subscription in self._entrances:
                 (subscription.pause if is_full else subscription.resume)()
 
-    def _take(self, delivery: Delivery) -> None:
+    def _take(self, delivery: RabbitDelivery) -> None:
         call = self._call_of(delivery)
-        if call is None:
-            return
+        if call is not None:
+            self._carry(call, (delivery,))
+
+    def _carry(self, call: Call, deliveries: Sequence[RabbitDelivery]) -> None:
         held = self._held.get(call.unique_id)
         if held is not None:
-            held.join(delivery)
+            held.join(deliveries)
         elif call.unique_id in self._answered:
             CALLS.labels(_label(call), "repeated").inc()
-            delivery.ack()
+            _Held(call, deliveries).settle()
         else:
-            self._begin(_Held(call, delivery))
+            self._begin(_Held(call, deliveries))
 
-    def _call_of(self, delivery: Delivery) -> Call | None:
+    def _call_of(self, delivery: RabbitDelivery) -> Call | None:
         """The call that is to be answered. A cast is put to the others."""
         call = self._parsed(delivery, fanout=False)
         if call is None or call.is_answered:
@@ -289,7 +296,7 @@ class RpcServer:
         self._casts.put_nowait((call, delivery))
         return None
 
-    def _take_cast(self, delivery: Delivery) -> None:
+    def _take_cast(self, delivery: RabbitDelivery) -> None:
         offset = delivery.headers.get("x-stream-offset")
         if isinstance(offset, int):
             self._next_offset = offset + 1
@@ -297,7 +304,7 @@ class RpcServer:
         if call is not None:
             self._casts.put_nowait((call, delivery))
 
-    def _parsed(self, delivery: Delivery, *, fanout: bool) -> Call | None:
+    def _parsed(self, delivery: RabbitDelivery, *, fanout: bool) -> Call | None:
         """The call of a delivery. One that is none is rejected."""
         compression = delivery.headers.get("compression", "")
         try:
@@ -305,8 +312,8 @@ class RpcServer:
                 delivery.body,
                 compression=compression if isinstance(compression, str) else "?",
                 fanout=fanout,
-                redelivered=delivery.redelivered or AGAIN in delivery.headers,
-                limit_s=delivery.expiration_s,
+                redelivered=delivery.redelivered,
+                limit_s=_limit_s(delivery),
             )
         except CallUnreadable as error:
             log.warning("nova.call_unreadable", reason=str(error), queue=delivery.routing_key)
@@ -349,15 +356,20 @@ class RpcServer:
         finally:
             heartbeats.cancel()
             await asyncio.gather(heartbeats, return_exceptions=True)
-        if body and not await self._reply(call, body):
-            outcome = "undeliverable"
-        _remember(self._answered, call.unique_id)
-        held.settle()
+        if body is None:
+            held.give_back()
+        else:
+            if body and not await self._reply(call, body):
+                outcome = "undeliverable"
+            _remember(self._answered, call.unique_id)
+            held.settle()
         CALLS.labels(_label(call), outcome).inc()
         CALL_S.observe(self._clock.monotonic() - begun_s)
 
-    async def _answer(self, held: _Held) -> tuple[str, bytes]:
-        """The outcome of a call, and the body of its reply. Raises BrokenInvariant."""
+    async def _answer(self, held: _Held) -> tuple[str, bytes | None]:
+        """The outcome of a call, and the body of its reply; None: it has none here, and is delivered again. Raises
+        BrokenInvariant.
+        """
         call = held.call
         ids = (call.message_id, self._new_id())
         try:
@@ -383,21 +395,24 @@ class RpcServer:
         # Another exception than NoValidHost has Nova set a running server that was to be moved to ERROR.
         return "failed", encode_failure(*ids, no_valid_host(f"The scheduler could not decide: {code}."))
 
-    async def _relayed(self, held: _Held, reason: str, ids: tuple[str, str]) -> tuple[str, bytes]:
+    async def _relayed(self, held: _Held, reason: str, ids: tuple[str, str]) -> tuple[str, bytes | None]:
         if self._relay is None:
             return "undecided", encode_failure(
                 *ids, no_valid_host(f"The scheduler does not decide this request ({reason}), and has no fallback.")
             )
 
-        def settle() -> None:
-            held.settle()
+        async def part_with() -> None:
+            await held.part_with()
             self._open_entrances()
 
         try:
-            return "relayed", await self._relay.call(held.call, reason, settle)
+            return "relayed", await self._relay.call(held.call, reason, part_with)
         except RelayFailed as error:
             text = f"The request was left to the fallback's nova-scheduler, which did not answer: {error}."
             return "relay failed", encode_failure(*ids, no_valid_host(text))
+        except BusError as error:  # it has not left: another front may get it, and relays it then
+            log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=held.call.request_id)
+            return "given back", None
 
     async def _retried(self, call: Call) -> object:
         return await Retrying(NOVA_CALL, self._clock, self._rng).call(
@@ -480,6 +495,12 @@ def _check(call: Call) -> None:
         raise no_such_method(call.method)
     if (numbers[1:2] or [0])[0] < oldest:
         raise unsupported_version(call.method, call.version, f"{MAJOR}.{oldest} to {newest}")
+
+
+def _limit_s(delivery: RabbitDelivery) -> float | None:
+    """How long (seconds) the client of a call waits: by the header, which it has in the queue of the fronts alone."""
+    told = delivery.headers.get(LIMIT)
+    return told if isinstance(told, int | float) and 0 < told <= CALL_LIMIT_S else delivery.expiration_s
 
 
 def _label(call: Call) -> str:

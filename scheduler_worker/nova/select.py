@@ -19,11 +19,12 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.clock import Clock
 from bus.contracts.base import Uuid
 from bus.contracts.cell import Selection
 from bus.contracts.groups import ServerGroup
 from bus.contracts.patterns import reason_of
-from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_LOCATED_HOSTS, MAX_NAMED
+from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED
 from bus.faults import Transient
 from placement_worker.replica.request import Query
 from scheduler_worker.domain.builds import Gang
@@ -43,13 +44,14 @@ from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
 from scheduler_worker.filters.image import ImagePropertiesFilter, supports
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host
+from scheduler_worker.nova.explained import ANSWERED, SHADOWED, ExplainedStep, placed_fields, steps_of
 from scheduler_worker.nova.explained import MAX_NAMED as MAX_LOGGED
-from scheduler_worker.nova.explained import NO_HOST, PLACED, ExplainedStep, placed_fields, steps_of
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
 from scheduler_worker.nova.resource_request import resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
+from scheduler_worker.placing import ReplicaFollower
 
 log = structlog.get_logger("nova")
 
@@ -58,7 +60,7 @@ NOTHING: Final = Query()
 OWNER_TRAIT: Final = "OWNER_NOVA"
 ARCHITECTURE: Final = "hw_architecture"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
-# A call that was delivered before may have been answered then; what it claims now nobody would release.
+# What a call claims whose client has been answered, or has given up, nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -125,15 +127,20 @@ class Destinations:
         selector: Selector,
         facts: NovaFacts,
         source: FactsSource,
+        follower: ReplicaFollower,
         *,
         configure: Callable[[], None],
         config: NovaConfig,
+        clock: Clock,
     ) -> None:
         self._placer = placer
         self._selector = selector
         self._facts = facts
         self._source = source
+        self._follower = follower
         self._configure = configure
+        self._clock = clock
+        self._events = SHADOWED if config.shadow else ANSWERED
         self._settings = config.prefilters
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
         self._default_architecture = config.image_properties_default_architecture
@@ -151,6 +158,10 @@ class Destinations:
         request = parse_request_spec(asked.spec_obj)
         if asked.instance_uuids is None:
             raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
+        is_in_doubt = self._may_be_outlived(call) and not request.is_rebuild
+        if is_in_doubt and not await self._source.waits_for_host(asked.instance_uuids):
+            log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
+            raise no_valid_host(OUTLIVED)
         why = undecided(request, self._settings, self._enabled)
         if why is not None:
             raise why
@@ -159,14 +170,18 @@ class Destinations:
         self._check_architecture(request)
         if request.is_rebuild:
             return self._answer(asked, [(None, self._rebuilt(request))])
-        if call.redelivered and not await self._source.waits_for_host(asked.instance_uuids):
-            log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
-            raise no_valid_host(OUTLIVED)
         claimed = await self._claimed(call, asked, request)
         return self._answer(asked, *([(one, one.host_uuid) for one in hosts] for hosts in claimed))
 
+    def _may_be_outlived(self, call: Call) -> bool:
+        """Whether its client may have got an answer, or given up while the call waited in the topic."""
+        asked_at, patience_s = call.requested_at, call.patience_s
+        is_late = asked_at is not None and patience_s is not None and self._clock.time() - asked_at > patience_s
+        return call.redelivered or is_late
+
     async def _claimed(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[tuple[Selection, ...]]:
         """The hosts of each instance: claimed, then alternates. Raises NoValidHost of Nova's."""
+        instances = asked.instance_uuids or ()
         ended: Ended | None = None
         for is_last in (False, True):
             ended = None
@@ -179,19 +194,30 @@ class Destinations:
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
-                    log.info(PLACED, request_id=call.request_id, **placed_fields(asked.instance_uuids or (), claimed))
+                    log.info(
+                        self._events.placed,
+                        request_id=call.request_id,
+                        **placed_fields(asked.instance_uuids or (), claimed),
+                    )
                     return [one.selections for one in claimed]
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
                     break
-            if is_last or not await self._source.ask(self._unknown()):
+            if is_last or not await self._is_news():
                 break
             self._configure()
         assert ended is not None
-        instances = asked.instance_uuids or ()
         known = {"instances": instances[:MAX_LOGGED], "count": len(instances), **msgspec.to_builtins(ended)}
-        log.info(NO_HOST, request_id=call.request_id, **known)
+        log.info(self._events.no_host, request_id=call.request_id, **known)
         raise no_valid_host(ended.reason)
+
+    async def _is_news(self) -> bool:
+        """Whether the book or Nova has changed since what a call was decided by: a host that is new, or has room."""
+        book = self._selector.book
+        before = book.sequence
+        await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
+        is_changed = await self._source.ask(self._unknown())
+        return is_changed or book.sequence != before
 
     async def broken_rule(self, call: Call, hosts: Sequence[tuple[str, str]]) -> str:
         """What rejects one of these hosts (host, node) of a call's instances, in their order; "": nothing does.
@@ -297,8 +323,6 @@ class Destinations:
         gang = Gang(uuid=uuids[0], size=len(uuids), min_count=len(uuids)) if len(uuids) > 1 else None
         group = request.instance_group
         members = _uuids(group.members or (), "group") if group is not None else ()
-        if len(members) > MAX_LOCATED_HOSTS:
-            raise NotDecided("group_too_large", f"more than {MAX_LOCATED_HOSTS} members")
         one = NovaInstance(
             instance_uuid=uuids[0],
             project_id=_word(request.project_id, "project_id"),

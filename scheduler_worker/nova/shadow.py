@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final, Protocol
@@ -159,13 +159,17 @@ class ShadowedRelay:
         """As the relay has it."""
         await self._relay.forward(call)
 
-    async def call(self, call: Call, reason: str, settle: Callable[[], None]) -> bytes:
+    def give_up(self) -> None:
+        """As the relay has it."""
+        self._relay.give_up()
+
+    async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
         """The stock scheduler's answer; berth's decision is made beside it. Raises RelayFailed."""
         answer: asyncio.Future[tuple[bytes, float]] = asyncio.get_running_loop().create_future()
         begun_s = self._clock.monotonic()
 
-        def left() -> None:
-            settle()
+        async def left() -> None:
+            await part_with()
             self._begin(call, answer)
 
         try:

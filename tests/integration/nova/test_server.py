@@ -18,8 +18,12 @@ from pamqp.commands import Basic
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.faults import BrokenInvariant, DatabaseUnavailable
+from bus.port import BusUnavailable
+from bus.rabbitmq.channels import RabbitDelivery
+from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova import rpc_server
 from scheduler_worker.nova.envelope import Call, parse_call
+from scheduler_worker.nova.queues import FRONTS, RabbitOptions, topic_queue
 from scheduler_worker.nova.request_spec import NotDecided
 from tests.integration.nova.world import EXCHANGE, Instructed, front
 from tests.kit.sources import ROOT
@@ -283,6 +287,57 @@ async def test_a_relayed_call_is_not_delivered_again(vhost: str, client: Client,
         await client.send(_unique_id="next")
         await client.answers(1)
     assert [call.unique_id for call in other.calls] == ["next"]
+
+
+async def test_what_is_acknowledged_by_the_brokers_word_does_not_come_again(vhost: str, client: Client) -> None:
+    taken: list[RabbitDelivery] = []
+    transport = RabbitTransport(vhost, name="nova")
+    await transport.open()
+    try:
+        await transport.declare_foreign(topic_queue(RabbitOptions(), EXCHANGE, "scheduler"))
+        await transport.consume_foreign("scheduler", taken.append, prefetch=2)
+        for name in ("stays", "goes"):
+            await client.send(_unique_id=name)
+        await until(lambda: len(taken) == 2)
+        assert await transport.consumers("scheduler") == 1
+        stays, goes = taken
+        await goes.acknowledged()
+        session = transport._session
+        assert session is not None
+        await session.close()
+        with pytest.raises(BusUnavailable):
+            await stays.acknowledged()
+        await until(lambda: len(taken) == 3)
+        assert taken[2].redelivered and taken[2].body == stays.body
+        await taken[2].acknowledged()
+        assert await transport.depth("scheduler") == 0
+    finally:
+        await transport.close()
+
+
+async def test_of_two_fronts_the_one_that_stops_leaves_calls_to_the_other(vhost: str, client: Client) -> None:
+    go_on = asyncio.Event()
+
+    async def held(call: Call) -> object:
+        await go_on.wait()
+        return call.unique_id
+
+    async def lone_front() -> bool:
+        return await server._transport.consumers(FRONTS) == 1
+
+    first, second = Instructed(held), Instructed(named)
+    async with front(vhost, first, name="first") as server:
+        await client.send(_unique_id="in hand")
+        await until(lambda: first.calls)
+        async with front(vhost, second, name="second"):
+            stopping = asyncio.create_task(server.drain(60.0))
+            await until(lone_front)
+            for number in range(10):
+                await client.send(_unique_id=str(number))
+            await until(lambda: len(second.calls) == 10)
+            go_on.set()
+            await stopping
+            assert len(await client.answers(11)) == 11 and len(first.calls) == 1
 
 
 async def test_an_answer_of_the_fallback_comes_byte_by_byte(

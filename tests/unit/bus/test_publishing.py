@@ -238,6 +238,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.write_queue: asyncio.Queue[ChannelFrame] = asyncio.Queue()
+        self.create_future = asyncio.get_running_loop().create_future
 
     async def sent_at_once(self) -> list[bytes]:
         for _ in range(TURNS):

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from berth.cli import app
+from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import RemoteFault
 from tests.unit.nova.test_select import VMS
 from tests.unit.nova.world import PLENTY, Cloud, destination
@@ -18,9 +19,9 @@ from tests.unit.nova.world import PLENTY, Cloud, destination
 SMALL = {"VCPU": 1, "MEMORY_MB": 100, "DISK_GB": 10}
 
 
-async def calls(*asked: dict[str, Any], instances: int = 1) -> None:
+async def calls(*asked: dict[str, Any], instances: int = 1, shadow: bool = False) -> None:
     """Calls of one request, of which some find no host: h0 and h1 are small, h2 is not."""
-    here = await Cloud([SMALL, SMALL, PLENTY]).open()
+    here = await Cloud([SMALL, SMALL, PLENTY], nova=NovaConfig(shadow=shadow)).open()
     for number, fields in enumerate(asked):
         try:
             await here.select(*VMS[:instances], run=f"call{number}", **fields)
@@ -28,9 +29,9 @@ async def calls(*asked: dict[str, Any], instances: int = 1) -> None:
             assert not any(f"h{n}" in fault.message for n in range(3))
 
 
-def logged(tmp_path: Path, *asked: dict[str, Any], instances: int = 1) -> Path:
+def logged(tmp_path: Path, *asked: dict[str, Any], instances: int = 1, shadow: bool = False) -> Path:
     with capture_logs() as lines:
-        asyncio.run(calls(*asked, instances=instances))
+        asyncio.run(calls(*asked, instances=instances, shadow=shadow))
     path = tmp_path / "log"
     written = [json.dumps({"timestamp": "t", "process": "front-1", **line}) for line in lines]
     path.write_text("\n".join(["no JSON req-1", '{"event": 7, "request_id": "req-1"}', *written]))
@@ -58,6 +59,12 @@ def test_no_host_is_explained_with_the_hosts_that_each_step_rejected(tmp_path: P
     first, second = json.loads(text)
     assert (first["funnel"][0]["step"], first["funnel"][-1]["step"]) == ("providers", "claim")
     assert first["instances"] == second["instances"] == [VMS[0]]
+
+
+def test_what_the_shadow_would_have_done_is_told_as_such(tmp_path: Path) -> None:
+    status, text = explained("req-1", str(logged(tmp_path, {}, {"ignore_hosts": ["h2"]}, shadow=True)))
+    assert status == 0 and text.count("in the shadow") == 2
+    assert "h2.local" in text and "too small in MEMORY_MB" in text
 
 
 def test_a_request_that_the_logs_do_not_have(tmp_path: Path) -> None:

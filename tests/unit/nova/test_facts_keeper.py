@@ -121,6 +121,10 @@ async def test_questions_at_the_same_time_share_one_read_and_many_hosts_are_list
     answers = await asyncio.gather(*(kept.keeper.ask([uuid_of(1)]) for _ in range(20)))
     assert kept.calls() == ["services", "aggregates", "node"] and all(answers)
     many = [uuid_of(number) for number in range(100, 100 + MAX_ASKED + 1)]
+    kept.nova.fails = NovaUnavailable("away")
+    await kept.keeper.ask(many)
+    assert kept.calls() == ["nodes"]
+    kept.nova.fails = None
     await asyncio.gather(*(kept.keeper.ask(many) for _ in range(20)))
     assert kept.calls() == ["nodes"]
 
@@ -137,6 +141,28 @@ async def test_calls_are_decided_by_states_that_are_fresh_enough() -> None:
     await asyncio.sleep(3)
     await asyncio.gather(*(kept.keeper.prepare() for _ in range(20)))
     assert kept.calls() == ["services", "aggregates"] and kept.table.is_down(uuid_of(1))
+
+
+@on_virtual_time
+async def test_a_call_that_comes_during_a_read_is_not_decided_by_older_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(MemoryNova(node(1)), states_max_age_s=5, poll_interval_s=3600)
+    await kept.after(1)
+    read = kept.nova.services
+
+    async def slowly() -> Any:
+        await asyncio.sleep(1)
+        return await read()
+
+    monkeypatch.setattr(kept.nova, "services", slowly)
+    await asyncio.sleep(3.9)
+    asked = [asyncio.create_task(kept.keeper.ask())]
+    await asyncio.sleep(0.05)
+    await kept.keeper.prepare()
+    assert not asked[0].done(), "what is known is new enough"
+    await asyncio.sleep(0.5)
+    kept.nova.of_hosts["host1"] = down("host1")
+    await kept.keeper.prepare()
+    assert kept.table.is_down(uuid_of(1))
 
 
 @on_virtual_time
@@ -174,6 +200,48 @@ async def test_a_nova_that_does_not_answer_holds_questions_up_once_and_not_for_l
     began = asyncio.get_running_loop().time()
     answers = await asyncio.gather(*(kept.keeper.ask([uuid_of(3)]) for _ in range(40)))
     assert not any(answers) and asyncio.get_running_loop().time() - began <= ASK_LIMIT_S
+
+
+@on_virtual_time
+async def test_a_long_list_of_nodes_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large cloud it takes longer than a call waits."""
+    kept = Kept(MemoryNova(node(1), node(2)), hosts_interval_s=30)
+    list_nodes, listed = kept.nova.nodes, asyncio.Event()
+
+    async def slowly() -> Any:
+        found = await list_nodes()
+        await listed.wait()
+        return found
+
+    await kept.after(1)
+    monkeypatch.setattr(kept.nova, "nodes", slowly)
+    kept.nova.of_hosts["host1"] = down("host1")
+    running = asyncio.create_task(kept.keeper.run())
+    await asyncio.sleep(40)
+    kept.calls()
+    # Meanwhile: states by polls and for a call, and a new host.
+    kept.nova.of_hosts |= {"host1": up("host1"), "host2": down("host2"), "host3": up("host3")}
+    kept.nova.listed[uuid_of(3)] = node(3)
+    await asyncio.sleep(10)
+    assert kept.calls() == ["services", "aggregates"] * 2 and kept.table.is_down(uuid_of(2))
+    assert await kept.keeper.ask([uuid_of(3)]) and kept.table.live_service_of(uuid_of(3)) == "host3"
+    listed.set()
+    await asyncio.sleep(1)
+    assert not kept.table.is_down(uuid_of(1)) and kept.table.is_down(uuid_of(2)), "the list was older"
+    assert kept.facts.node(uuid_of(3)) is not None, "and did not have it yet"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@on_virtual_time
+async def test_what_breaks_in_a_list_of_nodes_ends_the_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks() -> Any:
+        raise RuntimeError("planted")
+
+    kept = Kept(MemoryNova(node(1)))
+    monkeypatch.setattr(kept.nova, "nodes", breaks)
+    with pytest.raises(RuntimeError):
+        await asyncio.wait_for(kept.keeper.run(), 60)
 
 
 @on_virtual_time

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.placement import MAX_LOCATED_HOSTS
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.view import Unsatisfiable
@@ -17,6 +19,7 @@ from scheduler_worker.nova.request_spec import (
     NovaCell,
     NovaDestination,
     NovaFlavor,
+    NovaGroup,
     NovaImage,
     NovaNetwork,
     NovaNetworks,
@@ -27,6 +30,10 @@ from scheduler_worker.nova.request_spec import (
     NovaRequestLevel,
 )
 from scheduler_worker.nova.resource_request import (
+    MAX_FORCED,
+    MAX_NAMES,
+    MAX_SPECS,
+    MAX_TEXT,
     REFUSED,
     PrefilterSettings,
     ResourceRequest,
@@ -270,6 +277,11 @@ NOT_DECIDED: dict[str, tuple[NovaRequest, dict[str, Any], str]] = {
         {},
         "contradiction",
     ),
+    "a long mask": (
+        request({"hw:cpu_policy": "mixed", "hw:cpu_dedicated_mask": "0-8191," * 40}),
+        {},
+        "contradiction",
+    ),
     "a group of no one": (request(requested_resources=(replace(GROUP, requester_id=None),)), {}, "request_groups"),
     "a group twice": (request(requested_resources=(GROUP, GROUP)), {}, "request_groups"),
     "too many groups": (
@@ -311,3 +323,42 @@ def test_what_a_filter_reads_that_berth_does_not_have_is_decided_by_nova() -> No
         why = undecided(one, settings, NOT_OURS)
         assert (why and why.reason) == reason
         assert undecided(one, settings, NOVA_FILTERS) is None, "Nova does not enable them of itself"
+
+
+def named(count: int) -> tuple[str, ...]:
+    return tuple(str(number) for number in range(count))
+
+
+OVERSIZED: dict[str, Callable[[int], NovaRequest]] = {
+    "extra specs": lambda more: request(dict.fromkeys(named(MAX_SPECS + more), "")),
+    "a long extra spec": lambda more: request({"a": "x" * (MAX_TEXT + more)}),
+    "a long name of an extra spec": lambda more: request({"a" * (MAX_TEXT + more): ""}),
+    "ignored hosts": lambda more: request(ignore_hosts=named(MAX_NAMES + more)),
+    "forced hosts": lambda more: request(force_hosts=named(MAX_FORCED + more)),
+    "forced nodes": lambda more: request(force_nodes=named(MAX_FORCED + more)),
+    "a hint": lambda more: request(scheduler_hints={"same_host": named(MAX_NAMES + more)}),
+    "members": lambda more: request(instance_group=NovaGroup(members=named(MAX_LOCATED_HOSTS + more))),
+    "traits of the image": lambda more: request(image=NovaImage(traits_required=named(MAX_SPECS + more))),
+    "traits of a group": lambda more: request(
+        requested_resources=(replace(GROUP, required_traits=frozenset(named(MAX_SPECS + more))),)
+    ),
+    "classes of a group": lambda more: request(
+        requested_resources=(replace(GROUP, resources=dict.fromkeys(named(MAX_SPECS + more), 1)),)
+    ),
+    "aggregates of a group": lambda more: request(
+        requested_resources=(replace(GROUP, aggregates=(named(MAX_NAMES + more),)),)
+    ),
+    "aggregates of the destination": lambda more: request(
+        requested_destination=NovaDestination(aggregates=(",".join(named(MAX_NAMES + more)),))
+    ),
+    "a subtree": lambda more: request(request_level_params=NovaRequestLevel(same_subtree=(named(MAX_NAMES + more),))),
+}
+
+
+@pytest.mark.parametrize("case", OVERSIZED)
+def test_what_names_too_much_is_left_to_the_fallback(case: str) -> None:
+    """Looked at here, it would hold up all other calls."""
+    made = OVERSIZED[case]
+    assert undecided(made(0), PrefilterSettings(), ()) is None
+    why = undecided(made(1), PrefilterSettings(), ())
+    assert why is not None and why.reason == "size"

@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from bus.clock import SystemClock
-from bus.port import BusError, Delivery, Outgoing, PublishRefused, Unroutable
+from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Unroutable
+from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import ForeignQueue
+from scheduler_worker.nova.entrance import LIMIT
 from scheduler_worker.nova.envelope import Call
 from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions
 from scheduler_worker.nova.relay import StockRelay
@@ -30,18 +33,24 @@ SILENT_S = 60  # `rpc_response_timeout`, after which its client gives up without
 class Delivered:
     """One delivery. ends: what was done with it: ack, requeue, drop."""
 
-    is_lost = False
     content_type = message_id = type = correlation_id = reply_to = None
-    redelivered, delivery_count = False, 0
+    delivery_count = 0
 
-    def __init__(self, queue: str, message: Outgoing) -> None:
+    def __init__(self, queue: str, message: Outgoing, broker: Transport, *, redelivered: bool) -> None:
+        self.broker, self.redelivered = broker, redelivered
         self.body, self.exchange, self.routing_key = message.body, "", queue
         self.headers: Mapping[str, object] = message.headers
         self.expiration_s = message.expiration_s
         self.ends: list[str] = []
 
     def ack(self) -> None:
-        self.ends.append("ack")
+        self.ends = self.ends or ["ack"]
+
+    async def acknowledged(self) -> None:
+        if self.broker.loses is not None:
+            raise self.broker.loses
+        self.ack()
+        self.broker.done.append(f"ack {self.routing_key}")
 
     def nack(self, *, requeue: bool) -> None:
         self.ends.append("requeue" if requeue else "drop")
@@ -50,7 +59,7 @@ class Delivered:
 class Consumption:
     """Of one queue. paused: whether it is; pauses: how often it was."""
 
-    def __init__(self, take: Callable[[Delivery], None]) -> None:
+    def __init__(self, take: Callable[[RabbitDelivery], None]) -> None:
         self.take = take
         self.paused, self.pauses = False, 0
 
@@ -61,13 +70,14 @@ class Consumption:
         self.paused = False
 
     async def cancel(self) -> None:
-        """Nothing comes after a test."""
+        self.paused = True
 
 
 class Transport:
     """A broker of one virtual host: what is published to a queue that is consumed is delivered at once.
 
-    refuses: raised by each publication to the fronts.
+    refuses: raised by each publication to the fronts. loses: by each acknowledgement that is waited for. others: fronts
+    of other processes. rest: what lies in the queue of the fronts. done: publications and these acknowledgements.
     """
 
     blocked, connected = "", True
@@ -76,6 +86,10 @@ class Transport:
         self.consumed: dict[str, Consumption] = {}
         self.published: list[Outgoing] = []
         self.refuses: BusError | None = None
+        self.loses: BusError | None = None
+        self.others = 0
+        self.rest: list[Delivered] = []
+        self.done: list[str] = []
 
     async def open(self) -> None: ...
 
@@ -87,9 +101,13 @@ class Transport:
 
     async def delete_foreign(self, queue: str) -> None: ...
 
-    async def get(self, queue: str) -> None: ...
+    async def consumers(self, queue: str) -> int:
+        return self.others
 
-    async def consume(self, queue: str, take: Callable[[Delivery], None], **_: object) -> Consumption:
+    async def get(self, queue: str) -> Delivered | None:
+        return self.rest.pop(0) if self.rest else None
+
+    async def consume(self, queue: str, take: Callable[[RabbitDelivery], None], **_: object) -> Consumption:
         made = self.consumed[queue] = Consumption(take)
         return made
 
@@ -97,24 +115,36 @@ class Transport:
 
     async def publish(self, message: Outgoing) -> None:
         self.published.append(message)
+        self.done.append(f"publish {message.routing_key}")
         if message.routing_key == FRONTS and self.refuses is not None:
             raise self.refuses
         if not message.exchange and message.routing_key in self.consumed:
             self.deliver(message.routing_key, message)
 
-    def deliver(self, queue: str, message: Outgoing) -> Delivered:
-        delivered = Delivered(queue, message)
-        self.consumed[queue].take(cast(Delivery, delivered))
+    def deliver(self, queue: str, message: Outgoing, *, redelivered: bool = False) -> Delivered:
+        delivered = Delivered(queue, message, self, redelivered=redelivered)
+        if self.consumed[queue].paused:
+            self.rest.append(delivered)
+            return delivered
+        self.consumed[queue].take(cast(RabbitDelivery, delivered))
         return delivered
 
-    def call(self, number: int, **fields: object) -> Delivered:
-        """A call comes to the topic."""
+    def call(self, number: int, queue: str = TOPIC, *, redelivered: bool = False, **fields: object) -> Delivered:
+        """A call comes to a queue."""
         message = {
             "method": "select_destinations", "version": "4.5", "args": {}, "_msg_id": f"m{number}",
             "_reply_q": "reply_nova", "_unique_id": f"u{number}", "_timeout": SILENT_S, **fields,
         }  # fmt: skip
         body = json.dumps({"oslo.version": "2.0", "oslo.message": json.dumps(message)}).encode()
-        return self.deliver(TOPIC, Outgoing(exchange="", routing_key=TOPIC, body=body, expiration_s=LONG_S))
+        outgoing = Outgoing(exchange="", routing_key=queue, body=body, expiration_s=LONG_S)
+        return self.deliver(queue, outgoing, redelivered=redelivered)
+
+    def answer(self) -> None:
+        """A stock nova-scheduler answers the call that it took last."""
+        call = json.loads(json.loads(self.sent_to(TOPIC)[-1].body)["oslo.message"])
+        reply = {"_msg_id": call["_msg_id"], "result": [], "failure": None, "ending": True}
+        body = json.dumps({"oslo.version": "2.0", "oslo.message": json.dumps(reply)}).encode()
+        self.deliver(call["_reply_q"], Outgoing(exchange="", routing_key=call["_reply_q"], body=body))
 
     def sent_to(self, key: str) -> list[Outgoing]:
         return [one for one in self.published if one.routing_key == key]
@@ -131,11 +161,16 @@ class Undecided:
     def __init__(self) -> None:
         self.holds = False
         self.calls: list[Call] = []
+        self._decided = asyncio.Event()
+
+    def decide(self) -> None:
+        """Leave those that are held."""
+        self._decided.set()
 
     async def call(self, call: Call) -> object:
         self.calls.append(call)
         if self.holds:
-            await asyncio.Event().wait()
+            await self._decided.wait()
         raise NotDecided("any")
 
 
@@ -161,9 +196,12 @@ class World:
     async def started(self) -> AsyncIterator[World]:
         await self.server.open()
         await self.server.start()
+        running = asyncio.create_task(self.server.run())
         try:
             yield self
         finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
             await self.server.close()
 
 
@@ -201,22 +239,132 @@ async def test_the_fallback_takes_no_call_that_nobody_waits_for(silent_s: int, e
         assert [one.expiration_s for one in world.stock.sent_to(TOPIC)] == [expected_s]
 
 
+@on_virtual_time
+async def test_the_topic_is_acknowledged_before_a_call_is_put_to_the_fronts() -> None:
+    """Else a stock nova-scheduler may get the topic's copy, and claims as well."""
+    async with World().started() as world:
+        world.dispatcher.holds = True
+        world.nova.call(1)
+        await asyncio.sleep(1)
+        assert world.nova.done == [f"ack {TOPIC}", f"publish {FRONTS}"]
+        world.nova.loses = BusUnavailable("lost")
+        lost = world.nova.call(2)
+        await asyncio.sleep(1)
+        assert lost.ends == [] and len(world.nova.sent_to(FRONTS)) == 1
+
+
 @pytest.mark.parametrize("refuses", [PublishRefused("full"), Unroutable("gone")])
 @on_virtual_time
-async def test_a_call_that_the_fronts_cannot_take_is_tried_again_and_then_given_back(refuses: BusError) -> None:
-    """Given back at once it would come again as fast as the broker can, and use its delivery limit up."""
+async def test_a_call_that_the_fronts_cannot_take_is_carried_out_here(refuses: BusError) -> None:
     async with World().started() as world:
         world.nova.refuses = refuses
-        late, soon = world.nova.call(1), world.nova.call(2)
-        await asyncio.sleep(5)
-        assert late.ends == [] and 4 <= len(world.nova.sent_to(FRONTS)) <= 40
-        world.nova.refuses = None
-        await asyncio.sleep(5)
-        assert late.ends == soon.ends == ["ack"] and len(world.dispatcher.calls) == 2
-        world.nova.refuses = refuses
-        never = world.nova.call(3)
-        await asyncio.sleep(120)
-        assert never.ends == ["requeue"]
+        world.dispatcher.holds = True
+        for number in range(PREFETCH + 3):
+            world.nova.call(number)
+            await asyncio.sleep(0.1)
+        assert world.nova.consumed[TOPIC].paused, "they have slots"
+        assert len(world.dispatcher.calls) == PREFETCH == len(world.nova.sent_to(FRONTS))
+
+
+@on_virtual_time
+async def test_a_call_that_may_be_among_the_fronts_is_not_carried_out_twice() -> None:
+    async with World().started() as world:
+        world.nova.refuses = BusUnavailable("no confirm")
+        call = world.nova.call(1)
+        await asyncio.sleep(1)
+        assert call.ends == ["ack"] and not world.dispatcher.calls
+
+
+@pytest.mark.parametrize(("silent_s", "expected_s"), [(SILENT_S, 60.0), (0, LONG_S), (7200, LONG_S)])
+@on_virtual_time
+async def test_no_front_takes_a_call_whose_client_has_given_up(silent_s: int, expected_s: float) -> None:
+    """In the queue nobody tells it that its call is under way."""
+    async with World().started() as world:
+        world.nova.call(1, _timeout=silent_s)
+        await asyncio.sleep(1)
+        (sent,) = world.nova.sent_to(FRONTS)
+        (call,) = world.dispatcher.calls
+        assert (sent.expiration_s, call.limit_s) == (expected_s, LONG_S), "it waits longer for a call that is under way"
+
+
+@pytest.mark.parametrize("limit", ["60", -1, 0, True, float("nan"), float("inf"), 2**63, None])
+@on_virtual_time
+async def test_a_limit_that_is_none_is_not_read(limit: Any) -> None:
+    async with World().started() as world:
+        message = Outgoing(exchange="", routing_key=FRONTS, body=world.nova.call(1).body, headers={LIMIT: limit})
+        world.nova.deliver(FRONTS, structs.replace(message, body=message.body.replace(b"u1", b"u2")))
+        await asyncio.sleep(1)
+        assert {call.limit_s for call in world.dispatcher.calls} <= {LONG_S, None, 1}
+
+
+@on_virtual_time
+async def test_a_call_leaves_for_the_fallback_once_it_cannot_be_delivered_again() -> None:
+    """Relayed a second time, the stock nova-scheduler would claim for it a second time."""
+    async with World().started() as world:
+        world.dispatcher.holds = True
+        world.nova.call(1)
+        await asyncio.sleep(1)
+        world.nova.loses = BusUnavailable("lost")
+        world.dispatcher.decide()
+        await asyncio.sleep(1)
+        assert world.stock.sent_to(TOPIC) == [] == world.nova.failures() and world.server.in_hand == 0
+        world.nova.loses = None
+        world.nova.call(1, FRONTS, redelivered=True)
+        await asyncio.sleep(1)
+        assert len(world.stock.sent_to(TOPIC)) == 1
+
+
+# --- a front that stops
+
+
+@on_virtual_time
+async def test_a_front_that_stops_takes_no_more_and_ends_what_it_has() -> None:
+    async with World().started() as world:
+        world.nova.others = 1
+        world.dispatcher.holds = True
+        world.nova.call(1)
+        await asyncio.sleep(1)
+        stopping = asyncio.create_task(world.server.drain(10))
+        await asyncio.sleep(1)
+        later = [world.nova.call(2), world.nova.call(3, FRONTS)]
+        world.dispatcher.decide()
+        await asyncio.sleep(1)
+        world.stock.answer()
+        await stopping
+        assert [call.unique_id for call in world.dispatcher.calls] == ["u1"] and world.server.in_hand == 0
+        assert [one.ends for one in later] == [[], []] and len(world.nova.sent_to("reply_nova")) == 1
+
+
+@on_virtual_time
+async def test_the_last_front_ends_what_has_come_over() -> None:
+    async with World().started() as world:
+        world.nova.consumed[FRONTS].paused = True
+        for number in range(3):
+            world.nova.call(number, FRONTS)
+        stopping = asyncio.create_task(world.server.drain(10))
+        await asyncio.sleep(1)
+        for _ in range(3):
+            world.stock.answer()
+            await asyncio.sleep(1)
+        await stopping
+        assert len(world.nova.sent_to("reply_nova")) == 3 and not world.nova.rest
+
+
+@on_virtual_time
+async def test_a_front_whose_time_is_over_tells_the_clients_of_the_fallback_and_gives_the_rest_back() -> None:
+    async with World().started() as world:
+        relayed = world.nova.call(1)
+        await asyncio.sleep(1)
+        world.dispatcher.holds = True
+        under_way = world.nova.call(2)
+        await asyncio.sleep(1)
+        began_s = asyncio.get_running_loop().time()
+        await world.server.drain(10)
+        assert asyncio.get_running_loop().time() - began_s <= 10
+        (told,) = world.nova.failures()
+        assert relayed.ends == under_way.ends == ["ack"], "to the topic"
+        assert told.startswith("No valid host was found.") and world.server.in_hand == 0
+        assert len(world.stock.sent_to(TOPIC)) == 1
 
 
 @pytest.mark.parametrize(("auto_delete", "pauses"), [(False, 1), (True, 0)])

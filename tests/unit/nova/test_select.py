@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -134,6 +136,24 @@ async def test_a_call_that_nobody_waits_for_any_more_claims_nothing() -> None:
     assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == []
     here.waiting = {VMS[1]}
     assert len(await here.select(*VMS[:2], redelivered=True)) == 2
+
+
+@pytest.mark.parametrize(("ago_s", "is_asked_about"), [(0, False), (3600, True)])
+async def test_of_a_request_older_than_its_clients_patience_nova_is_asked_whether_it_waits(
+    ago_s: float, is_asked_about: bool
+) -> None:
+    """It may have waited in the topic until its client gave up."""
+    here = await cloud()
+    here.waiting = set()
+    requested = datetime.now(UTC) - timedelta(seconds=ago_s)
+    with pytest.raises(RemoteFault) if is_asked_about else contextlib.nullcontext():
+        await here.select(VMS[0], requested_at=requested.replace(tzinfo=None).isoformat())
+    assert bool(await here.held(VMS[0])) is not is_asked_about
+
+
+@pytest.mark.parametrize("told", [None, 7, "long ago", "9999-12-31T23", "0001-01-01", ["x"]])
+async def test_a_time_that_is_none_is_not_read(told: object) -> None:
+    assert await (await cloud()).select(VMS[0], requested_at=told)
 
 
 async def test_several_start_together_or_not_at_all() -> None:
@@ -297,6 +317,16 @@ async def test_a_new_host_is_met_before_it_is_needed() -> None:
     assert len(hosts_of(await here.select(VMS[0]))[0]) == 2
     await here.select(VMS[1], run="call2")
     assert here.asked == [(here.uuids[1],)], "once"
+
+
+async def test_there_is_no_host_only_by_the_newest_state_of_the_book() -> None:
+    """A root that came just now may be not in the replica yet; nor may room that was made just now."""
+    here = await cloud(1, each=ONE)
+    await here.select(VMS[0])
+    await here.arrive(ONE)
+    assert hosts_of(await here.select(VMS[1], run="call2")) == [["h1"]]
+    await here.claims.book.apply([Release(consumer=VMS[0], by="call1")])
+    assert hosts_of(await here.select(VMS[2], run="call3")) == [["h0"]]
 
 
 async def test_no_answer_of_placement_is_never_no_host() -> None:

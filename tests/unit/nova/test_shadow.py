@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.nova.envelope import (
@@ -19,6 +21,7 @@ from scheduler_worker.nova.envelope import (
     no_valid_host,
     unsupported_version,
 )
+from scheduler_worker.nova.explained import EVENTS, SHADOWED
 from scheduler_worker.nova.relay import RelayFailed
 from scheduler_worker.nova.request_spec import NotDecided
 from scheduler_worker.nova.select import Destinations
@@ -46,8 +49,10 @@ class Stock:
     async def forward(self, call: Call) -> None:
         self.taken.append(call.method)
 
-    async def call(self, call: Call, reason: str, settle: Callable[[], None]) -> bytes:
-        settle()
+    def give_up(self) -> None: ...
+
+    async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
+        await part_with()
         self.taken.append(reason)
         return await self.answer
 
@@ -63,7 +68,14 @@ class World:
             clock=here.clock, rng=random.Random(5), config=here.config,
         )  # fmt: skip
         self.destinations = Destinations(
-            placer, here.selector, here.facts, here, configure=lambda: None, config=here.nova
+            placer,
+            here.selector,
+            here.facts,
+            here,
+            here,
+            configure=lambda: None,
+            config=replace(here.nova, shadow=True),
+            clock=here.clock,
         )
         self.made = 0
         self.relay = ShadowedRelay(self, self.stock, here.replica, here.clock)
@@ -92,7 +104,11 @@ class World:
     async def told(self, body: bytes, *instances: str, **spec: Any) -> dict[str, int]:
         """Send one call, have it answered; what is counted."""
         settled: list[bool] = []
-        asking = asyncio.create_task(self.relay.call(call(*instances, **spec), "shadow", lambda: settled.append(True)))
+
+        async def part_with() -> None:
+            settled.append(True)
+
+        asking = asyncio.create_task(self.relay.call(call(*instances, **spec), "shadow", part_with))
         await self.decided(self.made + 1)
         self.stock.answer.set_result(body)
         assert await asking == body and settled == [True], "as it came"
@@ -106,6 +122,9 @@ class World:
 
     async def idle(self) -> None:
         await until(lambda: self.relay.in_flight == 0)
+
+
+async def part_with() -> None: ...
 
 
 def call(*instances: str, **spec: Any) -> Call:
@@ -166,7 +185,7 @@ async def test_the_room_that_the_stock_scheduler_has_taken_breaks_no_rule() -> N
     here = await world(2)
     await here.cloud.hold(VMS[1], 0)
     spec = {"instance_group": group("anti-affinity", [VMS[0]])}
-    asking = asyncio.create_task(here.relay.call(call(VMS[0], **spec), "shadow", lambda: None))
+    asking = asyncio.create_task(here.relay.call(call(VMS[0], **spec), "shadow", part_with))
     await here.decided(1)
     await here.cloud.hold(VMS[0], 1)
     here.stock.answer.set_result(here.answered(1))
@@ -175,11 +194,20 @@ async def test_the_room_that_the_stock_scheduler_has_taken_breaks_no_rule() -> N
     assert here.relay.counts() == {"same": 1}
 
 
+async def test_no_line_says_that_it_has_placed_what_it_has_not() -> None:
+    here = await world()
+    with capture_logs() as lines:
+        await here.told(here.answered(0), VMS[0])
+        await here.told(here.answered(NONE), VMS[1], ignore_hosts=["h0", "h1"])
+    events = [one["event"] for one in lines if one["event"] in EVENTS]
+    assert events == [SHADOWED.placed, SHADOWED.no_host]
+
+
 async def test_its_choice_counts_until_the_stock_scheduler_has_answered() -> None:
     here = await world()
-    first = asyncio.create_task(here.relay.call(call(VMS[0]), "shadow", lambda: None))
+    first = asyncio.create_task(here.relay.call(call(VMS[0]), "shadow", part_with))
     await here.decided(1)
-    second = asyncio.create_task(here.relay.call(call(VMS[1]), "shadow", lambda: None))
+    second = asyncio.create_task(here.relay.call(call(VMS[1]), "shadow", part_with))
     await here.decided(2)
     here.stock.answer.set_result(here.answered(NONE))
     await asyncio.gather(first, second)
@@ -215,7 +243,7 @@ async def test_an_answer_waits_for_no_decision(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(here.destinations, "call", endless)
     here.stock.answer.set_result(here.answered(0))
     for _ in range(MAX_IN_FLIGHT + 1):
-        assert await here.relay.call(call(VMS[0]), "shadow", lambda: None) == here.answered(0)
+        assert await here.relay.call(call(VMS[0]), "shadow", part_with) == here.answered(0)
     assert (here.relay.in_flight, here.relay.counts()) == (MAX_IN_FLIGHT, {"skipped": 1})
     await here.relay.close()
     assert here.relay.in_flight == 0
@@ -223,7 +251,7 @@ async def test_an_answer_waits_for_no_decision(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_stock_scheduler_that_does_not_answer_leaves_nothing_behind() -> None:
     here = await world()
-    asking = asyncio.create_task(here.relay.call(call(VMS[0]), "shadow", lambda: None))
+    asking = asyncio.create_task(here.relay.call(call(VMS[0]), "shadow", part_with))
     await here.decided(1)
     here.stock.answer.set_exception(RelayFailed("silent"))
     with pytest.raises(RelayFailed):

@@ -114,20 +114,33 @@ class Cloud:
             self.selector,
             self.facts,
             self,
+            self,
             configure=lambda: None,
             config=self.nova,
+            clock=self.clock,
         )
 
     async def open(self) -> Cloud:
         await self.claims.book.open()
-        for at, uuid in enumerate(self.uuids):
-            inventories = {name: Inventory(total=total) for name, total in self._amounts[at].items()}
-            report = ProviderReport(uuid=uuid, name=f"h{at}.local", inventories=inventories)
-            providers = (report, *self._children_of(at))
-            await self.claims.book.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=providers)])
+        for at in range(len(self.uuids)):
+            await self._report(at)
         self.know(at for at in range(len(self.uuids)) if at not in self.late)
         await self.refresh(timeout_s=1.0)
         return self
+
+    async def _report(self, at: int) -> None:
+        uuid = self.uuids[at]
+        inventories = {name: Inventory(total=total) for name, total in self._amounts[at].items()}
+        report = ProviderReport(uuid=uuid, name=f"h{at}.local", inventories=inventories)
+        providers = (report, *self._children_of(at))
+        await self.claims.book.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=providers)])
+
+    async def arrive(self, amounts: Mapping[str, int]) -> None:
+        """A host comes to the book. The replica does not have it yet, and Nova tells of it when it is asked."""
+        self.late.add(len(self.uuids))
+        self.uuids.append(new_uuid(self.rng))
+        self._amounts, self._cells = [*self._amounts, amounts], [*self._cells, CELLS[0]]
+        await self._report(len(self.uuids) - 1)
 
     def child(self, host: int, number: int) -> str:
         """The uuid of a child provider."""
@@ -202,6 +215,7 @@ class Cloud:
         run: str = "call1",
         front: Destinations | None = None,
         redelivered: bool = False,
+        requested_at: object = None,
         **spec: Any,
     ) -> Any:
         """What a conductor gets: the result of its call."""
@@ -216,7 +230,8 @@ class Cloud:
             version="4.5",
             unique_id=run,
             redelivered=redelivered,
-            context={"request_id": "req-1", "user_id": "u"},
+            timeout_s=60,
+            context={"request_id": "req-1", "user_id": "u", "timestamp": requested_at},
         )
         return await (front or self.destinations).call(call)
 

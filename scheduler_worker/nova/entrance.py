@@ -1,0 +1,94 @@
+"""From the topic to the queue of the fronts: the calls that this front takes, one after the other.
+
+The topic is acknowledged first, and a call is published once the broker has confirmed that. The other way round, a copy
+that the topic delivers again could go to a stock nova-scheduler while a front carries the published one out, and both
+would claim. A front that is killed between the two steps loses the one call that is under way; a stock nova-scheduler
+that is killed loses each call in hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from bus.port import BusError, BusUnavailable, Outgoing
+from bus.rabbitmq.channels import RabbitDelivery
+from bus.rabbitmq.transport import RabbitTransport
+from scheduler_worker.nova.envelope import CALL_LIMIT_S, Call
+
+log = structlog.get_logger("nova")
+
+LIMIT = "berth-limit-s"  # the header of a call in the queue of the fronts: how long (seconds) its client waits
+
+
+class Entrance:
+    """Of one front. fronts: the queue. refused: takes a call that the queue does not; nobody else has it. changed:
+    called when a call is over.
+    """
+
+    def __init__(
+        self, transport: RabbitTransport, fronts: str, *, refused: Callable[[Call], None], changed: Callable[[], None]
+    ) -> None:
+        self._transport = transport
+        self._fronts = fronts
+        self._refused = refused
+        self._changed = changed
+        self._arrived: asyncio.Queue[tuple[RabbitDelivery, Call]] = asyncio.Queue()  # bounded by the prefetch
+        self._under_way = 0
+
+    def __len__(self) -> int:
+        """Calls that have arrived and are not over."""
+        return self._arrived.qsize() + self._under_way
+
+    def add(self, delivery: RabbitDelivery, call: Call) -> None:
+        """A call has come to the topic."""
+        self._arrived.put_nowait((delivery, call))
+
+    async def run(self) -> None:
+        """Take calls over until cancelled."""
+        while True:
+            delivery, call = await self._arrived.get()
+            self._under_way = 1
+            try:
+                await self._take_over(delivery, call)
+            finally:
+                self._under_way = 0
+                self._arrived.task_done()
+            self._changed()
+
+    async def end(self) -> None:
+        """Give back what is not begun, and wait for the call under way, for which `run` goes on."""
+        self.give_back()
+        await self._arrived.join()
+
+    def give_back(self) -> None:
+        """Give back to the topic what is not begun."""
+        while not self._arrived.empty():
+            delivery, _ = self._arrived.get_nowait()
+            delivery.nack(requeue=True)
+            self._arrived.task_done()
+
+    async def _take_over(self, delivery: RabbitDelivery, call: Call) -> None:
+        compression = delivery.headers.get("compression")
+        headers: dict[str, str | int | float] = {LIMIT: call.limit_s or CALL_LIMIT_S}
+        if isinstance(compression, str):
+            headers["compression"] = compression
+        message = Outgoing(
+            exchange="",
+            routing_key=self._fronts,
+            body=delivery.body,
+            headers=headers,
+            mandatory=True,
+            # In a queue its client gets no sign of life. Taken later, it would claim a host for nobody.
+            expiration_s=call.patience_s or CALL_LIMIT_S,
+        )
+        try:
+            await delivery.acknowledged()
+            await self._transport.publish(message)
+        except BusUnavailable as error:  # it comes again, or is among the fronts, or is lost
+            log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)
+        except BusError as error:
+            log.warning("nova.call_kept", code=error.code, reason=str(error), request_id=call.request_id)
+            self._refused(call)
