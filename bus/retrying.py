@@ -88,6 +88,10 @@ def doubled_s(first_s: float, longest_s: float, times: int) -> float:
     return min(longest_s, first_s * 2.0 ** min(times, MAX_DOUBLINGS))
 
 
+class _NotDone(Exception):
+    """A call is to be repeated."""
+
+
 class Retrying:
     """Repeats a call according to a policy."""
 
@@ -136,22 +140,16 @@ class Retrying:
 
     async def until(self, is_done: Callable[[], Awaitable[bool]]) -> bool:
         """Call the function until it returns True. Returns False when the policy stops before."""
-        stop = self._stop()
-        if await is_done():
-            return True
-        ended = [False]
 
-        async def again() -> bool:
-            return ended.pop() if ended else await is_done()
+        async def once() -> None:
+            if not await is_done():
+                raise _NotDone
 
-        retrying = tenacity.AsyncRetrying(
-            sleep=self._clock.sleep,
-            wait=self._wait_s,
-            stop=stop,
-            retry=tenacity.retry_if_result(lambda done: not done),
-            retry_error_callback=lambda _: False,
-        )
-        return await retrying(again)
+        try:
+            await self.call(once, lambda error: isinstance(error, _NotDone))
+        except _NotDone:
+            return False
+        return True
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         return self.policy.wait_s(state.attempt_number, self._rng)

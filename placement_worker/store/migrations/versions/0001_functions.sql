@@ -358,7 +358,7 @@ BEGIN
         SELECT count(*) FROM unnest(held_of, held_classes, take_new_claims.amounts) AS n (place, class_id, amount)
         JOIN providers p ON p.uuid = wanted[n.place] AND (shapes[n.place] IS NULL OR p.shape = shapes[n.place])
         JOIN inventories i ON i.provider_id = p.id AND i.class_id = n.class_id AND i.used + n.amount <= i.capacity
-            AND n.amount >= i.min_unit AND n.amount <= i.max_unit AND n.amount % i.step_size = 0
+            AND n.amount <= i.max_unit AND i.min_unit = 1 AND i.step_size = 1
     ) = cardinality(held_of) AND (cardinality(limited) = 0 OR NOT EXISTS (
         SELECT FROM unnest(usage_projects, usage_classes, usage_more, usage_most)
             AS n (project_id, class_id, more, most)
@@ -390,7 +390,7 @@ BEGIN
         FROM unnest(held_of, held_classes, names, take_new_claims.amounts) WITH ORDINALITY
             AS n (place, class_id, name, amount, number)
         WHERE i.provider_id = ids[n.place] AND i.class_id = n.class_id AND i.used + n.amount <= i.capacity
-            AND n.amount >= i.min_unit AND n.amount <= i.max_unit AND n.amount % i.step_size = 0
+            AND n.amount <= i.max_unit AND i.min_unit = 1 AND i.step_size = 1
         RETURNING n.place, n.number, to_json(n.name) || ':' || i.used AS entry
     ), changed AS (
         SELECT place, count(*) AS entries, string_agg(entry, ',' ORDER BY number) AS used FROM used GROUP BY place
