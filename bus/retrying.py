@@ -70,8 +70,7 @@ CLIENT_PUBLISH = RetryPolicy(first_s=0.25, longest_s=0.25, least=1.0)
 REPORT_REQUEST = RetryPolicy(first_s=2.0, longest_s=2.0, least=1.0)
 # For loading the operators' objects at the start of a scheduler: until the database answers.
 OBJECTS = RetryPolicy(first_s=0.1, longest_s=3.0, least=1.0)
-# For a call of Nova while a server that it depends on is unavailable: its client gets heartbeats meanwhile. Also while
-# the queue of the fronts refuses it: then for as long as a client waits without one.
+# For a call of Nova while a server that it depends on is unavailable: its client gets heartbeats meanwhile.
 NOVA_CALL = RetryPolicy(first_s=0.1, longest_s=2.0, lasts_s=60.0)
 # For a reply to Nova whose queue does not exist at the moment, as after a restart of the broker: as oslo.messaging does
 # (`kombu_missing_consumer_retry_timeout`).

@@ -242,7 +242,6 @@ THEN_READ = {
     "cell_conductor/domain/instance.py",
     "cell_conductor/domain/steps.py",
     "cell_conductor/domain/table.py",
-    "cell_conductor/store/memory.py",
     "cell_conductor/store/port.py",
 }
 

@@ -25,7 +25,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
-from scheduler_worker.nova.config import NovaConfig
+from scheduler_worker.nova.config import NovaConfig, as_amqp
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import FactsKeeper
 from scheduler_worker.nova.nova_rest import NovaRest
@@ -179,20 +179,6 @@ def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, re
         rng=random.Random(env.rng.getrandbits(64)),
         relay=relay,
     )
-
-
-def as_amqp(url: str) -> str:
-    """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
-    before the first host alone. Another one stays as it is. Raises BadBusUrl: the users differ.
-    """
-    scheme, _, rest = url.partition("://")
-    if scheme != "rabbit":
-        return url
-    authority, slash, path = rest.partition("/")
-    users, hosts = zip(*(one.rpartition("@")[::2] for one in authority.split(",")), strict=True)
-    if len(named := {user for user in users if user}) > 1:
-        raise BadBusUrl("all its hosts are asked as one user, and it names several")
-    return f"amqp://{''.join(f'{user}@' for user in named)}{','.join(hosts)}{slash}{path}"
 
 
 def _place(url: str) -> object:
