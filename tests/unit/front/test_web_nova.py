@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
+from structlog.testing import capture_logs
 
 from berth.web.access import LOCAL, Access, WebCaller, WebRole, digest_of
 from berth.web.application import nova_application
@@ -151,8 +152,9 @@ async def test_what_a_front_has_not_sent_is_bounded() -> None:
     here = World()
     names = tuple(f"{number}{'x' * 590}" for number in range(20))
     steps = tuple(ExplainedStep(step=f"s{n}", remaining=0, hosts={"r": names}) for n in range(20))
-    for _ in range(MAX_WAITING + 10):
-        here.told.explain(CallExplained(event=ANSWERED.no_host, request_id="req-1", funnel=steps))
+    with capture_logs():
+        for _ in range(MAX_WAITING + 10):
+            here.told.explain(CallExplained(event=ANSWERED.no_host, request_id="req-1", funnel=steps))
     await here.open()
     sending = asyncio.create_task(here.told.run())
     await until(lambda: here.calls.received >= MAX_WAITING)
