@@ -25,7 +25,8 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
-from scheduler_worker.nova.config import NovaConfig
+from scheduler_worker.nova.config import NovaConfig, as_amqp
+from scheduler_worker.nova.explained import AnnouncedCalls, CallRecorder
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import FactsKeeper
 from scheduler_worker.nova.nova_rest import NovaRest
@@ -63,6 +64,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         rng=random.Random(env.rng.getrandbits(64)),
         config=scheduler,
     )
+    calls = AnnouncedCalls(api)
     destinations = Destinations(
         placer,
         selector,
@@ -72,18 +74,20 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         configure=partial(configure, selector, facts, scheduler),
         config=config,
         clock=env.clock,
+        recorder=calls,
     )
     if config.shadow:
-        shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock)
+        shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock, calls)
         service.add_counts(shadow.counts)
         server = _server(env, config, StockDecides(destinations), shadow)
     else:
-        server = _server(env, config, destinations, _relay(env, config) if config.fallback_url else None)
+        server = _server(env, config, destinations, _relay(env, config) if config.fallback_url else None, calls)
     service.add_resource(api.open, api.close)
     service.add_resource(follower.start, follower.close)
     service.add_resource(None, rest.close)
     service.add_task("replica", follower.run)
     service.add_task("nova facts", keeper.run)
+    service.add_task("nova calls told", calls.run)
     service.add_preparation(follower.ready.wait)
     service.add_preparation(keeper.first.wait)
     service.add_check("replica", follower.ready.is_set)
@@ -166,8 +170,16 @@ def _relay(env: Environment, config: NovaConfig) -> StockRelay:
     )
 
 
-def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, relay: RelayPort | None) -> RpcServer:
-    """The server on Nova's broker. Raises SettingsError."""
+def _server(
+    env: Environment,
+    config: NovaConfig,
+    dispatcher: CallDispatcher,
+    relay: RelayPort | None,
+    recorder: CallRecorder | None = None,
+) -> RpcServer:
+    """The server on Nova's broker. recorder: None: that each call is left to the stock scheduler is logged, no more.
+    Raises SettingsError.
+    """
     return RpcServer(
         _transport(env.process, "transport_url", config.transport_url),
         dispatcher,
@@ -178,21 +190,8 @@ def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, re
         clock=env.clock,
         rng=random.Random(env.rng.getrandbits(64)),
         relay=relay,
+        recorder=recorder,
     )
-
-
-def as_amqp(url: str) -> str:
-    """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
-    before the first host alone. Another one stays as it is. Raises BadBusUrl: the users differ.
-    """
-    scheme, _, rest = url.partition("://")
-    if scheme != "rabbit":
-        return url
-    authority, slash, path = rest.partition("/")
-    users, hosts = zip(*(one.rpartition("@")[::2] for one in authority.split(",")), strict=True)
-    if len(named := {user for user in users if user}) > 1:
-        raise BadBusUrl("all its hosts are asked as one user, and it names several")
-    return f"amqp://{''.join(f'{user}@' for user in named)}{','.join(hosts)}{slash}{path}"
 
 
 def _place(url: str) -> object:

@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.rabbitmq.address import BadBusUrl
 from bus.service.settings import Secret
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.queues import RabbitOptions
@@ -90,3 +91,17 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def own_filters(self) -> tuple[str, ...]:
         """Those of the enabled filters that berth runs."""
         return tuple(one for one in self.enabled_filters if one not in NOT_OURS and one != PASSES_ALL)
+
+
+def as_amqp(url: str) -> str:
+    """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
+    before the first host alone. Another one stays as it is. Raises BadBusUrl: the users differ.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme != "rabbit":
+        return url
+    authority, slash, path = rest.partition("/")
+    users, hosts = zip(*(one.rpartition("@")[::2] for one in authority.split(",")), strict=True)
+    if len(named := {user for user in users if user}) > 1:
+        raise BadBusUrl("all its hosts are asked as one user, and it names several")
+    return f"amqp://{''.join(f'{user}@' for user in named)}{','.join(hosts)}{slash}{path}"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
+from berth.commands.nova import both
+from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.rabbitmq.address import BadBusUrl
 from bus.service.environment import Environment
+from bus.service.service import Service
 from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.nova.api_config import NovaApiConfig
-from scheduler_worker.nova.app import as_amqp, build
-from scheduler_worker.nova.config import NovaConfig
+from scheduler_worker.nova.app import build
+from scheduler_worker.nova.config import NovaConfig, as_amqp
 
 CELL = "ce110000-0000-4000-8000-000000000001"
 
@@ -63,3 +68,28 @@ async def test_settings_with_which_it_does_not_start(config: dict[str, Any], cod
     with pytest.raises(SettingsError) as refused:
         build(env, NovaConfig(**settings), SchedulerConfig())
     assert refused.value.code == code
+
+
+async def test_the_front_is_drained_before_the_book_at_which_its_calls_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+
+    def part(name: str, turns: int) -> Callable[..., Service]:
+        async def drain(_grace_s: float) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            ends.append(name)
+
+        made = Service(name, clock=SystemClock())
+        made.add_drain(drain)
+        return lambda *_, **__: made
+
+    monkeypatch.setattr("placement_worker.app.build", part("placement", 1))
+    monkeypatch.setattr("scheduler_worker.nova.app.build", part("front", 100))
+    broker = MemoryBroker(SystemClock())
+    env = Environment("w1", transports=partial(MemoryTransport, broker), rng=random.Random(1))
+    stop, service = asyncio.Event(), both(env, Settings())
+    running = asyncio.create_task(service.run(stop))
+    await service.ready.wait()
+    stop.set()
+    await running
+    assert ends == ["front", "placement"]
