@@ -25,10 +25,11 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
-from scheduler_worker.nova.config import NovaConfig
+from scheduler_worker.nova.config import NovaConfig, as_amqp
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import FactsKeeper
 from scheduler_worker.nova.nova_rest import NovaRest
+from scheduler_worker.nova.queues import RabbitOptions
 from scheduler_worker.nova.relay import RelayPort, StockRelay
 from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
 from scheduler_worker.nova.select import Destinations
@@ -45,7 +46,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     """
     service = Service(NAME, clock=env.clock)
     api = env.bus(API)
-    scheduler = _of_nova(scheduler, config)
+    scheduler, lacking = _of_nova(scheduler, config)
     table = HostTable()
     selector = _selector(table, scheduler)
     facts = NovaFacts(table)
@@ -72,6 +73,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         configure=partial(configure, selector, facts, scheduler),
         config=config,
         clock=env.clock,
+        lacking=lacking,
     )
     if config.shadow:
         shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock)
@@ -124,9 +126,11 @@ def configure(selector: Selector, facts: NovaFacts, config: SchedulerConfig) -> 
     )
 
 
-def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> SchedulerConfig:
-    """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts."""
-    return replace(
+def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts. And the
+    filters that berth does not have, if there is a fallback, which decides every call then: they are not run here.
+    """
+    known = replace(
         scheduler,
         flavors={},
         default_flavors=(),
@@ -134,6 +138,8 @@ def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> SchedulerConfig:
         enabled_filters=config.own_filters,
         default_availability_zone=config.default_availability_zone,
     )
+    lacking = plugins.lacking(known) if config.fallback_url else ()
+    return replace(known, enabled_filters=tuple(one for one in known.enabled_filters if one not in lacking)), lacking
 
 
 async def _no_records(_instances: Sequence[str]) -> Mapping[str, str]:
@@ -160,7 +166,7 @@ def _relay(env: Environment, config: NovaConfig) -> StockRelay:
         reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
         raise SettingsError("nova.fallback_url", reason)
     return StockRelay(
-        _transport(env.process, "fallback_url", config.fallback_url),
+        _transport(env.process, "fallback_url", config.fallback_url, config.rabbit),
         control_exchange=config.control_exchange,
         unique=f"{env.rng.getrandbits(128):032x}",
     )
@@ -169,7 +175,7 @@ def _relay(env: Environment, config: NovaConfig) -> StockRelay:
 def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, relay: RelayPort | None) -> RpcServer:
     """The server on Nova's broker. Raises SettingsError."""
     return RpcServer(
-        _transport(env.process, "transport_url", config.transport_url),
+        _transport(env.process, "transport_url", config.transport_url, config.rabbit),
         dispatcher,
         host=config.host or socket.gethostname(),
         unique=f"{env.rng.getrandbits(128):032x}",
@@ -181,20 +187,6 @@ def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, re
     )
 
 
-def as_amqp(url: str) -> str:
-    """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
-    before the first host alone. Another one stays as it is. Raises BadBusUrl: the users differ.
-    """
-    scheme, _, rest = url.partition("://")
-    if scheme != "rabbit":
-        return url
-    authority, slash, path = rest.partition("/")
-    users, hosts = zip(*(one.rpartition("@")[::2] for one in authority.split(",")), strict=True)
-    if len(named := {user for user in users if user}) > 1:
-        raise BadBusUrl("all its hosts are asked as one user, and it names several")
-    return f"amqp://{''.join(f'{user}@' for user in named)}{','.join(hosts)}{slash}{path}"
-
-
 def _place(url: str) -> object:
     """Which virtual host of which broker it is; None: the URL is none, as its transport says."""
     try:
@@ -204,10 +196,12 @@ def _place(url: str) -> object:
     return frozenset(address.hosts), address.vhost
 
 
-def _transport(process: str, setting: str, url: str) -> RabbitTransport:
+def _transport(process: str, setting: str, url: str, options: RabbitOptions) -> RabbitTransport:
+    if reason := options.refused():
+        raise SettingsError("nova.rabbit_option", f"nova.rabbit.{reason}")
     if not url:
         raise SettingsError("nova.transport_url", f"nova.{setting} is needed: where Nova's services meet")
     try:
-        return RabbitTransport(as_amqp(url), name=f"nova.{setting}", connection_name=f"berth {process}")
+        return RabbitTransport(as_amqp(url, options), name=f"nova.{setting}", connection_name=f"berth {process}")
     except BadBusUrl as error:
         raise SettingsError(error.code, f"nova.{setting}: {error}") from None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated
+from urllib.parse import urlencode
 
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.rabbitmq.address import BadBusUrl
 from bus.service.settings import Secret
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.queues import RabbitOptions
@@ -29,6 +32,10 @@ NOT_OURS: Mapping[str, str] = {
     PCI_FILTER: "",
 }
 PASSES_ALL = "AllHostsFilter"
+PORT = 5672  # of a host that names none: oslo.messaging's, with TLS too
+# The parameters of an `amqps://` address, by the options that name the files.
+TLS_FILES = {"cacertfile": "ssl_ca_file", "certfile": "ssl_cert_file", "keyfile": "ssl_key_file"}
+_HAS_PORT = re.compile(r":\d+$")
 
 
 class PrefilterSettings(Struct, frozen=True, kw_only=True):
@@ -73,9 +80,10 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fallback's nova-scheduler decides; berth decides beside it without a claim, and reports the difference."""
     enabled_filters: tuple[str, ...] = NOVA_FILTERS
     """`[filter_scheduler] enabled_filters` of nova.conf, instead of `scheduler.enabled_filters`, in the order in which
-    they run. What only a filter reads that is not among them is ignored, as in Nova; what one of Nova's reads that
-    berth does not have (JsonFilter, SimpleCIDRAffinityFilter, NUMATopologyFilter, PciPassthroughFilter) is left to the
-    fallback.
+    they run. What only a filter reads that is not among them is ignored, as in Nova; what JsonFilter,
+    SimpleCIDRAffinityFilter, NUMATopologyFilter and PciPassthroughFilter read, which berth does not have, is left to
+    the fallback. With another one that is neither berth's nor in `scheduler.available_filters` (IoOpsFilter, an
+    operator's own), every call is; without a fallback the process does not start.
     """
     image_properties_default_architecture: Annotated[str, Bound(max_length=32)] = ""
     """`[filter_scheduler]`: the architecture of images that name none. Empty: they run on each."""
@@ -90,3 +98,25 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def own_filters(self) -> tuple[str, ...]:
         """Those of the enabled filters that berth runs."""
         return tuple(one for one in self.enabled_filters if one not in NOT_OURS and one != PASSES_ALL)
+
+
+def as_amqp(url: str, options: RabbitOptions | None = None) -> str:
+    """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
+    before the first host alone. Another one stays as it is. Raises BadBusUrl: the users differ.
+
+    options: with `ssl` it is an `amqps://` URL, with their files.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme != "rabbit":
+        return url
+    authority, slash, path = rest.partition("/")
+    users, hosts = zip(*(one.rpartition("@")[::2] for one in authority.split(",")), strict=True)
+    if len(named := {user for user in users if user}) > 1:
+        raise BadBusUrl("all its hosts are asked as one user, and it names several")
+    login = "".join(f"{user}@" for user in named)
+    if options is None or not options.ssl:
+        return f"amqp://{login}{','.join(hosts)}{slash}{path}"
+    at = ",".join(host if _HAS_PORT.search(host) else f"{host}:{PORT}" for host in hosts)
+    files = {parameter: value for parameter, name in TLS_FILES.items() if (value := getattr(options, name))}
+    query = f"{'&' if '?' in path else '?'}{urlencode(files)}" if files else ""
+    return f"amqps://{login}{at}{slash or '/'}{path}{query}"

@@ -118,7 +118,8 @@ class NovaInstance(Struct, frozen=True, kw_only=True):
 class Destinations:
     """Answers the calls and takes the casts of topic `scheduler`. One per process.
 
-    configure: puts newer facts into the selector. The rest is the scheduler's own.
+    configure: puts newer facts into the selector. lacking: enabled filters that berth does not have: every call is
+    left to the fallback then. The rest is the scheduler's own.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Destinations:
         configure: Callable[[], None],
         config: NovaConfig,
         clock: Clock,
+        lacking: Sequence[str] = (),
     ) -> None:
         self._placer = placer
         self._selector = selector
@@ -143,6 +145,7 @@ class Destinations:
         self._events = SHADOWED if config.shadow else ANSWERED
         self._settings = config.prefilters
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
+        self._lacking = lacking
         self._default_architecture = config.image_properties_default_architecture
         self._has_fallback = bool(config.fallback_url)
         self._roots: object = None  # of the book, as they were looked at last
@@ -162,7 +165,7 @@ class Destinations:
         if is_in_doubt and not await self._source.waits_for_host(asked.instance_uuids):
             log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
             raise no_valid_host(OUTLIVED)
-        why = undecided(request, self._settings, self._enabled)
+        why = undecided(request, self._settings, self._enabled, self._lacking)
         if why is not None:
             raise why
         await self._source.prepare(self._to_meet(request))

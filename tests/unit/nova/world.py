@@ -85,6 +85,7 @@ class Cloud:
         self.replica, self.table = Book(), HostTable()
         self.facts = KnownFacts(self.table)
         self.config = SchedulerConfig(retry_jitter_s=0.002, enabled_filters=nova.own_filters)
+        self.lacking: tuple[str, ...] = ()  # enabled filters that berth does not have
         self.deaf = False  # Nova does not answer
         self.waiting: set[str] | None = None  # instances that wait for a host; None: all
         self.selector = Selector(
@@ -118,6 +119,7 @@ class Cloud:
             configure=lambda: None,
             config=self.nova,
             clock=self.clock,
+            lacking=self.lacking,
         )
 
     async def open(self) -> Cloud:
