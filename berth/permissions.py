@@ -20,13 +20,20 @@ from msgspec import Struct
 from berth.settings import MEMORY, Settings
 from bus.bus import API
 from bus.contracts.base import Word
-from bus.contracts.catalogue import MESSAGES, OF_PROJECT, projects_key
+from bus.contracts.book import HoldingRequest, ProjectUsageQuery
+from bus.contracts.catalogue import MESSAGES, OF_PROJECT, MessageRow, projects_key
+from bus.contracts.feed import ChangesRequest, SnapshotRequest
+from bus.contracts.placement import Claim, ClaimAll, LocateRequest
 from bus.contracts.queues import DEAD, DEAD_LETTERS, EVENTS, GIVEN_UP, QUEUES, RETURN, QueueKind, QueueRow, Where
+from bus.contracts.workers import WorkerHeartbeat
 from bus.owner import DEPLOYMENT, OWNERS
 from bus.rabbitmq.address import parse_bus_url
 from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
 from bus.wire import REPLY_PREFIX
 from ironic_sync.app import role_of
+from scheduler_worker.nova.config import as_amqp
+from scheduler_worker.nova.envelope import REPLY_QUEUES
+from scheduler_worker.nova.queues import FRONTS, TOPIC
 
 # How RabbitMQ calls the default exchange, through which replies and replayed letters go to queues by name.
 DEFAULT_EXCHANGE = "amq.default"
@@ -48,6 +55,7 @@ class PermissionRole(StrEnum):
     COMPUTE = "compute"
     IRONIC_SYNC = "ironic-sync"
     IRONIC = "ironic"
+    NOVA_SCHEDULER = "nova-scheduler"
     OPERATOR = "operator"
 
 
@@ -66,8 +74,20 @@ OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
 # (RabbitMQ requires that where a queue has a dead-letter exchange), so the others find it there: there are many of
 # them, on every host one.
 MAKERS = (PermissionRole.PLACEMENT, PermissionRole.SCHEDULER, PermissionRole.CONDUCTOR, PermissionRole.OPERATOR)
+# What a front of Nova publishes on the API bus: of a scheduler's messages those that neither build nor command.
+_OF_FRONTS = (
+    ChangesRequest,
+    Claim,
+    ClaimAll,
+    HoldingRequest,
+    LocateRequest,
+    ProjectUsageQuery,
+    SnapshotRequest,
+    WorkerHeartbeat,
+)
+FEED = "scheduler.feed.{process}"
 # The operator's load runs watch the feed as a scheduler does.
-_WATCHED = ("scheduler.feed.{process}",)
+_WATCHED = (FEED,)
 
 
 class BusLocation(Struct, frozen=True):
@@ -151,10 +171,14 @@ def bus_locations(settings: Settings) -> dict[str, BusLocation]:
 def of_role(
     role: PermissionRole, settings: Settings, *, cell: str | None = None, user: str | None = None
 ) -> list[Grant]:
-    """The grants of one role; conductor and compute: of one cell's, or of each. user: instead of its usual name."""
+    """The grants of one role; conductor and compute: of one cell's, or of each; nova-scheduler: none where no Nova is
+    set. user: instead of its usual name.
+    """
     where = bus_locations(settings)
     if role is PermissionRole.IRONIC:
         return [_ironic(settings, where[API], user or f"berth-{role}")]
+    if role is PermissionRole.NOVA_SCHEDULER:
+        return _nova_scheduler(settings, where[API], user or f"berth-{role}")
     cells = [cell] if cell is not None else list(settings.cells)
     if role in OF_A_CELL:
         return [
@@ -229,7 +253,13 @@ def exchanges(grants: Sequence[Grant], settings: Settings) -> dict[str, list[dic
         for exchange in shared_exchanges():
             planned = QueueNames(place.prefix).plan_exchange(exchange)
             shared[planned.name] = planned.alternate
-    named = {(one.vhost, exchange): None for one in grants for exchange in one.topics}
+    novas = settings.nova.control_exchange  # is there as Nova's services declare it
+    named = {
+        (one.vhost, exchange): None
+        for one in grants
+        for exchange in one.topics
+        if one.role != PermissionRole.NOVA_SCHEDULER or exchange != novas
+    }
     return {
         "exchanges": [
             {
@@ -283,7 +313,14 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
             _allow_queue(allowed, queue, names)
     home = (kind, Where.BOTH) if kind is kinds[0] else (kind,)
-    published = [row for row in MESSAGES if package in row.publishers and row.where in home]
+    _allow_messages(allowed, [row for row in MESSAGES if package in row.publishers and row.where in home], names)
+    if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
+        allowed.write[_literal(DEFAULT_EXCHANGE)] = None
+        allowed.read[_literal(names.queue(DEAD_LETTERS))] = None
+
+
+def _allow_messages(allowed: _Allowed, published: Sequence[MessageRow], names: QueueNames) -> None:
+    """To publish messages, and to receive the replies."""
     for row in published:
         exchange = names.exchange(row.exchange)
         allowed.allow_publish(exchange, _filled(row.key))
@@ -292,9 +329,6 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
     if any(row.reply is not None for row in published):
         reply = f"{_literal(names.queue(REPLY_PREFIX))}.+"
         allowed.configure[reply] = allowed.read[reply] = None
-    if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
-        allowed.write[_literal(DEFAULT_EXCHANGE)] = None
-        allowed.read[_literal(names.queue(DEAD_LETTERS))] = None
 
 
 def _marks(role: PermissionRole) -> tuple[str, ...]:
@@ -366,6 +400,36 @@ def _ironic(settings: Settings, place: BusLocation, user: str) -> Grant:
         allowed.allow_publish(config.exchange, keys)
         allowed.allow_bind(config.exchange, keys)
     return allowed.grant(str(PermissionRole.IRONIC), user, place.broker, place.vhost)
+
+
+def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Grant]:
+    """A front of Nova: on the API bus, unless that is in its process; on Nova's virtual host; on the fallback's."""
+    config = settings.nova
+    found: dict[tuple[str, str], _Allowed] = {}
+
+    def at(place: BusLocation) -> _Allowed:
+        return found.setdefault((place.broker, place.vhost), _Allowed())
+
+    if config.transport_url and settings.bus.url != MEMORY:
+        names = QueueNames(bus.prefix)
+        _allow_queue(at(bus), next(one for one in QUEUES if one.name == FEED), names)
+        _allow_messages(at(bus), [row for row in MESSAGES if row.message in _OF_FRONTS], names)
+    if config.transport_url:
+        of_nova = at(_bus_location("nova", as_amqp(config.transport_url), ""))
+        of_nova.configure[_literal(config.control_exchange)] = None
+        hosts = _literal(f"{TOPIC}.{config.host}") if config.host else rf"{TOPIC}\..+"
+        for queue in (_literal(TOPIC), hosts, _literal(FRONTS)):
+            of_nova.allow_ownership(queue)
+            of_nova.allow_bind(config.control_exchange, queue)
+        of_nova.allow_ownership(rf"{TOPIC}_fanout(_[0-9a-f]+)?")  # the exchange and its queues
+        of_nova.write[_literal(DEFAULT_EXCHANGE)] = None
+    if config.transport_url and config.fallback_url:
+        of_stock = at(_bus_location("stock", as_amqp(config.fallback_url), ""))
+        of_stock.allow_ownership(f"{REPLY_QUEUES}[0-9a-f]+")
+        of_stock.allow_publish(config.control_exchange, _literal(TOPIC))
+        of_stock.write[f"{TOPIC}_fanout"] = None
+    role = str(PermissionRole.NOVA_SCHEDULER)
+    return [allowed.grant(role, user, broker, vhost) for (broker, vhost), allowed in found.items()]
 
 
 def _bus_location(name: str, url: str, prefix: str) -> BusLocation:

@@ -70,8 +70,7 @@ CLIENT_PUBLISH = RetryPolicy(first_s=0.25, longest_s=0.25, least=1.0)
 REPORT_REQUEST = RetryPolicy(first_s=2.0, longest_s=2.0, least=1.0)
 # For loading the operators' objects at the start of a scheduler: until the database answers.
 OBJECTS = RetryPolicy(first_s=0.1, longest_s=3.0, least=1.0)
-# For a call of Nova while a server that it depends on is unavailable: its client gets heartbeats meanwhile. Also while
-# the queue of the fronts refuses it: then for as long as a client waits without one.
+# For a call of Nova while a server that it depends on is unavailable: its client gets heartbeats meanwhile.
 NOVA_CALL = RetryPolicy(first_s=0.1, longest_s=2.0, lasts_s=60.0)
 # For a reply to Nova whose queue does not exist at the moment, as after a restart of the broker: as oslo.messaging does
 # (`kombu_missing_consumer_retry_timeout`).
@@ -86,6 +85,10 @@ def passes_with_time(error: BaseException) -> bool:
 def doubled_s(first_s: float, longest_s: float, times: int) -> float:
     """Return `first_s` (seconds) doubled this often, at most `longest_s` (seconds)."""
     return min(longest_s, first_s * 2.0 ** min(times, MAX_DOUBLINGS))
+
+
+class _NotDone(Exception):
+    """A call is to be repeated."""
 
 
 class Retrying:
@@ -107,19 +110,16 @@ class Retrying:
 
         on_failure: called before each retry with the fault and the number of faults so far.
         """
-        is_first = True
         try:  # nearly every first call succeeds, and tenacity would take longer than some of them
             return await function()
         except Exception as error:  # `passes` decides which of them are retried
             if not passes(error):
                 raise
-            first = error
+            failed = [error]
 
-        async def once() -> T:
-            nonlocal is_first
-            if is_first:
-                is_first = False
-                raise first
+        async def again() -> T:
+            if failed:
+                raise failed.pop()
             return await function()
 
         def report_failure(state: tenacity.RetryCallState) -> None:
@@ -135,18 +135,20 @@ class Retrying:
             before_sleep=report_failure,
             reraise=True,
         )
-        return await retrying(once)
+        return await retrying(again)
 
     async def until(self, is_done: Callable[[], Awaitable[bool]]) -> bool:
         """Call the function until it returns True. Returns False when the policy stops before."""
-        retrying = tenacity.AsyncRetrying(
-            sleep=self._clock.sleep,
-            wait=self._wait_s,
-            stop=self._stop(),
-            retry=tenacity.retry_if_result(lambda done: not done),
-            retry_error_callback=lambda _: False,
-        )
-        return await retrying(is_done)
+
+        async def once() -> None:
+            if not await is_done():
+                raise _NotDone
+
+        try:
+            await self.call(once, lambda error: isinstance(error, _NotDone))
+        except _NotDone:
+            return False
+        return True
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         return self.policy.wait_s(state.attempt_number, self._rng)

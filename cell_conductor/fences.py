@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
+from msgspec import convert
 from msgspec.structs import replace
 
 from bus.bus import Bus
@@ -147,15 +148,7 @@ class FenceKeeper:
     async def take(self, decisions: Sequence[CellFence], engine: Engine) -> None:
         """Queue conductor.requests: record these, end the steps that wait for the hosts, and publish the record."""
         for decision in decisions:
-            fence = Fence(
-                host_uuid=decision.host_uuid,
-                host=decision.host,
-                version=decision.version,
-                lifting=decision.lift,
-                reason=decision.reason,
-                by=decision.by,
-                at=decision.at,
-            )
+            fence = replace(convert(decision, Fence, from_attributes=True), lifting=decision.lift)
             await self.load()
             known = self._fences.get(fence.host_uuid)
             if known is None and fence.lifting:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import structlog
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import Bus
@@ -65,6 +66,7 @@ from .lease_keeper import LeaseForgetter
 from .search import MachineSearch, Searched
 from .store.port import InstanceStore
 
+E = TypeVar("E", bound=Event)
 log = structlog.get_logger(__name__)
 
 DONE = Done()
@@ -75,7 +77,6 @@ ANOTHERS = Refusal(
     code=MACHINE_EXISTS, reason="a host has a machine of it with the mark of another deployment, or none"
 )
 LOGGED_HOSTS = 10  # of one page
-ANSWERED = tuple(name for name in ChangeEnded.__struct_fields__ if name != "at")  # as in the answer of a host
 RETRIES = len(BY_QUEUE["conductor.requests"].retry_s)
 
 
@@ -382,38 +383,29 @@ def _is_evacuation(message: Message) -> bool:
 def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     """The event that a message brings; None: not a message of these queues."""
     message, meta = received.message, received.meta
+    uuid = ""
+    event: Event | None = None
     if isinstance(message, CellBuild):
         uuid = message.spec.instance_uuid
-        return InstanceEvent(
-            uuid, build_requested(message, at, meta.cause or uuid, _given_up(received)), meta.id, meta.cause
-        )
-    if isinstance(message, CellBuildQuery):
+        event = build_requested(message, at, meta.cause or uuid, _given_up(received))
+    elif isinstance(message, CellBuildQuery):
         uuid = message.spec.instance_uuid
-        return InstanceEvent(uuid, build_queried(message, at, meta.cause), meta.id, meta.cause)
-    if isinstance(message, CellDelete):
+        event = build_queried(message, at, meta.cause)
+    elif isinstance(message, CellDelete):
         uuid = message.instance_uuid
-        deleted = DeleteRequested(
-            at=at,
-            cause=meta.cause or uuid,
-            project_id=message.project_id,
-            begun=message.begun,
-            stay=message.stay,
-        )
-        return InstanceEvent(uuid, deleted, meta.id, meta.cause)
-    if isinstance(message, CellMove):
+        event = _event(DeleteRequested, message, at, cause=meta.cause or uuid)
+    elif isinstance(message, CellMove):
         uuid = message.instance_uuid
-        cause = meta.cause or message.request_id
-        moved = move_event(message, at, cause, given_up=_given_up(received))
-        return InstanceEvent(uuid, moved, meta.id, meta.cause)
-    if isinstance(message, CellMoveQuery):
-        return InstanceEvent(message.instance_uuid, move_queried(message, at, meta.cause), meta.id, meta.cause)
-    if isinstance(message, CellCheck) and message.answer is not None:
-        return InstanceEvent(message.answer.instance_uuid, _changed(message.answer, at), meta.id, meta.cause)
-    if isinstance(message, MachineChanged) and message.asked_by is None:
-        return InstanceEvent(message.instance_uuid, _changed(message, at), meta.id, meta.cause)
-    if isinstance(message, ComputeResult):
-        return InstanceEvent(message.instance_uuid, _result(message, at), meta.id, meta.cause)
-    return None
+        event = move_event(message, at, meta.cause or message.request_id, given_up=_given_up(received))
+    elif isinstance(message, CellMoveQuery):
+        uuid, event = message.instance_uuid, move_queried(message, at, meta.cause)
+    elif isinstance(message, CellCheck) and message.answer is not None:
+        uuid, event = message.answer.instance_uuid, _event(ChangeEnded, message.answer, at)
+    elif isinstance(message, MachineChanged) and message.asked_by is None:
+        uuid, event = message.instance_uuid, _event(ChangeEnded, message, at)
+    elif isinstance(message, ComputeResult):
+        uuid, event = message.instance_uuid, _result(message, at)
+    return None if event is None else InstanceEvent(uuid, event, meta.id, meta.cause)
 
 
 def _is_of_check(message: Message) -> bool:
@@ -421,85 +413,43 @@ def _is_of_check(message: Message) -> bool:
     return is_answer or isinstance(message, CellCheck | CellBook)
 
 
-def _changed(message: MachineChanged, at: float) -> ChangeEnded:
-    return ChangeEnded(at=at, **{name: getattr(message, name) for name in ANSWERED})
-
-
 def _given_up(received: Received) -> Refusal | None:
     """Why a request is not carried out any more; None: it is carried out."""
     return given_up_of(received) or (GIVEN_UP_BY_BROKER if received.queue == GIVEN_UP_QUEUE else None)
 
 
+def _common(message: Message, kind: type[Struct]) -> dict[str, Any]:
+    """The fields of a message that a struct of this kind has as well."""
+    return {name: getattr(message, name) for name in kind.__struct_fields__ if name in message.__struct_fields__}
+
+
+def _event(kind: type[E], message: Message, at: float, **other: Any) -> E:
+    """The event that a message brings: the fields of both, and those that the event alone has."""
+    return kind(**{**_common(message, kind), **other, "at": at})
+
+
 def build_requested(message: CellBuild, at: float, cause: str, given_up: Refusal | None = None) -> BuildRequested:
     """The event that a CellBuild brings."""
-    return BuildRequested(
-        at=at,
-        spec=message.spec,
-        selections=message.selections,
-        consumer_generation=message.consumer_generation,
-        build_timeout_s=message.build_timeout_s,
-        requested_at=message.requested_at,
-        cause=cause,
-        stamps=message.stamps,
-        server_group=message.server_group,
-        limits=message.limits,
-        given_up=given_up,
-        attempt=message.attempt,
-    )
+    return _event(BuildRequested, message, at, cause=cause, given_up=given_up)
 
 
 def build_queried(message: CellBuildQuery, at: float, cause: str = "") -> BuildRequested:
     """The event that a CellBuildQuery brings: a build that is not begun any more."""
-    return BuildRequested(
-        at=at,
-        spec=message.spec,
-        selections=(),
-        consumer_generation=None,
-        build_timeout_s=message.build_timeout_s,
-        requested_at=message.requested_at,
-        cause=cause or message.spec.instance_uuid,
-        given_up=LOST,
-        attempt=message.attempt,
-        is_query=True,
-        sequence=message.sequence,
-    )
+    nothing: dict[str, Any] = {"selections": (), "consumer_generation": None}
+    cause = cause or message.spec.instance_uuid
+    return _event(BuildRequested, message, at, cause=cause, given_up=LOST, is_query=True, **nothing)
 
 
 def move_queried(message: CellMoveQuery, at: float, cause: str = "") -> MoveRequested:
     """The event that a CellMoveQuery brings."""
-    request = CellMove(
-        request_id=message.request_id,
-        instance_uuid=message.instance_uuid,
-        project_id=message.project_id,
-        kind=message.kind,
-        arrival=message.arrival,
-    )
-    return move_event(request, at, cause or message.request_id, is_query=True)
+    return move_event(CellMove(**_common(message, CellMove)), at, cause or message.request_id, is_query=True)
 
 
 def _result(message: ComputeResult, at: float) -> Event:
     match message.outcome:
         case ComputeOutcome.ACTIVE:
-            return Spawned(
-                at=at,
-                attempt=message.attempt,
-                host_uuid=message.host_uuid,
-                service=message.service,
-                remark=message.reason,
-                started_at=message.started_at,
-                ended_at=message.at,
-            )
+            return _event(Spawned, message, at, remark=message.reason, ended_at=message.at)
         case ComputeOutcome.FAILED:
-            return SpawnFailed(
-                at=at,
-                attempt=message.attempt,
-                host_uuid=message.host_uuid,
-                service=message.service,
-                code=message.code or "spawn.failed",
-                reason=message.reason,
-                final=message.final,
-                started_at=message.started_at,
-                ended_at=message.at,
-            )
+            return _event(SpawnFailed, message, at, code=message.code or "spawn.failed", ended_at=message.at)
         case ComputeOutcome.DESTROYED:
-            return Destroyed(at=at, attempt=message.attempt, host_uuid=message.host_uuid, service=message.service)
+            return _event(Destroyed, message, at)

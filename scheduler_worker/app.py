@@ -24,8 +24,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
-from scheduler_worker.cell_asks import CellAsksHandler
+from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter, CellAsksHandler
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig

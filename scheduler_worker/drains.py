@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import msgspec
 import structlog
@@ -35,6 +36,7 @@ from bus.contracts.drains import (
     DrainsQuery,
     DrainStart,
     DrainState,
+    DrainTerms,
 )
 from bus.contracts.objects import ChangedObject, HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
@@ -368,23 +370,9 @@ def _changed(
 
 
 def _progress(drain: str, record: DrainRecord, counts: Mapping[DrainMoveState, int]) -> DrainProgress:
-    return DrainProgress(
-        id=drain,
-        host=record.name,
-        target=record.target,
-        kind=record.kind,
-        by=record.by,
-        reason=record.reason,
-        state=record.state,
-        code=record.code,
-        started_at=record.started_at,
-        deadline_at=record.deadline_at,
-        at_once=record.at_once,
-        per_minute=record.per_minute,
-        hosts=record.hosts,
-        planned=sum(counts.values()),
-        counts={state.value: count for state, count in sorted(counts.items())},
-    )
+    terms: dict[str, Any] = {name: getattr(record, name) for name in DrainTerms.__struct_fields__}
+    counted = {state.value: count for state, count in sorted(counts.items())}
+    return DrainProgress(**terms, id=drain, host=record.name, planned=sum(counts.values()), counts=counted)
 
 
 def _with_moves(known: DrainProgress, moves: list[DrainMove]) -> DrainProgress:

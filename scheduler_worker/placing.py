@@ -59,10 +59,10 @@ from scheduler_worker.domain.placement import (
     is_without_host,
     result_after,
     result_of,
+    stranded,
     unknown_after,
 )
 from scheduler_worker.domain.ranking import CellRuns, Spread
-from scheduler_worker.domain.recovery import stranded
 from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, has_peers, locate_request, peers_of

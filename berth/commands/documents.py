@@ -72,6 +72,8 @@ def _grants(
     grants: list[Grant] = []
     for one in roles:
         grants += of_role(one, settings, cell=cell, user=user)
+    if role is PermissionRole.NOVA_SCHEDULER and not grants:
+        raise Stop(Exit.USAGE, "nova.transport_url", "nova.transport_url is needed: where Nova's services meet")
     for name in projects:
         try:
             grants.append(of_project(name, settings, user=user))

@@ -90,8 +90,13 @@ def both(env: Environment, settings: Settings, book: ResourceBook | None = None)
     for part in (placement, front):
         service.add_task(part.service.name, part.run)
         service.add_bus_check(part.service.name, part.not_ready)
-    for part in (front, placement):
-        service.add_drain(part.drain)
+
+    async def drain(_grace_s: float) -> None:
+        """Each within its own grace time."""
+        await front.drain()
+        await placement.drain()
+
+    service.add_drain(drain)
     return service
 
 
@@ -110,7 +115,7 @@ class _Part:
         finally:
             self._ended.set()
 
-    async def drain(self, _grace_s: float) -> None:
+    async def drain(self) -> None:
         """Stop it, and wait for its end, which its own grace time bounds."""
         self._stop.set()
         await self._ended.wait()

@@ -1,8 +1,11 @@
-"""Adoption: a doubted build's machine was found on a host that its record does not name, and is not built again; or an
-operator has decided that a machine in quarantine is the instance's.
+"""What a build finds that this cell may have had before: a machine, or its own record.
 
-Placement is requested to release the build's allocation and to claim that of its machine. Whatever the answer, the
-machine stays and belongs to the instance. A claim that was refused is left to the audit (`unclaimed`).
+A doubted build's machine was found on a host that its record does not name, and is not built again; or an operator has
+decided that a machine in quarantine is the instance's. Placement is requested to release the build's allocation and to
+claim that of its machine. Whatever the answer, the machine stays and belongs to the instance. A claim that was refused
+is left to the audit (`unclaimed`).
+
+A build, a query of one, or a delete that comes again is answered how far it is, or by its end once more.
 """
 
 from __future__ import annotations
@@ -22,14 +25,16 @@ from .events import (
     BuildRequested,
     Claimed,
     ClaimRefused,
+    DeleteRequested,
     HostRuns,
     MachineFound,
     Spawned,
 )
 from .instance import MACHINE_EXISTS, Instance, State
 from .report import Unexplained
+from .rules import DESTROY_CODES
 from .set_back import FORGOTTEN_ATTEMPTS, numbered_on
-from .steps import Step, StepContext
+from .steps import Step, StepContext, announce
 
 MAX_SELECTIONS = 10  # of one record, as of one request
 
@@ -222,3 +227,77 @@ def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:
     if chosen.allocations.keys() == {chosen.host_uuid}:
         return {found.host_uuid: chosen.allocations[chosen.host_uuid]}
     return None
+
+
+def restart_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """The build has failed, and the scheduler had forgotten it before it came here: a newer request of it is built, a
+    copy or a query is not. Nor is one whose claim was this build's own, which is released by now; a machine of it that
+    is found is claimed anew.
+    """
+    is_over = is_released(instance, event) and not event.found
+    if event.is_query or event.requested_at <= instance.requested_at or is_over:
+        was_active = any(record.outcome == "active" for record in instance.history)
+        return _announce_again(instance, event, BuildState.FAILED, context, terminal=not was_active)
+    again = Instance(uuid=instance.uuid, sequence=instance.sequence, newest=instance.last_attempt)
+    return start_or_adopt(again, event, context)
+
+
+def answer_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """A second build, or a query of it, of an instance that is on record, by what the record has come to."""
+    desire = desire_of(instance)
+    if desire.condition is Condition.DELETED:
+        return report_deleting(instance, event, context)
+    is_adopted = desire.asks is Ask.CLAIM and instance.move is None
+    if desire.work is Work.BUILD or desire.condition is Condition.FAILED or is_adopted:
+        return report_building(instance, event, context)
+    return _announce_again(instance, event, BuildState.ACTIVE, context)
+
+
+def report_building(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """A query of a build that is under way is answered; a second command of it changes nothing."""
+    if not event.is_query:
+        return Step(instance)
+    return announce(_numbered_above(instance, event), BuildState.BUILDING, event.at, context)
+
+
+def report_deleting(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
+    """The delete is under way: it is announced once more, with the reason if its host cannot carry it out now."""
+    if isinstance(event, BuildRequested) and not event.is_query:
+        return Step(instance)
+    why = (instance.code, instance.reason) if instance.code.startswith(DESTROY_CODES) else ("", "")
+    return announce(_numbered_above(instance, event), BuildState.DELETING, event.at, context, why=why)
+
+
+def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
+    """A build or a delete of a deleted instance: its schedulers may have forgotten the first, and wait. Its claim is
+    left to the audit.
+    """
+    if instance.spec is None:
+        return Step(instance)
+    return _announce_again(instance, event, BuildState.DELETED, context)
+
+
+def _announce_again(
+    instance: Instance,
+    event: BuildRequested | DeleteRequested,
+    state: BuildState,
+    context: StepContext,
+    *,
+    terminal: bool = True,
+) -> Step:
+    """Publish the last announcement of the build once more, under its number: it changes nothing where it is on record.
+
+    Under a later one, which the end of a move may have taken since, clients would get a second terminal event. Where
+    schedulers wait for it and have had that number, of a record that was set back since, it takes the next one.
+    """
+    number = instance.build_sequence or instance.sequence - 1
+    if isinstance(event, BuildRequested) and event.is_query and number <= event.sequence:
+        return announce(_numbered_above(instance, event), state, event.at, context, terminal=terminal)
+    last = replace(instance, sequence=number, stamps=None)
+    return Step(instance, announce(last, state, instance.since, context, terminal=terminal).commands)
+
+
+def _numbered_above(instance: Instance, event: BuildRequested | DeleteRequested) -> Instance:
+    if isinstance(event, DeleteRequested):
+        return instance
+    return replace(instance, sequence=max(instance.sequence, event.sequence + 1))

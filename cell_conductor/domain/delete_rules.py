@@ -11,6 +11,7 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, InstanceSpec, Selection
 from bus.contracts.moves import Condition, MoveState
 
 from . import rules, steps
+from .adopt_rules import report_deleting
 from .departure_rules import refer
 from .desires import WANTED, Ask, Wish, desire_of
 from .events import (
@@ -30,7 +31,6 @@ from .move_events import (
     move_of,
 )
 from .move_steps import leave
-from .repeat_rules import report_deleting
 from .set_back import FORGOTTEN_ATTEMPTS, has_come_back, numbered_on
 from .steps import Step, StepContext
 

@@ -17,14 +17,12 @@ from bus.faults import BrokenInvariant
 
 from . import (
     adopt_rules,
-    change_rules,
     delete_rules,
     departure_rules,
     fence_rules,
     move_doubts,
     move_events,
     move_rules,
-    repeat_rules,
     rules,
     way_back,
 )
@@ -124,7 +122,7 @@ ADOPT_FORGOTTEN = Rule(adopt_rules.adopt_machine, FAILS_OVER)
 ADOPT_DECIDED = Rule(adopt_rules.adopt_decided, (State.CLAIMING,))
 
 USUAL: Mapping[type[Event], Cell] = {
-    BuildRequested: Rule(repeat_rules.answer_build),
+    BuildRequested: Rule(adopt_rules.answer_build),
     DeleteRequested: Rule(delete_rules.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
     Spawned: DESTROY_ORPHAN,
     SpawnFailed: Rule(rules.destroy_leftover),
@@ -208,7 +206,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             {
                 State.FAILED: Rule(rules.end_failed, (State.FAILED,)),
                 State.DELETED: Rule(rules.end_deleted, (State.DELETED,)),
-                State.OFFLOADED: Rule(change_rules.end_offloaded, (State.OFFLOADED,)),
+                State.OFFLOADED: Rule(move_rules.end_offloaded, (State.OFFLOADED,)),
                 State.ACTIVE: Rule(move_rules.end_source_released, (State.ACTIVE,)),
                 State.DEPARTED: Rule(departure_rules.end_left, (State.DEPARTED,)),
             }
@@ -252,14 +250,14 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     },
     State.FAILED: {
         **USUAL,
-        BuildRequested: Rule(repeat_rules.restart_build, (State.BUILDING, *FAILS_OVER)),
+        BuildRequested: Rule(adopt_rules.restart_build, (State.BUILDING, *FAILS_OVER)),
         DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
         MachineFound: ADOPT_DECIDED,
     },
     State.DELETED: {
         **USUAL,
-        BuildRequested: Rule(repeat_rules.announce_deleted_again),
-        DeleteRequested: Rule(repeat_rules.announce_deleted_again),
+        BuildRequested: Rule(adopt_rules.announce_deleted_again),
+        DeleteRequested: Rule(adopt_rules.announce_deleted_again),
     },
     State.PREPARING: {
         **USUAL,
@@ -322,7 +320,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         Spawned: CONFIRM_RUNNING,
         TimedOut: COMMAND_AGAIN,
         HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(change_rules.changed, (State.ACTIVE, State.DESTROYING)),
+        ChangeEnded: Rule(move_rules.changed, (State.ACTIVE, State.DESTROYING)),
         HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
     },
     State.OFFLOADED: {

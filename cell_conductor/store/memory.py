@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from bus.persistence.database import check_identity
@@ -264,27 +265,11 @@ class MemoryInstances(SeenStore):
             await transaction.statement()
             hosts, named = frozenset(host_uuids), frozenset(instance_uuids)
             return [
-                Brief(
-                    i.uuid,
-                    i.state,
-                    i.host_uuid,
-                    i.service,
-                    i.attempt,
-                    i.since,
-                    i.newest,
-                    i.source_host_uuid,
-                    i.source_service,
-                    i.source_attempt,
-                    i.first_not_tried,
-                    i.doubted,
-                    i.reused_from,
-                    i.code if i.phase in REFUSED else "",
-                    i.then,
-                )
-                for i in self._table.instances.values()
-                if i.uuid in named
-                or (i.phase in EXPECTED_HERE and i.host_uuid in hosts)
-                or (i.source_host_uuid is not None and i.source_host_uuid in hosts)
+                _brief(one)
+                for one in self._table.instances.values()
+                if one.uuid in named
+                or (one.phase in EXPECTED_HERE and one.host_uuid in hosts)
+                or (one.source_host_uuid is not None and one.source_host_uuid in hosts)
             ]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
@@ -323,6 +308,11 @@ class MemoryInstances(SeenStore):
             await transaction.lock([("instance", uuid) for uuid in sorted(gone)])
             transaction.will(partial(_drop, instances, gone))
             return len(gone)
+
+
+def _brief(instance: Instance) -> Brief:
+    brief = convert(instance, Brief, from_attributes=True)
+    return brief if instance.phase in REFUSED else replace(brief, code="")
 
 
 def _drop(instances: dict[str, Instance], gone: Sequence[str]) -> None:

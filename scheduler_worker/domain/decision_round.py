@@ -33,10 +33,15 @@ from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     LOST,
     ClaimStranded,
+    HeldByClaim,
     PlacementRefused,
     PlacementState,
     PlacementStep,
+    claimed,
+    foreign_part,
+    recovered,
     result_after,
+    stranded,
 )
 from scheduler_worker.domain.ranking import (
     NONE_FULL,
@@ -47,7 +52,6 @@ from scheduler_worker.domain.ranking import (
     RankedHost,
     Ranking,
 )
-from scheduler_worker.domain.recovery import HeldByClaim, claimed, foreign_part, recovered, stranded
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import RequestSpec, room_for
 

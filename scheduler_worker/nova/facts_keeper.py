@@ -177,9 +177,10 @@ class FactsKeeper:
         """Have the states of a read that began at this time or later, if Nova answers in time."""
         try:
             async with asyncio.timeout(ASK_LIMIT_S):
-                async with self._reading:
-                    if self._read_s < oldest_s:
-                        await self._read_states()
+                if self._known_s < oldest_s:
+                    async with self._reading:
+                        if self._read_s < oldest_s:
+                            await self._read_states()
                 if unknown:
                     async with self._asking:
                         await self._read_unknown(unknown)

@@ -420,10 +420,13 @@ class RpcServer:
         )
 
     async def _send_heartbeats(self, call: Call) -> None:
-        """Tell the client twice within its timeout that its call is under way."""
-        every_s = call.timeout_s / 2
+        """Tell the client twice within its timeout that its call is under way; the first time soon, as it may have
+        waited in a queue.
+        """
+        every_s, wait_s = call.timeout_s / 2, SHORTEST_HEARTBEAT_S
         while every_s >= SHORTEST_HEARTBEAT_S:
-            await self._clock.sleep(every_s)
+            await self._clock.sleep(wait_s)
+            wait_s = every_s
             with contextlib.suppress(BusError):  # the next one is soon
                 await self._publish(call, encode_heartbeat(call.message_id, self._new_id()))
 

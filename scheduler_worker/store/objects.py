@@ -102,17 +102,7 @@ async def write(connection: asyncpg.Connection, changed: Sequence[ChangedObject]
 def entries(found: Iterable[asyncpg.Record]) -> list[ObjectLogEntry]:
     """Rows of the log of changes, without those of kinds that only a newer scheduler has."""
     return [
-        ObjectLogEntry(
-            revision=row["revision"],
-            at=row["at"],
-            who=row["who"],
-            why=row["why"],
-            kind=ObjectKind(row["kind"]),
-            name=row["name"],
-            before=_body(row["before"]),
-            after=_body(row["after"]),
-            forced=row["forced"],
-        )
+        ObjectLogEntry(**{**_of_kind(row), "before": _body(row["before"]), "after": _body(row["after"])})
         for row in found
         if row["kind"] in KINDS
     ]
@@ -120,17 +110,15 @@ def entries(found: Iterable[asyncpg.Record]) -> list[ObjectLogEntry]:
 
 async def _objects(connection: asyncpg.Connection) -> dict[Key, StoredObject]:
     return {
-        (ObjectKind(row["kind"]), row["name"]): StoredObject(
-            kind=ObjectKind(row["kind"]),
-            name=row["name"],
-            body=_decode(row["body"]),
-            version=row["version"],
-            changed_at=row["changed_at"],
-            changed_by=row["changed_by"],
-        )
+        (ObjectKind(row["kind"]), row["name"]): StoredObject(**{**_of_kind(row), "body": _decode(row["body"])})
         for row in await connection.fetch(OBJECTS)
         if row["kind"] in KINDS  # a newer scheduler, side by side with this one, may have more fields
     }
+
+
+def _of_kind(row: asyncpg.Record) -> dict[str, Any]:
+    """The columns of an object: as they were written, not validated anew."""
+    return {**row, "kind": ObjectKind(row["kind"])}
 
 
 def _keys(changed: Sequence[ChangedObject]) -> tuple[list[str], list[str]]:

@@ -30,8 +30,9 @@ from cell_conductor.domain.table import TABLE, Rule
 from cell_conductor.search import MachineSearch, Searched
 from placement_worker.cells import CellFollower
 from placement_worker.domain import claims
-from scheduler_worker import deletes, placing
+from scheduler_worker import engine as scheduler_engine
 from scheduler_worker import keepers as scheduler_cells
+from scheduler_worker import placing
 from scheduler_worker.domain import decisions, gangs, transfers
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildDecision, ProjectsBuild, RecordedBuild, effects
 from scheduler_worker.domain.decisions import NO_HOST, given_up
@@ -238,7 +239,7 @@ def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
             held = {key: one for key, one in held.items() if key[0] not in accepted}
         return plan_deletes(requested, builds, author, held)
 
-    return patch.object(deletes, "plan_deletes", plan)
+    return patch.object(scheduler_engine, "plan_deletes", plan)
 
 
 def stranded_builds_fail() -> AbstractContextManager[Any]:

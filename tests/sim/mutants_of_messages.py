@@ -28,7 +28,7 @@ from compute_sim.agent import Agent
 from placement_worker.domain import claims
 from scheduler_worker import engine as scheduling
 from scheduler_worker import placing
-from scheduler_worker.domain import builds, decision_round, recovery
+from scheduler_worker.domain import builds, decision_round, placement
 from scheduler_worker.domain.builds import RecordedBuild, releases_of
 from scheduler_worker.fleet import HostsListener
 
@@ -144,7 +144,7 @@ def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:
 
 def alternate_that_left() -> AbstractContextManager[Any]:
     """Alternates are named as they were chosen: it is not checked whether they left while the claim was under way."""
-    return patch.object(recovery, "_is_still_in", lambda cell, alternate, selector: True)
+    return patch.object(placement, "_is_still_in", lambda cell, alternate, selector: True)
 
 
 def overtaken_report_accepted() -> AbstractContextManager[Any]:

@@ -15,7 +15,6 @@ from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import Claim, Release
 from cell_conductor import engine, placement_requests
 from cell_conductor.domain import (
-    change_rules,
     delete_rules,
     evacuations,
     move_events,
@@ -52,7 +51,7 @@ def _rule(
 def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Another function in place of one that the rules of moves share."""
     stack = ExitStack()
-    for module in (move_rules, way_back, change_rules, delete_rules):
+    for module in (move_rules, way_back, delete_rules):
         if hasattr(module, name):
             stack.enter_context(patch.object(module, name, apply))
     return stack
@@ -288,7 +287,7 @@ def offloaded_keeps_its_claim() -> AbstractContextManager[Any]:
         stepped = delete_rules.release_destroyed(instance, event, context)
         if stepped.instance.phase != (State.RELEASING, State.OFFLOADED):
             return stepped
-        return change_rules.end_offloaded(stepped.instance, e.Released(at=event.at), context)
+        return move_rules.end_offloaded(stepped.instance, e.Released(at=event.at), context)
 
     return _rule(State.DESTROYING, e.Destroyed, vacate, then=State.OFFLOADED)
 
@@ -353,7 +352,7 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
     """A shelved machine counts as running."""
 
     def changed(instance: Any, event: Any, context: Any) -> Step:
-        stepped = change_rules.changed(instance, event, context)
+        stepped = move_rules.changed(instance, event, context)
         is_shelved = stepped.instance.power is Power.SHELVED and stepped.instance.state is State.ACTIVE
         return Step(replace(stepped.instance, power=Power.RUNNING), stepped.commands) if is_shelved else stepped
 

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import STAGES, durations
-from cell_conductor.domain import repeat_rules
+from cell_conductor.domain import adopt_rules
 from cell_conductor.domain.events import BuildRequested, DeleteRequested
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
@@ -211,7 +211,7 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
     first announcement.
     """
     again: set[str] = set()
-    announce_again = repeat_rules._announce_again
+    announce_again = adopt_rules._announce_again
 
     def recorded(
         instance: Instance,
@@ -224,7 +224,7 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
         again.add(instance.uuid)
         return announce_again(instance, event, state, context, terminal=terminal)
 
-    monkeypatch.setattr(repeat_rules, "_announce_again", recorded)
+    monkeypatch.setattr(adopt_rules, "_announce_again", recorded)
     found = [event for seed in (1, 10) for event in ends(plan_of(seed), monkeypatch)]
     found = [event for event in found if event.instance_uuid not in again]
     ended = [event for event in found if event.state is BuildState.ACTIVE or (event.cell and was_tried(event))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import uuid
 import zlib
 from collections.abc import AsyncIterator
@@ -16,17 +15,19 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from msgspec import structs
 from pamqp.commands import Basic
 
+from berth.permissions import PermissionRole, definitions, of_role
+from berth.settings import Settings
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.port import BusUnavailable
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova import rpc_server
+from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, parse_call
 from scheduler_worker.nova.queues import FRONTS, RabbitOptions, topic_queue
 from scheduler_worker.nova.request_spec import NotDecided
 from tests.integration.nova.world import EXCHANGE, Instructed, front
-from tests.kit.sources import ROOT
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.rabbitmq
@@ -356,23 +357,21 @@ async def test_an_answer_of_the_fallback_comes_byte_by_byte(
     assert client.bodies == [odd]
 
 
-PAGE = ROOT / "docs" / "operate" / "in-front-of-nova.md"
-PERMISSIONS = re.compile(r"set_permissions -p (\S+) berth-nova '(.*?)'[\s\\\\]+'(.*?)'[\s\\\\]+'(.*?)'")
-
-
 @pytest.mark.parametrize("options", [{}, STREAM], ids=["queue", "stream"])
-async def test_a_front_needs_no_more_permissions_than_its_page_gives(
+async def test_a_front_needs_no_more_permissions_than_are_printed_for_it(
     own_broker: RabbitMQ, vhost: str, client: Client, fallback: tuple[str, Stock], options: dict[str, Any]
 ) -> None:
     """Of what it declares, writes and reads: topic, fanout, fronts, replies, and those of the fallback."""
-    given = PERMISSIONS.findall(PAGE.read_text())
-    assert [name for name, *_ in given] == ["nova", "nova-stock"]
     own_broker.add_user("berth-nova", "secret")
-    for name, (_, *patterns) in zip(("nova", "stock"), given, strict=True):
-        own_broker.set_permissions("berth-nova", name, *patterns)
     url, at_stock = (own_broker.url(name, user="berth-nova", password="secret") for name in ("nova", "stock"))
     _, stock = fallback
     await stock.channel.exchange_declare("scheduler_fanout", exchange_type="fanout")
+    async with front(vhost, Instructed(), **options):
+        """Nova's exchange is there."""
+    nova = NovaConfig(transport_url=url, fallback_url=at_stock, host="front")
+    grants = of_role(PermissionRole.NOVA_SCHEDULER, Settings(nova=nova), user="berth-nova")
+    assert [one.vhost for one in grants] == ["nova", "stock"]
+    own_broker.define(**definitions(grants))
 
     async def decided(call: Call) -> object:
         if call.unique_id == "relayed":

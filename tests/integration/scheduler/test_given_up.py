@@ -21,10 +21,9 @@ from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker import placing
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission, PendingBuild
 from scheduler_worker.domain.deletes import PendingDelete
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.engine import Deletes, SchedulingEngine
 from scheduler_worker.placing import Placer
 from tests.integration.scheduler.steps import BEGUN_S, one_active
 from tests.integration.scheduler.world import World

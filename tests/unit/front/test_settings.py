@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import inspect
+from msgspec import inspect, structs
 from typer.testing import CliRunner
 
 from berth.cli import app
@@ -32,6 +32,7 @@ from bus.service.settings import HIDDEN, SettingsError, describe, describe_field
 from lab.reference.settings import _struct
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 from scheduler_worker.domain.objects import BODIES
+from scheduler_worker.nova.config import NovaConfig
 
 # --- berth's own settings: where they come from, what is printed about a mistake, and that no secret is ever shown
 
@@ -283,6 +284,11 @@ REAL = Settings(
         "own": CellSettings(url="amqp://u:p@mq.example:5673/own"),
         "far": CellSettings(url="amqp://u:p@far.example/"),
     },
+    nova=NovaConfig(
+        transport_url="rabbit://u:p@nova.example:5672/nova",
+        fallback_url="rabbit://u:p@nova.example:5672/stock",
+        control_exchange="novas",
+    ),
 )
 RUNNER = CliRunner()
 HOST = "10000000-0000-4000-8000-000000000001"
@@ -336,6 +342,7 @@ def test_the_exchanges_of_the_definitions_are_those_that_workers_declare(
     grants = all_of(REAL)
     made = exchanges(grants, REAL)["exchanges"]
     named = {(one["vhost"], one["exchange"]) for one in definitions(grants)["topic_permissions"]}
+    named -= {("nova", "novas"), ("stock", "novas")}  # which Nova's services have declared
     assert {(one["vhost"], one["name"]) for one in made} == named and len(made) == len(named)
     ironic = REAL.ironic_sync.exchange
     assert {one["durable"] for one in made if one["name"] != ironic} == {True}
@@ -470,3 +477,26 @@ def test_only_a_cells_conductor_may_release_a_host_to_another_compute_service() 
             (f"inventory.update.{HOST}", PermissionRole.COMPUTE),
         ):
             assert any(allows(pattern, key) for pattern in written) is (role is owner), (role, key, written)
+
+
+def test_a_front_of_nova_may_take_the_schedulers_calls_and_nothing_else_of_nova() -> None:
+    of_bus, of_nova, of_stock = of_role(PermissionRole.NOVA_SCHEDULER, REAL)
+    assert [one.vhost for one in (of_bus, of_nova, of_stock)] == ["be/rth", "nova", "stock"]
+    for name, expected in {
+        "novas": (True, False, True), "scheduler": (True, True, True), "scheduler.host1": (True, True, True),
+        "scheduler_fronts": (True, True, True), "scheduler_fanout": (True, True, True),
+        "scheduler_fanout_0af": (True, True, True), "amq.default": (False, True, False),
+        "conductor": (False, False, False), "schedulerx": (False, False, False), "reply_1": (False, False, False),
+    }.items():  # fmt: skip
+        assert tuple(allows(one, name) for one in (of_nova.configure, of_nova.write, of_nova.read)) == expected, name
+    keys = of_nova.topics["novas"]
+    assert allows(keys.read, "scheduler.host1") and not allows(keys.read, "compute") and keys.write == "^$"
+    assert allows(of_stock.topics["novas"].write, "scheduler") and not allows(of_stock.topics["novas"].write, "compute")
+    assert allows(of_stock.write, "scheduler_fanout") and not allows(of_stock.read, "scheduler")
+    (whole,) = (one for one in of_role(PermissionRole.SCHEDULER, REAL) if one.vhost == "be/rth")
+    for exchange, topic in of_bus.topics.items():
+        written = set(topic.write.strip("^$()").split("|")) - {""}
+        assert written <= set(whole.topics[exchange].write.strip("^$()").split("|")), "no more than a scheduler's"
+    assert of_role(PermissionRole.NOVA_SCHEDULER, Settings()) == []
+    alone = of_role(PermissionRole.NOVA_SCHEDULER, structs.replace(REAL, bus=BusSettings()))
+    assert [one.vhost for one in alone] == ["nova", "stock"], "with the book in its process"

@@ -149,10 +149,14 @@ class Transport:
     def sent_to(self, key: str) -> list[Outgoing]:
         return [one for one in self.published if one.routing_key == key]
 
+    def replies(self, *, ending: bool = True) -> list[dict[str, Any]]:
+        """What clients were told: answers, or heartbeats."""
+        told = [json.loads(json.loads(one.body)["oslo.message"]) for one in self.sent_to("reply_nova")]
+        return [one for one in told if one["ending"] is ending]
+
     def failures(self) -> list[str]:
         """What the exceptions say that clients were told."""
-        replies = [json.loads(json.loads(one.body)["oslo.message"]) for one in self.sent_to("reply_nova")]
-        return [json.loads(one["failure"])["message"] for one in replies if one["ending"] and one["failure"]]
+        return [json.loads(one["failure"])["message"] for one in self.replies() if one["failure"]]
 
 
 class Undecided:
@@ -314,6 +318,21 @@ async def test_a_call_leaves_for_the_fallback_once_it_cannot_be_delivered_again(
         assert len(world.stock.sent_to(TOPIC)) == 1
 
 
+@pytest.mark.parametrize(("silent_s", "after_s"), [(SILENT_S, [1, 31, 61]), (1, [])])
+@on_virtual_time
+async def test_a_client_is_told_soon_that_its_call_is_under_way(silent_s: int, after_s: list[int]) -> None:
+    """It may have waited in a queue for nearly as long as it waits for a sign of life."""
+    async with World().started() as world:
+        world.dispatcher.holds = True
+        world.nova.call(1, _timeout=silent_s)
+        told = []
+        for second in range(70):
+            await asyncio.sleep(0.5)
+            told += [second] * (len(world.nova.replies(ending=False)) - len(told))
+            await asyncio.sleep(0.5)
+        assert told == after_s
+
+
 # --- a front that stops
 
 
@@ -332,7 +351,7 @@ async def test_a_front_that_stops_takes_no_more_and_ends_what_it_has() -> None:
         world.stock.answer()
         await stopping
         assert [call.unique_id for call in world.dispatcher.calls] == ["u1"] and world.server.in_hand == 0
-        assert [one.ends for one in later] == [[], []] and len(world.nova.sent_to("reply_nova")) == 1
+        assert [one.ends for one in later] == [[], []] and len(world.nova.replies()) == 1
 
 
 @on_virtual_time
@@ -347,7 +366,7 @@ async def test_the_last_front_ends_what_has_come_over() -> None:
             world.stock.answer()
             await asyncio.sleep(1)
         await stopping
-        assert len(world.nova.sent_to("reply_nova")) == 3 and not world.nova.rest
+        assert len(world.nova.replies()) == 3 and not world.nova.rest
 
 
 @on_virtual_time

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
+from berth.commands.nova import both
+from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.rabbitmq.address import BadBusUrl
@@ -106,3 +110,28 @@ def built(config: dict[str, Any]) -> Service:
 )
 async def test_settings_with_which_it_starts(config: dict[str, Any]) -> None:
     assert built(config)
+
+
+async def test_the_front_is_drained_before_the_book_at_which_its_calls_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+
+    def part(name: str, turns: int) -> Callable[..., Service]:
+        async def drain(_grace_s: float) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            ends.append(name)
+
+        made = Service(name, clock=SystemClock())
+        made.add_drain(drain)
+        return lambda *_, **__: made
+
+    monkeypatch.setattr("placement_worker.app.build", part("placement", 1))
+    monkeypatch.setattr("scheduler_worker.nova.app.build", part("front", 100))
+    broker = MemoryBroker(SystemClock())
+    env = Environment("w1", transports=partial(MemoryTransport, broker), rng=random.Random(1))
+    stop, service = asyncio.Event(), both(env, Settings())
+    running = asyncio.create_task(service.run(stop))
+    await service.ready.wait()
+    stop.set()
+    await running
+    assert ends == ["front", "placement"]

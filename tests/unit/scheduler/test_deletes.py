@@ -21,7 +21,6 @@ from bus.contracts.placement import ClaimOutcome, ClaimResult, LocatePage, Locat
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.claims import HeldClaims
-from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.builds import Author, Gang, NewBuild, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.deletes import PendingDelete, answer_unknown, pending_delete, plan_deletes, tombstones
 from scheduler_worker.domain.placement import (
@@ -34,6 +33,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.requests import OVERTAKES, RequestDelivery
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.unanswered import open_build
+from scheduler_worker.engine import Deletes
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.claims import BookClaims

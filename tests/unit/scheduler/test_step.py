@@ -35,10 +35,10 @@ from scheduler_worker.domain.placement import (
     PlacementStep,
     Settle,
     initial_state,
+    stranded,
 )
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.ranking import CellRuns, Choice, RankedHost, Weights
-from scheduler_worker.domain.recovery import stranded
 from scheduler_worker.domain.selector import Holds, NoValidHost
 from scheduler_worker.domain.view import HostsView, Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts

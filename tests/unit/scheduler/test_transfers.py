@@ -41,7 +41,7 @@ from bus.contracts.placement import (
     RevertResult,
 )
 from bus.faults import RequestRefused, RequestTimeout
-from scheduler_worker.cell_asks import CellAsksHandler
+from scheduler_worker.announcements import CellAsksHandler
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import (
