@@ -26,6 +26,7 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
 from scheduler_worker.nova.config import NovaConfig, as_amqp
+from scheduler_worker.nova.explained import AnnouncedCalls, CallRecorder
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import FactsKeeper
 from scheduler_worker.nova.nova_rest import NovaRest
@@ -64,6 +65,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         rng=random.Random(env.rng.getrandbits(64)),
         config=scheduler,
     )
+    calls = AnnouncedCalls(api)
     destinations = Destinations(
         placer,
         selector,
@@ -74,18 +76,20 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         config=config,
         clock=env.clock,
         lacking=lacking,
+        recorder=calls,
     )
     if config.shadow:
-        shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock)
+        shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock, calls)
         service.add_counts(shadow.counts)
         server = _server(env, config, StockDecides(destinations), shadow)
     else:
-        server = _server(env, config, destinations, _relay(env, config) if config.fallback_url else None)
+        server = _server(env, config, destinations, _relay(env, config) if config.fallback_url else None, calls)
     service.add_resource(api.open, api.close)
     service.add_resource(follower.start, follower.close)
     service.add_resource(None, rest.close)
     service.add_task("replica", follower.run)
     service.add_task("nova facts", keeper.run)
+    service.add_task("nova calls told", calls.run)
     service.add_preparation(follower.ready.wait)
     service.add_preparation(keeper.first.wait)
     service.add_check("replica", follower.ready.is_set)
@@ -172,8 +176,16 @@ def _relay(env: Environment, config: NovaConfig) -> StockRelay:
     )
 
 
-def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, relay: RelayPort | None) -> RpcServer:
-    """The server on Nova's broker. Raises SettingsError."""
+def _server(
+    env: Environment,
+    config: NovaConfig,
+    dispatcher: CallDispatcher,
+    relay: RelayPort | None,
+    recorder: CallRecorder | None = None,
+) -> RpcServer:
+    """The server on Nova's broker. recorder: None: that each call is left to the stock scheduler is logged, no more.
+    Raises SettingsError.
+    """
     return RpcServer(
         _transport(env.process, "transport_url", config.transport_url, config.rabbit),
         dispatcher,
@@ -184,6 +196,7 @@ def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, re
         clock=env.clock,
         rng=random.Random(env.rng.getrandbits(64)),
         relay=relay,
+        recorder=recorder,
     )
 
 
