@@ -5,7 +5,7 @@ The newest are kept, from what fronts announce since this server's start. The fr
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,19 +25,26 @@ from bus.bus import Bus
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.nova_calls import NovaCall
+from bus.contracts.workers import WorkerHeartbeat
 
 MAX_KEPT = 500  # calls, and as many comparisons
 MAX_KEPT_BYTES = 4 * 2**20  # of each of the two
+MAX_FRONTS = 100  # with counts
+FRONT = "nova-scheduler"  # their role
 SHOWN = 50
 EVERY_S = 1.0
 MAX_SHOWN_ID = 64
 
 
 class NovaView(Struct, frozen=True):
-    """The newest calls first: comparisons in which the stock scheduler's answer differs, and how calls were decided."""
+    """The newest calls first: comparisons in which the stock scheduler's answer differs, and how calls were decided.
+
+    counts: of the shadow, {difference: calls} since the fronts' start.
+    """
 
     compared: tuple[NovaCall, ...]
     explained: tuple[NovaCall, ...]
+    counts: dict[str, int] = {}
 
 
 class KeptCalls:
@@ -69,6 +76,7 @@ class NovaCalls:
         self._process = process
         self.explained = KeptCalls()
         self.compared = KeptCalls()
+        self._counts: dict[str, dict[str, int]] = {}  # of each front, the one with the newest change last
         self.received = 0
 
     async def open(self) -> None:
@@ -86,6 +94,8 @@ class NovaCalls:
         for received in batch:
             if isinstance(received.message, NovaCall):
                 self.note(received.message)
+            elif isinstance(received.message, WorkerHeartbeat):
+                self.note_counts(received.message)
         return [Done() for _ in batch]
 
     def note(self, call: NovaCall) -> None:
@@ -93,9 +103,20 @@ class NovaCalls:
         self.received += 1
         (self.explained if call.compared is None else self.compared).note(call)
 
+    def note_counts(self, heartbeat: WorkerHeartbeat) -> None:
+        """Take in what a front's shadow has counted since its start."""
+        if heartbeat.role != FRONT or self._counts.get(heartbeat.worker) == heartbeat.counts:
+            return
+        self.received += 1
+        self._counts.pop(heartbeat.worker, None)
+        self._counts[heartbeat.worker] = heartbeat.counts
+        if len(self._counts) > MAX_FRONTS:
+            del self._counts[next(iter(self._counts))]
+
     def view(self) -> NovaView:
         """The newest, for the page."""
-        return NovaView(self.compared.newest(SHOWN), self.explained.newest(SHOWN))
+        counts = sum((Counter(one) for one in self._counts.values()), Counter[str]())
+        return NovaView(self.compared.newest(SHOWN), self.explained.newest(SHOWN), dict(counts))
 
     def of_request(self, request_id: str) -> NovaView:
         """All that is kept about one request of Nova's user."""

@@ -67,7 +67,7 @@ class Now(Struct, frozen=True):
     """The first page's figures. Rates are a second's; latencies seconds from accepted to active.
 
     lost_per_s: claims that others were faster with; retries_per_s: hosts tried after the first; of builds that ended.
-    workers: {role: (up and ready, all)}. shadow: {difference: calls} beside a stock nova-scheduler.
+    workers: {role: (up and ready, all)}.
     """
 
     in_flight: int
@@ -84,7 +84,6 @@ class Now(Struct, frozen=True):
     dead_letters: int
     queues: tuple[QueueDepth, ...]
     workers: dict[str, tuple[int, int]]
-    shadow: dict[str, int]
     troubles: tuple[Trouble, ...]
     seconds: tuple[Second, ...] = ()
 
@@ -208,7 +207,6 @@ class Pages:
             dead_letters=depths.dead_letters,
             queues=depths.queues[:QUEUES_SHOWN],
             workers=_by_role(workers),
-            shadow=dict(sum((Counter(one.heartbeat.counts) for one in workers), Counter[str]())),
             troubles=tuple(troubles),
             seconds=tuple(history),
         )

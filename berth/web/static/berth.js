@@ -75,7 +75,6 @@ function startNow() {
       }));
       byId("cells").replaceChildren(...Object.entries(now.cells).sort().map(([cell, [up, every]]) => row([link("/fleet?cell=" + encodeURIComponent(cell), cell), up, every])));
       byId("workers").replaceChildren(...Object.entries(now.workers).sort().map(([role, [up, every]]) => row([link("/system", role), up, every])));
-      byId("shadow")?.replaceChildren(...Object.entries(now.shadow).sort().map((counted) => row(counted)));
       byId("queues").replaceChildren(...(now.queues.length ? now.queues.map((one) => row([one.bus, one.queue, one.waiting])) : [row(["None.", "", ""])]));
     },
     failure(event) {
@@ -96,6 +95,7 @@ function startNova() {
   const put = (id, rows) => { if (rows.length) byId(id).replaceChildren(...rows); };
   listen("/nova/events", {
     nova(calls) {
+      put("counts", Object.entries(calls.counts).sort().map((counted) => row(counted)));
       put("compared", calls.compared.map((one) => {
         const { difference, stock, berth, rule } = one.compared;
         return row([when(one.at), about(one), difference, answer(stock), answer(berth), rule, took(stock.took_s), took(berth.took_s)]);

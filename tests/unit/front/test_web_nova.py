@@ -17,10 +17,11 @@ from structlog.testing import capture_logs
 from berth.web.access import LOCAL, Access, WebCaller, WebRole, digest_of
 from berth.web.application import nova_application
 from berth.web.live import Live
-from berth.web.nova import SHOWN, KeptCalls, NovaCalls, NovaPages
+from berth.web.nova import FRONT, MAX_FRONTS, SHOWN, KeptCalls, NovaCalls, NovaPages
 from bus.bus import API
 from bus.clock import SystemClock
 from bus.contracts.nova_calls import CallCompared, CallExplained, ComparedAnswer, ExplainedStep, NovaCall
+from bus.contracts.workers import WorkerHeartbeat
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from scheduler_worker.nova.explained import ANSWERED, MAX_BYTES, MAX_WAITING, AnnouncedCalls, CallRecorder
@@ -137,6 +138,29 @@ def test_what_is_kept_is_bounded(most: int, most_bytes: int) -> None:
     assert held[0].request_id == "req-99" and 1 <= len(held) <= 5
     kept.note(call("req-large", text="x" * 2000))
     assert len(kept.newest()) <= 3, "one that is larger than all may be takes no room from then on"
+
+
+def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:
+    here = World()
+
+    def count(worker: str, role: str = FRONT, **counts: int) -> None:
+        here.calls.note_counts(
+            WorkerHeartbeat(
+                role=role, worker=worker, host="h", pid=1, version="1", started_at=0.0, phase="ready", counts=counts
+            )
+        )
+
+    count("front-1", same=1)
+    count("front-1", same=3)
+    count("front-2", same=1, skipped=2)
+    count("scheduler-1", "scheduler", same=100)
+    assert here.calls.view().counts == {"same": 4, "skipped": 2}
+    seen = here.calls.received
+    count("front-2", same=1, skipped=2)
+    assert here.calls.received == seen, "nothing to show anew"
+    for number in range(2 * MAX_FRONTS):
+        count(f"restarted-{number}", same=1)
+    assert here.calls.view().counts == {"same": MAX_FRONTS}
 
 
 def test_comparisons_are_not_pushed_out_by_calls() -> None:
