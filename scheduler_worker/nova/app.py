@@ -211,7 +211,7 @@ def _place(url: str) -> object:
 
 def _transport(process: str, setting: str, url: str, options: RabbitOptions) -> RabbitTransport:
     if reason := options.refused():
-        raise SettingsError("nova.rabbit_option", f"nova.rabbit.{reason}")
+        raise SettingsError("nova.rabbit_option", f"of nova.rabbit, {reason}")
     if not url:
         raise SettingsError("nova.transport_url", f"nova.{setting} is needed: where Nova's services meet")
     try:
