@@ -421,6 +421,10 @@ def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Gra
         for queue in (_literal(TOPIC), hosts, _literal(FRONTS)):
             of_nova.allow_ownership(queue)
             of_nova.allow_bind(config.control_exchange, queue)
+        for key in map(_literal, config.notifications.keys):
+            of_nova.allow_ownership(key)
+            of_nova.allow_bind(config.control_exchange, key)
+            of_nova.allow_publish(config.control_exchange, key)
         of_nova.allow_ownership(rf"{TOPIC}_fanout(_[0-9a-f]+)?")  # the exchange and its queues
         of_nova.write[_literal(DEFAULT_EXCHANGE)] = None
     if config.transport_url and config.fallback_url:

@@ -25,9 +25,10 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
-from scheduler_worker.nova.config import NovaConfig, as_amqp
+from scheduler_worker.nova.config import NotificationSettings, NovaConfig, as_amqp
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import FactsKeeper
+from scheduler_worker.nova.notifications import NovaNotifier
 from scheduler_worker.nova.nova_rest import NovaRest
 from scheduler_worker.nova.relay import RelayPort, StockRelay
 from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
@@ -63,6 +64,8 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         rng=random.Random(env.rng.getrandbits(64)),
         config=scheduler,
     )
+    transport = _transport(env.process, "transport_url", config.transport_url)
+    notifier = _notifier(env, config, transport)
     destinations = Destinations(
         placer,
         selector,
@@ -70,20 +73,22 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         keeper,
         follower,
         configure=partial(configure, selector, facts, scheduler),
+        notifier=notifier,
         config=config,
         clock=env.clock,
     )
     if config.shadow:
         shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock)
         service.add_counts(shadow.counts)
-        server = _server(env, config, StockDecides(destinations), shadow)
+        server = _server(env, config, transport, StockDecides(destinations), shadow)
     else:
-        server = _server(env, config, destinations, _relay(env, config) if config.fallback_url else None)
+        server = _server(env, config, transport, destinations, _relay(env, config) if config.fallback_url else None)
     service.add_resource(api.open, api.close)
     service.add_resource(follower.start, follower.close)
     service.add_resource(None, rest.close)
     service.add_task("replica", follower.run)
     service.add_task("nova facts", keeper.run)
+    service.add_task("nova notifications", notifier.run)
     service.add_preparation(follower.ready.wait)
     service.add_preparation(keeper.first.wait)
     service.add_check("replica", follower.ready.is_set)
@@ -166,10 +171,29 @@ def _relay(env: Environment, config: NovaConfig) -> StockRelay:
     )
 
 
-def _server(env: Environment, config: NovaConfig, dispatcher: CallDispatcher, relay: RelayPort | None) -> RpcServer:
-    """The server on Nova's broker. Raises SettingsError."""
+def _notifier(env: Environment, config: NovaConfig, transport: RabbitTransport) -> NovaNotifier:
+    """Silent in the shadow: the stock nova-scheduler notifies."""
+    return NovaNotifier(
+        transport,
+        NotificationSettings() if config.shadow else config.notifications,
+        host=config.host or socket.gethostname(),
+        options=config.rabbit,
+        control_exchange=config.control_exchange,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+    )
+
+
+def _server(
+    env: Environment,
+    config: NovaConfig,
+    transport: RabbitTransport,
+    dispatcher: CallDispatcher,
+    relay: RelayPort | None,
+) -> RpcServer:
+    """The server on Nova's broker, which it opens."""
     return RpcServer(
-        _transport(env.process, "transport_url", config.transport_url),
+        transport,
         dispatcher,
         host=config.host or socket.gethostname(),
         unique=f"{env.rng.getrandbits(128):032x}",
