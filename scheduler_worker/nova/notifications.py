@@ -189,7 +189,7 @@ class _Event(NamedTuple):
 class NovaNotifier:
     """Publishes notifications to the topics of the settings; none: it does nothing.
 
-    transport: of Nova's virtual host, which its owner opens. publisher: the host's name.
+    transport: of Nova's virtual host; its owner opens it. host: its name in that of the publisher.
     """
 
     def __init__(

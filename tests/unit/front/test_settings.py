@@ -484,7 +484,7 @@ def test_a_front_of_nova_may_take_the_schedulers_calls_and_nothing_else_of_nova(
     of_bus, of_nova, of_stock = of_role(PermissionRole.NOVA_SCHEDULER, REAL)
     assert [one.vhost for one in (of_bus, of_nova, of_stock)] == ["be/rth", "nova", "stock"]
     for name, expected in {
-        "novas": (True, False, True), "scheduler": (True, True, True), "scheduler.host1": (True, True, True),
+        "novas": (True, True, True), "scheduler": (True, True, True), "scheduler.host1": (True, True, True),
         "scheduler_fronts": (True, True, True), "scheduler_fanout": (True, True, True),
         "scheduler_fanout_0af": (True, True, True), "amq.default": (False, True, False),
         "conductor": (False, False, False), "schedulerx": (False, False, False), "reply_1": (False, False, False),
