@@ -23,6 +23,7 @@ from bus.contracts.base import Word
 from bus.contracts.book import HoldingRequest, ProjectUsageQuery
 from bus.contracts.catalogue import MESSAGES, OF_PROJECT, MessageRow, projects_key
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
+from bus.contracts.nova_calls import NovaCall
 from bus.contracts.placement import Claim, ClaimAll, LocateRequest
 from bus.contracts.queues import DEAD, DEAD_LETTERS, EVENTS, GIVEN_UP, QUEUES, RETURN, QueueKind, QueueRow, Where
 from bus.contracts.workers import WorkerHeartbeat
@@ -81,6 +82,7 @@ _OF_FRONTS = (
     ClaimAll,
     HoldingRequest,
     LocateRequest,
+    NovaCall,
     ProjectUsageQuery,
     SnapshotRequest,
     WorkerHeartbeat,

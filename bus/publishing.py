@@ -128,6 +128,9 @@ class Confirmation(Waiter):
         self._group.settle(None)
 
 
+KEPT_LINKS = 256  # beyond these a link exists while it has messages to send: clients name the projects of keys
+
+
 class _Entry(Struct):
     packed: Packed
     waiter: Waiter
@@ -213,7 +216,7 @@ class _Link:
 
 
 class Publisher:
-    """All links of one bus. A link exists while it has messages to send."""
+    """All links of one bus."""
 
     def __init__(self, bus: str, transport: Transport, limits: BusLimits) -> None:
         self._transport = transport
@@ -311,9 +314,11 @@ class Publisher:
         return link.take(self._limits)
 
     def forget(self, link: _Link) -> None:
-        """Nothing of a link is under way any more."""
+        """Nothing of a link is under way any more. It stays for the next message where there are few."""
         if not link.entries:
-            self._links.pop((link.exchange, link.key, link.mode), None)
+            link.routable = 0  # by then the queue may be gone
+            if len(self._links) > KEPT_LINKS:
+                self._links.pop((link.exchange, link.key, link.mode), None)
 
     def end(self, link: _Link, error: BaseException) -> None:
         """No entry of a link can be sent."""

@@ -87,6 +87,10 @@ def doubled_s(first_s: float, longest_s: float, times: int) -> float:
     return min(longest_s, first_s * 2.0 ** min(times, MAX_DOUBLINGS))
 
 
+class _NotDone(Exception):
+    """A call is to be repeated."""
+
+
 class Retrying:
     """Repeats a call according to a policy."""
 
@@ -106,19 +110,16 @@ class Retrying:
 
         on_failure: called before each retry with the fault and the number of faults so far.
         """
-        is_first = True
         try:  # nearly every first call succeeds, and tenacity would take longer than some of them
             return await function()
         except Exception as error:  # `passes` decides which of them are retried
             if not passes(error):
                 raise
-            first = error
+            failed = [error]
 
-        async def once() -> T:
-            nonlocal is_first
-            if is_first:
-                is_first = False
-                raise first
+        async def again() -> T:
+            if failed:
+                raise failed.pop()
             return await function()
 
         def report_failure(state: tenacity.RetryCallState) -> None:
@@ -134,18 +135,20 @@ class Retrying:
             before_sleep=report_failure,
             reraise=True,
         )
-        return await retrying(once)
+        return await retrying(again)
 
     async def until(self, is_done: Callable[[], Awaitable[bool]]) -> bool:
         """Call the function until it returns True. Returns False when the policy stops before."""
-        retrying = tenacity.AsyncRetrying(
-            sleep=self._clock.sleep,
-            wait=self._wait_s,
-            stop=self._stop(),
-            retry=tenacity.retry_if_result(lambda done: not done),
-            retry_error_callback=lambda _: False,
-        )
-        return await retrying(is_done)
+
+        async def once() -> None:
+            if not await is_done():
+                raise _NotDone
+
+        try:
+            await self.call(once, lambda error: isinstance(error, _NotDone))
+        except _NotDone:
+            return False
+        return True
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         return self.policy.wait_s(state.attempt_number, self._rng)

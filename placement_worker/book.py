@@ -7,13 +7,21 @@ opened; `ResourceBook` opens one for each.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
-from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderState
+from bus.contracts.placement import (
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderState,
+)
 from bus.turns import turn_for
 from placement_worker.domain import allocations, trees
 from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
@@ -94,10 +102,34 @@ class ResourceBook:
         """
         group = ClaimGroup(items)
         await self._know(group.classes)
+        if bus == ABOVE_CELLS and self.names.class_ids.keys() >= group.classes and (plain := group.plain):
+            taken = await self._take_new(group, plain)
+            if taken is not None:
+                return taken
         try:
             return await self._write(lambda transaction: claim(transaction, group, bus))
         except port.PassedMeanwhile:
             return await self._write(lambda transaction: claim(transaction, group, bus, alone=True))
+
+    async def _take_new(self, group: ClaimGroup, plain: Mapping[str, ClaimOption]) -> list[ClaimReply] | None:
+        """Take plain claims in one round trip: three more are 3 % of a boot alone. None: the group is to be decided."""
+        consumers = {uuid: replace(group.consumers[uuid], holding=one.allocations) for uuid, one in plain.items()}
+        shapes = {provider: one.shapes.get(provider) for one in plain.values() for provider in one.allocations}
+        taken = await self.rows.take_new(consumers, shapes, group.limits)
+        if taken is None:
+            return None
+        sequence, generations = taken[0], dict(zip(shapes, taken[1], strict=True))
+        return [
+            ClaimResult(
+                outcome=ClaimOutcome.CLAIMED,
+                option=0,
+                outcomes=(ClaimOutcome.CLAIMED,),
+                consumer_generation=1,
+                generations={provider: generations[provider] for provider in one.allocations},
+                sequence=sequence,
+            )
+            for one in plain.values()
+        ]
 
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS

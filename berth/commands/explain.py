@@ -13,8 +13,9 @@ import typer
 from berth.commands.common import AsJson, Exit, Stop, out, print_json, print_line
 from berth.render import render_funnel, render_scores
 from bus.contracts.build import FunnelStep
+from bus.contracts.nova_calls import CallExplained, ExplainedStep
 from scheduler_worker.domain.explain import phrase
-from scheduler_worker.nova.explained import ANSWERED, EVENTS, NOT_DECIDED, SHADOWED, CallExplained, ExplainedStep
+from scheduler_worker.nova.explained import ANSWERED, EVENTS, NOT_DECIDED, SHADOWED
 
 MAX_LINE = 2**20
 MAX_FOUND = 100  # calls of one request

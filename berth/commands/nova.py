@@ -6,6 +6,7 @@ import asyncio
 from typing import Annotated
 
 import typer
+from msgspec import Struct
 from msgspec.structs import replace
 
 import placement_worker.app
@@ -13,10 +14,13 @@ import scheduler_worker.nova.app
 from berth.commands.common import SHADOW, Stop, explain, in_shadow, print_stop, settings_of
 from berth.commands.options import CommandGroup
 from berth.commands.placement import DEFAULT_API, database_of_book
+from berth.commands.serving import Tokens, host_and_port
 from berth.rest_address import with_rest_at
 from berth.settings import BusSettings, Settings
 from berth.site import Brokers, Site, process_name
 from berth.trial.embedded.process import ServerFailed, ServerMissing
+from berth.web.access import Access, WebCaller, read_tokens
+from berth.web.server import WebServer
 from bus.clock import SystemClock
 from bus.service.environment import Environment
 from bus.service.main import run_process
@@ -40,6 +44,8 @@ def serve(
         bool, typer.Option("--memory", help="The same without a database: the book is in this process's memory.")
     ] = False,
     shadow: Annotated[bool, typer.Option("--shadow", help=SHADOW)] = False,
+    page: Annotated[str, typer.Option(help="Show at HOST:PORT how calls are decided.")] = "",
+    tokens: Tokens = None,
 ) -> None:
     """Be Placement and the scheduler of a Nova in one process, instead of placement-api and nova-scheduler.
 
@@ -48,16 +54,19 @@ def serve(
     first (`berth placement import --from-url`). A Placement that is started again does not know what was claimed here
     meanwhile. The page "In front of Nova" has each step, and the way back to the stock nova-scheduler.
 
-    Beside a whole berth: `berth run nova-scheduler`.
+    With --page it shows how each call was decided, and what the shadow would have done. Without --tokens that is on
+    loopback alone. Beside a whole berth: `berth run nova-scheduler`, and `berth web`, which has the same page.
     """
     try:
         # Between the two parts is the bus of this process, whatever other workers use.
         settings = replace(in_shadow(with_rest_at(settings_of(context), api), shadow), bus=BusSettings())
+        callers = None if tokens is None else read_tokens(tokens)
+        shown = ShownAt(*host_and_port(page, "--page"), callers) if page else None
         if memory:
             book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
-            raise SystemExit(_run(settings, "", book))
+            raise SystemExit(_run(settings, "", book, shown))
         with database_of_book(settings, scratch=scratch) as url:
-            raise SystemExit(_run(settings, url))
+            raise SystemExit(_run(settings, url, None, shown))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
         stop = explain(fault)
         assert stop is not None
@@ -65,12 +74,35 @@ def serve(
         raise SystemExit(stop.status) from None
 
 
-def _run(settings: Settings, url: str, book: ResourceBook | None = None) -> int:
+class ShownAt(Struct, frozen=True):
+    """Where the pages about Nova's calls are, and who may see them; None: all who can reach loopback."""
+
+    host: str
+    port: int
+    callers: dict[str, WebCaller] | None
+
+
+def _run(settings: Settings, url: str, book: ResourceBook | None, shown: ShownAt | None) -> int:
     here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
     process = process_name("nova")
     telemetry = settings.telemetry
+
+    def built(env: Environment) -> Service:
+        service = both(env, settings, book)
+        if shown is not None:
+            pages = WebServer(
+                here.environment(process_name("web"), takes_cells=False),
+                settings,
+                host=shown.host,
+                port=shown.port,
+                access=Access(shown.callers, env.clock),
+                of_nova=True,
+            )
+            service.add_resource(pages.open, pages.close)
+        return service
+
     return run_process(
-        lambda env: both(env, settings, book),
+        built,
         lambda: here.environment(process, takes_cells=False),
         role="nova",
         process=process,

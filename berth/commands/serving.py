@@ -27,13 +27,16 @@ from placement_worker.rest.keystone import Keystone
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
 
+Tokens = Annotated[
+    Path | None,
+    typer.Option(help="A TOML file of [[tokens]]: sha256, name, role (project, reader, operator) and project."),
+]
+
+
 async def web(
     settings: Settings,
     listen: Annotated[str, typer.Option(help="Serve at HOST:PORT (port 0: any).")] = DEFAULT_LISTEN,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(help="A TOML file of [[tokens]]: sha256, name, role (project, reader, operator) and project."),
-    ] = None,
+    tokens: Tokens = None,
     keystone: Annotated[
         bool, typer.Option("--keystone", help="Take tokens of the Keystone of [placement.rest.keystone], too.")
     ] = False,
@@ -44,10 +47,7 @@ async def web(
 
     Without --tokens and --keystone it listens on loopback alone, and who can reach it there may do everything.
     """
-    host, _, port = listen.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
-        raise typer.BadParameter(f"--listen takes HOST:PORT, not {listen!r}")
-
+    host, port = host_and_port(listen, "--listen")
     telemetry = settings.telemetry
     configure_logging(process="web", role="web", level=telemetry.log_level, style=telemetry.log_format)
     site, process = Site(settings), process_name("web")
@@ -55,8 +55,8 @@ async def web(
     server = WebServer(
         site.environment(process),
         settings,
-        host=host.strip("[]") or "127.0.0.1",
-        port=int(port),
+        host=host,
+        port=port,
         access=Access(None if tokens is None else read_tokens(tokens), site.clock, known),
     )
     stop = asyncio.Event()
@@ -71,6 +71,14 @@ async def web(
         await server.close()
         if known is not None:
             await known.close()
+
+
+def host_and_port(listen: str, option: str) -> tuple[str, int]:
+    """Where to listen. Raises BadParameter."""
+    host, _, port = listen.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise typer.BadParameter(f"{option} takes HOST:PORT, not {listen!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def _keystone(settings: Settings, site: Site) -> Keystone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -25,6 +25,8 @@ from berth.web.api import API_ROOT, WebApi, json_response
 from berth.web.dead_letters import LetterBox, WebDeadLetters
 from berth.web.fleet import FleetReader, QueueReader
 from berth.web.live import Live
+from berth.web.login import LoginPages
+from berth.web.nova import NovaCalls, NovaPages
 from berth.web.objects import ObjectApi, WebObjects
 from berth.web.openapi import document
 from berth.web.operations import Drains, MetalReader, WebDrains, WebMetal, WebMoves, WebOperations
@@ -42,6 +44,19 @@ from bus.service.environment import Environment
 log = structlog.get_logger("web")
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})
+Nav = tuple[tuple[str, str], ...]  # name and path of each page
+NAV: Nav = (
+    ("Now", "/"),
+    ("Fleet", "/fleet"),
+    ("Builds", "/builds"),
+    ("Moves", "/moves"),
+    ("Metal", "/metal"),
+    ("Nova", "/nova"),
+    ("Objects", "/objects"),
+    ("Quarantine", "/quarantine"),
+    ("System", "/system"),
+)
+NOVA_NAV: Nav = (("Nova", "/nova"),)
 # Without a session: what the login page needs.
 OPEN_PATHS = ("/static/", "/login", "/healthz")
 _HEADERS = {
@@ -53,18 +68,23 @@ _HEADERS = {
 
 
 class SiteGuard:
-    """Finds the caller, refuses what another site's page sends, and adds the headers that a browser wants."""
+    """Finds the caller, refuses what another site's page sends, and adds the headers that a browser wants.
 
-    def __init__(self, app: ASGIApp, access: Access, hosts: frozenset[str] | None) -> None:
+    nav: the pages that all others name.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, hosts: frozenset[str] | None, nav: Nav) -> None:
         self._app = app
         self._access = access
         self._hosts = hosts
+        self._nav = nav
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             return
         request = Request(scope)
+        request.state.nav = self._nav
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -132,6 +152,7 @@ def application(
     *,
     bus: Bus,
     live: Live,
+    calls: NovaCalls,
     drains: Drains,
     access: Access,
     queues: QueueReader,
@@ -142,7 +163,7 @@ def application(
     fleet, box = FleetReader(bus, env.clock, env.cells), LetterBox(env, settings)
     moves, metal = WebMoves(bus, api, env.rng), MetalReader(settings, objects, env.clock)
     safety = SafetyReader(env)
-    pages = Pages(api, moves, live, access, fleet, safety=safety, queues=queues, clock=env.clock)
+    pages = Pages(api, moves, live, fleet, safety=safety, queues=queues, clock=env.clock, has_session=not access.open)
     for_operators = OperatorPages(
         fleet=fleet,
         moves=moves,
@@ -167,12 +188,43 @@ def application(
         *_api_routes([route for part in parts for route in part.routes()]),
         *pages.routes(),
         *for_operators.routes(),
+    ]
+    return _served(env, routes, NAV, live=live, calls=calls, access=access, hosts=hosts)
+
+
+def nova_application(
+    env: Environment, *, live: Live, calls: NovaCalls, access: Access, hosts: frozenset[str] | None
+) -> Starlette:
+    """The pages about calls of Nova alone, where no scheduler of berth's answers the others."""
+
+    async def first(_: Request) -> Response:
+        return RedirectResponse("/nova", 303)
+
+    routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/", first)]
+    return _served(env, routes, NOVA_NAV, live=live, calls=calls, access=access, hosts=hosts)
+
+
+def _served(
+    env: Environment,
+    routes: Sequence[BaseRoute],
+    nav: Nav,
+    *,
+    live: Live,
+    calls: NovaCalls,
+    access: Access,
+    hosts: frozenset[str] | None,
+) -> Starlette:
+    """These routes, and what each server has beside them."""
+    routes = [
+        *routes,
+        *NovaPages(calls, live, has_session=not access.open).routes(),
+        *LoginPages(access).routes(),
         Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
     ]
     # Expected faults are named: after the handler of Exception alone the fault is raised on, into the log of uvicorn.
     expected = (HTTPException, Problem, Fault, BusError)
     handlers: dict[Any, Any] = {Exception: on_problem} | dict.fromkeys(expected, on_problem)
-    guard = Middleware(SiteGuard, access=access, hosts=hosts)
+    guard = Middleware(SiteGuard, access=access, hosts=hosts, nav=nav)
     traced = Middleware(TracedRequests, tracer=env.tracer)
     return Starlette(routes=routes, middleware=[guard, traced], exception_handlers=handlers)
 
@@ -187,8 +239,9 @@ def _api_routes(routes: list[Route]) -> list[BaseRoute]:
     async def asyncapi(_: Request) -> Response:
         return json_response(of_the_bus)
 
-    async def healthz(_: Request) -> Response:
-        return json_response({"alive": True})
-
     documents = (Route("/openapi.json", openapi), Route("/asyncapi.json", asyncapi))
-    return [Route("/healthz", healthz), Mount(API_ROOT, routes=[*routes, *documents])]
+    return [Route("/healthz", _healthz), Mount(API_ROOT, routes=[*routes, *documents])]
+
+
+async def _healthz(_: Request) -> Response:
+    return json_response({"alive": True})

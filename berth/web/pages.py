@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Struct
@@ -16,11 +15,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from berth.render import printable
-from berth.web.access import SESSION_COOKIE, SESSION_S, Access, WebCaller, WebRole
+from berth.web.access import WebCaller, WebRole
 from berth.web.api import (
     SEARCHED_BY,
     WebApi,
-    body_of,
     caller_of,
     check_again,
     json_response,
@@ -54,7 +52,6 @@ LOST_SHOWN = 10  # lost claims of a build
 NAMED = 3
 NO_RECORD = "they have this deployment's mark, and no record explains them"
 MAX_HOST = 255
-MAX_LOGIN_BYTES = 16 * 1024  # a token of Keystone may have 8 KiB
 DELETABLE = frozenset(set(BuildState) - {BuildState.REFUSED, BuildState.DELETED, BuildState.DELETING})
 
 
@@ -70,7 +67,7 @@ class Now(Struct, frozen=True):
     """The first page's figures. Rates are a second's; latencies seconds from accepted to active.
 
     lost_per_s: claims that others were faster with; retries_per_s: hosts tried after the first; of builds that ended.
-    workers: {role: (up and ready, all)}. shadow: {difference: calls} beside a stock nova-scheduler.
+    workers: {role: (up and ready, all)}.
     """
 
     in_flight: int
@@ -87,7 +84,6 @@ class Now(Struct, frozen=True):
     dead_letters: int
     queues: tuple[QueueDepth, ...]
     workers: dict[str, tuple[int, int]]
-    shadow: dict[str, int]
     troubles: tuple[Trouble, ...]
     seconds: tuple[Second, ...] = ()
 
@@ -121,12 +117,12 @@ class Pages:
         api: WebApi,
         moves: WebMoves,
         live: Live,
-        access: Access,
         fleet: FleetReader,
         *,
         safety: SafetyReader,
         queues: QueueReader,
         clock: Clock,
+        has_session: bool,
     ) -> None:
         self._queues = queues
         self._api = api
@@ -134,7 +130,7 @@ class Pages:
         self._fleet = fleet
         self._safety = safety
         self._live = live
-        self._access = access
+        self._has_session = has_session
         self._clock = clock
 
     def routes(self) -> list[Route]:
@@ -146,8 +142,6 @@ class Pages:
             Route("/fleet/map", self.fleet_map),
             Route("/builds", self.builds),
             Route("/builds/{uuid}", self.build),
-            Route("/login", self.login, methods=["GET", "POST"]),
-            Route("/logout", self.logout, methods=["POST"]),
         ]
 
     # --- now
@@ -213,7 +207,6 @@ class Pages:
             dead_letters=depths.dead_letters,
             queues=depths.queues[:QUEUES_SHOWN],
             workers=_by_role(workers),
-            shadow=dict(sum((Counter(one.heartbeat.counts) for one in workers), Counter[str]())),
             troubles=tuple(troubles),
             seconds=tuple(history),
         )
@@ -347,39 +340,8 @@ class Pages:
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,
         )
 
-    # --- sessions
-
-    async def login(self, request: Request) -> Response:
-        """Log in with a token."""
-        if self._access.open:
-            return RedirectResponse("/", 303)
-        if request.method == "GET":
-            return self._page(request, "login.html", wrong=False)
-        form = parse_qs((await body_of(request, MAX_LOGIN_BYTES)).decode("utf-8", "replace"))
-        token = form.get("token", [""])[0].strip()
-        caller = await self._access.by_token(token)
-        if caller is None:
-            return self._page(request, "login.html", 401, wrong=True)
-        response = RedirectResponse("/builds" if caller.role is WebRole.PROJECT else "/", 303)
-        response.set_cookie(
-            SESSION_COOKIE,
-            self._access.log_in(token),
-            max_age=int(SESSION_S),
-            httponly=True,
-            samesite="strict",
-            secure=request.headers.get("origin", "").startswith("https:"),  # TLS is the proxy's: here it is http
-        )
-        return response
-
-    async def logout(self, request: Request) -> Response:
-        """End the session."""
-        self._access.log_out(request.cookies.get(SESSION_COOKIE, ""))
-        response = RedirectResponse("/login", 303)
-        response.delete_cookie(SESSION_COOKIE)
-        return response
-
     def _page(self, request: Request, template: str, status: int = 200, **fields: Any) -> Response:
-        return rendered(request, template, status, has_session=not self._access.open, **fields)
+        return rendered(request, template, status, has_session=self._has_session, **fields)
 
 
 def state_of(host: HostRecord) -> str:

@@ -18,7 +18,8 @@ from berth.web.problems import Problem
 def rendered(request: Request, template: str, status: int = 200, **fields: Any) -> Response:
     """A page for the caller of a request."""
     caller = getattr(request.state, "caller", None)
-    page = TEMPLATES.get_template(template).render(path=request.url.path, who=caller, **fields)
+    nav = getattr(request.state, "nav", ())
+    page = TEMPLATES.get_template(template).render(path=request.url.path, who=caller, nav=nav, **fields)
     return Response(page, status, {"cache-control": "no-store"}, "text/html")
 
 

@@ -11,13 +11,15 @@ from collections.abc import AsyncIterator, Generator
 import structlog
 import uvicorn
 from prometheus_client import Counter
+from starlette.applications import Starlette
 
 from berth.settings import Settings
 from berth.site import Site, process_name
 from berth.web.access import LOCAL, Access, check_listen, digest_of
-from berth.web.application import application
+from berth.web.application import application, nova_application
 from berth.web.fleet import QueueReader
 from berth.web.live import Live
+from berth.web.nova import NovaCalls
 from berth.web.operations import Drains
 from bus.bus import API
 from bus.faults import Fault
@@ -84,11 +86,16 @@ async def pages_of_up(site: Site, *, wanted: bool) -> AsyncIterator[str]:
 class WebServer:
     """The pages and `/api/v1` at one address; port 0 takes a free one, which `port` then names."""
 
-    def __init__(self, env: Environment, settings: Settings, *, host: str, port: int, access: Access) -> None:
+    def __init__(
+        self, env: Environment, settings: Settings, *, host: str, port: int, access: Access, of_nova: bool = False
+    ) -> None:
+        """of_nova: the pages about calls of Nova alone: no scheduler of berth's is on the bus."""
         self.host, self.port = host, port
         self._env, self._settings, self._access = env, settings, access
         self._bus = env.bus(API)
         self._live = Live(self._bus, clock=env.clock, process=env.process)
+        self._calls = NovaCalls(self._bus, env.process)
+        self._of_nova = of_nova
         self._drains = Drains(self._bus, env.rng)
         self._queues = QueueReader(env)
         check_listen(host, access)
@@ -108,23 +115,14 @@ class WebServer:
         try:
             await self._bus.open()
             await self._live.open()
+            await self._calls.open()
         except BaseException:
             listening.close()
             raise
         # Without tokens a page elsewhere could have its own name point here: only names of this machine are served.
         names = frozenset({"127.0.0.1", "localhost", "[::1]", self.host}) if self._access.open else None
-        served = application(
-            self._env,
-            self._settings,
-            bus=self._bus,
-            live=self._live,
-            drains=self._drains,
-            access=self._access,
-            queues=self._queues,
-            hosts=names,
-        )
         config = uvicorn.Config(
-            served,
+            self._application(names),
             http=protocol(WRITE_TIMEOUT_S, DISCONNECTED),
             ws="none",
             loop="none",
@@ -141,6 +139,21 @@ class WebServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="web server")
         self._serving.add_done_callback(lambda _: listening.close())
         log.info("web.listening", url=self.url, open=self._access.open)
+
+    def _application(self, hosts: frozenset[str] | None) -> Starlette:
+        if self._of_nova:
+            return nova_application(self._env, live=self._live, calls=self._calls, access=self._access, hosts=hosts)
+        return application(
+            self._env,
+            self._settings,
+            bus=self._bus,
+            live=self._live,
+            calls=self._calls,
+            drains=self._drains,
+            access=self._access,
+            queues=self._queues,
+            hosts=hosts,
+        )
 
     async def serve_until(self, stop: asyncio.Event) -> None:
         """Serve until then. Raises BusUnavailable when the `berth up` that holds the bus has ended."""
@@ -171,5 +184,6 @@ class WebServer:
             self._server.should_exit = True
             await asyncio.wait({self._serving})
         await self._live.close()
+        await self._calls.close()
         await self._queues.close()
         await self._bus.close()

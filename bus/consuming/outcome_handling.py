@@ -343,6 +343,7 @@ class RetryUntilAvailable:
         self.queue = row
         self._row = row
         self._bus = bus
+        self._retrying = Retrying(UNTIL_AVAILABLE, bus.clock, bus.rng)
         self._since: dict[object, float] = {}  # of each call that waits
 
     @property
@@ -353,10 +354,9 @@ class RetryUntilAvailable:
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call the function until no transient fault occurs. Other exceptions are raised."""
-        retrying = Retrying(UNTIL_AVAILABLE, self._bus.clock, self._bus.rng)
         call = object()
         try:
-            return await retrying.call(function, on_failure=lambda error, _: self._stalled(call, error))
+            return await self._retrying.call(function, on_failure=lambda error, _: self._stalled(call, error))
         finally:
             self._since.pop(call, None)
 

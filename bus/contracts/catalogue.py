@@ -32,6 +32,7 @@ from bus.contracts import (
     fences,
     host_metrics,
     moves,
+    nova_calls,
     objects,
     operations,
     placement,
@@ -217,6 +218,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
     ),
     query(workers.WorkersQuery, workers.WorkersPage, "workers.query"),
+    event(nova_calls.NovaCall, "nova.call", "shown as often as it comes", where=API, by=(SCHEDULER,), persistent=False),
     operators_command(operations.SetAdminState, "hosts.set", "the message's id", reply=operations.AdminStateSet),
     operators_command(
         operations.ForgetHost,

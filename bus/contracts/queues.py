@@ -355,6 +355,7 @@ QUEUES: tuple[QueueRow, ...] = (
     ),
     private("client.moves.{process}", OPERATOR, API, events=("instance.event.#",), max_length=1_000_000),
     private("client.feed.{process}", OPERATOR, API, events=(BUILD_EVENTS,), max_length=1_000_000),
+    private("client.nova.{process}", OPERATOR, API, events=("nova.call", "worker.heartbeat.#"), max_length=1_000),
     durable("client.record.{process}", OPERATOR, API, events=(BUILD_EVENTS,)),
     private("client.hosts.{process}", OPERATOR, CELL, events=("compute.hosts.#",), max_length=100_000),
     private("client.alarms.{process}", OPERATOR, CELL, events=("conductor.#",), max_length=10_000),

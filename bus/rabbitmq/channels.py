@@ -6,23 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import Mapping
-from typing import Any
 
 from aiormq import Channel
-from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
-from pamqp.commands import Basic
+from aiormq.abc import AbstractChannel, DeliveredMessage
+from msgspec import structs
 
 from bus.clock import shared_delay_s
-from bus.port import CC, DELIVERY_FIELDS, BusError, BusUnavailable, Outgoing, PublishRefused
+from bus.port import DELIVERY_FIELDS, BusError, BusUnavailable, Outgoing, PublishRefused
+from bus.rabbitmq import frames
 from bus.rabbitmq.errors import translated
+from bus.rabbitmq.patches import confirm_of
 from bus.topology import QueueNames
-
-# Method frames of AMQP 0-9-1 in one go: type 1, channel, size 13, class 60, method, delivery tag, bits, end.
-_FRAME = struct.Struct(">BHIHHQBB")
-_ACK, _REJECT = 80, 90
-_MULTIPLE, _REQUEUE = 1, 1
 
 # A quorum queue writes an acknowledgement to its log and flushes it, as it does a message. Sent at once it would make
 # the message that its handler has just published wait for two flushes. No task waits for them, so they gather;
@@ -38,7 +33,6 @@ CLOSE_TIMEOUT_S = 5.0
 # A channel that is this old and was refused something is replaced. Refusals of a full queue cost one channel in this
 # time; a refusal that would be permanent, because of a leader that is gone, lasts no longer.
 REPLACE_REFUSED_S = 5.0
-MAX_PROPERTY_BYTES = 255
 
 
 class Acks:
@@ -52,10 +46,8 @@ class Acks:
         self._at_most = max(1, prefetch // GATHERED_SHARE) if gathers else 1
         self._open: dict[int, None] = {}  # in the order of their tags
         self._acked: set[int] = set()
-        self._given_up: list[bytes] = []
-        self._flushing = False
+        self._frames = frames.FrameWriter(channel)
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def register(self, tag: int) -> None:
         """Record a delivery that was handed out."""
@@ -66,7 +58,7 @@ class Acks:
         if tag in self._open:
             self._acked.add(tag)
             if now or len(self._acked) >= self._at_most:
-                self._flush_soon()
+                self._send()
             elif self._timer is None:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(shared_delay_s(loop.time(), LINGER_S), self._send)
@@ -76,79 +68,41 @@ class Acks:
         if tag in self._open and tag not in self._acked:
             del self._open[tag]
             # Not basic.nack: what that gives back RabbitMQ 4.3 does not count towards the delivery limit.
-            self._given_up.append(self._frame(_REJECT, tag, _REQUEUE if requeue else 0))
-            self._flush_soon()
+            self._frames.write(frames.answer(self.channel.number, frames.REJECT, tag, requeue))
+            self._send()
 
     async def acknowledged(self, tag: int) -> None:
         """Acknowledge a delivery, and wait until the broker has done so. Raises BusUnavailable: it may have, or not."""
         self.ack(tag, now=True)
-        await self._hand_over()
-        with translated():  # the broker does what comes on a channel in its order, and answers this
-            await self.channel.basic_qos(prefetch_count=self._prefetch, timeout=CONFIRM_TIMEOUT_S)
+        with translated():  # the broker does what comes on a channel in its order, and answers the second
+            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                await self._frames.drain()
+                await self.channel.basic_qos(prefetch_count=self._prefetch)
 
     async def flush(self) -> None:
         """Write all acknowledgements to the connection, and wait for it: what only waits is dropped when it closes."""
-        await self._hand_over()
-        if self.channel.is_closed:
-            return
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await self._wait_to_send(ChannelFrame(payload=b"", should_close=False, drain_future=written))
-                await written
-
-    async def _hand_over(self) -> None:
-        """Put all acknowledgements before what this task writes next."""
         self._send()
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _flush_soon(self) -> None:
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._send)
+        with contextlib.suppress(BusError), translated():  # closed meanwhile
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._frames.drain()
 
     def _send(self) -> None:
-        self._flushing = False
+        """All up to a tag as one frame where nothing before it is open; the others one by one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        payload = self._payload()
-        if not payload or self.channel.is_closed:
-            return
-        frame = ChannelFrame(payload=payload, should_close=False)
-        try:
-            self.channel.write_queue.put_nowait(frame)  # type: ignore[attr-defined]
-        except asyncio.QueueFull:
-            task = asyncio.get_running_loop().create_task(self._wait_to_send(frame))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _wait_to_send(self, frame: ChannelFrame) -> None:
-        await self.channel.write_queue.put(frame)  # type: ignore[attr-defined]
-
-    def _payload(self) -> bytes:
-        frames, self._given_up = self._given_up, []
-        if self._acked:
-            frames += self._ack_frames()
-        return b"".join(frames)
-
-    def _ack_frames(self) -> list[bytes]:
-        """All up to a tag as one frame where nothing before it is open; the others one by one."""
         acked, self._acked = self._acked, set()
         last = count = 0
         for tag in self._open:
             if tag not in acked:
                 break
             last, count = tag, count + 1
-        frames = [self._frame(_ACK, last, _MULTIPLE if count > 1 else 0)] if last else []
-        frames += [self._frame(_ACK, tag, 0) for tag in sorted(acked) if tag > last]
-        for tag in acked:
+        if last:
+            self._frames.write(frames.answer(self.channel.number, frames.ACK, last, count > 1))
+        for tag in sorted(acked):
             del self._open[tag]
-        return frames
-
-    def _frame(self, method: int, tag: int, bits: int) -> bytes:
-        return _FRAME.pack(1, self.channel.number, 13, 60, method, tag, bits, 0xCE)
+            if tag > last:
+                self._frames.write(frames.answer(self.channel.number, frames.ACK, tag, False))
 
 
 def _seconds(expiration: str | None) -> float | None:
@@ -207,9 +161,11 @@ class PublishChannel:
     def __init__(self, channel: Channel, names: QueueNames) -> None:
         self.channel = channel
         self._names = names
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._frames = frames.FrameWriter(channel)
+        self._waiting: set[asyncio.Future[object]] = set()
         self._opened_at = asyncio.get_running_loop().time()
         self._refused = False
+        channel.closing.add_done_callback(self._closed)
 
     @property
     def usable(self) -> bool:
@@ -233,54 +189,47 @@ class PublishChannel:
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm, or raise as the port specifies."""
         exchange = self._names.exchange(message.exchange)
-        also = self._names.key(message.exchange, message.also) if message.also else ""
-        reply_to = None if message.reply_to is None else self._names.queue(message.reply_to)
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(ended)
+        if not message.message_id:  # a returned message names itself by it
+            message = structs.replace(message, message_id=f"{self.channel.number}.{self.channel.delivery_tag + 1}")
+        confirmed = self._send(message, exchange)
+        timer = asyncio.get_running_loop().call_later(CONFIRM_TIMEOUT_S, _late, confirmed)
         try:
             with translated(exchange or "amq.default"):
-                await self.channel.basic_publish(
-                    message.body,
-                    exchange=exchange,
-                    routing_key=self._names.key(message.exchange, message.routing_key),
-                    properties=properties_of(message, reply_to, also),
-                    mandatory=message.mandatory,
-                    timeout=CONFIRM_TIMEOUT_S,
-                    wait=False,
-                )
-        except BusUnavailable as error:
-            if isinstance(error.__cause__, TimeoutError):
-                raise BusUnavailable(f"no confirm within {CONFIRM_TIMEOUT_S:g} s") from error.__cause__
-            raise
+                await confirmed
         except PublishRefused:
             self._refused = True
             raise
         finally:
-            self._waiting.discard(ended)
-            ended.set_result(None)
+            timer.cancel()
+            self._waiting.discard(confirmed)
+
+    def _send(self, message: Outgoing, exchange: str) -> asyncio.Future[object]:
+        """Count the tag and queue the frames in one step, so that tags and frames have the same order."""
+        if self.channel.is_closed:
+            raise BusUnavailable("the channel is closed")
+        names = self._names
+        payload = frames.publish(
+            message,
+            exchange,
+            names.key(message.exchange, message.routing_key),
+            None if message.reply_to is None else names.queue(message.reply_to),
+            names.key(message.exchange, message.also) if message.also else "",
+            channel=self.channel.number,
+            frame_max=self.channel.connection.connection_tune.frame_max,
+        )
+        confirmed = confirm_of(self.channel, frames.cut(message.message_id))
+        self._waiting.add(confirmed)
+        self._frames.write(payload)
+        return confirmed
+
+    def _closed(self, closing: asyncio.Future[object]) -> None:
+        """Each publish that still waits fails with the cause."""
+        reason = None if closing.cancelled() else closing.exception()
+        for confirmed in self._waiting:
+            if not confirmed.done():
+                confirmed.set_exception(reason if isinstance(reason, Exception) else BusUnavailable("closed"))
 
 
-def properties_of(message: Outgoing, reply_to: str | None, also: str = "") -> Basic.Properties:
-    """The properties of a message, its headers among them.
-
-    A property that is longer than AMQP allows is cut: some repeat values of a client, ours or another's, and one
-    message's property must not stop its consumer.
-    """
-    headers: dict[str, Any] = {**message.headers, CC: [also]} if also else dict(message.headers)
-    return Basic.Properties(
-        content_type=cut(message.content_type),
-        headers=headers or None,
-        delivery_mode=2 if message.persistent else 1,
-        correlation_id=cut(message.correlation_id or ""),
-        reply_to=cut(reply_to or ""),
-        expiration=None if message.expiration_s is None else str(max(0, int(message.expiration_s * 1000))),
-        message_id=cut(message.message_id),
-        message_type=cut(message.type),
-    )
-
-
-def cut(text: str) -> str:
-    """A property as it arrives, and comes back."""
-    if len(text) * 4 <= MAX_PROPERTY_BYTES:
-        return text
-    return text.encode("utf-8", "surrogateescape")[:MAX_PROPERTY_BYTES].decode("utf-8", "surrogateescape")
+def _late(confirmed: asyncio.Future[object]) -> None:
+    if not confirmed.done():
+        confirmed.set_exception(BusUnavailable(f"no confirm within {CONFIRM_TIMEOUT_S:g} s"))

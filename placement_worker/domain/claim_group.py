@@ -12,13 +12,14 @@ from bus.contracts import placement as messages
 from bus.contracts.groups import GroupPolicy
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
-from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.moves import MIGRATION_TYPE, is_migration
 from placement_worker.domain.server_groups import HARD
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
 
 Holders = Mapping[int, tuple[messages.ClaimHolder, ...]]
 
 NOBODY: Holders = {}
+MAX_PLAIN, MAX_PLAIN_PROVIDERS = 8, 32  # of a group that one statement may take; a larger one shares its round trips
 MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
 
 
@@ -69,6 +70,26 @@ class ClaimGroup:
     def projects(self) -> list[str]:
         """The projects whose claims have limits, in the order of their locks."""
         return sorted({project for project, _ in self.limits})
+
+    @property
+    def plain(self) -> dict[str, messages.ClaimOption]:
+        """The first option of each consumer, if this is a small group of plain claims for new consumers that name
+        different providers; otherwise nothing.
+        """
+        if len(self.items) > MAX_PLAIN or self._keys or len(self.consumers) != len(self.items):
+            return {}
+        taken: dict[str, messages.ClaimOption] = {}
+        named: list[str] = []
+        for item in self.items:
+            if not isinstance(item, messages.Claim) or not item.options or item.consumer_generation is not None:
+                return {}
+            allocations = item.options[0].allocations
+            if item.release_first or item.foreign or not (allocations and all(allocations.values())):
+                return {}
+            taken[item.consumer] = item.options[0]
+            named += allocations
+        is_counted = not any(map(is_migration, self.consumers.values()))
+        return taken if is_counted and len(set(named)) == len(named) <= MAX_PLAIN_PROVIDERS else {}
 
     def members(self, holders: set[str] | None = None) -> WantedMembers:
         """Return the members that decide about the items. holders: the named consumers that hold allocations, if known.

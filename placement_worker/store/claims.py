@@ -12,10 +12,10 @@ import msgspec
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, InventoryUsage
 from placement_worker.store import limits
-from placement_worker.store.port import Locked
+from placement_worker.store.port import Limits, Locked
 from placement_worker.store.rows import holdings_of, transposed
 
-# Both call functions of 0001_functions.sql, so that each takes one round trip.
+# They call functions of 0001_functions.sql, so that each takes one round trip.
 LOCK = """
 SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::text[], $8::uuid[],
     $9::text[], $10)
@@ -27,6 +27,11 @@ SELECT write_claims($1::uuid[],
     $15::bigint[], $16::int[], $17::bigint[], $18::bigint[], $19::bigint[],
     $20::bigint[], $21::bigint[], $22::bytea[],
     $23::text[], $24::int[], $25::bigint[], $26::bigint[])
+"""
+TAKE_NEW = """
+SELECT take_new_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::text[],
+    $8::uuid[], $9::bigint[], $10::uuid[], $11::int[], $12::int[], $13::text[], $14::bigint[], $15::text[],
+    $16::text[], $17::int[], $18::bigint[], $19::bigint[])
 """
 
 _ConsumerRow = tuple[str, int, int, str, str, str, str]
@@ -77,6 +82,23 @@ def columns(rows: Sequence[tuple[str, ConsumerState]]) -> list[list[object]]:
 
 def _row_of(uuid: str, c: ConsumerState) -> tuple[object, ...]:
     return (uuid, c.project_id, c.user_id, c.consumer_type, c.generation, c.attempt, c.run)
+
+
+def new_columns(
+    consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], class_ids: Mapping[str, int], most: Limits
+) -> list[list[object]]:
+    """Return the columns of TAKE_NEW."""
+    places = {provider: place for place, provider in enumerate(shapes, 1)}
+    held = [
+        (uuid, places[provider], class_ids[name], name, amount)
+        for uuid, consumer in consumers.items()
+        for provider, resources in consumer.holding.items()
+        for name, amount in resources.items()
+    ]
+    new: list[list[object]] = [*columns(sorted(consumers.items())), list(shapes), list(shapes.values())]
+    limited: list[object] = [*sorted({project for project, _ in most})]
+    usage = transposed(limits.rows_of({}, consumers, class_ids, most), 4)
+    return [*new, *transposed(held, 5), limited, *usage]
 
 
 def written_columns(

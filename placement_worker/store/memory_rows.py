@@ -67,6 +67,11 @@ class MemoryBookRows:
         async with self.session.transaction() as transaction:
             yield MemoryBookTransaction(self.table, transaction, self.names)
 
+    async def take_new(
+        self, consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], most: port.Limits
+    ) -> None:
+        """Nothing: here no round trip is spared."""
+
     snapshot = transaction  # reads without an await between them are of one moment
 
     async def head(self) -> FeedHead:
@@ -234,7 +239,7 @@ class MemoryBookTransaction:
         decision: Decision,
         locked: port.Locked,
         changes: Sequence[Change] = (),
-        most: Mapping[tuple[str, str], int] = port.NO_LIMITS,
+        most: port.Limits = port.NO_LIMITS,
     ) -> int:
         """Write a decision about the locked rows. Raises PassedMeanwhile."""
         if not decision.consumers and not decision.generations and not changes:

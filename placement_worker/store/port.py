@@ -23,7 +23,8 @@ from placement_worker.store.names import NameRows, NameTable
 
 Leaving = tuple[str, str]  # (provider, class) whose allocations move to another provider
 Named = Mapping[str, int]  # numbers by name
-NO_LIMITS: Mapping[tuple[str, str], int] = {}
+Limits = Mapping[tuple[str, str], int]  # by project and class
+NO_LIMITS: Limits = {}
 NO_SOURCES: Sources = {}
 
 
@@ -205,7 +206,7 @@ class BookTransaction(NameRows, Protocol):
         decision: Decision,
         locked: Locked,
         changes: Sequence[Change] = (),
-        most: Mapping[tuple[str, str], int] = NO_LIMITS,
+        most: Limits = NO_LIMITS,
     ) -> int:
         """Write a decision about the locked rows, with the usage of the projects, and append the changes. Returns the
         number of the last change, 0 without changes.
@@ -366,6 +367,15 @@ class BookRows(Protocol):
     def transaction(self) -> AbstractAsyncContextManager[BookTransaction]:
         """A transaction that commits at the end and rolls back on an exception. Raises Unstorable, and StaleNames when
         it has written a name's number that the book does not have.
+        """
+
+    async def take_new(
+        self, consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], most: Limits
+    ) -> tuple[int, Sequence[int]] | None:
+        """Write new consumers with what they hold, in a transaction of their own, or nothing (None) where a row is not
+        as that needs it. Returns (the number of the last change, the new generations in the order of `shapes`).
+
+        shapes: of the providers that they hold, which no two of them share; None: any. most: limits of their projects.
         """
 
     def snapshot(self) -> AbstractAsyncContextManager[BookTransaction]:

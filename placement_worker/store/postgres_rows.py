@@ -133,7 +133,7 @@ class PostgresBookTransaction:
         decision: Decision,
         locked: port.Locked,
         changes: Sequence[Change] = (),
-        most: Mapping[tuple[str, str], int] = port.NO_LIMITS,
+        most: port.Limits = port.NO_LIMITS,
     ) -> int:
         """Write a decision about the locked rows. Raises PassedMeanwhile and BrokenInvariant."""
         held = (consumer.holding for consumer in decision.consumers.values() if consumer is not None)
@@ -387,6 +387,18 @@ class PostgresBookRows:
             raise StaleNames(str(error)) from error
         except asyncpg.DataError as error:
             raise port.Unstorable(str(error)) from error
+
+    async def take_new(
+        self, consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], most: port.Limits
+    ) -> tuple[int, Sequence[int]] | None:
+        """Write new consumers with what they hold, or nothing."""
+        columns = claims.new_columns(consumers, shapes, self.names.class_ids, most)
+        async with self.database.single() as connection:
+            try:
+                taken = await connection.fetchval(claims.TAKE_NEW, *columns)
+            except (asyncpg.RaiseError, asyncpg.DataError):
+                return None
+        return None if taken is None else (taken[0], taken[1:])
 
     @asynccontextmanager
     async def snapshot(self) -> AsyncIterator[PostgresBookTransaction]:

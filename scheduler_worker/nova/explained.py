@@ -1,20 +1,46 @@
-"""How a call was decided, for operators: the line of the log that `berth explain` reads.
+"""How a call was decided, for operators: a line of the log, which `berth explain` reads, and an event on the API bus,
+which the pages show.
 
 A front keeps nothing, and any of several answers a call: what it has decided is in its log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Final
 
-from msgspec import Struct, to_builtins
+import msgspec
+import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
-from bus.contracts.build import HostScore
+from bus.bus import Bus
+from bus.contracts.base import MAX_REASON
+from bus.contracts.nova_calls import (
+    MAX_HOSTS,
+    MAX_LOST,
+    MAX_NAMED,
+    MAX_REASONS,
+    MAX_STEPS,
+    CallCompared,
+    CallExplained,
+    ExplainedStep,
+    NovaCall,
+)
+from bus.port import BusError
+from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.selector import NoValidHost
 
+log = structlog.get_logger("nova")
+
 NOT_DECIDED: Final = "nova.not_decided"
+MAX_BYTES: Final = 64 * 1024  # of one event; a larger one leaves without hosts and scores
+MAX_WAITING: Final = 200  # events; past it the oldest are dropped, as after a broker's absence
 
 
 class DecisionEvents(Struct, frozen=True):
@@ -28,40 +54,73 @@ ANSWERED: Final = DecisionEvents("nova.placed", "nova.no_valid_host")
 SHADOWED: Final = DecisionEvents("nova.shadow_placed", "nova.shadow_no_valid_host")  # of which Nova learns nothing
 EVENTS: Final = frozenset({ANSWERED.placed, ANSWERED.no_host, SHADOWED.placed, SHADOWED.no_host, NOT_DECIDED})
 
-MAX_NAMED = 20  # instances that one line names
+
+class CallRecorder:
+    """Takes how calls were decided, and logs it."""
+
+    def explain(self, one: CallExplained) -> None:
+        """Take how a call was decided, or why it is left to the fallback."""
+        fields = {name: value for name, value in msgspec.to_builtins(one).items() if value}
+        log.info(fields.pop("event"), **fields)
+
+    def compare(self, request_id: str, one: CallCompared) -> None:
+        """Take how the stock scheduler's answer differs from berth's, in the shadow."""
+        log.info(
+            "nova.shadow_differs",
+            difference=one.difference,
+            request_id=request_id,
+            instances=list(one.instances),
+            berth=list(one.berth.hosts) or one.berth.reason,
+            stock=list(one.stock.hosts) or one.stock.reason,
+            rule=one.rule,
+            berth_s=one.berth.took_s,
+            stock_s=one.stock.took_s,
+        )
 
 
-class ExplainedStep(Struct, frozen=True, kw_only=True):
-    """One step of the funnel: the hosts that it left, those that it rejected by reason, and the first of these by name
-    ("": for several reasons).
+class AnnouncedCalls(CallRecorder):
+    """Announces it on the API bus as well, for the pages. No call waits for that, and little gathers while the bus is
+    away.
     """
 
-    step: str
-    remaining: int
-    rejected: dict[str, int] = {}
-    hosts: dict[str, tuple[str, ...]] = {}
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._waiting: deque[NovaCall] = deque(maxlen=MAX_WAITING)
+        self._changed = asyncio.Event()
 
+    def explain(self, one: CallExplained) -> None:
+        """Log it, and have it announced."""
+        super().explain(one)
+        self._put(self._event(one.request_id, explained=one))
 
-class CallExplained(Struct, frozen=True, kw_only=True):
-    """One line about a call. hosts: of each of the first instances, the chosen one and its alternates. scores: what
-    those of the first weighed.
+    def compare(self, request_id: str, one: CallCompared) -> None:
+        """Log it, and have it announced."""
+        super().compare(request_id, one)
+        self._put(self._event(request_id, compared=one))
 
-    reason: why it has no host, or was left to the fallback. lost: claims that got nothing, "host: outcome".
-    """
+    async def run(self) -> None:
+        """Publish what is told, until it is cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            gathered = [(one, "") for one in self._waiting]
+            self._waiting.clear()
+            with suppress(BusError):  # lost without harm: the log has it
+                await self._bus.publish_all(gathered)
 
-    event: str
-    request_id: str
-    timestamp: str = ""
-    process: str = ""
-    instances: tuple[str, ...] = ()
-    count: int = 0
-    reason: str = ""
-    step: str = ""
-    detail: str = ""
-    lost: tuple[str, ...] = ()
-    funnel: tuple[ExplainedStep, ...] = ()
-    hosts: tuple[tuple[str, ...], ...] = ()
-    scores: tuple[HostScore, ...] = ()
+    def _event(
+        self, request_id: str, *, explained: CallExplained | None = None, compared: CallCompared | None = None
+    ) -> NovaCall:
+        worker = self._bus.process or "nova-scheduler"
+        at = self._bus.clock.time()
+        return NovaCall(request_id=request_id, at=at, worker=worker, explained=explained, compared=compared)
+
+    def _put(self, event: NovaCall) -> None:
+        if event.explained is not None and len(msgspec.json.encode(event)) > MAX_BYTES:
+            funnel = tuple(replace(step, hosts={}) for step in event.explained.funnel)
+            event = replace(event, explained=replace(event.explained, funnel=funnel, scores=(), hosts=(), lost=()))
+        self._waiting.append(event)
+        self._changed.set()
 
 
 def steps_of(result: NoValidHost, name_of: Callable[[int], str]) -> tuple[ExplainedStep, ...]:
@@ -71,19 +130,29 @@ def steps_of(result: NoValidHost, name_of: Callable[[int], str]) -> tuple[Explai
         named.setdefault(one.step, {})[one.reason] = tuple(map(name_of, one.rows))
     return tuple(
         ExplainedStep(
-            step=one.step, remaining=one.remaining, rejected=dict(one.rejected), hosts=named.get(one.step, {})
+            step=one.step,
+            remaining=one.remaining,
+            rejected=dict(islice(one.rejected.items(), MAX_REASONS)),
+            hosts=dict(islice(named.get(one.step, {}).items(), MAX_REASONS)),
         )
-        for one in result.funnel
+        for one in result.funnel[:MAX_STEPS]
     )
 
 
-def placed_fields(instances: Sequence[str], results: Sequence[HostClaimed]) -> dict[str, object]:
-    """The fields of a line about instances that have hosts."""
+def lost_of(claims: Iterable[ClaimLoss]) -> tuple[str, ...]:
+    """The first of the claims that got nothing, in words."""
+    return tuple(one.what[:MAX_REASON] for one in islice(claims, MAX_LOST))
+
+
+def placed(event: str, request_id: str, instances: Sequence[str], results: Sequence[HostClaimed]) -> CallExplained:
+    """Of instances that have hosts."""
     named = results[:MAX_NAMED]
-    return {
-        "instances": instances[:MAX_NAMED],
-        "count": len(instances),
-        "hosts": [[one.host for one in result.selections] for result in named],
-        "scores": to_builtins(results[0].scores),
-        "lost": [loss.what for result in named for loss in result.lost],
-    }
+    return CallExplained(
+        event=event,
+        request_id=request_id,
+        instances=tuple(instances[:MAX_NAMED]),
+        count=len(instances),
+        hosts=tuple(tuple(one.host for one in result.selections[:MAX_HOSTS]) for result in named),
+        scores=tuple(results[0].scores[:MAX_HOSTS]),
+        lost=lost_of(loss for result in named for loss in result.lost),
+    )

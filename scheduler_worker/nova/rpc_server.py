@@ -19,6 +19,8 @@ import structlog
 from msgspec import structs
 
 from bus.clock import Clock
+from bus.contracts.base import MAX_REASON
+from bus.contracts.nova_calls import CallExplained
 from bus.faults import BrokenInvariant, Fault, Transient
 from bus.port import BusError, BusForbidden, Outgoing
 from bus.rabbitmq.channels import RabbitDelivery
@@ -38,7 +40,7 @@ from scheduler_worker.nova.envelope import (
     parse_call,
     unsupported_version,
 )
-from scheduler_worker.nova.explained import NOT_DECIDED
+from scheduler_worker.nova.explained import NOT_DECIDED, CallRecorder
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
 from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, topic_queue
 from scheduler_worker.nova.relay import RelayFailed, RelayPort
@@ -134,6 +136,7 @@ class RpcServer:
         clock: Clock,
         rng: random.Random,
         relay: RelayPort | None = None,
+        recorder: CallRecorder | None = None,
         prefetch: int = PREFETCH,
     ) -> None:
         self._transport = transport
@@ -142,6 +145,7 @@ class RpcServer:
         self._clock = clock
         self._rng = rng
         self._relay = relay
+        self._recorder = recorder or CallRecorder()
         self._prefetch = prefetch
         self._topics = [topic_queue(options, control_exchange, key) for key in (TOPIC, f"{TOPIC}.{host}")]
         self._fronts = topic_queue(options, control_exchange, FRONTS)
@@ -392,7 +396,14 @@ class RpcServer:
         except RemoteFault as fault:
             return f"raised {fault.class_name}", encode_failure(*ids, fault)
         except NotDecided as undecided:
-            log.info(NOT_DECIDED, request_id=call.request_id, reason=undecided.reason, detail=undecided.detail)
+            self._recorder.explain(
+                CallExplained(
+                    event=NOT_DECIDED,
+                    request_id=call.request_id,
+                    reason=undecided.reason[:MAX_REASON],
+                    detail=undecided.detail[:MAX_REASON],
+                )
+            )
             return await self._relayed(held, undecided.reason, ids)
         except BrokenInvariant:
             raise

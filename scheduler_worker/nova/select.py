@@ -20,9 +20,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.base import Uuid
+from bus.contracts.base import MAX_REASON, Uuid
 from bus.contracts.cell import Selection
 from bus.contracts.groups import ServerGroup
+from bus.contracts.nova_calls import MAX_NAMED as MAX_EXPLAINED
+from bus.contracts.nova_calls import CallExplained, ExplainedStep
 from bus.contracts.patterns import reason_of
 from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED
 from bus.faults import Transient
@@ -44,8 +46,7 @@ from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
 from scheduler_worker.filters.image import ImagePropertiesFilter, supports
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, RemoteFault, no_such_method, no_valid_host
-from scheduler_worker.nova.explained import ANSWERED, SHADOWED, ExplainedStep, placed_fields, steps_of
-from scheduler_worker.nova.explained import MAX_NAMED as MAX_LOGGED
+from scheduler_worker.nova.explained import ANSWERED, SHADOWED, CallRecorder, lost_of, placed, steps_of
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
@@ -125,7 +126,8 @@ class NovaInstance(Struct, frozen=True, kw_only=True):
 class Destinations:
     """Answers the calls and takes the casts of topic `scheduler`. One per process.
 
-    configure: puts newer facts into the selector. The rest is the scheduler's own.
+    configure: puts newer facts into the selector. recorder: takes how each call was decided. The rest is the
+    scheduler's own.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Destinations:
         notifier: Notifier,
         config: NovaConfig,
         clock: Clock,
+        recorder: CallRecorder | None = None,
     ) -> None:
         self._placer = placer
         self._selector = selector
@@ -149,6 +152,7 @@ class Destinations:
         self._configure = configure
         self._notifier = notifier
         self._clock = clock
+        self._recorder = recorder or CallRecorder()
         self._events = SHADOWED if config.shadow else ANSWERED
         self._settings = config.prefilters
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
@@ -209,11 +213,7 @@ class Destinations:
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
-                    log.info(
-                        self._events.placed,
-                        request_id=call.request_id,
-                        **placed_fields(asked.instance_uuids or (), claimed),
-                    )
+                    self._recorder.explain(placed(self._events.placed, call.request_id, instances, claimed))
                     return [one.selections for one in claimed]
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
@@ -222,8 +222,18 @@ class Destinations:
                 break
             self._configure()
         assert ended is not None
-        known = {"instances": instances[:MAX_LOGGED], "count": len(instances), **msgspec.to_builtins(ended)}
-        log.info(self._events.no_host, request_id=call.request_id, **known)
+        self._recorder.explain(
+            CallExplained(
+                event=self._events.no_host,
+                request_id=call.request_id,
+                instances=instances[:MAX_EXPLAINED],
+                count=len(instances),
+                reason=ended.reason[:MAX_REASON],
+                step=ended.step,
+                lost=ended.lost,
+                funnel=ended.funnel,
+            )
+        )
         raise no_valid_host(ended.reason)
 
     async def _is_news(self) -> bool:
@@ -442,7 +452,7 @@ def ended_by(
     """
     unplaced = [one for one in results if not isinstance(one, HostClaimed | PlacementUnavailable)]
     first = min(unplaced, key=lambda one: 0 if isinstance(one, NoValidHost) else 1)
-    lost = tuple(loss.what for one in unplaced for loss in one.lost)
+    lost = lost_of(loss for one in unplaced for loss in one.lost)
     if isinstance(first, NoValidHost):
         step = first.funnel[-1].step if first.funnel else ""
         reason, funnel = sentence(spec, first.funnel, nearest), steps_of(first, name_of)

@@ -20,7 +20,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock
+from bus.contracts.base import MAX_REASON
 from bus.contracts.book import HeldAllocation, ProjectUsagePage
+from bus.contracts.nova_calls import MAX_NAMED, CallCompared, ComparedAnswer
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
@@ -34,6 +36,7 @@ from bus.faults import Fault
 from placement_worker.replica.book import Book
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.nova.envelope import Call, CallOutcome, RemoteFault, parse_outcome
+from scheduler_worker.nova.explained import CallRecorder
 from scheduler_worker.nova.metrics import SHADOW, SHADOW_S
 from scheduler_worker.nova.relay import RelayPort
 from scheduler_worker.nova.request_spec import NotDecided
@@ -43,7 +46,7 @@ log = structlog.get_logger("nova")
 SHADOWED: Final = "shadow"  # the reason for which each call is relayed
 DECIDE_S = 10.0  # that a decision may take
 MAX_IN_FLIGHT = 64  # decisions whose call has no answer yet; the calls beyond are answered all the same
-MAX_LOGGED = 20  # hosts of one log line
+MAX_UUID, MAX_HOST = 255, 600  # letters that are told of what another scheduler or a client names
 # A generation that no provider comes to, nor the feed: what is granted here counts until it is forgotten.
 NEVER = 2**62
 
@@ -134,10 +137,18 @@ class StockDecides:
 
 
 class ShadowedRelay:
-    """The relay of such a server: berth decides beside each call. book: the replica."""
+    """The relay of such a server: berth decides beside each call. book: the replica. recorder: takes differences."""
 
-    def __init__(self, destinations: ShadowedDestinations, relay: RelayPort, book: Book, clock: Clock) -> None:
+    def __init__(
+        self,
+        destinations: ShadowedDestinations,
+        relay: RelayPort,
+        book: Book,
+        clock: Clock,
+        recorder: CallRecorder | None = None,
+    ) -> None:
         self._destinations = destinations
+        self._recorder = recorder or CallRecorder()
         self._relay = relay
         self._book = book
         self._clock = clock
@@ -226,16 +237,15 @@ class ShadowedRelay:
         SHADOW_S.labels("berth").observe(ours.took_s)
         SHADOW_S.labels("stock").observe(stock.took_s)
         if difference is not Difference.SAME:
-            log.info(
-                "nova.shadow_differs",
-                difference=difference.value,
-                request_id=call.request_id,
-                instances=_instances(call)[:MAX_LOGGED],
-                berth=_shown(ours),
-                stock=_shown(stock),
-                rule=rule,
-                berth_s=round(ours.took_s, 6),
-                stock_s=round(stock.took_s, 6),
+            self._recorder.compare(
+                call.request_id,
+                CallCompared(
+                    difference=difference.value,
+                    instances=tuple(one[:MAX_UUID] for one in _instances(call)[:MAX_NAMED]),
+                    berth=_compared(ours),
+                    stock=_compared(stock),
+                    rule=rule[:MAX_REASON],
+                ),
             )
 
     async def _decided(self, call: Call) -> SchedulerAnswer:
@@ -271,11 +281,14 @@ def _host_of(row: Any) -> tuple[str, str] | None:
     return (host, node) if isinstance(host, str) and isinstance(node, str) else None
 
 
-def _shown(decision: SchedulerAnswer) -> str | list[str]:
-    """For a line of the log."""
-    if not decision.hosts:
-        return decision.reason
-    return [host if host == node else f"{host} {node}" for host, node in decision.hosts[:MAX_LOGGED]]
+def _compared(decision: SchedulerAnswer) -> ComparedAnswer:
+    """For operators."""
+    hosts = (host if host == node else f"{host} {node}" for host, node in decision.hosts[:MAX_NAMED])
+    return ComparedAnswer(
+        hosts=tuple(one[:MAX_HOST] for one in hosts),
+        reason=decision.reason[:MAX_REASON],
+        took_s=round(decision.took_s, 6),
+    )
 
 
 def difference_of(ours: SchedulerAnswer, stock: SchedulerAnswer, rule: str) -> Difference:

@@ -75,7 +75,6 @@ function startNow() {
       }));
       byId("cells").replaceChildren(...Object.entries(now.cells).sort().map(([cell, [up, every]]) => row([link("/fleet?cell=" + encodeURIComponent(cell), cell), up, every])));
       byId("workers").replaceChildren(...Object.entries(now.workers).sort().map(([role, [up, every]]) => row([link("/system", role), up, every])));
-      byId("shadow")?.replaceChildren(...Object.entries(now.shadow).sort().map((counted) => row(counted)));
       byId("queues").replaceChildren(...(now.queues.length ? now.queues.map((one) => row([one.bus, one.queue, one.waiting])) : [row(["None.", "", ""])]));
     },
     failure(event) {
@@ -83,6 +82,28 @@ function startNow() {
       rows.querySelector(".none")?.remove();
       rows.prepend(row([when(event.at), link("/builds/" + event.instance_uuid, event.instance_uuid), event.code ?? "", event.reason ?? ""]));
       while (rows.children.length > 20) rows.lastElementChild.remove();
+    },
+  });
+}
+
+// --- calls of Nova
+
+function startNova() {
+  const answer = (one) => one.hosts.join(", ") || one.reason;
+  const about = (one) => link("/nova/calls/" + encodeURIComponent(one.request_id), one.request_id);
+  const took = (s) => { const made = document.createElement("span"); made.textContent = duration(s); return made; };
+  const put = (id, rows) => { if (rows.length) byId(id).replaceChildren(...rows); };
+  listen("/nova/events", {
+    nova(calls) {
+      put("counts", Object.entries(calls.counts).sort().map((counted) => row(counted)));
+      put("compared", calls.compared.map((one) => {
+        const { difference, stock, berth, rule } = one.compared;
+        return row([when(one.at), about(one), difference, answer(stock), answer(berth), rule, took(stock.took_s), took(berth.took_s)]);
+      }));
+      put("explained", calls.explained.map((one) => {
+        const { event, count, hosts, reason } = one.explained;
+        return row([when(one.at), about(one), event, count, [...hosts.map((of) => of[0] ?? ""), reason].join(" "), one.worker]);
+      }));
     },
   });
 }
@@ -390,6 +411,7 @@ async function followDrain(id) {
 document.addEventListener("DOMContentLoaded", () => {
   if (byId("rates")) startNow();
   if (byId("map")) startFleet();
+  if (byId("compared")) startNova();
   const followed = document.querySelector("[data-follow]")?.dataset.follow;
   if (followed) followBuild(followed);
   // A link to the login page may carry the token behind the #, which no browser sends or logs.

@@ -10,6 +10,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import ARRAY, BigInteger, Integer, bindparam, column, func, select
 
 from bus.clock import new_uuid
@@ -281,7 +282,7 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
     book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (host,) = await book.hosts(1, rng, VCPU=8)
-    item = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
+    item = replace(make_claim(new_uuid(rng), {host: {"VCPU": 2}}), release_first=True)  # taken in no single statement
     head = (await book.store.head()).sequence
     write = PostgresBookTransaction.write_claims
 

@@ -45,50 +45,69 @@ from bus.contracts.placement import (
 )
 from bus.port import CC, UNREAD, Outgoing
 from bus.publishing import BusLimits
-from bus.rabbitmq import channels
-from bus.rabbitmq.channels import RabbitDelivery, properties_of
+from bus.rabbitmq import frames
+from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.patches import MAX_DEPTH, MAX_VALUES, install
 from bus.topology import QueueNames, matches
 from tests.kit.raw_amqp import FLAGS, long, publish_frames, short, table
 from tests.unit.bus.test_wire import arrived
 
-# --- the properties of a message as pamqp writes them, and reads them again
+# --- the properties of a message as pamqp reads them, which knows the protocol
 
 SHORT = st.text(max_size=60).filter(lambda text: "\0" not in text)
 NAMES = st.text(min_size=1, max_size=30).filter(lambda name: name != CC)
+FRAME_MAX = 4096
 VALUES = st.one_of(SHORT, st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False))
 
 install()
 
 
 @given(
+    exchange=SHORT,
+    key=SHORT,
     also=SHORT,
+    body=st.binary(max_size=10_000),
     headers=st.dictionaries(NAMES, VALUES, max_size=5),
-    persistent=st.booleans(),
+    flags=st.tuples(st.booleans(), st.booleans()),
     names=st.tuples(SHORT, SHORT, SHORT, SHORT),
     expiration_s=st.none() | st.floats(0, 10**6),
 )
-def test_what_is_written_is_read(
+def test_what_is_written_is_read(  # noqa: PLR0917
+    exchange: str,
+    key: str,
     also: str,
+    body: bytes,
     headers: dict[str, str | int | float],
-    persistent: bool,
+    flags: tuple[bool, bool],
     names: tuple[str, str, str, str],
     expiration_s: float | None,
 ) -> None:
+    persistent, mandatory = flags
     message = Outgoing(
-        exchange="",
-        routing_key="q",
-        body=b"",
+        exchange="unused",
+        routing_key="unused",
+        body=body,
         message_id=names[0],
         type=names[1],
         correlation_id=names[2],
         headers=headers,
         persistent=persistent,
+        mandatory=mandatory,
         expiration_s=expiration_s,
     )
-    header = ContentHeader()
-    header.unmarshal(ContentHeader(properties=properties_of(message, names[3], also)).marshal())
-    read: Basic.Properties = header.properties
+    raw = frames.publish(message, exchange, key, names[3], also, channel=7, frame_max=FRAME_MAX)
+    found = []
+    while raw:
+        size, channel, one = frame.unmarshal(raw)
+        assert channel == 7 and size <= FRAME_MAX
+        found.append(one)
+        raw = raw[size:]
+    method, head, *bodies = found
+    assert isinstance(method, Basic.Publish) and isinstance(head, ContentHeader)
+    assert (method.exchange, method.routing_key) == (exchange, key)
+    assert (method.mandatory, method.immediate) == (mandatory, False)
+    assert b"".join(part.value for part in bodies) == body and head.body_size == len(body)
+    read: Basic.Properties = head.properties
     assert read.content_type == "application/json"
     assert (read.headers or {}) == ({**headers, CC: [also]} if also else headers)
     assert read.delivery_mode == (2 if persistent else 1)
@@ -167,17 +186,17 @@ def test_bytes_of_a_property_are_written_back_as_they_came(name: str) -> None:
     read = getattr(decoded_properties(**{name: raw}), attribute)
     fields: dict[str, str] = {name: read}
     message = Outgoing(exchange="", routing_key="q", body=b"", **fields)  # type: ignore[arg-type]
-    assert short(raw) in channels.properties_of(message, message.reply_to).marshal()
+    assert short(raw) in frames.properties(message, message.reply_to)
 
 
 def test_a_property_that_is_too_long_is_cut_and_known_by_what_is_left() -> None:
     text = "ü" * 200
-    assert channels.cut(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
-    assert channels.cut("short") == "short"
+    assert frames.cut(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
+    assert frames.cut("short") == "short"
     message = Outgoing(exchange="", routing_key="q", body=b"", message_id=text)
-    assert short(text.encode()[:255]) in channels.properties_of(message, None).marshal()
+    assert short(text.encode()[:255]) in frames.properties(message, None)
     with pytest.raises(ValueError, match="longer"):
-        Basic.Publish(exchange="", routing_key="ü" * 200).marshal()
+        frames.publish(message, "", "ü" * 200, None, "", channel=1, frame_max=4096)
 
 
 def test_a_time_beyond_the_calendar_is_none_and_what_follows_is_read() -> None:

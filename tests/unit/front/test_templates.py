@@ -21,6 +21,7 @@ from berth.client.object_edits import QuotaUse
 from berth.web.access import WebCaller
 from berth.web.dead_letters import LetterCount, LetterView
 from berth.web.fleet import CellView, HostChange, HostDetail
+from berth.web.nova import NovaView
 from berth.web.objects import GroupView, Zone
 from berth.web.operations import MetalView
 from berth.web.pages import LostClaim, Now
@@ -35,8 +36,9 @@ from bus.contracts.operations import ServiceRecord
 from bus.contracts.workers import WorkerRecord
 
 WEB = Path(__file__).parents[3] / "berth" / "web"
-EVERYWHERE = {"path": str, "who": WebCaller, "has_session": bool}
-# {page: {variable: type}}, as `_page` is called in pages.py and operator_pages.py.
+EVERYWHERE = {"path": str, "who": WebCaller, "nav": tuple[tuple[str, str], ...], "has_session": bool}
+# {page: {variable: type}}, as `_page` is called in these modules.
+MODULES = ("pages.py", "operator_pages.py", "nova.py", "login.py")
 PAGES: dict[str, dict[str, Any]] = {
     "now.html": {"now": Now, "failures": list[BuildEvent]},
     "fleet.html": {
@@ -68,6 +70,8 @@ PAGES: dict[str, dict[str, Any]] = {
         "deletable": bool,
     },
     "login.html": {"wrong": bool},
+    "nova.html": {"calls": NovaView},
+    "nova_call.html": {"request_id": str, "calls": NovaView},
     "host.html": {"detail": HostDetail, "host": HostRecord, "changes": list[HostChange]},
     "drain_plan.html": {"host": HostRecord, "plan": DrainPlan, "kind": str, "stuck": int},
     "drain.html": {"drain": DrainProgress},
@@ -292,7 +296,7 @@ def test_what_a_template_reads_and_is_not_there_is_found() -> None:
 
 def test_each_page_is_passed_what_is_declared_here() -> None:
     passed: dict[str, set[str]] = {"problem.html": {"problem"}}
-    for path in (WEB / "pages.py", WEB / "operator_pages.py"):
+    for path in (WEB / name for name in MODULES):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(func=ast.Attribute(attr="_page"), args=[_, ast.Constant(value=str(name)), *_]):

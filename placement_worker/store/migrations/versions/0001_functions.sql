@@ -336,3 +336,79 @@ BEGIN
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
+
+-- Take a small group of new claims, each as its first option, or change nothing: NULL, or an exception where a row has
+-- changed since it was read. What is not plainly there to be taken, `lock_claims` and `write_claims` decide.
+-- wanted: providers, each once, with the shapes that they must have (NULL: any); held_of: places in it. Each allocation
+-- is of another inventory. names: of the classes. limited, usage_*: as for `lock_claims` and `add_project_usage`.
+-- Returns [the last change's number, the providers' generations in the order of `wanted`].
+CREATE FUNCTION take_new_claims(consumers uuid[], projects text[], users text[], types text[], generations bigint[],
+    attempts integer[], runs text[], wanted uuid[], shapes bigint[], holders uuid[], held_of integer[],
+    held_classes integer[], names text[], amounts bigint[], limited text[],
+    usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[]) RETURNS bigint[] AS $$
+DECLARE
+    written bigint;
+    ids bigint[];
+    moved_to bigint[];
+    body text;
+BEGIN
+    INSERT INTO consumers (uuid, project_id, user_id, consumer_type, generation, attempt, run)
+    SELECT * FROM unnest(take_new_claims.consumers, projects, users, types, take_new_claims.generations, attempts, runs)
+    WHERE (
+        SELECT count(*) FROM unnest(held_of, held_classes, take_new_claims.amounts) AS n (place, class_id, amount)
+        JOIN providers p ON p.uuid = wanted[n.place] AND (shapes[n.place] IS NULL OR p.shape = shapes[n.place])
+        JOIN inventories i ON i.provider_id = p.id AND i.class_id = n.class_id AND i.used + n.amount <= i.capacity
+            AND n.amount <= i.max_unit AND i.min_unit = 1 AND i.step_size = 1
+    ) = cardinality(held_of) AND (cardinality(limited) = 0 OR NOT EXISTS (
+        SELECT FROM unnest(usage_projects, usage_classes, usage_more, usage_most)
+            AS n (project_id, class_id, more, most)
+        LEFT JOIN project_usage u ON u.project_id = n.project_id AND u.class_id = n.class_id
+        WHERE coalesce(u.amount, 0) + n.more > n.most
+    ))
+    ON CONFLICT (uuid) DO NOTHING;
+    GET DIAGNOSTICS written = ROW_COUNT;
+    IF written = 0 THEN
+        RETURN NULL;
+    ELSIF written <> cardinality(take_new_claims.consumers) THEN
+        RAISE EXCEPTION 'not new';
+    END IF;
+    IF cardinality(wanted) > 1 THEN
+        PERFORM p.id FROM providers p WHERE p.uuid = ANY(wanted) ORDER BY p.id FOR NO KEY UPDATE;
+    END IF;
+    WITH moved AS (
+        UPDATE providers p SET generation = p.generation + 1, updated_at = now()
+        FROM unnest(wanted, shapes) WITH ORDINALITY AS n (uuid, shape, place)
+        WHERE p.uuid = n.uuid AND (n.shape IS NULL OR p.shape = n.shape)
+        RETURNING n.place, p.id, p.generation
+    )
+    SELECT array_agg(m.id ORDER BY m.place), array_agg(m.generation ORDER BY m.place) INTO ids, moved_to FROM moved m;
+    IF cardinality(ids) IS DISTINCT FROM cardinality(wanted) THEN
+        RAISE EXCEPTION 'gone, or of another shape';
+    END IF;
+    WITH used AS (
+        UPDATE inventories i SET used = i.used + n.amount
+        FROM unnest(held_of, held_classes, names, take_new_claims.amounts) WITH ORDINALITY
+            AS n (place, class_id, name, amount, number)
+        WHERE i.provider_id = ids[n.place] AND i.class_id = n.class_id AND i.used + n.amount <= i.capacity
+            AND n.amount <= i.max_unit AND i.min_unit = 1 AND i.step_size = 1
+        RETURNING n.place, n.number, to_json(n.name) || ':' || i.used AS entry
+    ), changed AS (
+        SELECT place, count(*) AS entries, string_agg(entry, ',' ORDER BY number) AS used FROM used GROUP BY place
+    )
+    SELECT sum(c.entries), '[' || string_agg('{"provider":"' || wanted[c.place] || '","generation":'
+        || moved_to[c.place] || ',"used":{' || c.used || '}}', ',' ORDER BY c.place) || ']'
+    INTO written, body FROM changed c;
+    IF written IS DISTINCT FROM cardinality(held_of) THEN
+        RAISE EXCEPTION 'full, or no such inventory';
+    END IF;
+    INSERT INTO allocations (consumer, provider_id, class_id, amount)
+    SELECT n.consumer, ids[n.place], n.class_id, n.amount
+    FROM unnest(holders, held_of, held_classes, take_new_claims.amounts) AS n (consumer, place, class_id, amount);
+    IF cardinality(limited) > 0 THEN
+        PERFORM lock_projects(limited, false);
+    END IF;
+    PERFORM add_project_usage(usage_projects, usage_classes, usage_more, usage_most);
+    RETURN append_changes(ARRAY[1], ARRAY[cardinality(wanted)], ARRAY[convert_to(body, 'UTF8')]) || moved_to;
+END
+$$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off;

@@ -1,0 +1,195 @@
+"""The page about calls of Nova: from what a front announces to what a browser gets, and the bounds of what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from functools import partial
+
+import httpx
+import msgspec
+import pytest
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from structlog.testing import capture_logs
+
+from berth.web.access import LOCAL, Access, WebCaller, WebRole, digest_of
+from berth.web.application import nova_application
+from berth.web.live import Live
+from berth.web.nova import FRONT, MAX_FRONTS, SHOWN, KeptCalls, NovaCalls, NovaPages
+from bus.bus import API
+from bus.clock import SystemClock
+from bus.contracts.nova_calls import CallCompared, CallExplained, ComparedAnswer, ExplainedStep, NovaCall
+from bus.contracts.workers import WorkerHeartbeat
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.service.environment import Environment
+from scheduler_worker.nova.explained import ANSWERED, MAX_BYTES, MAX_WAITING, AnnouncedCalls, CallRecorder
+from tests.kit.waiting import until
+
+HOSTILE = "<script>alert(1)</script>\n\u202eevil"
+NO_HOST = CallExplained(
+    event=ANSWERED.no_host,
+    request_id="req-1",
+    instances=("vm-1",),
+    count=3,
+    reason="no room",
+    funnel=(ExplainedStep(step="ram", remaining=0, rejected={"memory": 7}, hosts={"memory": ("h1", HOSTILE)}),),
+)
+OTHER_HOST = CallCompared(
+    difference="other host",
+    stock=ComparedAnswer(hosts=("h-stock",), took_s=0.25),
+    berth=ComparedAnswer(hosts=("h-berth",), took_s=0.002),
+)
+
+
+class World:
+    """A front and the page, each with its connection to one bus in memory."""
+
+    def __init__(self) -> None:
+        broker = MemoryBroker(SystemClock())
+        self.front, self.web = (
+            Environment(name, transports=partial(MemoryTransport, broker), rng=random.Random(1))
+            for name in ("front-1", "web-1")
+        )
+        self.bus, of_page = self.front.bus(API), self.web.bus(API)
+        self.of_page = of_page
+        self.told = AnnouncedCalls(self.bus)
+        self.calls = NovaCalls(of_page, "web-1")
+        self.live = Live(of_page, clock=self.web.clock, process="web-1")
+
+    async def open(self) -> World:
+        await self.bus.open()
+        await self.of_page.open()
+        await self.calls.open()
+        return self
+
+    async def close(self) -> None:
+        await self.calls.close()
+        await self.of_page.close()
+        await self.bus.close()
+
+    def client(self, callers: dict[str, WebCaller] | None = None, token: str = "") -> httpx.AsyncClient:
+        access = Access(callers, self.web.clock)
+        served = nova_application(self.web, live=self.live, calls=self.calls, access=access, hosts=None)
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://berth", headers=headers)
+
+
+def call(request_id: str = "req-1", *, compared: CallCompared | None = None, text: str = "") -> NovaCall:
+    explained = None if compared else CallExplained(event=ANSWERED.placed, request_id=request_id, reason=text)
+    return NovaCall(request_id=request_id, at=1.0, worker="front-1", explained=explained, compared=compared)
+
+
+async def test_what_a_front_tells_is_on_the_page_and_hostile_text_is_text() -> None:
+    here = await World().open()
+    sending = asyncio.create_task(here.told.run())
+    here.told.explain(NO_HOST)
+    here.told.compare("req-1", OTHER_HOST)
+    await until(lambda: here.calls.received == 2)
+    sending.cancel()
+    async with here.client() as client:
+        first = await client.get("/")
+        assert (first.status_code, first.headers["location"]) == (303, "/nova")
+        page = (await client.get("/nova")).text
+        for shown in ("other host", "h-stock", "h-berth", "250.0 ms", "2.0 ms", 'href="/nova/calls/req-1"', "no room"):
+            assert shown in page
+        assert "/fleet" not in page, "no scheduler would answer it"
+        page = (await client.get("/nova/calls/req-1")).text
+        assert "ram" in page and "h1" in page and "h-stock" in page and "and 2 more" in page
+        assert "<script>alert" not in page and "\u202e" not in page
+        unknown = await client.get("/nova/calls/req-2")
+        assert (unknown.status_code, unknown.json()["code"]) == (404, "explain.unknown")
+    await here.close()
+
+
+@pytest.mark.parametrize("path", ["/nova", "/nova/events", "/nova/calls/req-1"])
+@pytest.mark.parametrize(("token", "status"), [("", {303, 401}), ("project", {403}), ("wrong", {303, 401})])
+async def test_who_may_not_see_hosts_sees_nothing(path: str, token: str, status: set[int]) -> None:
+    here = World()
+    here.calls.note(call())
+    callers = {digest_of("op"): LOCAL, digest_of("project"): WebCaller("p", WebRole.PROJECT, "p")}
+    async with here.client(callers, token) as client:
+        assert (await client.get(path)).status_code in status
+
+
+async def test_a_stream_has_the_newest_at_once_and_ends_with_the_server() -> None:
+    here = World()
+    here.calls.note(call(compared=OTHER_HOST))
+    scope = {"type": "http", "method": "GET", "path": "/nova/events", "headers": [], "state": {"caller": LOCAL}}
+    response = await NovaPages(here.calls, here.live, has_session=False).events(Request(scope))
+    assert isinstance(response, StreamingResponse)
+    stream = aiter(response.body_iterator)
+    piece = await anext(stream)
+    assert isinstance(piece, bytes)
+    name, data = piece.decode().split("\n")[:2]
+    assert name == "event: nova"
+    assert json.loads(data.removeprefix("data: "))["compared"][0]["compared"]["difference"] == "other host"
+    here.live.end_streams()
+    assert [one async for one in stream] == []
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(3, 10**9), (10**9, 1000)])
+def test_what_is_kept_is_bounded(most: int, most_bytes: int) -> None:
+    kept = KeptCalls(most, most_bytes)
+    for number in range(100):
+        kept.note(call(f"req-{number}", text="x" * 100))
+    held = kept.newest()
+    assert held[0].request_id == "req-99" and 1 <= len(held) <= 5
+    kept.note(call("req-large", text="x" * 2000))
+    assert len(kept.newest()) <= 3, "one that is larger than all may be takes no room from then on"
+
+
+def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:
+    here = World()
+
+    def count(worker: str, role: str = FRONT, **counts: int) -> None:
+        here.calls.note_counts(
+            WorkerHeartbeat(
+                role=role, worker=worker, host="h", pid=1, version="1", started_at=0.0, phase="ready", counts=counts
+            )
+        )
+
+    count("front-1", same=1)
+    count("front-1", same=3)
+    count("front-2", same=1, skipped=2)
+    count("scheduler-1", "scheduler", same=100)
+    assert here.calls.view().counts == {"same": 4, "skipped": 2}
+    seen = here.calls.received
+    count("front-2", same=1, skipped=2)
+    assert here.calls.received == seen, "nothing to show anew"
+    for number in range(2 * MAX_FRONTS):
+        count(f"restarted-{number}", same=1)
+    assert here.calls.view().counts == {"same": MAX_FRONTS}
+
+
+def test_comparisons_are_not_pushed_out_by_calls() -> None:
+    here = World()
+    here.calls.note(call(compared=OTHER_HOST))
+    for number in range(2000):
+        here.calls.note(call(f"req-{number}"))
+    shown = here.calls.view()
+    assert len(shown.compared) == 1 and len(shown.explained) == SHOWN
+
+
+async def test_what_a_front_has_not_sent_is_bounded() -> None:
+    here = World()
+    names = tuple(f"{number}{'x' * 590}" for number in range(20))
+    steps = tuple(ExplainedStep(step=f"s{n}", remaining=0, hosts={"r": names}) for n in range(20))
+    with capture_logs():
+        for _ in range(MAX_WAITING + 10):
+            here.told.explain(CallExplained(event=ANSWERED.no_host, request_id="req-1", funnel=steps))
+    await here.open()
+    sending = asyncio.create_task(here.told.run())
+    await until(lambda: here.calls.received >= MAX_WAITING)
+    sending.cancel()
+    came = here.calls.explained.newest()
+    assert len(came) == here.calls.received == MAX_WAITING
+    assert all(len(msgspec.json.encode(one)) <= MAX_BYTES for one in came)
+    assert all(one.explained is not None and len(one.explained.funnel) == 20 for one in came)
+    await here.close()
+
+
+def test_a_recorder_alone_tells_nobody() -> None:
+    CallRecorder().explain(NO_HOST)
+    CallRecorder().compare("req-1", OTHER_HOST)
