@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlencode
 
 from msgspec import Meta as Bound
@@ -38,6 +38,9 @@ TLS_FILES = {"cacertfile": "ssl_ca_file", "certfile": "ssl_cert_file", "keyfile"
 _HAS_PORT = re.compile(r":\d+$")
 
 
+Topic = Annotated[str, Bound(min_length=1, max_length=200)]
+
+
 class PrefilterSettings(Struct, frozen=True, kw_only=True):
     """The settings of nova.conf that shape a query, under Nova's names and with its defaults. The conductor and the API
     of the same Nova have them too: they must agree.
@@ -61,6 +64,23 @@ class PrefilterSettings(Struct, frozen=True, kw_only=True):
     """`[filter_scheduler]`: PCI requests of flavors are request groups."""
     disable_fallback_pcpu_query: bool = False
     """`[workarounds]`: pinned CPUs are asked for as PCPU alone."""
+
+
+class NotificationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[notifications]` of nova.conf, under Nova's names. Published to the broker of `transport_url`."""
+
+    notification_format: Literal["none", "versioned"] = "none"
+    """`versioned`: `scheduler.select_destinations.start` and `.end` are published as Nova 34 does. The unversioned form
+    is not there.
+    """
+    versioned_notifications_topics: Annotated[tuple[Topic, ...], Bound(max_length=8)] = ("versioned_notifications",)
+    """Topics that they are published to."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that notifications of the priority INFO have, and their queues; none: there are none."""
+        topics = self.versioned_notifications_topics if self.notification_format == "versioned" else ()
+        return tuple(f"{topic}.info" for topic in topics)
 
 
 class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,6 +111,8 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
     prefilters: PrefilterSettings = PrefilterSettings()
     """The settings of nova.conf that shape a query."""
+    notifications: NotificationSettings = NotificationSettings()
+    """What is published about each call."""
     api: NovaApiConfig = NovaApiConfig()
     """Where hosts, services and aggregates are read."""
 

@@ -26,3 +26,8 @@ SHADOW_S = Histogram(
     ["by"],
     buckets=SECONDS,
 )
+NOTIFICATIONS = Counter(
+    "berth_nova_notifications",
+    "Notifications about calls of Nova, by outcome: published, dropped, failed.",
+    ["outcome"],
+)
