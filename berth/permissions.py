@@ -23,6 +23,7 @@ from bus.contracts.base import Word
 from bus.contracts.book import HoldingRequest, ProjectUsageQuery
 from bus.contracts.catalogue import MESSAGES, OF_PROJECT, MessageRow, projects_key
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
+from bus.contracts.nova_calls import NovaCall
 from bus.contracts.placement import Claim, ClaimAll, LocateRequest
 from bus.contracts.queues import DEAD, DEAD_LETTERS, EVENTS, GIVEN_UP, QUEUES, RETURN, QueueKind, QueueRow, Where
 from bus.contracts.workers import WorkerHeartbeat
@@ -81,6 +82,7 @@ _OF_FRONTS = (
     ClaimAll,
     HoldingRequest,
     LocateRequest,
+    NovaCall,
     ProjectUsageQuery,
     SnapshotRequest,
     WorkerHeartbeat,
@@ -421,6 +423,10 @@ def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Gra
         for queue in (_literal(TOPIC), hosts, _literal(FRONTS)):
             of_nova.allow_ownership(queue)
             of_nova.allow_bind(config.control_exchange, queue)
+        for key in map(_literal, config.notifications.keys):
+            of_nova.allow_ownership(key)
+            of_nova.allow_bind(config.control_exchange, key)
+            of_nova.allow_publish(config.control_exchange, key)
         of_nova.allow_ownership(rf"{TOPIC}_fanout(_[0-9a-f]+)?")  # the exchange and its queues
         of_nova.write[_literal(DEFAULT_EXCHANGE)] = None
     if config.transport_url and config.fallback_url:

@@ -21,17 +21,26 @@ class PluginInvalid(SettingsError):
 
 def filters(config: SchedulerConfig) -> list[Filter]:
     """The enabled filters in order, from berth's own and `available_filters`. Raises PluginInvalid."""
-    available = dict.fromkeys((*DEFAULT_FILTERS, *MORE_FILTERS, *config.available_filters))
-    by_name = {path.rpartition(".")[2]: path for path in available}
-    made: list[Filter] = []
-    for enabled in config.enabled_filters:
-        path = enabled if enabled in available else by_name.get(enabled)
-        if path is None:
-            raise PluginInvalid(f"filter {enabled!r} is not available (available: {', '.join(sorted(by_name))})")
-        made.append(_instance(path, "filter", config))
+    available = _available(config)
+    if missing := lacking(config):
+        names = sorted({path.rpartition(".")[2] for path in available.values()})
+        raise PluginInvalid(f"filter {missing[0]!r} is not available (available: {', '.join(names)})")
+    made: list[Filter] = [_instance(available[enabled], "filter", config) for enabled in config.enabled_filters]
     if config.metrics.required and not any(isinstance(one, MetricsFilter) for one in made):
         raise PluginInvalid("metrics.required: enable MetricsFilter, which keeps hosts without those metrics away")
     return made
+
+
+def lacking(config: SchedulerConfig) -> tuple[str, ...]:
+    """The enabled filters that are neither berth's own nor among `available_filters`."""
+    available = _available(config)
+    return tuple(one for one in config.enabled_filters if one not in available)
+
+
+def _available(config: SchedulerConfig) -> dict[str, str]:
+    """The class path of each filter, by class path and by class name."""
+    paths = (*DEFAULT_FILTERS, *MORE_FILTERS, *config.available_filters)
+    return {path.rpartition(".")[2]: path for path in paths} | {path: path for path in paths}
 
 
 def weighings(config: SchedulerConfig) -> list[Weighing]:

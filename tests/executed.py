@@ -104,6 +104,11 @@ STEPS = {
     "street.json": Step(
         lambda content: content["boots"], lambda content: content["invariants_hold"] is True, "street {} boots"
     ),
+    "nova.json": Step(
+        lambda content: sum(one["outcome"] == "passed" for one in content),
+        lambda content: all(one["outcome"] in {"passed", "skipped"} for one in content),
+        "in front of Nova {} checks",
+    ),
     "side-by-side.json": Step(
         lambda content: content["built"],
         lambda content: (

@@ -25,11 +25,13 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
-from scheduler_worker.nova.config import NovaConfig, as_amqp
+from scheduler_worker.nova.config import NotificationSettings, NovaConfig, as_amqp
 from scheduler_worker.nova.explained import AnnouncedCalls, CallRecorder
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import FactsKeeper
+from scheduler_worker.nova.notifications import NovaNotifier
 from scheduler_worker.nova.nova_rest import NovaRest
+from scheduler_worker.nova.queues import RabbitOptions
 from scheduler_worker.nova.relay import RelayPort, StockRelay
 from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
 from scheduler_worker.nova.select import Destinations
@@ -46,15 +48,15 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     """
     service = Service(NAME, clock=env.clock)
     api = env.bus(API)
-    scheduler = _of_nova(scheduler, config)
+    scheduler, lacking = _of_nova(scheduler, config)
     table = HostTable()
     selector = _selector(table, scheduler)
     facts = NovaFacts(table)
     rest = NovaRest(config.api, clock=env.clock, setting="nova.api")
     keeper = FactsKeeper(rest, facts, table, cells=cells_of(config.api, env.clock), config=config.api, clock=env.clock)
     follower = Follower(api, selector.book, process=env.process, clock=env.clock)
-    of_book = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
-    claims: ClaimPort = GrantedClaims(of_book) if config.shadow else of_book
+    claims: ClaimPort = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
+    claims = GrantedClaims(claims) if config.shadow else claims
     placer = Placer(
         claims,
         HeldClaims(claims, table.last_cell_of, _no_records),
@@ -64,7 +66,8 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         rng=random.Random(env.rng.getrandbits(64)),
         config=scheduler,
     )
-    calls = AnnouncedCalls(api)
+    transport = _transport(env.process, "transport_url", config.transport_url, config.rabbit)
+    notifier, calls = _notifier(env, config, transport), AnnouncedCalls(api)
     destinations = Destinations(
         placer,
         selector,
@@ -72,26 +75,28 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         keeper,
         follower,
         configure=partial(configure, selector, facts, scheduler),
+        notifier=notifier,
         config=config,
         clock=env.clock,
+        lacking=lacking,
         recorder=calls,
     )
     if config.shadow:
         shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock, calls)
         service.add_counts(shadow.counts)
-        server = _server(env, config, StockDecides(destinations), shadow)
+        server = _server(env, config, transport, StockDecides(destinations), shadow)
     else:
-        server = _server(env, config, destinations, _relay(env, config) if config.fallback_url else None, calls)
+        relay = _relay(env, config) if config.fallback_url else None
+        server = _server(env, config, transport, destinations, relay, recorder=calls)
     service.add_resource(api.open, api.close)
     service.add_resource(follower.start, follower.close)
     service.add_resource(None, rest.close)
-    service.add_task("replica", follower.run)
-    service.add_task("nova facts", keeper.run)
+    service.add_task("nova notifications", notifier.run)
     service.add_task("nova calls told", calls.run)
-    service.add_preparation(follower.ready.wait)
-    service.add_preparation(keeper.first.wait)
-    service.add_check("replica", follower.ready.is_set)
-    service.add_check("nova facts", keeper.first.is_set)
+    for name, ready, run in (("replica", follower.ready, follower.run), ("nova facts", keeper.first, keeper.run)):
+        service.add_task(name, run)
+        service.add_preparation(ready.wait)
+        service.add_check(name, ready.is_set)
     service.add_bus_check("bus api", lambda: api.unavailable_reason)
     _add_server(service, server)
     announce_presence(service, env, api, NAME)
@@ -128,9 +133,11 @@ def configure(selector: Selector, facts: NovaFacts, config: SchedulerConfig) -> 
     )
 
 
-def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> SchedulerConfig:
-    """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts."""
-    return replace(
+def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts. And the
+    filters that berth does not have, if there is a fallback, which decides every call then: they are not run here.
+    """
+    known = replace(
         scheduler,
         flavors={},
         default_flavors=(),
@@ -138,6 +145,8 @@ def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> SchedulerConfig:
         enabled_filters=config.own_filters,
         default_availability_zone=config.default_availability_zone,
     )
+    lacking = plugins.lacking(known) if config.fallback_url else ()
+    return replace(known, enabled_filters=tuple(one for one in known.enabled_filters if one not in lacking)), lacking
 
 
 async def _no_records(_instances: Sequence[str]) -> Mapping[str, str]:
@@ -164,24 +173,39 @@ def _relay(env: Environment, config: NovaConfig) -> StockRelay:
         reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
         raise SettingsError("nova.fallback_url", reason)
     return StockRelay(
-        _transport(env.process, "fallback_url", config.fallback_url),
+        _transport(env.process, "fallback_url", config.fallback_url, config.rabbit),
         control_exchange=config.control_exchange,
         unique=f"{env.rng.getrandbits(128):032x}",
+    )
+
+
+def _notifier(env: Environment, config: NovaConfig, transport: RabbitTransport) -> NovaNotifier:
+    """Silent in the shadow: the stock nova-scheduler notifies."""
+    return NovaNotifier(
+        transport,
+        NotificationSettings() if config.shadow else config.notifications,
+        host=config.host or socket.gethostname(),
+        options=config.rabbit,
+        control_exchange=config.control_exchange,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
     )
 
 
 def _server(
     env: Environment,
     config: NovaConfig,
+    transport: RabbitTransport,
     dispatcher: CallDispatcher,
     relay: RelayPort | None,
+    *,
     recorder: CallRecorder | None = None,
 ) -> RpcServer:
-    """The server on Nova's broker. recorder: None: that each call is left to the stock scheduler is logged, no more.
-    Raises SettingsError.
+    """The server on Nova's broker, which it opens. recorder: None: that each call is left to the stock scheduler is
+    logged, no more.
     """
     return RpcServer(
-        _transport(env.process, "transport_url", config.transport_url),
+        transport,
         dispatcher,
         host=config.host or socket.gethostname(),
         unique=f"{env.rng.getrandbits(128):032x}",
@@ -203,10 +227,12 @@ def _place(url: str) -> object:
     return frozenset(address.hosts), address.vhost
 
 
-def _transport(process: str, setting: str, url: str) -> RabbitTransport:
+def _transport(process: str, setting: str, url: str, options: RabbitOptions) -> RabbitTransport:
+    if reason := options.refused():
+        raise SettingsError("nova.rabbit_option", f"of nova.rabbit, {reason}")
     if not url:
         raise SettingsError("nova.transport_url", f"nova.{setting} is needed: where Nova's services meet")
     try:
-        return RabbitTransport(as_amqp(url), name=f"nova.{setting}", connection_name=f"berth {process}")
+        return RabbitTransport(as_amqp(url, options), name=f"nova.{setting}", connection_name=f"berth {process}")
     except BadBusUrl as error:
         raise SettingsError(error.code, f"nova.{setting}: {error}") from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
+from urllib.parse import urlencode
 
 from msgspec import Meta as Bound
 from msgspec import Struct
@@ -30,6 +32,13 @@ NOT_OURS: Mapping[str, str] = {
     PCI_FILTER: "",
 }
 PASSES_ALL = "AllHostsFilter"
+PORT = 5672  # of a host that names none: oslo.messaging's, with TLS too
+# The parameters of an `amqps://` address, by the options that name the files.
+TLS_FILES = {"cacertfile": "ssl_ca_file", "certfile": "ssl_cert_file", "keyfile": "ssl_key_file"}
+_HAS_PORT = re.compile(r":\d+$")
+
+
+Topic = Annotated[str, Bound(min_length=1, max_length=200)]
 
 
 class PrefilterSettings(Struct, frozen=True, kw_only=True):
@@ -57,6 +66,23 @@ class PrefilterSettings(Struct, frozen=True, kw_only=True):
     """`[workarounds]`: pinned CPUs are asked for as PCPU alone."""
 
 
+class NotificationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[notifications]` of nova.conf, under Nova's names. Published to the broker of `transport_url`."""
+
+    notification_format: Literal["none", "versioned"] = "none"
+    """`versioned`: `scheduler.select_destinations.start` and `.end` are published as Nova 34 does. The unversioned form
+    is not there.
+    """
+    versioned_notifications_topics: Annotated[tuple[Topic, ...], Bound(max_length=8)] = ("versioned_notifications",)
+    """Topics that they are published to."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that notifications of the priority INFO have, and their queues; none: there are none."""
+        topics = self.versioned_notifications_topics if self.notification_format == "versioned" else ()
+        return tuple(f"{topic}.info" for topic in topics)
+
+
 class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of each process that answers the topic `scheduler` of a Nova. How hosts are weighed is in `[scheduler]`."""
 
@@ -74,9 +100,10 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fallback's nova-scheduler decides; berth decides beside it without a claim, and reports the difference."""
     enabled_filters: tuple[str, ...] = NOVA_FILTERS
     """`[filter_scheduler] enabled_filters` of nova.conf, instead of `scheduler.enabled_filters`, in the order in which
-    they run. What only a filter reads that is not among them is ignored, as in Nova; what one of Nova's reads that
-    berth does not have (JsonFilter, SimpleCIDRAffinityFilter, NUMATopologyFilter, PciPassthroughFilter) is left to the
-    fallback.
+    they run. What only a filter reads that is not among them is ignored, as in Nova; what JsonFilter,
+    SimpleCIDRAffinityFilter, NUMATopologyFilter and PciPassthroughFilter read, which berth does not have, is left to
+    the fallback. With another one that is neither berth's nor in `scheduler.available_filters` (IoOpsFilter, an
+    operator's own), every call is; without a fallback the process does not start.
     """
     image_properties_default_architecture: Annotated[str, Bound(max_length=32)] = ""
     """`[filter_scheduler]`: the architecture of images that name none. Empty: they run on each."""
@@ -84,6 +111,8 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
     prefilters: PrefilterSettings = PrefilterSettings()
     """The settings of nova.conf that shape a query."""
+    notifications: NotificationSettings = NotificationSettings()
+    """What is published about each call."""
     api: NovaApiConfig = NovaApiConfig()
     """Where hosts, services and aggregates are read."""
 
@@ -93,9 +122,11 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return tuple(one for one in self.enabled_filters if one not in NOT_OURS and one != PASSES_ALL)
 
 
-def as_amqp(url: str) -> str:
+def as_amqp(url: str, options: RabbitOptions | None = None) -> str:
     """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
     before the first host alone. Another one stays as it is. Raises BadBusUrl: the users differ.
+
+    options: with `ssl` it is an `amqps://` URL, with their files.
     """
     scheme, _, rest = url.partition("://")
     if scheme != "rabbit":
@@ -104,4 +135,10 @@ def as_amqp(url: str) -> str:
     users, hosts = zip(*(one.rpartition("@")[::2] for one in authority.split(",")), strict=True)
     if len(named := {user for user in users if user}) > 1:
         raise BadBusUrl("all its hosts are asked as one user, and it names several")
-    return f"amqp://{''.join(f'{user}@' for user in named)}{','.join(hosts)}{slash}{path}"
+    login = "".join(f"{user}@" for user in named)
+    if options is None or not options.ssl:
+        return f"amqp://{login}{','.join(hosts)}{slash}{path}"
+    at = ",".join(host if _HAS_PORT.search(host) else f"{host}:{PORT}" for host in hosts)
+    files = {parameter: value for parameter, name in TLS_FILES.items() if (value := getattr(options, name))}
+    query = f"{'&' if '?' in path else '?'}{urlencode(files)}" if files else ""
+    return f"amqps://{login}{at}{slash or '/'}{path}{query}"

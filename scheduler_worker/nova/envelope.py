@@ -243,6 +243,11 @@ def encode_heartbeat(message_id: str, unique_id: str) -> bytes:
     return _reply(message_id, unique_id, ending=False)
 
 
+def encode_notification(fields: Mapping[str, object], *, context: Mapping[str, object], unique_id: str) -> bytes:
+    """A notification, as oslo.messaging's driver `messagingv2` sends it."""
+    return _enveloped({**fields, **{CONTEXT + key: value for key, value in context.items()}, "_unique_id": unique_id})
+
+
 def _reply(
     message_id: str, unique_id: str, *, result: object = None, failure: str | None = None, ending: bool = True
 ) -> bytes:

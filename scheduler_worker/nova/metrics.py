@@ -12,6 +12,9 @@ IN_HAND = Gauge("berth_nova_calls_in_hand", "Calls that were delivered and are n
 RELAYED = Counter(
     "berth_nova_relayed", "Calls left to the fallback's nova-scheduler, by reason and outcome.", ["reason", "outcome"]
 )
+UNREADABLE = Counter(
+    "berth_nova_unreadable_rows", "Rows of Nova's API that were left out, as they could not be read, by list.", ["list"]
+)
 SHADOW = Counter(
     "berth_nova_shadow",
     "Calls that a stock nova-scheduler decided, by its answer's difference from berth's.",
@@ -22,4 +25,9 @@ SHADOW_S = Histogram(
     "Time of a decision in the shadow, by scheduler: berth, stock.",
     ["by"],
     buckets=SECONDS,
+)
+NOTIFICATIONS = Counter(
+    "berth_nova_notifications",
+    "Notifications about calls of Nova, by outcome: published, dropped, failed.",
+    ["outcome"],
 )

@@ -1,6 +1,6 @@
 """Nova over HTTP: what a scheduler reads of it. Everything that comes back is hostile until it is parsed.
 
-A row that cannot be read is left out and counted (`unreadable`); an answer that is no list is a refusal.
+A row that cannot be read is left out and counted (`metrics.UNREADABLE`); an answer that is no list is a refusal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.contracts.base import Uuid
-from bus.contracts.patterns import reason_of
 from bus.faults import Fault, Transient
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
 from bus.openstack.rest import auth_of, bounded_body, error_text, tls_of
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService
+from scheduler_worker.nova.metrics import UNREADABLE
 
 T = TypeVar("T")
 
@@ -148,7 +148,6 @@ class NovaRest:
         self._page_size = config.page_size
         self.url = config.url.rstrip("/")
         self._version: tuple[int, int] | None = None
-        self.unreadable: dict[str, str] = {}  # {list: why the newest row of it could not be read}
         self._client = httpx.AsyncClient(
             headers={"Accept": "application/json", **({"X-Auth-Token": config.token} if config.token else {})},
             auth=self._auth,
@@ -297,8 +296,8 @@ class NovaRest:
         for row in rows[:MAX_ROWS]:
             try:
                 found.append(msgspec.convert(row, kind))
-            except msgspec.ValidationError as error:
-                self.unreadable[name] = reason_of(error)
+            except msgspec.ValidationError:
+                UNREADABLE.labels(name).inc()
         return found
 
     async def _decoded(self, url: str, params: Mapping[str, str], version: str, *, or_none: bool = False) -> Any:

@@ -6,6 +6,7 @@ settings: whoever comes second with others is refused.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -16,11 +17,19 @@ TOPIC = "scheduler"
 # Of the calls that a front has taken from the topic, and that only fronts take from there on.
 FRONTS = "scheduler_fronts"
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Unused = bool | int | float | str | None
+# Values with which a front would read or check something else than Nova's services do; the others are as berth does it.
+AS_BERTH: Mapping[str, tuple[Collection[object], str]] = {
+    "kombu_compression": (("",), "compressed messages are not read"),
+    "rabbit_login_method": (("AMQPLAIN", "PLAIN"), "the login is by user and password"),
+    "ssl_enforce_hostname_verification": ((True,), "the broker's name is verified wherever its authority is"),
+    "ssl_enforce_fips_mode": ((False,), "whether OpenSSL is in FIPS mode is not enforced"),
+}
 
 
 class RabbitOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Nova's `[oslo_messaging_rabbit]`, by its names and with its defaults. Give each the value that Nova's services
-    have.
+    have. Some have no effect, and are known so that the section can be copied.
     """
 
     amqp_durable_queues: bool = False
@@ -44,12 +53,85 @@ class RabbitOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rabbit_stream_fanout: bool = False
     """Whether all schedulers share one stream instead of a fanout queue each."""
 
+    # The connection
+    ssl: bool = False
+    """Whether hosts of a `rabbit://` URL are connected to by TLS, with these files. An `amqps://` URL names its own."""
+    ssl_ca_file: str = ""
+    """Certificates (PEM) of the authorities that sign the broker's. Empty: those that the system trusts; oslo.messaging
+    verifies nothing then.
+    """
+    ssl_cert_file: str = ""
+    """The client's certificate (PEM)."""
+    ssl_key_file: str = ""
+    """The key to it, not encrypted."""
+    ssl_enforce_hostname_verification: bool = True
+    """Only true: the name of the broker is verified."""
+    ssl_enforce_fips_mode: bool = False
+    """Only false."""
+    kombu_compression: str = ""
+    """Only empty: compressed messages are not read."""
+    rabbit_login_method: str = "AMQPLAIN"
+    """Only AMQPLAIN or PLAIN: the login is by user and password."""
+
+    # Of no effect
+    conn_pool_min_size: Unused = None
+    """Without effect: berth has one connection."""
+    conn_pool_ttl: Unused = None
+    """Without effect: berth has one connection."""
+    rpc_conn_pool_size: Unused = None
+    """Without effect: berth has one connection."""
+    direct_mandatory_flag: Unused = None
+    """Without effect: replies are sent so in any case."""
+    enable_cancel_on_failover: Unused = None
+    """Without effect: a consumer that the broker cancels is started again in any case."""
+    heartbeat_in_pthread: Unused = None
+    """Without effect: berth has heartbeats of its own."""
+    heartbeat_rate: Unused = None
+    """Without effect: berth has heartbeats of its own."""
+    heartbeat_timeout_threshold: Unused = None
+    """Without effect: berth has heartbeats of its own."""
+    kombu_failover_strategy: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    kombu_missing_consumer_retry_timeout: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    kombu_reconnect_delay: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    kombu_reconnect_splay: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    kombu_reconnect_timeout: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    rabbit_interval_max: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    rabbit_max_retries: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    rabbit_qos_prefetch_count: Unused = None
+    """Without effect: berth has a prefetch of its own."""
+    rabbit_retry_backoff: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    rabbit_retry_interval: Unused = None
+    """Without effect: berth reconnects in its own way."""
+    ssl_version: Unused = None
+    """Without effect: the newest version that both sides have, 1.2 or 1.3."""
+    use_queue_manager: Unused = None
+    """Without effect: names of queues that are one process's own."""
+    hostname: Unused = None
+    """Without effect: a part of such names."""
+    processname: Unused = None
+    """Without effect: a part of such names."""
+
     def __post_init__(self) -> None:
         """Raises ValueError: two options exclude each other, as in oslo.messaging."""
         if self.rabbit_ha_queues and (self.rabbit_quorum_queue or self.rabbit_transient_quorum_queue):
             raise ValueError("rabbit_ha_queues: a queue is mirrored or a quorum queue, not both")
         if self.rabbit_stream_fanout and not self.rabbit_transient_quorum_queue:
             raise ValueError("rabbit_stream_fanout needs rabbit_transient_quorum_queue")
+
+    def refused(self) -> str:
+        """Which option has a value that a front cannot have, and why; "": none."""
+        for name, (values, reason) in AS_BERTH.items():
+            if (value := getattr(self, name)) not in values:
+                return f"{name} = {value!r}: {reason}"
+        return ""
 
 
 def topic_queue(options: RabbitOptions, control_exchange: str, key: str) -> ForeignQueue:

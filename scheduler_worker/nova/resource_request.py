@@ -77,11 +77,16 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
     cpu_pinning_requested: bool = False
 
 
-def undecided(request: NovaRequest, settings: PrefilterSettings, enabled: Collection[str]) -> NotDecided | None:
+def undecided(
+    request: NovaRequest, settings: PrefilterSettings, enabled: Collection[str], lacking: Sequence[str] = ()
+) -> NotDecided | None:
     """Why berth does not decide this request, if so: one of Nova's filters that berth does not have reads a part of it.
 
-    enabled: names of filters. What only others read is ignored, as in Nova.
+    enabled: names of filters. What only others read is ignored, as in Nova. lacking: enabled filters that berth
+    does not have, and of which it does not know what they read: it may be any request.
     """
+    if lacking:
+        return NotDecided("filter", ", ".join(lacking))
     for what, count, most in _sizes(request):
         if count > most:
             return NotDecided("size", f"more than {most} {what}")

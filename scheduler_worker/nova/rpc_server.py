@@ -214,9 +214,13 @@ class RpcServer:
                     await subscription.cancel()
                 while await self._has_more():
                     await asyncio.wait(self._tasks)
-        await self._cut([task for task, held in self._tasks.items() if not held.settled])
-        if self._relay is not None and self._tasks:
+        undecided = {task: held for task, held in self._tasks.items() if held.deliveries and not held.settled}
+        await self._cut(undecided)
+        for held in undecided.values():
+            held.give_back()
+        if self._relay is not None:
             self._relay.give_up()
+        if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s * LAST_REPLIES)
 
     async def _has_more(self) -> bool:
@@ -342,11 +346,16 @@ class RpcServer:
     def _ended(self, task: asyncio.Task[None]) -> None:
         held = self._tasks.pop(task)
         self._open_entrances()
-        self._held.pop(held.call.unique_id, None)
+        self._forget(held)
         IN_HAND.dec()
         error = None if task.cancelled() else task.exception()
         if error is not None and self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
+
+    def _forget(self, held: _Held) -> None:
+        """It has ended here: delivered again, it begins anew."""
+        if self._held.get(held.call.unique_id) is held:
+            del self._held[held.call.unique_id]
 
     async def _carry_out(self, held: _Held) -> None:
         call, begun_s = held.call, self._clock.monotonic()
@@ -361,6 +370,7 @@ class RpcServer:
             heartbeats.cancel()
             await asyncio.gather(heartbeats, return_exceptions=True)
         if body is None:
+            self._forget(held)  # before it comes again
             held.give_back()
         else:
             if body and not await self._reply(call, body):

@@ -45,7 +45,7 @@ from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
 from scheduler_worker.filters.image import ImagePropertiesFilter, supports
 from scheduler_worker.nova.config import NovaConfig
-from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host
+from scheduler_worker.nova.envelope import Call, RemoteFault, no_such_method, no_valid_host
 from scheduler_worker.nova.explained import ANSWERED, SHADOWED, CallRecorder, lost_of, placed, steps_of
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
@@ -75,6 +75,13 @@ class PlacerPort(Protocol):
 
     async def located(self, requests: Sequence[PlacementRequest]) -> list[RequestSpec]:
         """The spec of each request, with where the instances are that it depends on. Raises PlacementUnavailable."""
+
+
+class Notifier(Protocol):
+    """What tells others of calls (`NovaNotifier`)."""
+
+    def notify(self, call: Call, begun_at: float, *, placed: bool) -> None:
+        """Have notifications about a call published that was decided; it waits for nothing. begun_at: Unix time."""
 
 
 class SelectionContended(Transient):
@@ -119,8 +126,8 @@ class NovaInstance(Struct, frozen=True, kw_only=True):
 class Destinations:
     """Answers the calls and takes the casts of topic `scheduler`. One per process.
 
-    configure: puts newer facts into the selector. recorder: takes how each call was decided. The rest is the
-    scheduler's own.
+    configure: puts newer facts into the selector. lacking: enabled filters that berth does not have: every call is
+    left to the fallback then. recorder: takes how each call was decided. The rest is the scheduler's own.
     """
 
     def __init__(
@@ -132,8 +139,10 @@ class Destinations:
         follower: ReplicaFollower,
         *,
         configure: Callable[[], None],
+        notifier: Notifier,
         config: NovaConfig,
         clock: Clock,
+        lacking: Sequence[str] = (),
         recorder: CallRecorder | None = None,
     ) -> None:
         self._placer = placer
@@ -142,11 +151,13 @@ class Destinations:
         self._source = source
         self._follower = follower
         self._configure = configure
+        self._notifier = notifier
         self._clock = clock
         self._recorder = recorder or CallRecorder()
         self._events = SHADOWED if config.shadow else ANSWERED
         self._settings = config.prefilters
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
+        self._lacking = lacking
         self._default_architecture = config.image_properties_default_architecture
         self._has_fallback = bool(config.fallback_url)
         self._roots: object = None  # of the book, as they were looked at last
@@ -166,7 +177,7 @@ class Destinations:
         if is_in_doubt and not await self._source.waits_for_host(asked.instance_uuids):
             log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
             raise no_valid_host(OUTLIVED)
-        why = undecided(request, self._settings, self._enabled)
+        why = undecided(request, self._settings, self._enabled, self._lacking)
         if why is not None:
             raise why
         await self._source.prepare(self._to_meet(request))
@@ -174,7 +185,13 @@ class Destinations:
         self._check_architecture(request)
         if request.is_rebuild:
             return self._answer(asked, [(None, self._rebuilt(request))])
-        claimed = await self._claimed(call, asked, request)
+        begun_at = self._clock.time()
+        try:
+            claimed = await self._claimed(call, asked, request)
+        except RemoteFault:
+            self._notifier.notify(call, begun_at, placed=False)
+            raise
+        self._notifier.notify(call, begun_at, placed=True)
         return self._answer(asked, *([(one, one.host_uuid) for one in hosts] for hosts in claimed))
 
     def _may_be_outlived(self, call: Call) -> bool:

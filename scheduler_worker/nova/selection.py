@@ -33,7 +33,9 @@ def versioned(name: str, version: str, fields: Mapping[str, object]) -> Primitiv
 
 
 def limits() -> Primitive:
-    """The limits of a host. Only Nova's filter of NUMA topologies sets any, and berth decides no such request."""
+    """The limits of a host: none. In Nova, too, only NUMATopologyFilter sets any, for a request with a NUMA topology;
+    where that filter is enabled, berth decides no such request.
+    """
     return versioned("SchedulerLimits", "1.0", dict.fromkeys(("numa_topology", "vcpu", "disk_gb", "memory_mb")))
 
 

@@ -229,6 +229,7 @@ OTHER_NAMES = {
     ),
     "messages of ASGI": "http.disconnect http.response.body http.response.start",
     "fields of Nova's objects": "nova_object.data nova_object.name",
+    "Nova's notifications": "*.info scheduler.select_destinations.start scheduler.select_destinations.end",
     "fields and events of Ironic's notifications": (
         "baremetal.node.*.* ironic.metrics ironic_object.data ironic_object.name ironic_object.namespace "
         "ironic_object.version oslo.message oslo.version"

@@ -319,8 +319,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "berth.rules.yml"
 PATIENCE_S = 60.0
 POLL_S = 0.2
-# Nothing of these is there while all is well, or without bare metal.
-QUIET = re.compile(r"berth_(bus_(stalls|invariants_broken)|ironic|conductor_(quarantined|breaker_trips))")
+# Nothing of these is there while all is well, or without bare metal or a Nova.
+QUIET = re.compile(r"berth_(bus_(stalls|invariants_broken)|ironic|nova|conductor_(quarantined|breaker_trips))")
 
 
 def dashboard_queries() -> Iterator[str]:

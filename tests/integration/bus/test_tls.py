@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from msgspec.structs import replace
 
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.process import free_port
@@ -23,6 +24,8 @@ from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.session import Session
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import QueueNames
+from scheduler_worker.nova.config import as_amqp
+from scheduler_worker.nova.queues import RabbitOptions
 from tests.kit.certificates import Authority
 from tests.kit.documents import ROOT, blocks
 
@@ -65,6 +68,7 @@ class TlsBroker:
         self.server = RabbitMQ(config=config)
         client = authority.issue("client")
         self.own = f"certfile={client.file}&keyfile={client.key}"
+        self.of_nova = RabbitOptions(ssl=True, ssl_cert_file=str(client.file), ssl_key_file=str(client.key))
 
     def url(self, query: str, host: str = "localhost") -> str:
         return f"amqps://{ADMIN}:{quote(self.server.password)}@{host}:{self.port}/%2F?{query}"
@@ -109,6 +113,27 @@ async def test_a_bus_with_our_ca_and_our_certificate(broker: TlsBroker, authorit
         assert transport.connected
     finally:
         await transport.close()
+
+
+@pytest.mark.rabbitmq
+async def test_a_broker_of_nova_by_the_options_of_nova_conf(
+    broker: TlsBroker, authority: Authority, foreign_authority: Authority
+) -> None:
+    of_nova = f"rabbit://{ADMIN}:{quote(broker.server.password)}@localhost:{broker.port}//"
+    options = replace(broker.of_nova, ssl_ca_file=str(authority.file))
+    transport = RabbitTransport(as_amqp(of_nova, options), name="nova.transport_url")
+    async with asyncio.timeout(WAIT_S):
+        await transport.open()
+    try:
+        assert transport.connected
+    finally:
+        await transport.close()
+    wrong = replace(broker.of_nova, ssl_ca_file=str(foreign_authority.file))
+    transport = RabbitTransport(as_amqp(of_nova, wrong), name="nova.transport_url")
+    with pytest.raises(BusForbidden):
+        async with asyncio.timeout(WAIT_S):
+            await transport.open()
+    await transport.close()
 
 
 @pytest.mark.rabbitmq

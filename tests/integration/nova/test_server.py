@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import uuid
 import zlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import aiormq
@@ -18,15 +20,18 @@ from pamqp.commands import Basic
 from berth.permissions import PermissionRole, definitions, of_role
 from berth.settings import Settings
 from berth.trial.embedded.rabbitmq import RabbitMQ
+from bus.clock import SystemClock
 from bus.faults import BrokenInvariant, DatabaseUnavailable
-from bus.port import BusUnavailable
+from bus.port import BusUnavailable, QueueMissing
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova import rpc_server
-from scheduler_worker.nova.config import NovaConfig
+from scheduler_worker.nova.config import NotificationSettings, NovaConfig
 from scheduler_worker.nova.envelope import Call, parse_call
+from scheduler_worker.nova.notifications import END, START, NovaNotifier
 from scheduler_worker.nova.queues import FRONTS, RabbitOptions, topic_queue
 from scheduler_worker.nova.request_spec import NotDecided
+from scheduler_worker.nova.rpc_server import RpcServer
 from tests.integration.nova.world import EXCHANGE, Instructed, front
 from tests.kit.waiting import until
 
@@ -357,6 +362,28 @@ async def test_an_answer_of_the_fallback_comes_byte_by_byte(
     assert client.bodies == [odd]
 
 
+async def notified(server: RpcServer, settings: NotificationSettings, **options: Any) -> None:
+    """Once a notification is in its queue."""
+    transport = server._transport
+    notifier = NovaNotifier(
+        transport, settings, host="h", options=RabbitOptions(**options), control_exchange=EXCHANGE,
+        clock=SystemClock(), rng=random.Random(1),
+    )  # fmt: skip
+    running = asyncio.create_task(notifier.run())
+    notifier.notify(Call(method="select_destinations"), 0.0, placed=True)
+    told = [await until(partial(taken, transport)) for _ in range(2)]
+    assert [json.loads(json.loads(one)["oslo.message"])["event_type"] for one in told] == [START, END]
+    running.cancel()
+
+
+async def taken(transport: RabbitTransport) -> bytes:
+    try:
+        delivery = await transport.get("versioned_notifications.info")
+    except QueueMissing:
+        return b""
+    return delivery.body if delivery is not None else b""
+
+
 @pytest.mark.parametrize("options", [{}, STREAM], ids=["queue", "stream"])
 async def test_a_front_needs_no_more_permissions_than_are_printed_for_it(
     own_broker: RabbitMQ, vhost: str, client: Client, fallback: tuple[str, Stock], options: dict[str, Any]
@@ -368,7 +395,8 @@ async def test_a_front_needs_no_more_permissions_than_are_printed_for_it(
     await stock.channel.exchange_declare("scheduler_fanout", exchange_type="fanout")
     async with front(vhost, Instructed(), **options):
         """Nova's exchange is there."""
-    nova = NovaConfig(transport_url=url, fallback_url=at_stock, host="front")
+    versioned = NotificationSettings(notification_format="versioned")
+    nova = NovaConfig(transport_url=url, fallback_url=at_stock, host="front", notifications=versioned)
     grants = of_role(PermissionRole.NOVA_SCHEDULER, Settings(nova=nova), user="berth-nova")
     assert [one.vhost for one in grants] == ["nova", "stock"]
     own_broker.define(**definitions(grants))
@@ -379,7 +407,8 @@ async def test_a_front_needs_no_more_permissions_than_are_printed_for_it(
         return None
 
     dispatcher = Instructed(decided)
-    async with front(url, dispatcher, stock=at_stock, **options):
+    async with front(url, dispatcher, stock=at_stock, **options) as server:
+        await notified(server, versioned, **options)
         await client.send()
         await client.cast("cast")
         await client.answers(1)

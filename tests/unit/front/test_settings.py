@@ -32,7 +32,7 @@ from bus.service.settings import HIDDEN, SettingsError, describe, describe_field
 from lab.reference.settings import _struct
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 from scheduler_worker.domain.objects import BODIES
-from scheduler_worker.nova.config import NovaConfig
+from scheduler_worker.nova.config import NotificationSettings, NovaConfig
 
 # --- berth's own settings: where they come from, what is printed about a mistake, and that no secret is ever shown
 
@@ -288,6 +288,7 @@ REAL = Settings(
         transport_url="rabbit://u:p@nova.example:5672/nova",
         fallback_url="rabbit://u:p@nova.example:5672/stock",
         control_exchange="novas",
+        notifications=NotificationSettings(notification_format="versioned"),
     ),
 )
 RUNNER = CliRunner()
@@ -483,14 +484,15 @@ def test_a_front_of_nova_may_take_the_schedulers_calls_and_nothing_else_of_nova(
     of_bus, of_nova, of_stock = of_role(PermissionRole.NOVA_SCHEDULER, REAL)
     assert [one.vhost for one in (of_bus, of_nova, of_stock)] == ["be/rth", "nova", "stock"]
     for name, expected in {
-        "novas": (True, False, True), "scheduler": (True, True, True), "scheduler.host1": (True, True, True),
+        "novas": (True, True, True), "scheduler": (True, True, True), "scheduler.host1": (True, True, True),
         "scheduler_fronts": (True, True, True), "scheduler_fanout": (True, True, True),
         "scheduler_fanout_0af": (True, True, True), "amq.default": (False, True, False),
         "conductor": (False, False, False), "schedulerx": (False, False, False), "reply_1": (False, False, False),
     }.items():  # fmt: skip
         assert tuple(allows(one, name) for one in (of_nova.configure, of_nova.write, of_nova.read)) == expected, name
     keys = of_nova.topics["novas"]
-    assert allows(keys.read, "scheduler.host1") and not allows(keys.read, "compute") and keys.write == "^$"
+    assert allows(keys.read, "scheduler.host1") and not allows(keys.read, "compute")
+    assert allows(keys.write, "versioned_notifications.info") and not allows(keys.write, "scheduler")
     assert allows(of_stock.topics["novas"].write, "scheduler") and not allows(of_stock.topics["novas"].write, "compute")
     assert allows(of_stock.write, "scheduler_fanout") and not allows(of_stock.read, "scheduler")
     (whole,) = (one for one in of_role(PermissionRole.SCHEDULER, REAL) if one.vhost == "be/rth")

@@ -54,6 +54,10 @@ class Delivered:
 
     def nack(self, *, requeue: bool) -> None:
         self.ends.append("requeue" if requeue else "drop")
+        if requeue and self.broker.requeues:
+            self.broker.loses = None  # it is back
+            again = Outgoing(exchange="", routing_key=self.routing_key, body=self.body, expiration_s=self.expiration_s)
+            self.broker.deliver(self.routing_key, again, redelivered=True)
 
 
 class Consumption:
@@ -87,8 +91,10 @@ class Transport:
         self.published: list[Outgoing] = []
         self.refuses: BusError | None = None
         self.loses: BusError | None = None
+        self.requeues = False  # at once, as a broker that is near
         self.others = 0
         self.rest: list[Delivered] = []
+        self.delivered: list[Delivered] = []
         self.done: list[str] = []
 
     async def open(self) -> None: ...
@@ -123,6 +129,7 @@ class Transport:
 
     def deliver(self, queue: str, message: Outgoing, *, redelivered: bool = False) -> Delivered:
         delivered = Delivered(queue, message, self, redelivered=redelivered)
+        self.delivered.append(delivered)
         if self.consumed[queue].paused:
             self.rest.append(delivered)
             return delivered
@@ -148,6 +155,11 @@ class Transport:
 
     def sent_to(self, key: str) -> list[Outgoing]:
         return [one for one in self.published if one.routing_key == key]
+
+    def given_back(self) -> list[str]:
+        """The unique ids of the calls that went back to the fronts."""
+        bodies = [one.body for one in self.delivered if one.ends == ["requeue"] and one.routing_key == FRONTS]
+        return [json.loads(json.loads(one)["oslo.message"])["_unique_id"] for one in bodies]
 
     def replies(self, *, ending: bool = True) -> list[dict[str, Any]]:
         """What clients were told: answers, or heartbeats."""
@@ -333,6 +345,18 @@ async def test_a_client_is_told_soon_that_its_call_is_under_way(silent_s: int, a
         assert told == after_s
 
 
+@on_virtual_time
+async def test_a_call_that_is_given_back_and_comes_again_at_once_is_carried_out() -> None:
+    async with World().started() as world:
+        world.dispatcher.holds = True
+        world.nova.call(1)
+        await asyncio.sleep(1)
+        world.nova.loses, world.nova.requeues = BusUnavailable("lost"), True
+        world.dispatcher.decide()
+        await asyncio.sleep(1)
+        assert len(world.stock.sent_to(TOPIC)) == 1 == world.server.in_hand
+
+
 # --- a front that stops
 
 
@@ -382,6 +406,7 @@ async def test_a_front_whose_time_is_over_tells_the_clients_of_the_fallback_and_
         assert asyncio.get_running_loop().time() - began_s <= 10
         (told,) = world.nova.failures()
         assert relayed.ends == under_way.ends == ["ack"], "to the topic"
+        assert world.nova.given_back() == ["u2"]
         assert told.startswith("No valid host was found.") and world.server.in_hand == 0
         assert len(world.stock.sent_to(TOPIC)) == 1
 

@@ -357,6 +357,18 @@ async def test_hints_of_filters_that_are_not_enabled_are_ignored() -> None:
         await here.select(VMS[0], scheduler_hints={"query": ["[]"]})
 
 
+async def test_every_call_is_left_to_the_fallback_while_a_filter_is_lacking() -> None:
+    here = await cloud()
+    here.lacking = ("IoOpsFilter",)
+    here.destinations = here.front()
+    with pytest.raises(NotDecided) as left:
+        await here.select(VMS[0])
+    assert left.value.reason == "filter"
+    here.lacking = ()
+    here.destinations = here.front()
+    assert await here.select(VMS[0])
+
+
 def image(**properties: Any) -> Primitive:
     """ImageMeta 1.8."""
     return versioned("ImageMeta", "1.8", {"properties": versioned("ImageMetaProps", "1.40", properties)})

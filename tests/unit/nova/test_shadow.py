@@ -74,6 +74,7 @@ class World:
             here,
             here,
             configure=lambda: None,
+            notifier=here,
             config=replace(here.nova, shadow=True),
             clock=here.clock,
         )

@@ -22,6 +22,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.app import build
 from scheduler_worker.nova.config import NovaConfig, as_amqp
+from scheduler_worker.nova.queues import RabbitOptions
 
 CELL = "ce110000-0000-4000-8000-000000000001"
 
@@ -42,6 +43,25 @@ def test_an_address(given: str, wanted: str) -> None:
     assert as_amqp(given) == wanted
 
 
+@pytest.mark.parametrize(
+    ("given", "options", "wanted"),
+    [
+        ("rabbit://u:p@h:5671/nova", {}, "amqps://u:p@h:5671/nova"),
+        ("rabbit://u:p@h1,u:p@[::1]/nova", {}, "amqps://u:p@h1:5672,[::1]:5672/nova"),
+        (
+            "rabbit://u:p@h:5671/nova",
+            {"ssl_ca_file": "/a b/ca.pem", "ssl_cert_file": "/c&d.pem", "ssl_key_file": "/c.key"},
+            "amqps://u:p@h:5671/nova?cacertfile=%2Fa+b%2Fca.pem&certfile=%2Fc%26d.pem&keyfile=%2Fc.key",
+        ),
+        ("rabbit://u:p@h:5671", {"ssl_ca_file": "/ca.pem"}, "amqps://u:p@h:5671/?cacertfile=%2Fca.pem"),
+        ("amqps://u:p@h/nova?verify=verify_none", {"ssl_ca_file": "/ca.pem"}, "amqps://u:p@h/nova?verify=verify_none"),
+        ("amqp://u:p@h/nova", {}, "amqp://u:p@h/nova"),
+    ],
+)
+def test_an_address_with_tls(given: str, options: dict[str, Any], wanted: str) -> None:
+    assert as_amqp(given, RabbitOptions(ssl=True, **options)) == wanted
+
+
 def test_hosts_of_several_users_are_refused() -> None:
     with pytest.raises(BadBusUrl):
         as_amqp("rabbit://u:p@h1,v:p@h2/nova")
@@ -56,18 +76,40 @@ def test_hosts_of_several_users_are_refused() -> None:
         ({"fallback_url": "rabbit://v:q@h:5672/nova"}, "nova.fallback_url"),
         ({"fallback_url": "h/stock"}, "bus.url"),
         ({"shadow": True}, "nova.shadow_fallback"),
+        ({"enabled_filters": ("ComputeFilter", "IoOpsFilter")}, "plugin.invalid"),
+        ({"rabbit": RabbitOptions(ssl=True, ssl_ca_file="/nowhere/ca.pem")}, "bus.url"),
+        ({"rabbit": RabbitOptions(ssl=True, ssl_key_file="/nowhere/key")}, "bus.url"),
+        ({"rabbit": RabbitOptions(kombu_compression="gzip")}, "nova.rabbit_option"),
+        ({"rabbit": RabbitOptions(rabbit_login_method="EXTERNAL")}, "nova.rabbit_option"),
+        ({"rabbit": RabbitOptions(ssl_enforce_hostname_verification=False)}, "nova.rabbit_option"),
+        ({"rabbit": RabbitOptions(ssl_enforce_fips_mode=True)}, "nova.rabbit_option"),
         ({"api": NovaApiConfig()}, "nova.cells_unset"),
         ({"api": NovaApiConfig(cells_database="nonsense")}, "nova.cells_database"),
         ({"api": NovaApiConfig(cells_database="mysql+nodriver://h/nova_api")}, "nova.cells_database"),
     ],
 )
 async def test_settings_with_which_it_does_not_start(config: dict[str, Any], code: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        built(config)
+    assert refused.value.code == code
+
+
+def built(config: dict[str, Any]) -> Service:
     broker = MemoryBroker(SystemClock())
     env = Environment("w1", transports=partial(MemoryTransport, broker), rng=random.Random(1))
     settings = {"transport_url": "rabbit://u:p@h:5672/nova", "api": NovaApiConfig(cells={CELL: ("*",)}), **config}
-    with pytest.raises(SettingsError) as refused:
-        build(env, NovaConfig(**settings), SchedulerConfig())
-    assert refused.value.code == code
+    return build(env, NovaConfig(**settings), SchedulerConfig())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"enabled_filters": ("ComputeFilter", "IoOpsFilter", "Mine"), "fallback_url": "rabbit://u:p@h:5672/stock"},
+        {"rabbit": RabbitOptions(heartbeat_rate=3, kombu_reconnect_delay=0.5, use_queue_manager=True, processname="x")},
+    ],
+)
+async def test_settings_with_which_it_starts(config: dict[str, Any]) -> None:
+    assert built(config)
 
 
 async def test_the_front_is_drained_before_the_book_at_which_its_calls_claim(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,11 @@ class Cloud:
         self.claims = BookClaims()
         self.asked: list[tuple[str, ...]] = []
         self.casts: list[str] = []
+        self.notified: list[bool] = []  # of each call that is decided, whether it has hosts
         self.replica, self.table = Book(), HostTable()
         self.facts = KnownFacts(self.table)
         self.config = SchedulerConfig(retry_jitter_s=0.002, enabled_filters=nova.own_filters)
+        self.lacking: tuple[str, ...] = ()  # enabled filters that berth does not have
         self.deaf = False  # Nova does not answer
         self.waiting: set[str] | None = None  # instances that wait for a host; None: all
         self.selector = Selector(
@@ -116,8 +118,10 @@ class Cloud:
             self,
             self,
             configure=lambda: None,
+            notifier=self,
             config=self.nova,
             clock=self.clock,
+            lacking=self.lacking,
         )
 
     async def open(self) -> Cloud:
@@ -178,6 +182,9 @@ class Cloud:
             )
 
     # --- the ports
+
+    def notify(self, call: Call, begun_at: float, *, placed: bool) -> None:
+        self.notified.append(placed)
 
     async def no_runs(self, instances: Sequence[str]) -> dict[str, str]:
         return {}

@@ -149,6 +149,7 @@ def test_each_step_that_a_page_names_is_there() -> None:
 
 PYTEST = '<testsuites><testsuite name="pytest" errors="{}" failures="{}" skipped="{}" tests="{}"/></testsuites>'
 FIGURES: dict[str, Any] = {
+    "nova.json": [{"id": "checks.one", "outcome": "passed"}, {"id": "checks.two", "outcome": "skipped"}],
     "demo.json": {"requests": 1000, "verdicts": [{"holds": True}, {"holds": True}]},
     "conformance.json": {"passed": 1315, "failed": 0, "total": 1316},
     "conformance-memory.json": {"passed": 1314, "failed": 0, "total": 1316},
@@ -204,7 +205,7 @@ def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
         "conformance 1315, conformance in memory 1314, differential 3000 requests, "
         "simulation 4466 requests, simulation alone 540 requests, mutation 38 killed, clients 57 calls, "
         "bad input 1524 requests, bad input to the HTTP API 2262 requests, pages 10 steps, fuzz 15000 inputs, "
-        "chaos 2000 builds, street 20000 boots, two versions side by side 304 builds"
+        "chaos 2000 builds, street 20000 boots, in front of Nova 1 checks, two versions side by side 304 builds"
     )
     assert executed(folder, ("demo.json", "drills.xml")) == "all passed: demo 1000 boots, 20 drills"
 
@@ -224,6 +225,12 @@ def test_a_step_that_a_shallow_checkout_leaves_out_is_named(folder: Path) -> Non
     (folder / "demo.json").write_text('{"left_out": true}')
     with pytest.raises(Untold, match=r"demo\.json"):
         executed(folder, ("demo.json",))
+
+
+def test_a_check_in_front_of_nova_that_failed_is_no_pass(folder: Path) -> None:
+    (folder / "nova.json").write_text('[{"outcome": "passed"}, {"outcome": "failed"}]')
+    with pytest.raises(Untold, match=r"nova\.json"):
+        executed(folder, tuple(STEPS))
 
 
 @pytest.mark.parametrize("name", STEPS)
