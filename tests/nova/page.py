@@ -1,6 +1,9 @@
 """Writes tests/nova/RESULTS.md: which of Nova's tests and of the checks passed with the front, and why others did not.
 
-python -m tests.nova.page RESULTS.json ...      what `scripts/nova test --json` wrote, in the order of the runs
+    python -m tests.nova.page RESULTS.json ... [BENCH.jsonl]
+
+RESULTS.json: what `scripts/nova test --json` wrote, in the order of the runs. BENCH.jsonl: what `scripts/nova bench
+--work DIRECTORY` left there.
 """
 
 from __future__ import annotations
@@ -48,18 +51,31 @@ def table(title: str, rows: list[dict[str, Any]], reasons: Reasons) -> list[str]
     return [*lines, ""]
 
 
+def measured(path: Path) -> list[str]:
+    """What a call costs a front and a stock nova-scheduler."""
+    lines = ["## One call of `select_destinations`", "", "One after the other, in one run (`scripts/nova bench`).", ""]
+    lines += ["| scheduler | hosts | calls | ms, median | CPU ms of the scheduler | CPU ms of placement | load |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    keys = ("who", "hosts", "calls", "median_ms", "cpu_ms_a_call", "placement_cpu_ms_a_call", "load")
+    for one in map(json.loads, path.read_text().splitlines()):
+        lines.append(f"| {' | '.join(str(one[key]) for key in keys)} |")
+    return [*lines, ""]
+
+
 def main() -> None:
     """Write it."""
+    paths = [Path(one) for one in sys.argv[1:]]
+    benches = [path for path in paths if path.suffix == ".jsonl"]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     apart: set[str] = set()
-    for one in (one for path in sys.argv[1:] for one in json.loads(Path(path).read_text())):
+    for one in (one for path in paths if path not in benches for one in json.loads(path.read_text())):
         if one["mode"] == "apart":
             apart |= {one["id"]} if one["outcome"] == "failed" else set()
             continue
         earlier = found.setdefault((one["nova"], one["id"]), one | {"again": ""})
         if (earlier["outcome"], one["outcome"]) == ("failed", "passed"):
             found[one["nova"], one["id"]] = one | {"again": AGAIN}
-    lines, known = [HEAD], tomllib.loads(REASONS.read_text())
+    lines, known = [HEAD, *(line for path in benches for line in measured(path))], tomllib.loads(REASONS.read_text())
     for release in sorted({release for release, _ in found}, reverse=True):
         reasons = known["reasons"] | known.get(f"reasons_of_{release.partition('.')[0]}", {})
         for title, is_check in (("checks", True), ("tests of Nova's own", False)):
