@@ -110,6 +110,7 @@ class Retrying:
 
         on_failure: called before each retry with the fault and the number of faults so far.
         """
+        stop = self._stop()
         try:  # nearly every first call succeeds, and tenacity would take longer than some of them
             return await function()
         except Exception as error:  # `passes` decides which of them are retried
@@ -130,7 +131,7 @@ class Retrying:
         retrying = tenacity.AsyncRetrying(
             sleep=self._clock.sleep,
             wait=self._wait_s,
-            stop=self._stop(),
+            stop=stop,
             retry=tenacity.retry_if_exception(passes),
             before_sleep=report_failure,
             reraise=True,

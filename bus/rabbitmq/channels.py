@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Mapping
 
 from aiormq import Channel
@@ -163,6 +164,7 @@ class PublishChannel:
         self._names = names
         self._frames = frames.FrameWriter(channel)
         self._waiting: set[asyncio.Future[object]] = set()
+        self._name = secrets.token_hex(8)  # consumers know a message by its id, also one of another publisher
         self._opened_at = asyncio.get_running_loop().time()
         self._refused = False
         channel.closing.add_done_callback(self._closed)
@@ -190,7 +192,7 @@ class PublishChannel:
         """Publish and wait for the confirm, or raise as the port specifies."""
         exchange = self._names.exchange(message.exchange)
         if not message.message_id:  # a returned message names itself by it
-            message = structs.replace(message, message_id=f"{self.channel.number}.{self.channel.delivery_tag + 1}")
+            message = structs.replace(message, message_id=f"{self._name}.{self.channel.delivery_tag + 1}")
         confirmed = self._send(message, exchange)
         timer = asyncio.get_running_loop().call_later(CONFIRM_TIMEOUT_S, _late, confirmed)
         try:

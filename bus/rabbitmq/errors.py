@@ -26,6 +26,9 @@ NOT_ALLOWED = 530
 
 # How aiormq reports that the other side closed the connection in the middle: of a frame, or before the first one.
 BROKEN_OFF = (EOFError, StopAsyncIteration)
+# What a channel or connection that is of no use any more raises. aiormq ends some futures twice, which is asyncio's own
+# error: it is raised by what uses a channel that was closed before its connection was.
+_UNUSABLE = (ChannelInvalidStateError, asyncio.InvalidStateError, OSError, TimeoutError, RuntimeError)
 
 
 # By why the broker closed a channel.
@@ -54,7 +57,7 @@ def translated(about: str = "") -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise BusUnavailable("the connection was closed") from None
-    except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError, *BROKEN_OFF) as error:
+    except (AMQPError, *_UNUSABLE, *BROKEN_OFF) as error:
         raise port_error(error, about) from error
     except Exception as error:  # re-raised but for one
         # aiormq ends what waits on a closed connection with a bare Exception when it knows no reason. An error of
@@ -83,7 +86,7 @@ def port_error(error: BaseException, about: str = "") -> BusError:
         if about and f"'{about}'" not in text:
             return BusUnavailable(text)
         return next((ours for theirs, ours in _CLOSED.items() if isinstance(error, theirs)), BusError)(text)
-    if isinstance(error, AMQPConnectionError | ChannelInvalidStateError | OSError | TimeoutError | RuntimeError):
+    if isinstance(error, (AMQPConnectionError, *_UNUSABLE)):
         return BusUnavailable(text)
     if isinstance(error, BROKEN_OFF):
         return BusUnavailable(f"the other side hung up: {text}")

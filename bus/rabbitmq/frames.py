@@ -45,9 +45,11 @@ class FrameWriter:
 
     async def drain(self) -> None:
         """Wait until all frames are written to the connection. Raises as aiormq does: the channel is closed."""
-        self._written = written = self._channel.create_future()
+        if self._written is None:
+            self._written = self._channel.create_future()
+        written = self._written
         self.write(b"")
-        await written
+        await asyncio.shield(written)  # of all who wait within one turn of the loop
 
     def _send(self) -> None:
         frame = ChannelFrame(payload=b"".join(self._out), should_close=False, drain_future=self._written)
@@ -76,8 +78,9 @@ def answer(channel: int, method: int, tag: int, bit: bool) -> bytes:
 def publish(
     message: Outgoing, exchange: str, key: str, reply_to: str | None, also: str, *, channel: int, frame_max: int
 ) -> bytes:
-    """The frames of one publish. ValueError: a name is longer than AMQP allows."""
-    body, most = message.body, frame_max - FRAME_OVERHEAD_BYTES
+    """The frames of one publish. frame_max: bytes, 0 for no bound. ValueError: a name is longer than AMQP allows."""
+    body = message.body
+    most = frame_max - FRAME_OVERHEAD_BYTES if frame_max else max(1, len(body))
     method = _PUBLISH + _name(exchange) + _name(key) + (b"\1" if message.mandatory else b"\0")
     header = _HEADER.pack(60, 0, len(body)) + properties(message, reply_to, also)
     frames = [(_METHOD_FRAME, method), (_HEADER_FRAME, header)]

@@ -84,7 +84,8 @@ class ClaimGroup:
             if not isinstance(item, messages.Claim) or not item.options or item.consumer_generation is not None:
                 return {}
             allocations = item.options[0].allocations
-            if item.release_first or item.foreign or not (allocations and all(allocations.values())):
+            moves = item.release_first or item.foreign or item.migration is not None
+            if moves or not (allocations and all(allocations.values())):
                 return {}
             taken[item.consumer] = item.options[0]
             named += allocations

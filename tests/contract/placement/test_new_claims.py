@@ -19,6 +19,7 @@ from bus.contracts.placement import (
     ClaimResult,
     Inventory,
     InventoryUpdate,
+    Migration,
     ProviderReport,
 )
 from bus.persistence.database import Database
@@ -115,6 +116,8 @@ def some_claims(
     for _ in range(rng.choice([1, 1, 1, 2, 3, MAX_PLAIN])):
         consumers.append(rng.choice(consumers) if consumers and rng.random() < 0.1 else new_uuid(rng))
         limits = {} if rng.random() < 0.5 else {"VCPU": rng.randint(100, 500), INSTANCES: rng.choice([20, 1000])}
+        moved = rng.random() < 0.05
+        source = Migration(uuid=rng.choice(consumers), source={rng.choice(uuids)[0]: {"VCPU": 1}})
         claims.append(
             Claim(
                 consumer=consumers[-1],
@@ -127,6 +130,7 @@ def some_claims(
                 project_id=rng.choice(["p", "p", "q"]),
                 consumer_type=rng.choice(["INSTANCE"] * 9 + ["MIGRATION"]),
                 limits=limits,
+                migration=source if moved else None,
             )
         )
     return claims

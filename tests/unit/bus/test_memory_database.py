@@ -218,6 +218,19 @@ async def test_a_bounded_policy_ends_with_the_fault(policy: RetryPolicy, calls: 
     assert failing.calls == calls
 
 
+async def test_the_time_that_the_first_call_takes_counts() -> None:
+    clock, calls = Recorded(), []
+
+    async def call() -> None:
+        calls.append(clock.now)
+        clock.now += 3.0
+        raise Transient("unavailable", code="database.unavailable")
+
+    with pytest.raises(Transient):
+        await Retrying(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=2.5), clock).call(call)
+    assert len(calls) == 1
+
+
 async def test_an_unbounded_policy_stops_when_it_is_cancelled() -> None:
     task = asyncio.create_task(Retrying(EVEN, SystemClock()).call(Failing(10**9)))
     await asyncio.sleep(0)

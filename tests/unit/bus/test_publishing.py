@@ -19,7 +19,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.group_flush import GroupFlush
 from bus.port import BusUnavailable, Outgoing
 from bus.publishing import SLOW_CONFIRM_S, Waiter
-from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, Acks
+from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, WRITE_TIMEOUT_S, Acks
 from tests.contract.rig import boot
 from tests.kit.virtual_time import on_virtual_time
 
@@ -304,6 +304,31 @@ async def test_a_connection_that_closes_sends_them_first() -> None:
     assert not flushing.done(), "nothing is written yet"
     last.drain()
     await asyncio.wait_for(flushing, 10)
+
+
+@on_virtual_time
+async def test_all_who_wait_in_one_turn_learn_that_their_frames_are_written() -> None:
+    channel, acks = given(100)
+    acks.ack(1)
+    flushing = [asyncio.create_task(acks.flush()) for _ in range(3)]
+    await asyncio.sleep(0)
+    flushing[1].cancel()  # it ends alone
+    last = await asyncio.wait_for(channel.write_queue.get(), 10)
+    last.drain()
+    ended = await asyncio.wait_for(asyncio.gather(*flushing, return_exceptions=True), 10)
+    assert [type(one) for one in ended] == [type(None), asyncio.CancelledError, type(None)]
+    assert asyncio.get_running_loop().time() < WRITE_TIMEOUT_S
+
+
+@on_virtual_time
+async def test_a_flush_ends_on_a_channel_that_was_closed_before_its_connection() -> None:
+    channel, acks = given(1)
+
+    def ended_twice() -> asyncio.Future[None]:
+        raise asyncio.InvalidStateError("invalid state")
+
+    channel.create_future = ended_twice
+    await acks.flush()
 
 
 # --- a publisher that is closed begins nothing more, and ends every message that it was given
