@@ -117,7 +117,7 @@ def some_claims(
         consumers.append(rng.choice(consumers) if consumers and rng.random() < 0.1 else new_uuid(rng))
         limits = {} if rng.random() < 0.5 else {"VCPU": rng.randint(100, 500), INSTANCES: rng.choice([20, 1000])}
         moved = rng.random() < 0.05
-        source = Migration(uuid=rng.choice(consumers), source={rng.choice(uuids)[0]: {"VCPU": 1}})
+        source = Migration(uuid=rng.choice(consumers[-2:]), source={rng.choice(uuids)[0]: {"VCPU": 1}})
         claims.append(
             Claim(
                 consumer=consumers[-1],
