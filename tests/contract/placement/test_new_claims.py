@@ -32,7 +32,7 @@ from tests.contract.books import HOSTS, VMS, build, roomy_host
 pytestmark = pytest.mark.postgres
 
 PATIENCE_S = 60.0
-ROUNDS = 250
+ROUNDS = 400
 CLASSES = ("VCPU", "MEMORY_MB", "CUSTOM_GOLD")
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 ROWS = (
@@ -116,7 +116,7 @@ def some_claims(
     for _ in range(rng.choice([1, 1, 1, 2, 3, MAX_PLAIN])):
         consumers.append(rng.choice(consumers) if consumers and rng.random() < 0.1 else new_uuid(rng))
         limits = {} if rng.random() < 0.5 else {"VCPU": rng.randint(100, 500), INSTANCES: rng.choice([20, 1000])}
-        moved = rng.random() < 0.05
+        moved = rng.random() < 0.03
         source = Migration(uuid=rng.choice(consumers[-2:]), source={rng.choice(uuids)[0]: {"VCPU": 1}})
         claims.append(
             Claim(
