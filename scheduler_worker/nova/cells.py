@@ -16,7 +16,8 @@ from bus.service.settings import SettingsError
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.nova_rest import NovaUnavailable
 
-AGAIN_S = 30.0  # between two reads of the database while a host has no cell
+AGAIN_S = 1.0  # between two reads of the database for hosts that the one before did not find
+AFTER_FAULT_S = 30.0  # from a read that failed to the next
 MAX_MAPPINGS = 1_000_000
 MAX_SAID = 200  # characters of what the database's driver says of a fault
 READ_S = 10.0  # that a read of the database is waited for
@@ -70,21 +71,24 @@ class DatabaseCells:
             raise SettingsError("nova.cells_database", reason) from error
         self._clock = clock
         self._known: dict[str, str] | None = None  # None: nothing was read yet
+        self._absent: set[str] | None = None  # the hosts that the last read did not find; None: it failed
         self._again_s = -math.inf
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
         """As CellMap has it. Raises NovaUnavailable."""
         now_s, known = self._clock.monotonic(), self._known or {}
+        missing = {host for host in hosts if host not in known}
         # Before the first read no host is in a cell: that is no answer, so each question reads until one succeeds.
-        is_due = self._known is None or now_s >= self._again_s
-        if is_due and any(host not in known for host in hosts):
-            self._again_s = now_s + AGAIN_S
+        is_new = self._absent is not None and not missing <= self._absent
+        if missing and (self._known is None or is_new or now_s >= self._again_s):
+            self._absent, self._again_s = None, now_s + AFTER_FAULT_S
             try:
                 async with asyncio.timeout(READ_S):
                     known = self._known = await asyncio.to_thread(self._read)
             except (SQLAlchemyError, TimeoutError) as error:
                 reason = f"Nova's API database: {type(error).__name__} {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
+            self._absent, self._again_s = missing - known.keys(), now_s + AGAIN_S
         return {host: cell for host in hosts if (cell := known.get(host)) is not None}
 
     def _said(self, error: Exception) -> str:

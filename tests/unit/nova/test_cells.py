@@ -19,6 +19,15 @@ from scheduler_worker.nova.nova_rest import NovaUnavailable
 from tests.unit.nova.facts_kit import CELL1, CELL2
 
 
+class MovedClock(SystemClock):
+    """It is moved by hand."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 async def test_the_first_pattern_that_names_a_host_counts() -> None:
     found = ConfiguredCells({CELL1: ("edge-*", "h1"), CELL2: ("*.example",)})
     hosts = ["edge-1", "h1", "h2", "edge-1.example", "a.example"]
@@ -43,16 +52,34 @@ def test_a_map_is_made_before_any_loop_runs() -> None:
     assert isinstance(cells_of(NovaApiConfig(cells_database="sqlite://"), SystemClock()), DatabaseCells)
 
 
-async def test_two_queries_and_another_read_only_for_a_new_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cells, "AGAIN_S", 0.0)
-    found = DatabaseCells(database(tmp_path / "nova_api"), SystemClock())
+async def test_two_queries_and_another_read_only_for_a_new_host(tmp_path: Path) -> None:
+    clock = MovedClock()
+    found = DatabaseCells(database(tmp_path / "nova_api"), clock)
     assert await found.of_hosts(["h1", "h2", "h3"]) == {"h1": CELL1}, "a disabled cell takes no builds"
     with sqlite3.connect(tmp_path / "nova_api") as changed:
         changed.execute("INSERT INTO host_mappings VALUES (4, 1, 'h4')")
     assert await found.of_hosts(["h1"]) == {"h1": CELL1}
-    assert await found.of_hosts(["h1", "h4"]) == {"h1": CELL1, "h4": CELL1}
+    assert await found.of_hosts(["h1", "h4"]) == {"h1": CELL1, "h4": CELL1}, "a new host is read for at once"
+    assert await found.of_hosts(["h5"]) == {}
+    with sqlite3.connect(tmp_path / "nova_api") as changed:
+        changed.execute("INSERT INTO host_mappings VALUES (5, 1, 'h5')")
+    assert await found.of_hosts(["h5"]) == {}, "it was not found a moment ago"
+    clock.now += cells.AGAIN_S
+    assert await found.of_hosts(["h5"]) == {"h5": CELL1}
+
+
+async def test_a_database_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> None:
+    clock = MovedClock()
+    found = DatabaseCells(database(tmp_path / "nova_api"), clock)
+    assert await found.of_hosts(["h1"]) == {"h1": CELL1}
+    (tmp_path / "nova_api").rename(tmp_path / "away")
+    with pytest.raises(NovaUnavailable):
+        await found.of_hosts(["h1", "h4"])
+    clock.now += cells.AGAIN_S
+    assert await found.of_hosts(["h1", "h4"]) == {"h1": CELL1}, "what is known counts"
+    clock.now += cells.AFTER_FAULT_S
+    with pytest.raises(NovaUnavailable):
+        await found.of_hosts(["h1", "h4"])
 
 
 async def test_a_database_that_is_away(tmp_path: Path) -> None:
