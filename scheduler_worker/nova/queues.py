@@ -67,7 +67,7 @@ class RabbitOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ssl_enforce_hostname_verification: bool = True
     """Only true: the name of the broker is verified."""
     ssl_enforce_fips_mode: bool = False
-    """Only false."""
+    """Only false: berth does not set the mode of OpenSSL."""
     kombu_compression: str = ""
     """Only empty: compressed messages are not read."""
     rabbit_login_method: str = "AMQPLAIN"
