@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,7 +25,7 @@ from berth.web.rendering import rendered
 from bus.bus import Bus
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.nova_calls import NovaCall
+from bus.contracts.nova_calls import CallExplained, NovaCall
 from bus.contracts.workers import WorkerHeartbeat
 
 MAX_KEPT = 500  # calls, and as many comparisons
@@ -39,7 +40,8 @@ MAX_SHOWN_ID = 64
 class NovaView(Struct, frozen=True):
     """The newest calls first: comparisons in which the stock scheduler's answer differs, and how calls were decided.
 
-    counts: of the shadow, {difference: calls} since the fronts' start.
+    counts: of the shadow, {difference: calls} since the fronts' start. In the list of all calls `explained` has what
+    the list shows.
     """
 
     compared: tuple[NovaCall, ...]
@@ -66,6 +68,16 @@ class KeptCalls:
     def newest(self, most: int | None = None) -> tuple[NovaCall, ...]:
         """The newest first."""
         return tuple(call for call, _ in list(reversed(self._kept))[:most])
+
+
+def _in_short(call: NovaCall) -> NovaCall:
+    """As the list shows it, which is sent each second: without the steps, alternates and scores, which may be many."""
+    one = call.explained
+    if one is None:
+        return call
+    hosts = tuple(of[:1] for of in one.hosts)
+    shown = CallExplained(event=one.event, request_id=one.request_id, count=one.count, reason=one.reason, hosts=hosts)
+    return replace(call, explained=shown)
 
 
 class NovaCalls:
@@ -100,8 +112,10 @@ class NovaCalls:
 
     def note(self, call: NovaCall) -> None:
         """Take one event in."""
-        self.received += 1
-        (self.explained if call.compared is None else self.compared).note(call)
+        kept = self.compared if call.compared else self.explained if call.explained else None
+        if kept is not None:  # a newer front may tell something else
+            self.received += 1
+            kept.note(call)
 
     def note_counts(self, heartbeat: WorkerHeartbeat) -> None:
         """Take in what a front's shadow has counted since its start."""
@@ -116,7 +130,8 @@ class NovaCalls:
     def view(self) -> NovaView:
         """The newest, for the page."""
         counts = sum((Counter(one) for one in self._counts.values()), Counter[str]())
-        return NovaView(self.compared.newest(SHOWN), self.explained.newest(SHOWN), dict(counts))
+        explained = tuple(map(_in_short, self.explained.newest(SHOWN)))
+        return NovaView(self.compared.newest(SHOWN), explained, dict(counts))
 
     def of_request(self, request_id: str) -> NovaView:
         """All that is kept about one request of Nova's user."""

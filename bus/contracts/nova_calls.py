@@ -16,7 +16,8 @@ MAX_STEPS = 64
 MAX_REASONS = 64  # of one step
 MAX_LOST = 100
 
-Phrase = Annotated[str, Bound(max_length=255)]
+MAX_PHRASE = 255
+Phrase = Annotated[str, Bound(max_length=MAX_PHRASE)]
 HostName = Annotated[str, Bound(max_length=600)]  # with its node's, where they differ
 HostNames = Annotated[tuple[HostName, ...], Bound(max_length=MAX_HOSTS)]
 

@@ -75,10 +75,13 @@ class Acks:
     async def acknowledged(self, tag: int) -> None:
         """Acknowledge a delivery, and wait until the broker has done so. Raises BusUnavailable: it may have, or not."""
         self.ack(tag, now=True)
-        with translated():  # the broker does what comes on a channel in its order, and answers the second
-            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
-                await self._frames.drain()
-                await self.channel.basic_qos(prefetch_count=self._prefetch)
+        try:
+            with translated():  # the broker does what comes on a channel in its order, and answers the second
+                async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                    await self._frames.drain()
+                    await self.channel.basic_qos(prefetch_count=self._prefetch)
+        except BusError as error:  # the channel was closed, whyever: for being silent for long, for one
+            raise BusUnavailable(str(error)) from error
 
     async def flush(self) -> None:
         """Write all acknowledgements to the connection, and wait for it: what only waits is dropped when it closes."""

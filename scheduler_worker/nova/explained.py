@@ -24,6 +24,7 @@ from bus.contracts.nova_calls import (
     MAX_HOSTS,
     MAX_LOST,
     MAX_NAMED,
+    MAX_PHRASE,
     MAX_REASONS,
     MAX_STEPS,
     CallCompared,
@@ -124,15 +125,18 @@ class AnnouncedCalls(CallRecorder):
 
 
 def steps_of(result: NoValidHost, name_of: Callable[[int], str]) -> tuple[ExplainedStep, ...]:
-    """The funnel with the names of hosts. name_of: of a row of the replica, as it is now."""
+    """The funnel with the names of hosts. name_of: of a row of the replica, as it is now.
+
+    Steps and reasons are cut: they name all aggregates of a zone, and the groups of all ports.
+    """
     named: dict[str, dict[str, tuple[str, ...]]] = {}
     for one in result.left_out:
-        named.setdefault(one.step, {})[one.reason] = tuple(map(name_of, one.rows))
+        named.setdefault(one.step, {})[one.reason[:MAX_PHRASE]] = tuple(map(name_of, one.rows))
     return tuple(
         ExplainedStep(
-            step=one.step,
+            step=one.step[:MAX_PHRASE],
             remaining=one.remaining,
-            rejected=dict(islice(one.rejected.items(), MAX_REASONS)),
+            rejected={reason[:MAX_PHRASE]: count for reason, count in islice(one.rejected.items(), MAX_REASONS)},
             hosts=dict(islice(named.get(one.step, {}).items(), MAX_REASONS)),
         )
         for one in result.funnel[:MAX_STEPS]

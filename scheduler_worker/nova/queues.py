@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from bus.topology import ForeignQueue
 
@@ -135,7 +135,7 @@ class RabbitOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def topic_queue(options: RabbitOptions, control_exchange: str, key: str) -> ForeignQueue:
-    """The queue of a topic (`scheduler`), of one server of it (`scheduler.HOST`), or of FRONTS."""
+    """The queue of a topic (`scheduler`), or of one server of it (`scheduler.HOST`)."""
     durable = options.amqp_durable_queues or options.rabbit_quorum_queue
     return ForeignQueue(
         name=key,
@@ -148,6 +148,11 @@ def topic_queue(options: RabbitOptions, control_exchange: str, key: str) -> Fore
         exchange_auto_delete=options.amqp_auto_delete,
         routing_key=key,
     )
+
+
+def fronts_queue(options: RabbitOptions, control_exchange: str) -> ForeignQueue:
+    """The queue FRONTS. It stays without a user: what is in it when the last front ends, or is killed, waits there."""
+    return structs.replace(topic_queue(options, control_exchange, FRONTS), auto_delete=False)
 
 
 def fanout_queue(options: RabbitOptions, topic: str, unique: str) -> ForeignQueue:

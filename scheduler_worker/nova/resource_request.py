@@ -120,10 +120,10 @@ def _sizes(request: NovaRequest) -> Iterator[tuple[str, int, int]]:
     traits += [one for group in groups for one in (group.required_traits, group.forbidden_traits)]
     yield "traits", sum(map(len, traits)), MAX_SPECS
     yield "resource classes", sum(len(one.resources) for one in groups), MAX_SPECS
-    listed = [uuids for one in groups for uuids in (*one.aggregates, one.forbidden_aggregates)]
-    listed += [one.split(",") for one in asked.aggregates or ()] + [asked.forbidden_aggregates or ()]
-    yield "aggregates", sum(map(len, listed)), MAX_NAMES
-    yield "names of request groups", sum(map(len, level.same_subtree)), MAX_NAMES
+    any_of = [uuids for one in groups for uuids in one.aggregates] + [one.split(",") for one in asked.aggregates or ()]
+    forbidden = [*(one.forbidden_aggregates for one in groups), asked.forbidden_aggregates or ()]
+    yield "aggregates", sum(len(one) or 1 for one in any_of) + sum(map(len, forbidden)), MAX_NAMES
+    yield "names of request groups", sum(len(one) or 1 for one in level.same_subtree), MAX_NAMES
 
 
 def resource_request(

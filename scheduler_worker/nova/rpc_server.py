@@ -42,7 +42,7 @@ from scheduler_worker.nova.envelope import (
 )
 from scheduler_worker.nova.explained import NOT_DECIDED, CallRecorder
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
-from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, topic_queue
+from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, fronts_queue, topic_queue
 from scheduler_worker.nova.relay import RelayFailed, RelayPort
 from scheduler_worker.nova.request_spec import NotDecided
 
@@ -148,7 +148,7 @@ class RpcServer:
         self._recorder = recorder or CallRecorder()
         self._prefetch = prefetch
         self._topics = [topic_queue(options, control_exchange, key) for key in (TOPIC, f"{TOPIC}.{host}")]
-        self._fronts = topic_queue(options, control_exchange, FRONTS)
+        self._fronts = fronts_queue(options, control_exchange)
         self._fanout = fanout_queue(options, TOPIC, unique)
         self._next_offset: int | None = None  # of the stream
         # A call is handed over once to each connection: tasks beyond the slots are those of lost connections.

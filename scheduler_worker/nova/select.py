@@ -456,9 +456,8 @@ def ended_by(
     first = min(unplaced, key=lambda one: 0 if isinstance(one, NoValidHost) else 1)
     lost = lost_of(loss for one in unplaced for loss in one.lost)
     if isinstance(first, NoValidHost):
-        step = first.funnel[-1].step if first.funnel else ""
         reason, funnel = sentence(spec, first.funnel, nearest), steps_of(first, name_of)
-        return Ended(reason=reason, step=step, lost=lost, funnel=funnel)
+        return Ended(reason=reason, step=funnel[-1].step if funnel else "", lost=lost, funnel=funnel)
     return Ended(reason=getattr(first, "reason", "") or ENOUGH, step=getattr(first, "code", ""), lost=lost)
 
 

@@ -346,6 +346,23 @@ async def test_of_two_fronts_the_one_that_stops_leaves_calls_to_the_other(vhost:
             assert len(await client.answers(11)) == 11 and len(first.calls) == 1
 
 
+@pytest.mark.parametrize("auto_delete", [False, True])
+async def test_what_the_last_front_gives_back_waits_for_the_next(vhost: str, client: Client, auto_delete: bool) -> None:
+    forever = asyncio.Event()
+
+    async def held(call: Call) -> object:
+        await forever.wait()
+        return None
+
+    async with front(vhost, first := Instructed(held), amqp_auto_delete=auto_delete) as server:
+        await client.send(_unique_id="u")
+        await until(lambda: first.calls)
+        await server.drain(0.5)
+    async with front(vhost, Instructed(named), amqp_auto_delete=auto_delete):
+        (reply,) = await client.answers(1)
+    assert reply["result"] == "u"
+
+
 async def test_an_answer_of_the_fallback_comes_byte_by_byte(
     vhost: str, client: Client, fallback: tuple[str, Stock]
 ) -> None:

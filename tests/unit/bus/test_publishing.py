@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 from aiormq.abc import ChannelFrame
+from aiormq.exceptions import ChannelPreconditionFailed
 
 from bus.bus import API, Bus, BusLimits
 from bus.clock import SystemClock
@@ -320,15 +321,27 @@ async def test_all_who_wait_in_one_turn_learn_that_their_frames_are_written() ->
     assert asyncio.get_running_loop().time() < WRITE_TIMEOUT_S
 
 
+TIMED_OUT = ChannelPreconditionFailed(406, "PRECONDITION_FAILED - delivery acknowledgement on channel 1 timed out")
+
+
+@pytest.mark.parametrize("closed", [asyncio.InvalidStateError("invalid state"), TIMED_OUT], ids=["library", "broker"])
 @on_virtual_time
-async def test_a_flush_ends_on_a_channel_that_was_closed_before_its_connection() -> None:
+async def test_nothing_waits_on_a_channel_that_was_closed_before_its_connection(closed: Exception) -> None:
+    """Whyever it was: who wants to know whether a delivery comes again is told that it may."""
     channel, acks = given(1)
+    asked = 0
 
-    def ended_twice() -> asyncio.Future[None]:
-        raise asyncio.InvalidStateError("invalid state")
+    def refused() -> asyncio.Future[None]:
+        nonlocal asked
+        asked += 1
+        raise closed
 
-    channel.create_future = ended_twice
+    channel.create_future = refused
+    started = asyncio.get_running_loop().time()
     await acks.flush()
+    with pytest.raises(BusUnavailable):
+        await acks.acknowledged(1)
+    assert asked == 2 and asyncio.get_running_loop().time() == started
 
 
 # --- a publisher that is closed begins nothing more, and ends every message that it was given

@@ -129,6 +129,29 @@ async def test_a_stream_has_the_newest_at_once_and_ends_with_the_server() -> Non
     assert [one async for one in stream] == []
 
 
+def test_the_list_has_of_each_call_what_it_shows() -> None:
+    """It is sent each second to all who look, and a project decides how much there is to explain."""
+    here = World()
+    steps = tuple(ExplainedStep(step=f"s{n}", remaining=0, hosts={"r": ("h" * 600,) * 20}) for n in range(5))
+    chosen = (("h1", "h2", "h3"), ("h4", "h5"))
+    for number in range(SHOWN):
+        told = CallExplained(event=ANSWERED.placed, request_id="r", count=2, reason="why", funnel=steps, hosts=chosen)
+        here.calls.note(NovaCall(request_id=f"req-{number}", at=1.0, worker="front-1", explained=told))
+    shown = here.calls.view()
+    rows = [one.explained for one in shown.explained if one.explained is not None]
+    assert {(one.event, one.count, one.reason, one.hosts) for one in rows} == {
+        (ANSWERED.placed, 2, "why", (("h1",), ("h4",)))
+    }
+    assert len(msgspec.json.encode(shown)) < SHOWN * 1000
+    assert here.calls.of_request("req-9").explained[0].explained == told
+
+
+def test_a_call_of_a_kind_that_is_not_known_is_not_shown() -> None:
+    here = World()
+    here.calls.note(NovaCall(request_id="req-1", at=1.0, worker="front-of-tomorrow"))
+    assert here.calls.view().explained == () == here.calls.view().compared
+
+
 @pytest.mark.parametrize(("most", "most_bytes"), [(3, 10**9), (10**9, 1000)])
 def test_what_is_kept_is_bounded(most: int, most_bytes: int) -> None:
     kept = KeptCalls(most, most_bytes)
@@ -190,6 +213,11 @@ async def test_what_a_front_has_not_sent_is_bounded() -> None:
     await here.close()
 
 
-def test_a_recorder_alone_tells_nobody() -> None:
-    CallRecorder().explain(NO_HOST)
-    CallRecorder().compare("req-1", OTHER_HOST)
+def test_a_recorder_alone_logs() -> None:
+    recorder = CallRecorder()
+    with capture_logs() as lines:
+        recorder.explain(NO_HOST)
+        recorder.compare("req-1", OTHER_HOST)
+    assert [one["event"] for one in lines] == [ANSWERED.no_host, "nova.shadow_differs"]
+    assert [one["request_id"] for one in lines] == ["req-1", "req-1"]
+    assert (lines[0]["funnel"][0]["rejected"], lines[1]["stock"]) == ({"memory": 7}, ["h-stock"])

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
@@ -14,7 +15,7 @@ from berth.cli import app
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import RemoteFault
 from tests.unit.nova.test_select import VMS
-from tests.unit.nova.world import PLENTY, Cloud, destination
+from tests.unit.nova.world import PLENTY, Cloud, destination, versioned
 
 SMALL = {"VCPU": 1, "MEMORY_MB": 100, "DISK_GB": 10}
 
@@ -59,6 +60,23 @@ def test_no_host_is_explained_with_the_hosts_that_each_step_rejected(tmp_path: P
     first, second = json.loads(text)
     assert (first["funnel"][0]["step"], first["funnel"][-1]["step"]) == ("providers", "claim")
     assert first["instances"] == second["instances"] == [VMS[0]]
+
+
+AGGREGATES = [f"00000000-0000-4000-8000-{number:012}" for number in range(20)]
+PORTS = [versioned("RequestGroup", "1.3", {"requester_id": uuid, "resources": {"VCPU": 5}}) for uuid in AGGREGATES[:8]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"requested_destination": destination(aggregates=[",".join(AGGREGATES)])}, "are not in aggregate one of 0000"),
+        ({"requested_resources": PORTS}, "have room for each of groups 0000"),
+    ],
+    ids=["aggregates of a zone", "ports"],
+)
+def test_a_step_that_names_much_is_explained(tmp_path: Path, fields: dict[str, Any], shown: str) -> None:
+    status, text = explained("req-1", str(logged(tmp_path, fields)))
+    assert status == 0 and shown in text
 
 
 def test_what_the_shadow_would_have_done_is_told_as_such(tmp_path: Path) -> None:

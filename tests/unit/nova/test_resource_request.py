@@ -351,6 +351,12 @@ OVERSIZED: dict[str, Callable[[int], NovaRequest]] = {
     "aggregates of the destination": lambda more: request(
         requested_destination=NovaDestination(aggregates=(",".join(named(MAX_NAMES + more)),))
     ),
+    "empty aggregates of a group": lambda more: request(
+        requested_resources=(replace(GROUP, aggregates=((),) * (MAX_NAMES + more)),)
+    ),
+    "empty subtrees": lambda more: request(
+        request_level_params=NovaRequestLevel(same_subtree=((),) * (MAX_NAMES + more))
+    ),
     "a subtree": lambda more: request(request_level_params=NovaRequestLevel(same_subtree=(named(MAX_NAMES + more),))),
 }
 
