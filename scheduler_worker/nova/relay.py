@@ -159,7 +159,8 @@ class StockRelay:
             expiration_s=call.patience_s,
         )
         try:
-            await self._transport.publish(message)
+            if not awaited.given_up:
+                await self._transport.publish(message)
             while awaited.answer is None:
                 if awaited.given_up:
                     raise RelayFailed("this front stops")

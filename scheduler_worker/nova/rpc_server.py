@@ -83,8 +83,8 @@ class CallDispatcher(Protocol):
 
 
 class _Held:
-    """A call in hand, and its deliveries: more than one after the connection was lost; none: the queue of the fronts
-    has refused it.
+    """A call in hand, and its deliveries: more than one after the connection was lost; none: it does not come again, as
+    the queue of the fronts has refused it, or its acknowledgement is on the way.
     """
 
     def __init__(self, call: Call, deliveries: Iterable[RabbitDelivery]) -> None:
@@ -103,7 +103,8 @@ class _Held:
         may be.
         """
         if self.deliveries and not self.settled:
-            await self.deliveries[-1].acknowledged()
+            newest, self.deliveries = self.deliveries[-1], []
+            await newest.acknowledged()
         self.settle()
 
     def settle(self) -> None:

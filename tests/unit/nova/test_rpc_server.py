@@ -42,19 +42,28 @@ class Delivered:
         self.headers: Mapping[str, object] = message.headers
         self.expiration_s = message.expiration_s
         self.ends: list[str] = []
+        self.is_acked = False  # its acknowledgement is on the way
 
     def ack(self) -> None:
         self.ends = self.ends or ["ack"]
 
     async def acknowledged(self) -> None:
-        if self.broker.loses is not None:
-            raise self.broker.loses
+        self.is_acked = True
+        await self.broker.confirms.wait()
+        if (lost := self.broker.loses) is not None:
+            self._come_again()
+            raise lost
         self.ack()
         self.broker.done.append(f"ack {self.routing_key}")
 
     def nack(self, *, requeue: bool) -> None:
-        self.ends.append("requeue" if requeue else "drop")
-        if requeue and self.broker.requeues:
+        if not self.is_acked:  # else it is not open any more
+            self.ends.append("requeue" if requeue else "drop")
+            if requeue:
+                self._come_again()
+
+    def _come_again(self) -> None:
+        if self.broker.requeues:
             self.broker.loses = None  # it is back
             again = Outgoing(exchange="", routing_key=self.routing_key, body=self.body, expiration_s=self.expiration_s)
             self.broker.deliver(self.routing_key, again, redelivered=True)
@@ -80,8 +89,8 @@ class Consumption:
 class Transport:
     """A broker of one virtual host: what is published to a queue that is consumed is delivered at once.
 
-    refuses: raised by each publication to the fronts. loses: by each acknowledgement that is waited for. others: fronts
-    of other processes. rest: what lies in the queue of the fronts. done: publications and these acknowledgements.
+    refuses: raised by each publication to the fronts. loses: by each acknowledgement that is waited for. confirms: set:
+    it confirms these. others: fronts of other processes. rest: what lies in the queue of the fronts. done: publications and these acknowledgements.
     """
 
     blocked, connected = "", True
@@ -91,6 +100,8 @@ class Transport:
         self.published: list[Outgoing] = []
         self.refuses: BusError | None = None
         self.loses: BusError | None = None
+        self.confirms = asyncio.Event()
+        self.confirms.set()
         self.requeues = False  # at once, as a broker that is near
         self.others = 0
         self.rest: list[Delivered] = []
@@ -409,6 +420,22 @@ async def test_a_front_whose_time_is_over_tells_the_clients_of_the_fallback_and_
         assert world.nova.given_back() == ["u2"]
         assert told.startswith("No valid host was found.") and world.server.in_hand == 0
         assert len(world.stock.sent_to(TOPIC)) == 1
+
+
+@on_virtual_time
+async def test_a_call_that_a_front_parts_with_as_its_time_is_over_is_answered() -> None:
+    """It does not come again: cut, it would be lost."""
+    async with World().started() as world:
+        world.dispatcher.holds = True
+        world.nova.call(1)
+        await asyncio.sleep(1)
+        world.nova.confirms.clear()
+        world.dispatcher.decide()
+        stopping = asyncio.create_task(world.server.drain(10))
+        await asyncio.sleep(9.5)
+        world.nova.confirms.set()
+        await stopping
+        assert len(world.nova.failures()) == 1 and not world.nova.given_back() + world.stock.sent_to(TOPIC)
 
 
 @pytest.mark.parametrize(("auto_delete", "pauses"), [(False, 1), (True, 0)])
