@@ -90,7 +90,8 @@ class Transport:
     """A broker of one virtual host: what is published to a queue that is consumed is delivered at once.
 
     refuses: raised by each publication to the fronts. loses: by each acknowledgement that is waited for. confirms: set:
-    it confirms these. others: fronts of other processes. rest: what lies in the queue of the fronts. done: publications and these acknowledgements.
+    it confirms these. others: fronts of other processes. rest: what lies in the queue of the fronts. done: publications
+    and these acknowledgements.
     """
 
     blocked, connected = "", True
