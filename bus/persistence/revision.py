@@ -35,6 +35,8 @@ SELECT c.relname, a.attname, a.attnotnull AND NOT a.atthasdef AND a.attidentity 
 FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
 WHERE c.relnamespace = to_regnamespace($1) AND c.relkind IN ('r', 'p') AND a.attnum > 0 AND NOT a.attisdropped
 """
+FUNCTIONS = "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = to_regnamespace($1)"
+FUNCTION = re.compile(r"CREATE (?:OR REPLACE )?FUNCTION (\w+)\(.*?\$\$(.*?)\$\$", re.DOTALL)
 PRESENT = "SELECT to_regclass($1) IS NOT NULL"
 
 LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))")
@@ -124,7 +126,7 @@ async def _read(connection: asyncpg.Connection, table: str) -> str:
 async def is_migrated(connection: asyncpg.Connection, package: str, schema: str) -> bool:
     """Whether code with these migrations can use the schema as it is: at head, or at a later revision that allows it.
 
-    Raises UnsupportedSchema when the schema does not have the tables of its revision.
+    Raises UnsupportedSchema when the schema does not have the tables of its revision, or at head not the functions.
     """
     known = known_revisions(package)
     found = await read_revisions(connection, schema)
@@ -132,7 +134,21 @@ async def is_migrated(connection: asyncpg.Connection, package: str, schema: str)
     if not is_at_head and not found.allow(known):
         return False
     await _check_columns(connection, package, schema, is_at_head=is_at_head)
+    if is_at_head:
+        await _check_functions(connection, package, schema)
     return True
+
+
+async def _check_functions(connection: asyncpg.Connection, package: str, schema: str) -> None:
+    """Compare the functions of a schema with the last ones in the package's files of SQL, as columns are. Raises
+    UnsupportedSchema.
+    """
+    found = dict(await connection.fetch(FUNCTIONS, f'"{schema}"'))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(versions_of(package).glob("*.sql"))]
+    expected = dict(FUNCTION.findall("".join(texts)))
+    if differing := sorted(name for name, body in expected.items() if found.get(name) != body):
+        named = f"these functions differ: {', '.join(differing[:MAX_NAMED])}"
+        raise _made_by_another(schema, f"is at revision {known_revisions(package)[-1]}", named)
 
 
 async def _check_columns(connection: asyncpg.Connection, package: str, schema: str, *, is_at_head: bool) -> None:
@@ -151,12 +167,16 @@ async def _check_columns(connection: asyncpg.Connection, package: str, schema: s
         expected, there = set(table.columns.keys()), found.get(table.name, set())
         if differing := sorted((expected - there) | (there - expected - accepted.get(table.name, set()))):
             at = f"is {'at' if is_at_head else 'later than'} revision {known_revisions(package)[-1]}"
-            raise UnsupportedSchema(
-                f"schema {schema} {at} and does not have its tables (of {table.name} these columns differ: "
-                f"{', '.join(differing[:MAX_NAMED])}): another state of berth made it. It is left as it was; name an "
-                "empty database or schema, or run the version that made it",
-                code="database.other_schema",
-            )
+            named = f"of {table.name} these columns differ: {', '.join(differing[:MAX_NAMED])}"
+            raise _made_by_another(schema, at, named)
+
+
+def _made_by_another(schema: str, at: str, differing: str) -> UnsupportedSchema:
+    return UnsupportedSchema(
+        f"schema {schema} {at} and is not as it ({differing}): another state of berth made it. It is left as it was; "
+        "name an empty database or schema, or run the version that made it",
+        code="database.other_schema",
+    )
 
 
 def tables_of(package: str) -> MetaData:

@@ -137,15 +137,25 @@ async def test_a_revision_that_no_version_has_is_refused_and_left_as_it_was(
     await database.close()
 
 
+EARLIER_TABLES = (
+    "ALTER TABLE identity ADD COLUMN of_yesterday text NOT NULL DEFAULT ''",
+    "ALTER TABLE identity RENAME COLUMN deployment TO of_yesterday",
+    "DROP TABLE outbox",
+)
+EARLIER_FUNCTIONS = (
+    "DROP FUNCTION append_changes(bigint[], bigint[], bytea[])",
+    "CREATE OR REPLACE FUNCTION of_kind(kind text, kinds text[], written text[]) RETURNS json LANGUAGE sql AS "
+    "'SELECT NULL::json'",
+)
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("worker", "change"),
     [
-        "ALTER TABLE identity ADD COLUMN of_yesterday text NOT NULL DEFAULT ''",
-        "ALTER TABLE identity RENAME COLUMN deployment TO of_yesterday",
-        "DROP TABLE outbox",
+        *((worker, change) for worker in WORKERS for change in EARLIER_TABLES),
+        *(("placement_worker", change) for change in EARLIER_FUNCTIONS),
     ],
 )
-@pytest.mark.parametrize("worker", WORKERS)
 async def test_a_schema_of_an_earlier_state_of_one_revision_is_refused_in_a_sentence_and_left_as_it_was(
     empty_database: str, worker: str, change: str
 ) -> None:
@@ -157,7 +167,7 @@ async def test_a_schema_of_an_earlier_state_of_one_revision_is_refused_in_a_sent
         await connection.execute(change)
     before = await description(database)
     again = Database(empty_database, "old")
-    with pytest.raises(DatabaseForbidden, match=r"schema old is at revision .* does not have its tables") as caught:
+    with pytest.raises(DatabaseForbidden, match="schema old is at revision") as caught:
         await again.open(f"{worker}.store.migrations")
     assert caught.value.code == "database.other_schema"
     assert await description(database) == before
