@@ -307,5 +307,7 @@ def _word(message: Mapping[str, object], key: str) -> str:
 
 
 def _whole(value: object) -> int:
-    """Whole seconds, as oslo.messaging reads a client's timeout; 0 for what is none, which it ignores as well."""
-    return int(value) if isinstance(value, int | float) and 0 < value < 2**31 else 0
+    """Whole seconds, as oslo.messaging reads a client's timeout; 0 for what is none, which it ignores as well. At most
+    those that a call has: more is no expiration that the broker takes.
+    """
+    return int(min(value, CALL_LIMIT_S)) if isinstance(value, int | float) and value > 0 else 0

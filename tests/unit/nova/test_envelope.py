@@ -65,10 +65,12 @@ def test_a_cast_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("timeout", "seconds"),
-    [(60, 60), (1.9, 1), (0, 0), (-1, 0), (None, 0), ("60", 0), ([], 0), (2**70, 0), (True, 1)],
+    [(60, 60), (1.9, 1), (0, 0), (-1, 0), (None, 0), ("60", 0), ([], 0), (2**31 - 1, 1800), (2**70, 1800), (True, 1)],
 )
-def test_a_timeout_that_is_none_is_ignored(timeout: object, seconds: int) -> None:
-    assert parse_call(enveloped({**CALL, "_timeout": timeout})).timeout_s == seconds
+def test_a_timeout_that_is_none_is_ignored_and_one_beyond_a_calls_limit_is_cut(timeout: object, seconds: int) -> None:
+    """RabbitMQ takes no expiration of 2**32 ms, and closes the channel on which replies leave."""
+    call = parse_call(enveloped({**CALL, "_timeout": timeout}))
+    assert (call.timeout_s, call.patience_s) == (seconds, seconds or None)
 
 
 @pytest.mark.parametrize(
