@@ -183,22 +183,28 @@ class Destinations:
         await self._source.prepare(self._to_meet(request))
         self._configure()
         self._check_architecture(request)
-        if request.is_rebuild:
-            return self._answer(asked, [(None, self._rebuilt(request))])
         begun_at = self._clock.time()
         try:
-            claimed = await self._claimed(call, asked, request)
+            found = await self._hosts(call, asked, request)
         except RemoteFault:
             self._notifier.notify(call, begun_at, placed=False)
             raise
         self._notifier.notify(call, begun_at, placed=True)
-        return self._answer(asked, *([(one, one.host_uuid) for one in hosts] for hosts in claimed))
+        return self._answer(asked, *found)
 
     def _may_be_outlived(self, call: Call) -> bool:
         """Whether its client may have got an answer, or given up while the call waited in the topic."""
         asked_at, patience_s = call.requested_at, call.patience_s
         is_late = asked_at is not None and patience_s is not None and self._clock.time() - asked_at > patience_s
         return call.redelivered or is_late
+
+    async def _hosts(
+        self, call: Call, asked: SelectArguments, request: NovaRequest
+    ) -> list[list[tuple[Selection | None, str]]]:
+        """The hosts of each instance, each with its uuid. Raises NoValidHost of Nova's."""
+        if request.is_rebuild:
+            return [[(None, self._rebuilt(request))]]
+        return [[(one, one.host_uuid) for one in hosts] for hosts in await self._claimed(call, asked, request)]
 
     async def _claimed(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[tuple[Selection, ...]]:
         """The hosts of each instance: claimed, then alternates. Raises NoValidHost of Nova's."""

@@ -120,6 +120,15 @@ async def test_of_each_call_that_is_decided_the_end_is_told_once() -> None:
     assert here.notified == [True, False]
 
 
+async def test_the_check_of_a_rebuild_is_told_as_nova_does() -> None:
+    here = await Cloud([PLENTY]).open()
+    rebuild = {"scheduler_hints": {"_nova_check_type": ["rebuild"]}, "force_nodes": ["h0.local"]}
+    await here.select(VMS[0], force_hosts=["h0"], **rebuild)
+    with pytest.raises(RemoteFault):
+        await here.select(VMS[0], force_hosts=["none"], **rebuild)
+    assert here.notified == [True, False]
+
+
 HOSTILE: tuple[object, ...] = (
     None,
     7,
