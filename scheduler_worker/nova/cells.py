@@ -73,6 +73,7 @@ class DatabaseCells:
         self._known: dict[str, str] | None = None  # None: nothing was read yet
         self._absent: set[str] | None = None  # the hosts that the last read did not find; None: it failed
         self._again_s = -math.inf
+        self._reading: asyncio.Task[dict[str, str]] | None = None
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
         """As CellMap has it. Raises NovaUnavailable."""
@@ -81,15 +82,28 @@ class DatabaseCells:
         # Before the first read no host is in a cell: that is no answer, so each question reads until one succeeds.
         is_new = self._absent is not None and not missing <= self._absent
         if missing and (self._known is None or is_new or now_s >= self._again_s):
-            self._absent, self._again_s = None, now_s + AFTER_FAULT_S
             try:
                 async with asyncio.timeout(READ_S):
-                    known = self._known = await asyncio.to_thread(self._read)
+                    known = self._known = await self._next_read()
             except (SQLAlchemyError, TimeoutError) as error:
+                self._absent, self._again_s = None, now_s + AFTER_FAULT_S
                 reason = f"Nova's API database: {type(error).__name__} {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
             self._absent, self._again_s = missing - known.keys(), now_s + AGAIN_S
         return {host: cell for host in hosts if (cell := known.get(host)) is not None}
+
+    async def _next_read(self) -> dict[str, str]:
+        """What a read finds: the one under way, or a new one. It goes on when who waits for it has ended: its thread
+        cannot be cancelled, and there is one.
+        """
+        if self._reading is None:
+            self._reading = asyncio.create_task(asyncio.to_thread(self._read), name="nova cells")
+        reading = self._reading
+        try:
+            return await asyncio.shield(reading)
+        finally:
+            if reading.done():
+                self._reading = None
 
     def _said(self, error: Exception) -> str:
         """The first line of the driver's own text, without the password, which some drivers repeat."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sqlalchemy
 from sqlalchemy import make_url
 from sqlalchemy.exc import OperationalError
 
@@ -16,6 +19,7 @@ from scheduler_worker.nova import cells
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells, DatabaseCells, cells_of
 from scheduler_worker.nova.nova_rest import NovaUnavailable
+from tests.kit.waiting import until
 from tests.unit.nova.facts_kit import CELL1, CELL2
 
 
@@ -80,6 +84,29 @@ async def test_a_database_that_fails_is_left_alone_for_a_while(tmp_path: Path) -
     clock.now += cells.AFTER_FAULT_S
     with pytest.raises(NovaUnavailable):
         await found.of_hosts(["h1", "h4"])
+
+
+async def test_a_read_goes_on_when_who_waits_for_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits for less time than the database may take: cut, no later one would come further."""
+    url, reads, hangs = database(tmp_path / "nova_api"), [], threading.Event()
+    real = sqlalchemy.create_engine(url)
+
+    def connect() -> sqlalchemy.Connection:
+        reads.append(1)
+        hangs.wait()
+        return real.connect()
+
+    monkeypatch.setattr(cells.sqlalchemy, "create_engine", lambda *_, **__: SimpleNamespace(connect=connect))
+    found = DatabaseCells(url, MovedClock())
+    try:
+        for _ in range(3):
+            asked = asyncio.create_task(found.of_hosts(["h1"]))
+            await until(lambda: reads)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+    finally:
+        hangs.set()
+    assert await found.of_hosts(["h1"]) == {"h1": CELL1} and len(reads) == 1
 
 
 async def test_a_database_that_is_away(tmp_path: Path) -> None:
