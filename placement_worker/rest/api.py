@@ -40,12 +40,11 @@ CAUSE: ContextVar[str] = ContextVar("cause", default="")
 
 
 class Api:
-    """The parts of the REST API that handlers use."""
+    """The parts of the REST API that handlers use. committed: a function that is called after each write."""
 
     def __init__(
         self,
         store: ResourceBook,
-        replica: LocalReplica,
         config: RestConfig,
         *,
         clock: Clock,
@@ -53,7 +52,7 @@ class Api:
         committed: Callable[[], None],
     ) -> None:
         self.store = store
-        self.replica = replica
+        self.replica = LocalReplica(store)
         self.searches = OffloadThread("search")
         self.texts = OffloadThread("text")  # examines invalid bodies
         self.epoch_seen = 0  # of the replica's classes when the names were last read because of them

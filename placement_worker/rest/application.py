@@ -17,9 +17,8 @@ from placement_worker.rest.auth import TOKEN, Auth
 from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query
 from placement_worker.rest.http import HEADER, JSON, SERVICE, HttpRequest, Response, render, version_of
 from placement_worker.rest.keystone import KeystoneForbidden
-from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import Policy
-from placement_worker.rest.routes import ROUTES, USAGES, Route, Router, parts_of
+from placement_worker.rest.routes import USAGES, Route, Router, parts_of
 from placement_worker.store.port import Unstorable
 
 log = structlog.get_logger("placement.rest")
@@ -46,7 +45,7 @@ class Application:
         self._policy = policy
         self.opened = True  # until the book is open every answer is 503
         self._gathering = 0  # bytes of incomplete bodies
-        self._router = Router((*ROUTES, OPENAPI) if api.config.openapi else ROUTES)
+        self._router = Router()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -94,8 +94,6 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The project of allocations that were written below microversion 1.8, which has none."""
     incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = UNOWNED
     """The user of such allocations."""
-    openapi: bool = False
-    """Serve the OpenAPI document at /openapi.json, a route that Placement does not have."""
     randomize: bool = False
     """Answer a sample of the allocation candidates instead of the first ones, as Placement's
     `randomize_allocation_candidates`.
