@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.consuming.outcome import GIVEN_UP_BY_BROKER, Done, Outcome, Received, Refuse, Retry, given_up_of
 from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import (
     MAX_RESCANS,

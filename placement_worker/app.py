@@ -22,9 +22,8 @@ from bus.service.health import Health
 from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.book import ResourceBook
-from placement_worker.cells import CellFollower
 from placement_worker.config import PlacementConfig
-from placement_worker.handlers import PlacementHandlers
+from placement_worker.handlers import CellFollower, PlacementHandlers
 from placement_worker.publisher import FeedPublisher
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application

@@ -14,9 +14,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.patterns import matching
-
-from .base import ClassName, Count, Label, Message, Reason, Uuid, Word
+from .base import ClassName, Count, Label, Message, Reason, Uuid, Word, matching
 from .build import EventOfInstance, ImageProperties, RecordOfInstance
 from .cell import AttemptOnHost, InstanceSpec, MachineOrder, Selection
 from .deploy import ImageSource

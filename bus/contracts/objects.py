@@ -14,9 +14,7 @@ from uuid import UUID, uuid5
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.patterns import matching
-
-from .base import ClassName, Count, Label, Message, Reason, Uuid, Version
+from .base import ClassName, Count, Label, Message, Reason, Uuid, Version, matching
 from .groups import GroupPolicy, ServerGroup
 from .operations import AdminState
 

@@ -13,13 +13,12 @@ from bus.persistence.tables import fetch
 from placement_worker.book import NEW_HOLDER
 from placement_worker.domain.allocation_migration import between
 from placement_worker.domain.claim_ledger import Decision
-from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.trees import WantedTrees
-from placement_worker.domain.values import ConsumerState, GroupKey, Provider
+from placement_worker.domain.values import ConsumerState, GroupKey, Provider, is_custom
+from placement_worker.operations.audit import COUNT_USED, LOCK_ALL
 from placement_worker.operations.export import BookExport, checked
-from placement_worker.operations.repair import COUNT_USED, LOCK_ALL
 from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.names import NameTable

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from bus.clock import new_uuid
 from bus.faults import BrokenInvariant, Transient
-from placement_worker.rest import metrics
+from placement_worker import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import TOKEN, Auth
 from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query

@@ -12,7 +12,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from bus.clock import Clock
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.faults import Fault, Transient
 from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInRefused, SignInUnavailable
 from bus.openstack.rest import tls_of

@@ -19,7 +19,7 @@ from bus.faults import BrokenInvariant, Forbidden
 from bus.service.health import PATHS, Health
 from bus.service.http_protocol import protocol
 from bus.service.settings import SettingsError
-from placement_worker.rest import metrics
+from placement_worker import metrics
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import Auth, NoAuth2, local_auth

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.base import MAX_REASON, Refusal, Word
+from bus.contracts.base import MAX_REASON, Refusal, Word, reason_of
 from bus.contracts.drains import DrainRecord
 from bus.contracts.groups import ServerGroup
 from bus.contracts.objects import (
@@ -39,7 +39,6 @@ from bus.contracts.objects import (
     group_named,
 )
 from bus.contracts.operations import AdminState, HostAdminState
-from bus.contracts.patterns import reason_of
 from bus.contracts.placement import INSTANCES
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fences

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.given_up import EXPIRED_WAITING
-from bus.consuming.outcome import Done, Received, Wait
+from bus.consuming.outcome import EXPIRED_WAITING, Done, Received, Wait
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, TimelineEntry
 from bus.contracts.groups import GroupPolicy, ServerGroup

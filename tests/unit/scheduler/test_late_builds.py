@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.given_up import EXPIRED, GIVEN_UP
-from bus.consuming.outcome import Done, Outcome, Received, Wait
+from bus.consuming.outcome import EXPIRED, GIVEN_UP, Done, Outcome, Received, Wait
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.faults import BrokenInvariant
