@@ -16,6 +16,7 @@ from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import (
     MAX_RESCANS,
     CellBuild,
+    CellBuildQuery,
     CellDelete,
     ComputeHosts,
     ComputeOutcome,
@@ -23,8 +24,6 @@ from bus.contracts.cell import (
     ForgetServiceInCell,
     RescanHosts,
 )
-from bus.contracts.cell_queries import CellBuildQuery
-from bus.contracts.fences import CellFence
 from bus.contracts.moves import (
     CellBook,
     CellCheck,
@@ -33,6 +32,7 @@ from bus.contracts.moves import (
     MachineChanged,
     MoveKind,
 )
+from bus.contracts.operations import CellFence
 from bus.contracts.queues import BY_QUEUE
 
 from . import metrics

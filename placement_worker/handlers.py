@@ -17,9 +17,8 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse, Wait
 from bus.contracts import book as queries
 from bus.contracts import placement as messages
 from bus.contracts.base import Message, Refusal
-from bus.contracts.cells import CellsPage, CellsQuery
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
-from bus.contracts.objects import ObjectsRevision
+from bus.contracts.objects import CellsPage, CellsQuery, ObjectsRevision
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from placement_worker import metrics

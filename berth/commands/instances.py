@@ -44,9 +44,8 @@ from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildStat
 from bus.contracts.cell import CellDelete
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
 from bus.contracts.deploy import Volumes as VolumeRequests
-from bus.contracts.fences import EvacuationPolicy
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import MAX_MEMBERS
+from bus.contracts.operations import EvacuationPolicy
+from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
 from bus.faults import RequestUnconfirmed
 from bus.port import BusUnavailable, PublishRefused
 

@@ -13,17 +13,18 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
     ConsumerAllocations,
+    GroupPolicy,
     LocateRequest,
     Migration,
     Release,
     Revert,
+    ServerGroup,
     Swap,
 )
 from placement_worker.book import claim, write_allocations

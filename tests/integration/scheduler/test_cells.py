@@ -14,11 +14,13 @@ from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState, HostsPage, HostsQuery
 from bus.contracts.cell import HostReport, ServiceDown, ServicesDigest
-from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
-from bus.contracts.fences import FenceState
 from bus.contracts.objects import (
+    CellRecord,
+    CellsPage,
+    CellsQuery,
     CellState,
     HostDecision,
+    LinkState,
     ObjectChange,
     ObjectKind,
     ObjectLogPage,
@@ -29,6 +31,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
+    FenceState,
     ForgetHost,
     HostForgotten,
     ServicesPage,

@@ -8,8 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.feed import MAX_CAUSES, Change
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import MAX_LOCATED_HOSTS, Claim, ClaimOption, Inventory, ProviderState
+from bus.contracts.placement import (
+    MAX_LOCATED_HOSTS,
+    Claim,
+    ClaimOption,
+    GroupPolicy,
+    Inventory,
+    ProviderState,
+    ServerGroup,
+)
 from placement_worker.domain.refusal import caused
 from placement_worker.domain.server_groups import (
     GroupCount,
