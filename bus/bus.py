@@ -29,8 +29,6 @@ from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer
 from bus.wire import REPLY_PREFIX, TOO_LARGE, Codec, Malformed, Packed, pack, tag
 
-__all__ = ["API", "Bus", "BusLimits"]
-
 R = TypeVar("R", bound=Message)
 
 # A call with more messages than this publishes batches, also of messages that otherwise leave under a key of their own.

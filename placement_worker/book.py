@@ -345,7 +345,7 @@ async def claim(
     )
     if decision.joined:
         await transaction.join(decision.joined)  # before `write_claims` locks the feed's counter
-    most = port.NO_LIMITS if alone else group.limits
+    most: port.Limits = {} if alone else group.limits
     sequence = await transaction.write_claims(port.ClaimWrites(decision, locked, changes_of_usage(decision), most))
     # A cell learns nothing of others' consumers.
     lost = decision.lost if bus == ABOVE_CELLS else {}

@@ -20,7 +20,7 @@ from placement_worker.domain.values import ConsumerState, GroupKey, Provider, is
 from placement_worker.operations.audit import COUNT_USED, LOCK_ALL
 from placement_worker.operations.export import BookExport, checked
 from placement_worker.store import feed
-from placement_worker.store.limits import COUNT_ANEW
+from placement_worker.store.claims import COUNT_ANEW
 from placement_worker.store.names import NameTable
 from placement_worker.store.port import ClaimWrites, TreeWrites, WantedClaims
 from placement_worker.store.postgres_rows import PostgresBookTransaction

@@ -23,8 +23,6 @@ from placement_worker.replica.predicates import GIVES, IN_USE, NOT_A_ROOT, Membe
 from placement_worker.replica.request import UNNUMBERED, Found, Group, Query, RejectedRoots, Slot, left_out, request_of
 from placement_worker.replica.sharing import Sharing, sharing_of
 
-__all__ = ["Found", "Query", "option_held", "options", "search"]
-
 # The bound of options, whatever limit the caller requests.
 MAX_OPTIONS = 64
 PROVIDERS = "providers"  # the first step of a funnel

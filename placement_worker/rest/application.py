@@ -11,12 +11,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from bus.clock import new_uuid
 from bus.faults import BrokenInvariant, Transient
+from bus.openstack.keystone import SignInRefused
 from placement_worker import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import TOKEN, Auth
 from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query
 from placement_worker.rest.http import HEADER, JSON, SERVICE, HttpRequest, Response, render, version_of
-from placement_worker.rest.keystone import KeystoneForbidden
 from placement_worker.rest.policy import Policy
 from placement_worker.rest.routes import USAGES, Route, Router, parts_of
 from placement_worker.store.port import Unstorable
@@ -207,7 +207,7 @@ def _unexpected(error: Exception) -> HttpFault:
     if isinstance(error, Transient):
         log.warning("rest.unavailable", code=error.code, reason=str(error))
         return HttpFault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})
-    if isinstance(error, KeystoneForbidden):
+    if isinstance(error, SignInRefused):
         log.error("rest.keystone_forbidden", code=error.code, reason=str(error))
         return HttpFault(503, "Who is calling cannot be found out.")
     if isinstance(error, Unstorable):

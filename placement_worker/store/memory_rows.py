@@ -35,8 +35,6 @@ from placement_worker.store.memory_reads import MemoryReads, check_storable
 from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key, renamed_key
 from placement_worker.store.names import NameTable, StaleNames
 
-__all__ = ["MemoryBookRows", "MemoryBookTable"]
-
 HEAD, POSITION = ("feed head",), ("feed position",)
 
 

@@ -24,7 +24,6 @@ from placement_worker.store.names import NameRows, NameTable
 Leaving = tuple[str, str]  # (provider, class) whose allocations move to another provider
 Named = Mapping[str, int]  # numbers by name
 Limits = Mapping[tuple[str, str], int]  # by project and class
-NO_LIMITS: Limits = {}
 
 
 class PassedMeanwhile(Exception):

@@ -28,7 +28,7 @@ from placement_worker.domain.claim_ledger import Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
-from placement_worker.store import claims, feed, limits, members, port, trees
+from placement_worker.store import claims, feed, members, port, trees
 from placement_worker.store.names import NameTable, StaleNames
 from placement_worker.store.postgres_reads import PostgresReads
 from placement_worker.store.rows import CLASSES, NAMES, read_providers, transposed
@@ -133,7 +133,7 @@ class PostgresBookTransaction:
         columns = claims.written_columns(decision, locked, self._ids, self.names.class_ids)
         if not any(columns) and not writes.changes:
             return 0
-        usage = transposed(limits.rows_of(locked.found, decision.consumers, self.names.class_ids, writes.most), 4)
+        usage = transposed(claims.usage_rows(locked.found, decision.consumers, self.names.class_ids, writes.most), 4)
         numbered = feed.rows(writes.changes)
         await turn_for(size)
         try:
@@ -422,7 +422,7 @@ class PostgresBookRows:
         for statement in (
             _purge_changes(keep_changes, limit),
             _purge_fences(keep_fences_s, limit),
-            limits.purge_empty(limit),
+            claims.purge_empty(limit),
         ):
             async with self.database.raw() as connection:
                 more |= len(await fetch(connection, statement)) >= limit

@@ -15,7 +15,7 @@ import pytest
 import structlog
 from msgspec import structs
 
-from bus.bus import Bus, BusLimits
+from bus.bus import Bus
 from bus.clock import Clock, SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
@@ -31,7 +31,7 @@ from bus.persistence.relay import (
 )
 from bus.persistence.unit_of_work import published
 from bus.port import BusUnavailable, Outgoing
-from bus.publishing import Waiter
+from bus.publishing import BusLimits, Waiter
 from scheduler_worker.app import project_of_event
 from tests.contract.rig import boot
 from tests.kit.posting import PostedBus
