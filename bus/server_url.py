@@ -87,7 +87,7 @@ def parse_hosts(text: str) -> tuple[Endpoint, ...]:
     return tuple(_host(part) for part in parts)
 
 
-def _port(text: str) -> int:
+def parse_port(text: str) -> int:
     """Parse a TCP port. Raises BadUrl."""
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_PORT)) and 0 < int(text) <= MAX_PORT):
         raise BadUrl(f"a port is a number from 1 to {MAX_PORT}")
@@ -120,14 +120,14 @@ def _host(text: str) -> Endpoint:
             name = str(ipaddress.IPv6Address(address))
         except ValueError:
             raise BadUrl("between [ and ] stands no IPv6 address") from None
-        return Endpoint(name, _port(port[1:]) if port else None)
+        return Endpoint(name, parse_port(port[1:]) if port else None)
     name, colon, port = text.partition(":")
     name = _decoded(name)
     if not name.startswith("/") and (len(name) > _MAX_NAME or not _NAME.fullmatch(name)):
         raise BadUrl("a host is missing, or is no host name")
     if ":" in port:
         raise BadUrl(f"an IPv6 address stands between [ and ]; {_ENCODE}")
-    return Endpoint(name, _port(port) if colon else None)
+    return Endpoint(name, parse_port(port) if colon else None)
 
 
 def _parameters(query: str, known: Collection[str]) -> dict[str, str]:

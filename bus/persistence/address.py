@@ -14,14 +14,14 @@ from asyncpg.protocol import protocol
 from msgspec import Struct
 
 from bus.faults import DatabaseForbidden
-from bus.server_url import BadUrl, Endpoint, ServerUrl, load_tls_files, parse_hosts, parse_server_url
+from bus.server_url import BadUrl, Endpoint, ServerUrl, load_tls_files, parse_hosts, parse_port, parse_server_url
 
 SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
 SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 TLS = ("sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl")
 # The accepted values of libpq's target_session_attrs. Every worker writes, so other values make no sense.
 TARGETS = ("read-write", "primary")
-PARAMETERS = ("host", *TLS, "target_session_attrs")
+PARAMETERS = ("host", "port", "user", "password", "dbname", *TLS, "target_session_attrs")
 
 
 # asyncpg asks each element of an array by abstract base classes whether it is an array itself, which is most of what an
@@ -151,13 +151,28 @@ def _address(url: ServerUrl) -> DatabaseAddress:
     if tls.get("sslmode", "").startswith("verify-") and "sslrootcert" not in tls:
         raise BadUrl("sslmode=verify-ca and verify-full need sslrootcert, the file of the CA")
     return DatabaseAddress(
-        hosts=url.hosts or parse_hosts(given.get("host", "")),  # a directory of a Unix socket, as libpq takes it
-        user=url.user,
-        password=url.password,
-        database=url.name,
+        hosts=_hosts(url),
+        user=given.get("user", url.user),
+        password=given.get("password", url.password),
+        database=given.get("dbname", url.name),
         tls=tls,
         target=target,
     )
+
+
+def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
+    """Return the hosts of the authority, or else of the parameter `host`. The parameter `port` has one port for all, or
+    one for each.
+    """
+    given = url.parameters
+    hosts = url.hosts or parse_hosts(given.get("host", ""))
+    ports = [parse_port(port) for port in given.get("port", "").split(",") if port]
+    if not ports:
+        return hosts
+    if not hosts or len(ports) not in (1, len(hosts)):
+        raise BadUrl("port needs a host; it is one for all hosts, or one for each")
+    each = ports * len(hosts) if len(ports) == 1 else ports
+    return tuple(Endpoint(host.name, host.port or port) for host, port in zip(hosts, each, strict=True))
 
 
 def _lasting(error: Exception) -> bool:

@@ -18,7 +18,8 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
-from bus.contracts.objects import CellBus, LinkState
+from bus.contracts.cells import LinkState
+from bus.contracts.objects import CellBus
 from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.queues import BY_QUEUE, lane_of
 from bus.faults import DatabaseForbidden, DatabaseUnavailable
@@ -74,11 +75,12 @@ def test_a_bus_url(url: str, hosts: tuple[Endpoint, ...], login: tuple[str, str]
         ("postgres://u:p@h/d", (Endpoint("h"),), "d"),
         ("postgresql+asyncpg://u:p@h/d", (Endpoint("h"),), "d"),
         ("postgresql://u:p@h1:1,h2:2/d", (Endpoint("h1", 1), Endpoint("h2", 2)), "d"),
-        ("postgresql://u:p@/d?host=h1:7,h2", (Endpoint("h1", 7), Endpoint("h2")), "d"),
-        ("postgresql://u@/d?host=/run/postgresql:5433", (Endpoint("/run/postgresql", 5433),), "d"),
+        ("postgresql://u:p@h1,h2/d?port=7", (Endpoint("h1", 7), Endpoint("h2", 7)), "d"),
+        ("postgresql://u:p@/d?host=h1,h2&port=7,8", (Endpoint("h1", 7), Endpoint("h2", 8)), "d"),
+        ("postgresql://u@/d?host=/run/postgresql&port=5433", (Endpoint("/run/postgresql", 5433),), "d"),
         ("postgresql://%2Frun%2Fpostgresql/d", (Endpoint("/run/postgresql"),), "d"),
         ("postgresql:///d", (), "d"),
-        ("postgresql://h/d?sslmode=require&target_session_attrs=read-write", (Endpoint("h"),), "d"),
+        ("postgresql://h?dbname=d&sslmode=require&target_session_attrs=read-write", (Endpoint("h"),), "d"),
     ],
 )
 def test_a_database_url(url: str, hosts: tuple[Endpoint, ...], database: str) -> None:
@@ -157,8 +159,9 @@ def test_what_is_no_url_is_one_coded_sentence_without_the_password(url: str) -> 
     "url",
     [
         *(url for url in HOSTILE if url not in {"{}://", "{}://@", "{}://u:hush@/v"}),
-        "{}://u:hush@h/d?port=1",
-        "{}://h/d?user=u&password=hush",
+        "{}://u:hush@h1,h2,h3/d?port=1,2",
+        "{}://u:hush@/d?port=1",
+        "{}://u:hush@h/d?port=x",
         "{}://u:hush@/d?host=a..b",
         "{}://u:hush@h/d?sslmode=hush",
         "{}://u:hush@h/d?sslmode=require&sslmode=disable",

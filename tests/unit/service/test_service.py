@@ -252,7 +252,7 @@ async def test_a_side_task_dead_while_draining_is_reported_after_the_drain() -> 
 # --- the health endpoint, through real sockets
 
 
-COUNTER = Counter("berth_test", "A counter")
+Counter("berth_test", "A counter").inc()
 
 
 @pytest.fixture
@@ -262,7 +262,6 @@ async def missing() -> list[str]:
 
 @pytest.fixture
 async def health(missing: list[str]) -> AsyncIterator[Health]:
-    COUNTER.inc()
     server = Health(lambda: missing)
     await server.open()
     yield server
