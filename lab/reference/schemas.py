@@ -1,4 +1,4 @@
-"""The schema of each worker as SQL, for readers: its tables, indexes and first rows, as its first migration has them."""
+"""The schema of each worker as SQL, for readers: its tables, indexes and first rows, as its migrations make them."""
 
 from __future__ import annotations
 
