@@ -9,7 +9,7 @@ import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec import Struct, structs
 
@@ -25,10 +25,7 @@ from bus.port import (
     Unroutable,
     call_back,
 )
-from bus.topology import QueuePlan, matches
-
-if TYPE_CHECKING:
-    from bus.memory.transport import MemoryTransport
+from bus.topology import QueueNames, QueuePlan, matches
 
 # Routes remembered per exchange; one more and they are all worked out again.
 MAX_ROUTES = 50_000
@@ -45,6 +42,19 @@ MAX_DYING = 32
 
 # How often and where a message has died, the last death first, as RabbitMQ writes it into the header x-death.
 Deaths = tuple[Mapping[str, object], ...]
+
+
+class Connection(Protocol):
+    """The part of a connected transport that the broker and its queues use."""
+
+    names: QueueNames
+    subscriptions: list[Consumption]
+
+    def lose(self) -> None:
+        """The connection is cut."""
+
+    def reconnect_soon(self) -> None:
+        """The broker can be reached again."""
 
 
 class Stored(Struct, eq=False):
@@ -113,7 +123,7 @@ class Consumption:
     transport's single gets, and for one that was cancelled. unacked: what the present connection holds.
     """
 
-    def __init__(self, queue: Queue, transport: MemoryTransport, prefetch: int, on: Callable[[Delivery], None]) -> None:
+    def __init__(self, queue: Queue, transport: Connection, prefetch: int, on: Callable[[Delivery], None]) -> None:
         self.transport = transport
         self.prefetch = prefetch
         self.on_delivery = on
@@ -153,7 +163,7 @@ class Consumption:
 class Queue:
     """A queue: ready messages, returned messages (first in line again), consumers."""
 
-    def __init__(self, broker: MemoryBroker, planned: QueuePlan, owner: MemoryTransport | None) -> None:
+    def __init__(self, broker: MemoryBroker, planned: QueuePlan, owner: Connection | None) -> None:
         self.broker = broker
         self.plan = planned
         self.owner = owner
@@ -294,7 +304,7 @@ class Queue:
         consumer.unacked[stored.number] = stored
         call_back(consumer.on_delivery, MemoryDelivery(stored, consumer))
 
-    def disconnect(self, transport: MemoryTransport) -> None:
+    def disconnect(self, transport: Connection) -> None:
         """A connection is gone: its consumers leave, and their messages go back in line."""
         mine = [one for one in self.consumers if one.transport is transport]
         self.consumers = [one for one in self.consumers if one.transport is not transport]
@@ -311,7 +321,7 @@ class MemoryBroker:
         # deliveries to others.
         self.context = contextvars.copy_context()
         self.up = True
-        self.transports: list[MemoryTransport] = []
+        self.transports: list[Connection] = []
         self._exchanges: dict[str, list[tuple[tuple[str, ...], str]]] = {}
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
         self._alternates: dict[str, str] = {}
@@ -353,7 +363,7 @@ class MemoryBroker:
         """Whether the exchange exists."""
         return name in self._exchanges
 
-    def declare(self, planned: QueuePlan, owner: MemoryTransport | None) -> None:
+    def declare(self, planned: QueuePlan, owner: Connection | None) -> None:
         """Declare a queue and its bindings; harmless when it exists. Raises QueueLocked: another connection's."""
         found = self._queues.get(planned.name)
         if found is None:
@@ -413,7 +423,7 @@ class MemoryBroker:
             return True
         return True
 
-    def leave(self, transport: MemoryTransport) -> None:
+    def leave(self, transport: Connection) -> None:
         """A connection ends: its unacknowledged messages go back, its private queues are deleted."""
         for name, queue in list(self._queues.items()):
             queue.disconnect(transport)
