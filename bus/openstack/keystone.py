@@ -48,6 +48,13 @@ class _Answer(Struct, frozen=True):
     token: _Token = _Token()
 
 
+def unanswered(error: Exception, timeout_s: float) -> str:
+    """Why a request to a service has no answer. timeout_s: what it was given (seconds)."""
+    if isinstance(error, TimeoutError | httpx.TimeoutException):  # these say nothing themselves
+        return f"no answer within {timeout_s:g} s"
+    return f"{type(error).__name__}: {error}"
+
+
 class KeystoneAuth(httpx.Auth):
     """Gives each request of a client our token. url: Keystone's resource of tokens."""
 
@@ -64,6 +71,7 @@ class KeystoneAuth(httpx.Auth):
         self._body = _identity(login, setting)
         self.url = login.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
         self._clock = clock
+        self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=False)
         self._token = ""
         self._renew_at = 0.0
@@ -94,7 +102,7 @@ class KeystoneAuth(httpx.Auth):
                 try:
                     answer = await self._client.post(self.url, json=self._body)
                 except (httpx.HTTPError, httpx.InvalidURL) as error:  # the caller would take it for Ironic's
-                    text = f"Keystone at {self.url}: {type(error).__name__}: {error}"
+                    text = f"Keystone at {self.url}: {unanswered(error, self._timeout_s)}"
                     raise SignInUnavailable(text) from error
                 self._token, self._renew_at = self._parse_token(answer)
             return self._token

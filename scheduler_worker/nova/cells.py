@@ -87,7 +87,7 @@ class DatabaseCells:
                     known = self._known = await self._next_read()
             except (SQLAlchemyError, TimeoutError) as error:
                 self._absent, self._again_s = None, now_s + RARELY_S
-                reason = f"Nova's API database: {type(error).__name__} {self._said(error)}"
+                reason = f"Nova's API database: {type(error).__name__}: {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
             self._absent = {host for host in missing if known.get(host) is None}
             self._again_s = now_s + (AGAIN_S if self._absent - known.keys() else RARELY_S)
@@ -108,6 +108,8 @@ class DatabaseCells:
 
     def _said(self, error: Exception) -> str:
         """The first line of the driver's own text, without the password, which some drivers repeat."""
+        if isinstance(error, TimeoutError):
+            return f"no answer within {READ_S:g} s"
         said = str(getattr(error, "orig", None) or "").partition("\n")[0]
         password = self._engine.url.password
         return (said.replace(str(password), "***") if password else said)[:MAX_SAID]

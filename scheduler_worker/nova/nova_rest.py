@@ -18,7 +18,7 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.contracts.base import Uuid
 from bus.faults import Fault, Transient
-from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
+from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, unanswered
 from bus.openstack.rest import auth_of, bounded_body, error_text, tls_of
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService
@@ -312,7 +312,7 @@ class NovaRest:
         except SignInRefused as error:
             raise NovaRefused(error.reason, code=error.code) from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise NovaUnavailable(f"{url}: {type(error).__name__}: {error}") from error
+            raise NovaUnavailable(f"{url}: {unanswered(error, self._timeout_s)}") from error
         if body is None:
             raise NovaRefused(f"{url}: an answer of more than {MAX_PAGE_BYTES} bytes", code="nova.too_large")
         if answer.status_code == httpx.codes.NOT_FOUND and or_none:
