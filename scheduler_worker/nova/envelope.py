@@ -91,7 +91,15 @@ class Call(Struct, frozen=True, kw_only=True):
     @property
     def request_id(self) -> str:
         """Nova's id of the user's request (`req-...`), for logs; "" when there is none."""
-        found = self.context.get("request_id")
+        return self._of_context("request_id")
+
+    @property
+    def project_id(self) -> str:
+        """The project of the user whose request it is; "" when there is none."""
+        return self._of_context("project_id")
+
+    def _of_context(self, key: str) -> str:
+        found = self.context.get(key)
         return found[:MAX_WORD] if isinstance(found, str) else ""
 
 

@@ -390,6 +390,7 @@ class RpcServer:
                 CallExplained(
                     event=NOT_DECIDED,
                     request_id=call.request_id,
+                    project_id=call.project_id,
                     reason=undecided.reason[:MAX_REASON],
                     detail=undecided.detail[:MAX_REASON],
                 )

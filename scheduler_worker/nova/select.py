@@ -222,7 +222,7 @@ class Destinations:
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
-                    self._recorder.explain(placed(self._events.placed, call.request_id, instances, claimed))
+                    self._recorder.explain(placed(self._events.placed, call, instances, claimed))
                     return [one.selections for one in claimed]
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
@@ -240,6 +240,7 @@ class Destinations:
             CallExplained(
                 event=self._events.no_host,
                 request_id=call.request_id,
+                project_id=call.project_id,
                 instances=instances[:MAX_EXPLAINED],
                 count=len(instances),
                 reason=ended.reason[:MAX_REASON],
