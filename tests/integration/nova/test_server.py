@@ -470,10 +470,15 @@ async def test_calls_of_an_alarm_are_answered_after_it(
     assert {one["result"] for one in replies} == names == {call.unique_id for call in dispatcher.calls}
 
 
-async def test_a_body_beyond_the_bound_is_rejected(vhost: str, client: Client) -> None:
+async def test_the_client_of_a_call_beyond_the_bound_is_told(vhost: str, client: Client) -> None:
+    """It would hold a thread of nova-conductor for as long as it waits."""
     dispatcher = Instructed(named)
     async with front(vhost, dispatcher):
-        await client.send(args={"x": "x" * 2**24})
-        await client.send(_unique_id="next")
-        await client.answers(1)
+        await client.send(_reply_q=client.reply_queue, args={"x": "x" * 2**24}, _msg_id="m")
+        await client.send(args={"x": "x" * (2**24 - 2**14)}, _unique_id="next")
+        replies = await client.answers(2)
+    failure, answer = sorted(replies, key=lambda one: not one["failure"])
+    assert answer["result"] == "next"
+    told = json.loads(failure["failure"])
+    assert failure["_msg_id"] == "m" and told["class"] == "NoValidHost" and "nova.call_too_large" in told["message"]
     assert [call.unique_id for call in dispatcher.calls] == ["next"]
