@@ -64,6 +64,7 @@ ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, 
 # What a call claims whose client has been answered, or has given up, nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
 UNSUITED: Final = "The host of the instance does not support the image."
+MAX_UUID: Final = 64  # letters of a cell's that are logged
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
@@ -183,6 +184,9 @@ class Destinations:
             raise why
         await self._source.prepare(self._to_meet(request))
         self._configure()
+        asked_for = request.requested_destination
+        if asked_for is not None and asked_for.cell is not None and not self._facts.has_cell(asked_for.cell.uuid):
+            log.warning("nova.cell_unknown", cell=asked_for.cell.uuid[:MAX_UUID], request_id=call.request_id)
         self._check_architecture(request)
         begun_at = self._clock.time()
         try:

@@ -107,7 +107,7 @@ async def test_what_a_front_tells_is_on_the_page_and_hostile_text_is_text() -> N
     await here.close()
 
 
-@pytest.mark.parametrize("path", ["/nova", "/nova/events", "/nova/calls/req-1"])
+@pytest.mark.parametrize("path", ["/nova", "/nova/events", "/nova/calls/req-1", "/nova/calls/req-unknown"])
 @pytest.mark.parametrize(("token", "status"), [("", {303, 401}), ("project", {403}), ("wrong", {303, 401})])
 async def test_who_may_not_see_hosts_sees_nothing(path: str, token: str, status: set[int]) -> None:
     here = World()
