@@ -55,6 +55,20 @@ def unanswered(error: Exception, timeout_s: float) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def checked_address(url: str, setting: str) -> str:
+    """The address of a service, without slashes at its end. setting: its name. Raises SettingsError: no request could
+    be made to it.
+    """
+    try:
+        parsed = httpx.URL(url)
+        is_sound = parsed.scheme in {"http", "https"} and bool(parsed.host) and 0 < (parsed.port or 1) < 2**16
+    except (httpx.InvalidURL, ValueError):
+        is_sound = False
+    if not is_sound:  # it is not repeated: it may hold a password
+        raise SettingsError(setting, f"{setting} is no address of a server: http://HOST:PORT/PATH, or https://")
+    return url.rstrip("/")
+
+
 class KeystoneAuth(httpx.Auth):
     """Gives each request of a client our token. url: Keystone's resource of tokens."""
 
@@ -68,8 +82,8 @@ class KeystoneAuth(httpx.Auth):
         setting: str = "keystone",
     ) -> None:
         """setting: the name of the login in the settings, for the error's code. Raises SettingsError."""
+        self.url = checked_address(login.auth_url, f"{setting}.auth_url").removesuffix("/v3") + "/v3/auth/tokens"
         self._body = _identity(login, setting)
-        self.url = login.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
         self._clock = clock
         self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=False)

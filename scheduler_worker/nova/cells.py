@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 import sqlalchemy
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from bus.clock import Clock
 from bus.service.settings import SettingsError
@@ -67,8 +67,11 @@ class DatabaseCells:
         try:
             self._engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-            reason = f"nova.api.cells_database cannot be used: {error}"
-            raise SettingsError("nova.cells_database", reason) from error
+            raise _unusable(str(error)) from error
+        except ValueError as error:  # it names what is no number, of which a part of the password may be
+            raise _unusable("its port, or an option in it, is no number") from error
+        if self._engine.dialect.is_async:
+            raise _unusable("its driver is asynchronous")
         self._clock = clock
         self._known: dict[str, str | None] | None = None  # None: nothing was read yet; of a host: its cell is disabled
         self._absent: set[str] | None = None  # the hosts that the last read did not find; None: it failed
@@ -85,7 +88,7 @@ class DatabaseCells:
             try:
                 async with asyncio.timeout(READ_S):
                     known = self._known = await self._next_read()
-            except (SQLAlchemyError, TimeoutError) as error:
+            except Exception as error:  # some drivers raise errors of their own, as of an option or a library
                 self._absent, self._again_s = None, now_s + RARELY_S
                 reason = f"Nova's API database: {type(error).__name__}: {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
@@ -119,3 +122,7 @@ class DatabaseCells:
             cells = {row[0]: str(row[1]) for row in connection.execute(sqlalchemy.text(CELLS)).fetchmany(MAX_MAPPINGS)}
             found = connection.execute(sqlalchemy.text(HOSTS)).fetchmany(MAX_MAPPINGS)
         return {str(host): cells.get(cell) for host, cell in found}
+
+
+def _unusable(why: str) -> SettingsError:
+    return SettingsError("nova.cells_database", f"nova.api.cells_database cannot be used: {why}")

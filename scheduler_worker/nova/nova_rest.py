@@ -18,8 +18,9 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.contracts.base import Uuid
 from bus.faults import Fault, Transient
-from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, unanswered
+from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, checked_address, unanswered
 from bus.openstack.rest import auth_of, bounded_body, error_text, tls_of
+from bus.service.settings import SettingsError
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService
 from scheduler_worker.nova.metrics import UNREADABLE
@@ -131,9 +132,11 @@ class NovaRest:
         transport: httpx.AsyncBaseTransport | None = None,
         setting: str,
     ) -> None:
-        """setting: where the settings have these. Raises SettingsError: the login or the certificates cannot be
+        """setting: where the settings have these. Raises SettingsError: address, token, login or certificates cannot be
         used.
         """
+        if not (config.token.isascii() and config.token.isprintable()):
+            raise SettingsError(f"{setting}.token", f"{setting}.token has other characters than a token may have")
         verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting=f"{setting}.ca_file")
         self._auth = auth_of(
             config.keystone,
@@ -146,7 +149,7 @@ class NovaRest:
         )
         self._timeout_s = config.request_timeout_s
         self._page_size = config.page_size
-        self.url = config.url.rstrip("/")
+        self.url = checked_address(config.url, f"{setting}.url")
         self._version: tuple[int, int] | None = None
         self._client = httpx.AsyncClient(
             headers={"Accept": "application/json", **({"X-Auth-Token": config.token} if config.token else {})},

@@ -22,6 +22,8 @@ from scheduler_worker.nova.nova_rest import NovaUnavailable
 from tests.kit.waiting import until
 from tests.unit.nova.facts_kit import CELL1, CELL2
 
+SYNCHRONOUS = SimpleNamespace(is_async=False)
+
 
 class MovedClock(SystemClock):
     """It is moved by hand."""
@@ -112,7 +114,9 @@ async def test_a_read_goes_on_when_who_waits_for_it_has_ended(tmp_path: Path, mo
         hangs.wait()
         return real.connect()
 
-    monkeypatch.setattr(cells.sqlalchemy, "create_engine", lambda *_, **__: SimpleNamespace(connect=connect))
+    monkeypatch.setattr(
+        cells.sqlalchemy, "create_engine", lambda *_, **__: SimpleNamespace(connect=connect, dialect=SYNCHRONOUS)
+    )
     found = DatabaseCells(url, MovedClock())
     try:
         for _ in range(3):
@@ -138,11 +142,22 @@ async def test_a_database_that_is_away(tmp_path: Path) -> None:
     assert await found.of_hosts(["h1"]) == {"h1": CELL1}
 
 
+@pytest.mark.parametrize("url", ["sqlite:////tmp/nova_api?timeout=long", "sqlite:////tmp/a\0b"])
+async def test_an_address_that_its_driver_does_not_take(url: str) -> None:
+    """Drivers raise what they like, and the process goes on: an operator reads the code in its log."""
+    try:
+        await DatabaseCells(url, SystemClock()).of_hosts(["h1"])
+    except (SettingsError, NovaUnavailable) as fault:
+        assert fault.code in {"nova.cells_database", "nova.cells_unavailable"}
+    else:
+        raise AssertionError
+
+
 async def test_what_the_driver_says_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
         raise OperationalError("SELECT", {}, Exception("access of 'u' with 's3cret' is denied\nfor good"))
 
-    engine = SimpleNamespace(url=make_url("mysql://u:s3cret@h/nova_api"), connect=refused)
+    engine = SimpleNamespace(url=make_url("mysql://u:s3cret@h/nova_api"), connect=refused, dialect=SYNCHRONOUS)
     monkeypatch.setattr(cells.sqlalchemy, "create_engine", lambda *_, **__: engine)
     with pytest.raises(NovaUnavailable) as unavailable:
         await DatabaseCells("", SystemClock()).of_hosts(["h1"])
@@ -155,6 +170,8 @@ async def test_what_the_driver_says_is_told_without_the_password(monkeypatch: py
         (NovaApiConfig(), "nova.cells_unset"),
         (NovaApiConfig(cells_database="nonsense"), "nova.cells_database"),
         (NovaApiConfig(cells_database="mysql+nothing://x"), "nova.cells_database"),
+        (NovaApiConfig(cells_database="postgresql+psycopg://u:p@h:port/nova_api"), "nova.cells_database"),
+        (NovaApiConfig(cells_database="postgresql+asyncpg://u:p@h/nova_api"), "nova.cells_database"),
     ],
 )
 async def test_settings_that_name_no_cells(config: NovaApiConfig, code: str) -> None:

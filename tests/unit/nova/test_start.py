@@ -14,6 +14,7 @@ from berth.commands.nova import both
 from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.openstack.login import KeystoneLogin
 from bus.rabbitmq.address import BadBusUrl
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -25,6 +26,10 @@ from scheduler_worker.nova.config import NovaConfig, as_amqp
 from scheduler_worker.nova.queues import RabbitOptions
 
 CELL = "ce110000-0000-4000-8000-000000000001"
+
+
+def api(**fields: Any) -> NovaApiConfig:
+    return NovaApiConfig(cells={CELL: ("*",)}, **fields)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,17 @@ def test_hosts_of_several_users_are_refused() -> None:
         ({"rabbit": RabbitOptions(rabbit_login_method="EXTERNAL")}, "nova.rabbit_option"),
         ({"rabbit": RabbitOptions(ssl_enforce_hostname_verification=False)}, "nova.rabbit_option"),
         ({"rabbit": RabbitOptions(ssl_enforce_fips_mode=True)}, "nova.rabbit_option"),
+        ({"api": api(url="http://h:99999999/v2.1")}, "nova.api.url"),
+        ({"api": api(url="http://")}, "nova.api.url"),
+        ({"api": api(url="http://[::1/v2.1")}, "nova.api.url"),
+        ({"api": api(token="t\u00f6ken")}, "nova.api.token"),
+        ({"api": api(token="to\nken")}, "nova.api.token"),
+        ({"api": api(ca_file="/nowhere/\0")}, "nova.api.ca_file"),
+        (
+            {"api": api(keystone=KeystoneLogin(auth_url="http://h:70000/v3", username="u"))},
+            "nova.api.keystone.auth_url",
+        ),
+        ({"api": api(keystone=KeystoneLogin(auth_url="http://h/v3"))}, "nova.api.keystone"),
         ({"api": NovaApiConfig()}, "nova.cells_unset"),
         ({"api": NovaApiConfig(cells_database="nonsense")}, "nova.cells_database"),
         ({"api": NovaApiConfig(cells_database="mysql+nodriver://h/nova_api")}, "nova.cells_database"),
