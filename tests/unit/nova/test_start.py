@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from berth.commands.nova import both
@@ -80,6 +81,7 @@ def test_hosts_of_several_users_are_refused() -> None:
         ({"transport_url": "rabbit://u:p@h1,v:p@h2/nova"}, "bus.url"),
         ({"fallback_url": "rabbit://v:q@h:5672/nova"}, "nova.fallback_url"),
         ({"fallback_url": "h/stock"}, "bus.url"),
+        ({"transport_url": f"rabbit://u:p@h/{'v' * 128}"}, "bus.url"),
         ({"shadow": True}, "nova.shadow_fallback"),
         ({"enabled_filters": ("ComputeFilter", "IoOpsFilter")}, "plugin.invalid"),
         ({"rabbit": RabbitOptions(ssl=True, ssl_ca_file="/nowhere/ca.pem")}, "bus.url"),
@@ -115,6 +117,24 @@ def built(config: dict[str, Any]) -> Service:
     env = Environment("w1", transports=partial(MemoryTransport, broker), rng=random.Random(1))
     settings = {"transport_url": "rabbit://u:p@h:5672/nova", "api": NovaApiConfig(cells={CELL: ("*",)}), **config}
     return build(env, NovaConfig(**settings), SchedulerConfig())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("control_exchange", "x" * 128),
+        ("control_exchange", "nova\n"),
+        ("control_exchange", "\u00e9"),
+        ("host", "h" * 246),
+        ("host", "h\u00f6st"),
+        ("notifications", {"versioned_notifications_topics": ["\u00e9"]}),
+        ("rabbit", {"rabbit_transient_queues_ttl": 2**31 - 1}),
+    ],
+)
+def test_a_name_that_amqp_does_not_take_is_refused(setting: str, value: object) -> None:
+    """aio-pika raises ValueError when a queue is declared, which ended the process with a traceback."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({setting: value}, NovaConfig)
 
 
 @pytest.mark.parametrize(
