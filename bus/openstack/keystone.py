@@ -55,7 +55,7 @@ def unanswered(error: Exception, timeout_s: float) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def checked_address(url: str, setting: str) -> str:
+def checked_address(url: str, *, setting: str) -> str:
     """The address of a service, without slashes at its end. setting: its name. Raises SettingsError: no request could
     be made to it.
     """
@@ -82,7 +82,9 @@ class KeystoneAuth(httpx.Auth):
         setting: str = "keystone",
     ) -> None:
         """setting: the name of the login in the settings, for the error's code. Raises SettingsError."""
-        self.url = checked_address(login.auth_url, f"{setting}.auth_url").removesuffix("/v3") + "/v3/auth/tokens"
+        self.url = (
+            checked_address(login.auth_url, setting=f"{setting}.auth_url").removesuffix("/v3") + "/v3/auth/tokens"
+        )
         self._body = _identity(login, setting)
         self._clock = clock
         self._timeout_s = timeout_s

@@ -135,8 +135,7 @@ class NovaRest:
         """setting: where the settings have these. Raises SettingsError: address, token, login or certificates cannot be
         used.
         """
-        if not (config.token.isascii() and config.token.isprintable()):
-            raise SettingsError(f"{setting}.token", f"{setting}.token has other characters than a token may have")
+        _check_token(config.token, setting=f"{setting}.token")
         verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting=f"{setting}.ca_file")
         self._auth = auth_of(
             config.keystone,
@@ -149,7 +148,7 @@ class NovaRest:
         )
         self._timeout_s = config.request_timeout_s
         self._page_size = config.page_size
-        self.url = checked_address(config.url, f"{setting}.url")
+        self.url = checked_address(config.url, setting=f"{setting}.url")
         self._version: tuple[int, int] | None = None
         self._client = httpx.AsyncClient(
             headers={"Accept": "application/json", **({"X-Auth-Token": config.token} if config.token else {})},
@@ -330,6 +329,12 @@ class NovaRest:
             return msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NovaUnavailable(f"{url}: the answer is not JSON", code="nova.not_json") from error
+
+
+def _check_token(token: str, *, setting: str) -> None:
+    """Raises SettingsError: no header may hold it."""
+    if not (token.isascii() and token.isprintable()):
+        raise SettingsError(setting, f"{setting} has other characters than a token may have")
 
 
 def node_of(one: _Node) -> tuple[ComputeNode, NovaService]:
