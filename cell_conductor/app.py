@@ -80,7 +80,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     keeper = LeaseKeeper(
         store, bus, clock=env.clock, config=config, cell=cell, process=env.process, on_fence=fences.on_announced
     )
-    search = _search_of(store, bus, config, keeper, fences, lambda: hosts)
+    search = _search_of(store, bus, env.clock, config, keeper, fences, lambda: hosts)
     engine = Engine(
         store=store,
         bus=bus,
@@ -130,6 +130,7 @@ async def _show_safety(store: InstanceStore, cell: str) -> None:
 def _search_of(  # noqa: PLR0917  (one caller)
     store: InstanceStore,
     bus: Bus,
+    clock: Clock,
     config: ConductorConfig,
     keeper: LeaseKeeper,
     fences: FenceKeeper,
@@ -138,7 +139,8 @@ def _search_of(  # noqa: PLR0917  (one caller)
     return MachineSearch(
         store,
         bus,
-        timeout_s=config.answer_timeout_s,
+        clock=clock,
+        config=config,
         up=keeper.up,
         down=keeper.down,
         fenced=lambda: fences.known,

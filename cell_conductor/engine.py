@@ -308,8 +308,8 @@ class Engine:
         if seen := await self._see_sources(questions):
             await self._ask_placement(await self._apply(seen))
         questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
-        doubted, now = {one.instance.uuid: one.instance for one in questions}, self._clock.time()
-        forgotten, held = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
+        forgotten, held = await self._search.find_forgotten({one.instance.uuid: one.instance for one in questions})
+        now = self._clock.time()
         found = [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()]
         found += await self._find_decided(decided)
         if found:
@@ -349,7 +349,7 @@ class Engine:
     async def _see_sources(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
         """The answers about the sources of moves that are to be undone."""
         sources = {one.instance.uuid: one.message for one in questions if isinstance(one.message, SourceQuery)}
-        found = await self._search.see_sources(sources, self._clock.time)
+        found = await self._search.see_sources(sources)
         return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
 
     async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:

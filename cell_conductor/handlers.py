@@ -69,7 +69,7 @@ E = TypeVar("E", bound=Event)
 log = structlog.get_logger(__name__)
 
 DONE = Done()
-UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services that are up answered")
+UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services have answered")
 GIVEN_UP_QUEUE = "conductor.given_up"
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
 ANOTHERS = Refusal(
@@ -168,7 +168,7 @@ class RequestHandlers:
         changes = [one.message.change for one in batch if isinstance(one.message, CellCheck)]
         asked = {one.spec.instance_uuid for one in changes if one is not None}
         known = await self._engine.known(asked) if asked else {}
-        unexplained = {uuid for uuid in asked if self._search.is_unexplained(uuid)}
+        unexplained = await self._search.unexplained(asked)
         for received in batch:
             message = received.message
             if (passed := passed_on(message, self._bus.name, known, unexplained)) is not None:
@@ -183,10 +183,11 @@ class RequestHandlers:
         """The events, those about instances that are to be searched for with the machines that the cell has of them;
         and the messages to retry.
 
-        Nothing is begun while a service has not answered (of a build: one that is up), until the queue's retries are
-        exhausted: what comes for the last time is begun then, and a move is refused. The same for deletes of instances
-        that the database may have lost and has no record of: it was set back, or the cell has announced their builds. A
-        query of a build without a record is dropped then: it comes again.
+        Nothing is begun while a service has not answered that has to, until the queue's retries are exhausted: what
+        comes for the last time is begun then, and a move is refused. The same for deletes of instances that the
+        database may have lost and has no record of: it was set back, or the cell has announced their builds. A query of
+        a build without a record is dropped then: it comes again; so is a delete while a host has a machine that no
+        record explains: what it takes is not free.
         """
         last = {
             received.meta.id
@@ -200,7 +201,7 @@ class RequestHandlers:
         for one in incoming:
             taken: InstanceEvent | None = one
             if one.uuid in found and _is_to_be_searched(one.event):
-                taken = _with_found(one, found[one.uuid], self._search, is_last=one.message_id in last)
+                taken = _with_found(one, found[one.uuid], is_last=one.message_id in last)
             if taken is not None:
                 known.append(taken)
             elif not is_query(one.event) and one.message_id not in last:
@@ -208,19 +209,20 @@ class RequestHandlers:
         return known, retried
 
 
-def _with_found(
-    one: InstanceEvent, searched: Searched, search: MachineSearch, *, is_last: bool
-) -> InstanceEvent | None:
+def _with_found(one: InstanceEvent, searched: Searched, *, is_last: bool) -> InstanceEvent | None:
     """The event with the machines that were found; None: it is not taken now."""
-    event, found = one.event, searched.of(one.uuid)
-    is_anothers = not found and search.may_be_anothers(one)
+    event, is_unexplained = one.event, searched.is_unexplained(one.uuid)
+    is_delete = isinstance(event, DeleteRequested)
+    found = searched.of(one.uuid, to_delete=is_delete)
     if is_query(event):
-        why = ANOTHERS if is_anothers else event.given_up
+        why = ANOTHERS if is_unexplained else event.given_up
         return None if found is None else replace(one, event=replace(event, found=found, given_up=why))
-    if (found is None or is_anothers) and not is_last:
+    is_held = is_unexplained and is_delete
+    if (found is None or is_held) and not is_last:
         return None
-    if is_anothers:  # with the mark of another deployment: it stays, and so does its claim
-        log.warning("instance.delete_unanswered", instance=one.uuid, reason="its machine is not ours")
+    if is_held:  # another deployment's, or of a host that does not answer: it stays, and so does its claim
+        reason = "a host has a machine of it that no record explains"
+        log.warning("instance.delete_unanswered", instance=one.uuid, reason=reason)
         return None
     if found is None and is_begun_by(event):
         reason = f"it may have a later machine, and not all compute services have answered: {searched.silent}"

@@ -19,16 +19,18 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import Bus
+from bus.clock import Clock
 from bus.contracts.cell import MAX_FOUND_AT_ONCE, MAX_LOOKED_AT, FindMachines, FoundMachine, MachinesFound
 from bus.faults import Fault
 
 from . import metrics
+from .config import ConductorConfig
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
-from .domain.events import DeleteRequested, InstanceEvent, SourceAnswered, is_begun_by, is_query
+from .domain.events import InstanceEvent, SourceAnswered, is_begun_by
 from .domain.instance import Instance
 from .domain.way_back import SourceQuery, answer_about
 from .store.port import InstanceStore
-from .store.safety import UnexplainedRecord
+from .store.safety import KEEP, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -37,18 +39,29 @@ LOGGED_MOVES = 20  # of those that one search holds
 
 
 class Searched(Struct, frozen=True):
-    """machines: by instance. missing: services that were asked and have not answered; "": it is not
-    known yet which are up. hosts: that were looked at, of a thorough search.
+    """machines: by instance. missing: services that were asked and have not answered; "": it is not known yet which are
+    up. hosts: that were looked at, of a thorough search. unexplained: the machines that no record explains.
     """
 
     machines: Mapping[str, Sequence[FoundMachine]] = {}
     missing: tuple[str, ...] = ()
     hosts: AbstractSet[str] = frozenset()
+    unexplained: Sequence[UnexplainedRecord] = ()
 
-    def of(self, uuid: str) -> tuple[FoundMachine, ...] | None:
-        """The machines of this instance; None: it is not known whether there is one."""
-        found = tuple(self.machines.get(uuid, ()))
+    def of(self, uuid: str, *, to_delete: bool = False) -> tuple[FoundMachine, ...] | None:
+        """The machines of this instance; None: it is not known whether there is one. to_delete: but those that an
+        operator keeps, which no delete is about.
+        """
+        kept = {one.place for one in self.unexplained if to_delete and one.verdict == KEEP}
+        found = tuple(one for one in self.machines.get(uuid, ()) if (one.host_uuid, uuid) not in kept)
         return found if found or not self.missing else None
+
+    def is_unexplained(self, uuid: str) -> bool:
+        """Whether a host has a machine of this instance that no record explains, that no service has by our mark, and
+        that no operator keeps.
+        """
+        own = {(one.host_uuid, uuid) for one in self.machines.get(uuid, ())}
+        return any(one.machine.uuid == uuid and one.place not in own for one in self.unexplained if one.verdict != KEEP)
 
     @property
     def silent(self) -> str:
@@ -99,10 +112,11 @@ class MachineSearch:
         store: InstanceStore,
         bus: Bus,
         *,
-        timeout_s: float,
+        clock: Clock,
+        config: ConductorConfig,
         up: Callable[[], Collection[str] | None],
         down: Callable[[], Collection[str]],
-        unexplained: Callable[[], Collection[str]],
+        unexplained: Callable[[], AbstractSet[str]],
         forgotten: Callable[[], Collection[str]],
         listers: Callable[[str], Collection[str]],
         listed: Callable[[Collection[str]], Collection[str]],
@@ -119,7 +133,8 @@ class MachineSearch:
         self._forgotten = forgotten
         self._store = store
         self._bus = bus
-        self._timeout_s = timeout_s
+        self._clock = clock
+        self._config = config
         self._up = up
         self._unexplained = unexplained
 
@@ -127,43 +142,42 @@ class MachineSearch:
         """Whether a host has a machine of this instance that no record explains."""
         return uuid in self._unexplained()
 
-    def may_be_anothers(self, one: InstanceEvent) -> bool:
-        """Whether a machine that no service has of this instance by our mark may be another database's, which has been
-        in this one's place: a host has a machine of it that no record explains.
-        """
-        is_lost = isinstance(one.event, DeleteRequested) and one.event.begun and not self._store.set_back.has_been
-        return (is_lost or is_query(one.event)) and self.is_unexplained(one.uuid)
-
     async def before(self, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
         """The search for the instance of each of these requests, before they are taken."""
         outdated = {one.uuid for one in requests if is_begun_by(one.event)}
         lost = {one.uuid for one in requests if not is_begun_by(one.event)}
         # One machine of an outdated record shows nothing of a later one: without every answer none counts.
-        searched, complete = await asyncio.gather(self.find(lost), self.find(outdated, self._to_answer()))
+        searched, complete = await asyncio.gather(
+            self.find(lost, self._asked(down=self._is_awaiting(0.0))), self.find(outdated, self._asked())
+        )
         complete = replace(complete, machines={}) if complete.missing else complete
         return dict.fromkeys(lost, searched) | dict.fromkeys(outdated, complete)
 
-    def _to_answer(self) -> set[str]:
-        """The services that are down and may have machines all the same: an operator has neither stated that they are
-        gone, nor that all of their hosts are off.
-        """
-        fenced = set(self._fenced())
-        return {
-            one
-            for one in set(self._down()) - set(self._forgotten())
-            if not (hosts := set(self._listed((one,)))) or hosts - fenced
-        }
+    def _asked(self, *, down: bool = True) -> set[str] | None:
+        """The services that a search asks, all of which have to answer before anything is begun, released or given by
+        it: those that are up, and those that are down and may have machines all the same, as an operator has neither
+        stated that they are gone, nor that all of their hosts are off. None: it is not known yet which are up.
 
-    async def find(self, uuids: Collection[str], also: Collection[str] = (), *, thorough: bool = False) -> Searched:
-        """Query every service that is up, and these others, about these instances.
+        down: not beyond a doubt's limit (`_is_awaiting`).
+        """
+        if (up := self._up()) is None:
+            return None
+        silent, fenced = set(self._down()) - set(self._forgotten()) if down else set(), set(self._fenced())
+        return {*up, *(one for one in silent if not (hosts := set(self._listed((one,)))) or hosts - fenced)}
+
+    def _is_awaiting(self, since: float) -> bool:
+        """Whether services that are down have to answer about a build whose record is in doubt since then."""
+        return self._store.set_back.doubted_for_s(since, self._clock.time()) < self._config.doubt_limit_s
+
+    async def find(self, uuids: Collection[str], asked: Collection[str] | None, *, thorough: bool = False) -> Searched:
+        """Query these services about these instances. None: it is not known yet which are up.
 
         thorough: about machines of other deployments as well, with the hosts that were looked at. These come in pages,
         each with the deadline anew.
         """
-        up = self._up()
         if not uuids:
             return Searched()
-        if up is None:
+        if asked is None:
             return Searched(missing=("",))
         wanted = sorted(uuids)
         questions = [
@@ -173,26 +187,37 @@ class MachineSearch:
                 instance_uuids=tuple(wanted[start : start + MAX_FOUND_AT_ONCE]),
                 thorough=thorough,
             )
-            for service in sorted({*up, *also})
+            for service in sorted(asked)
             for start in range(0, len(wanted), MAX_FOUND_AT_ONCE)
         ]
         found = _Found(frozenset(uuids))
         while questions:
             causes = [question.instance_uuids[0] for question in questions]
-            answers = await self._bus.request_all(questions, MachinesFound, timeout_s=self._timeout_s, causes=causes)
+            timeout_s = self._config.answer_timeout_s
+            answers = await self._bus.request_all(questions, MachinesFound, timeout_s=timeout_s, causes=causes)
             questions = found.take(questions, answers)
-        machines, missing, hosts = found.machines(), found.missing, found.hosts
+        machines, missing = found.machines(), found.missing
         metrics.SEARCHED.labels("found").inc(len(machines))
         metrics.SEARCHED.labels("unanswered" if missing else "nothing").inc(len(wanted) - len(machines))
         if missing or machines:
             _log_searched(wanted, machines, missing)
-        return Searched(machines, tuple(missing), hosts)
+        return Searched(machines, tuple(missing), found.hosts, await self._on_record(uuids))
 
-    async def see_sources(
-        self, sources: Mapping[str, SourceQuery], now: Callable[[], float]
-    ) -> dict[str, SourceAnswered]:
+    async def unexplained(self, uuids: Collection[str]) -> set[str]:
+        """Those of these instances of which a host has a machine that no record explains and that no operator keeps."""
+        return {one.machine.uuid for one in await self._on_record(uuids) if one.verdict != KEEP}
+
+    async def _on_record(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+        """The machines of these instances that no record explains. They are read anew: a host that is gone does not
+        report what was decided about its machines.
+        """
+        if self._unexplained().isdisjoint(uuids):
+            return []
+        return [one for one in await self._store.safety.records() if one.machine.uuid in uuids]
+
+    async def see_sources(self, sources: Mapping[str, SourceQuery]) -> dict[str, SourceAnswered]:
         """Query the services that have the hosts of these machines, by the record or by their reports, whether the
-        hosts list them now; by instance. now: seconds since the epoch.
+        hosts list them now; by instance.
         """
         queried: dict[str, dict[str, SourceQuery]] = defaultdict(dict)
         for uuid, source in sorted(sources.items()):
@@ -209,43 +234,49 @@ class MachineSearch:
             for piece in batched(about, MAX_FOUND_AT_ONCE)
         ]
         causes = [question.instance_uuids[0] for question in questions]
-        answers = await self._bus.request_all(questions, MachinesFound, timeout_s=self._timeout_s, causes=causes)
+        timeout_s = self._config.answer_timeout_s
+        answers = await self._bus.request_all(questions, MachinesFound, timeout_s=timeout_s, causes=causes)
         found: dict[str, list[tuple[str, MachinesFound | Fault]]] = defaultdict(list)
         for question, answer in zip(questions, answers, strict=True):
             for uuid in question.instance_uuids:
                 found[uuid].append((question.service, answer))
-        seen = {uuid: answer_about(uuid, source, found[uuid], now()) for uuid, source in sources.items()}
+        seen = {uuid: answer_about(uuid, source, found[uuid], self._clock.time()) for uuid, source in sources.items()}
         for uuid, one in seen.items():
             if one.code:
                 log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
         return seen
 
     async def find_forgotten(
-        self, doubted: Mapping[str, Instance], now: float, limit_s: float
+        self, doubted: Mapping[str, Instance]
     ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
         """Machines that doubted records do not have; and the instances for which nothing is to be requested of
-        placement now: those that have such a machine, or about which a service has not answered, also one that is down.
+        placement now: those that have such a machine, or about which a service has not answered that has to.
 
-        A forgotten service has not to: an operator has stated that it is gone with its machines. A build waits until
-        the doubt's own limit (`limit_s`). A move waits without one, and each service has to have looked at each of its
+        A move waits for services that are down without a limit, and each service has to have looked at each of its
         hosts that is not fenced: what is released may be started again from its image.
         """
         if not doubted:
             return {}, set()
-        moved, down = {uuid: one for uuid, one in doubted.items() if one.move is not None}, self._to_answer()
-        searched, thorough = await asyncio.gather(
-            self.find(doubted.keys() - moved.keys(), down), self.find(moved, down, thorough=True)
+        moved = {uuid: one for uuid, one in doubted.items() if one.move is not None}
+        builds = doubted.keys() - moved.keys()
+        over = {uuid for uuid in builds if not self._is_awaiting(doubted[uuid].since)}
+        asked = self._asked()
+        searched, beyond, thorough = await asyncio.gather(
+            self.find(builds - over, asked),
+            self.find(over, self._asked(down=False)),
+            self.find(moved, asked, thorough=True),
         )
-        found = {uuid: tuple(machines) for uuid, machines in thorough.machines.items() if machines}
-        unseen = set(self._listed({*(self._up() or ()), *down})) - thorough.hosts - set(self._fenced()) if moved else ()
+        found = {uuid: tuple(machines) for uuid, machines in thorough.machines.items()}
+        unseen = set(self._listed(asked or ())) - thorough.hosts - set(self._fenced()) if moved else ()
         held = set(moved) if thorough.missing or unseen else found.keys() & moved.keys()
         metrics.HELD_MOVES.inc(len(held))
         for uuid in sorted(held)[:LOGGED_MOVES]:
             _log_held(moved[uuid], found.get(uuid, ()), thorough.missing, unseen)
-        for uuid in doubted.keys() - moved.keys():
-            if forgotten := forgotten_machines(doubted[uuid], searched.of(uuid) or ()):
+        for uuid in sorted(builds):
+            seen = beyond if uuid in over else searched
+            if forgotten := forgotten_machines(doubted[uuid], seen.machines.get(uuid, ())):
                 found[uuid] = forgotten
-            if forgotten or (searched.missing and self._store.set_back.doubted_for_s(doubted[uuid], now) < limit_s):
+            if forgotten or seen.missing:
                 held.add(uuid)
         return found, held
 
@@ -254,23 +285,19 @@ class MachineSearch:
     ) -> dict[str, FoundMachine]:
         """The machines in quarantine of which operators have decided that they are their instances', by instance.
 
-        Every service that is up has to answer, and that of the host on record has to have looked at the host, unless
-        the host is fenced or the service forgotten: its machine may run there.
+        Every service has to answer, and the host on record has to have been looked at, unless it is fenced or its
+        service forgotten: its machine may run there.
         """
         taken = {uuid: known[uuid] for uuid in decided if not why_not_adoptable(known.get(uuid))}
-        gone, up, fenced = set(self._forgotten()), set(self._up() or ()), self._fenced()
-        to_look = {
-            uuid: one for uuid, one in taken.items() if one.host_uuid not in fenced and one.here.service not in gone
-        }
-        searched = await self.find(taken, {one.here.service for one in to_look.values()}, thorough=True)
+        gone, fenced = set(self._forgotten()), set(self._fenced())
+        to_look = {one.host_uuid for one in taken.values() if one.here.service not in gone} - fenced
+        searched = await self.find(taken, self._asked(), thorough=True)
         found: dict[str, FoundMachine] = {}
         for uuid, record in decided.items():
             why = why_not_adoptable(known.get(uuid))
-            own = {to_look[uuid].here.service} if uuid in to_look else set()
-            silent = [name for name in searched.missing if not name or name in up | own]
-            if not why and silent:
-                why = f"not all compute services that are up have answered: {named(silent)}"
-            elif not why and uuid in to_look and taken[uuid].host_uuid not in searched.hosts:
+            if not why and searched.missing:
+                why = f"not all compute services have answered: {searched.silent}"
+            elif not why and taken[uuid].host_uuid in to_look - searched.hosts:
                 why = f"no compute service has looked at host {taken[uuid].here.host}, where its record has it"
             elif not why:
                 why = why_not_its_machine(taken[uuid], record.machine, searched.machines.get(uuid, ()))

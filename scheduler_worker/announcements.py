@@ -7,7 +7,7 @@ its own: placement may be away, and what cells announce waits for no answer of i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 
 import structlog
 from msgspec import Struct
@@ -32,8 +32,18 @@ from scheduler_worker.domain.builds import (
     is_early,
     is_known,
 )
+from scheduler_worker.domain.object_changes import is_removed
 from scheduler_worker.domain.requests import retried_often, timeline_of
-from scheduler_worker.domain.transfers import AnnouncedMoves, answered, handed_on, may_ask, refused, rests
+from scheduler_worker.domain.transfers import (
+    AnnouncedMoves,
+    answered,
+    answered_for_removed,
+    handed_on,
+    instance_of,
+    may_ask,
+    refused,
+    rests,
+)
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -251,9 +261,11 @@ class AnnouncementHandler:
 class CellAsksHandler:
     """Handles the queue on one cell's bus. A cell asks for its own instances only."""
 
-    def __init__(self, store: SchedulerStore, cell: str, *, claims: BusClaims) -> None:
+    def __init__(self, store: SchedulerStore, cell: str, *, cells: Container[str], claims: BusClaims) -> None:
+        """`cells`: those that are in use here."""
         self._store = store
         self._cell = cell
+        self._cells = cells
         self._claims = claims
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -266,10 +278,20 @@ class CellAsksHandler:
         return [Done()] * len(batch)
 
     async def _hand_on(self, checks: Sequence[CellCheck]) -> None:
-        """Checks of hosts of other cells, and their answers: to the other cell."""
+        """Checks of hosts of other cells, and their answers: to the other cell. For one that was removed the schedulers
+        answer. That it was says the record: an operator may have entered it again, and it has not been heard here yet.
+        """
         async with self._store.operation() as unit:
+            unused = {one.cell for one in checks if one.answer is None and one.cell not in self._cells}
+            objects = (await unit.lock_objects()).objects if unused else {}
+            removed = {cell for cell in unused if is_removed(objects, cell)}
+            lost = [one for one in checks if one.answer is None and one.cell in removed]
+            known = await unit.known({one.asked_by.request_id: instance_of(one) for one in lost}, lock=True)
             for check in checks:
-                if (message := handed_on(check, self._cell)) is not None:
+                message = handed_on(check, self._cell)
+                if message is not None and check in lost:
+                    message = answered_for_removed(check, known[message.cause])
+                if message is not None:
                     unit.emit(message)
 
     async def _ask_book(self, books: Sequence[CellBook]) -> None:

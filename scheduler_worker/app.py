@@ -340,17 +340,20 @@ def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measur
         parts.claim(bus)
         return bus
 
-    return CellLinks(
-        lambda bus: _link(parts, bus, registry, measured),
+    links = CellLinks(
+        lambda bus: _link(parts, bus, registry, links.buses, measured),
         clock=env.clock,
         reach=reach,
         opened=relay.add_bus,
         closed=lambda bus: relay.remove_bus(bus.name),
     )
+    return links
 
 
-def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: asyncio.Event) -> CellLink:
-    """The link to one cell: announcements of its hosts, of its builds, and measurements."""
+def _link(
+    parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, cells: Mapping[str, Bus], measured: asyncio.Event
+) -> CellLink:
+    """The link to one cell: announcements of its hosts, of its builds, and measurements. cells: those in use."""
     env, config = parts.env, parts.config
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(
@@ -379,7 +382,7 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
             concurrency=1,  # two would block on each other's row locks
             prefetch=config.prefetch,
         ),
-        _asks_consumer(parts, bus),
+        _asks_consumer(parts, bus, cells),
         Consumer(
             bus, "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
         ),
@@ -388,10 +391,10 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
     return CellLink(bus, consumers, beside=[listener.run])
 
 
-def _asks_consumer(parts: SchedulerParts, bus: Bus) -> Consumer:
+def _asks_consumer(parts: SchedulerParts, bus: Bus, cells: Mapping[str, Bus]) -> Consumer:
     config = parts.config
     claims = BusClaims(parts.api, timeout_s=config.claim_timeout_s)
-    handler = CellAsksHandler(parts.store, bus.name, claims=claims)
+    handler = CellAsksHandler(parts.store, bus.name, cells=cells, claims=claims)
     return Consumer(bus, "scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
 
 

@@ -9,8 +9,8 @@ not answer is queried again, less and less often; the record of the request stat
 
 The messages are committed with a look at the records that they are about, and sent after that through the outbox, as
 every command is. The only state kept is how long each request has been silent; a scheduler that starts again begins to
-count anew. Moves under way have an index. Builds have none that changes: each pass examines a page of all builds, the
-next pass the next one.
+count anew. Moves under way have an index. Builds have none that changes: each pass examines a page of all builds. Both
+are read on from where the pass before ended.
 
 Purges the records of builds that ended long ago, so that the tables stay bounded.
 """
@@ -32,6 +32,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.recorded_moves import MoveContext
 from scheduler_worker.domain.unanswered import (
+    MAX_WATCHED,
     AwaitedRequest,
     Key,
     Watched,
@@ -49,7 +50,7 @@ log = structlog.get_logger(__name__)
 
 LOOKS = 4  # passes in the time after which a cell is queried
 PAGE = 500  # requests read at a time
-MAX_WATCHED = 10_000  # requests of each kind whose silence one process keeps track of; the rest is looked at later
+MAX_READ = 10_000  # moves of one pass
 MAX_EXAMINED = 5_000  # builds of one pass, in whatever state
 FROM_THE_FIRST = (0.0, FIRST_UUID)
 
@@ -84,6 +85,7 @@ class UnansweredRequests:
         self._who = process or "scheduler"
         self._watched: dict[Key, Watched] = {}
         self._examined = FROM_THE_FIRST  # the last build of the page before
+        self._read = FIRST_UUID  # the last move of the pass before
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -96,10 +98,12 @@ class UnansweredRequests:
                 log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
 
     async def look(self) -> Watching:
-        """Look once at all moves under way, at a page of all builds, and at the builds that are watched. Raises
-        Transient.
-        """
-        requests = [*await self._open_moves(), *await self._open_builds()]
+        """Look once at the next moves under way and builds, and at those that are watched. Raises Transient."""
+        moves, read = await self._open_moves()
+        requests = [*moves, *await self._open_builds()]
+        self._read = read  # not before: if the builds cannot be read, these moves are read again
+        if len(requests) > MAX_WATCHED:
+            self._rng.shuffle(requests)  # each comes to its turn
         found = look(self._watched, requests, now_s=self._clock.monotonic(), pause_s=self._after_s)
         self._watched = found.watched
         metrics.SILENT_MOVES.set(found.waiting)
@@ -113,25 +117,28 @@ class UnansweredRequests:
             found.watched[key] = replace(watched, queried=watched.queried - 1)
         return found
 
-    async def _open_moves(self) -> list[AwaitedRequest]:
+    async def _open_moves(self) -> tuple[list[AwaitedRequest], str]:
+        """The moves that are open, on from the last one of the pass before; those that are watched and were not come
+        to now; and the last one that was (FIRST_UUID: there are no more).
+        """
         found: list[AwaitedRequest] = []
-        after = FIRST_UUID
-        while len(found) < MAX_WATCHED:
+        after = self._read
+        for _ in range(0, MAX_READ, PAGE):
             page = await self._store.open_moves(after, PAGE)
             found += [one for move in page if (one := open_move(move)) is not None]
-            if len(page) < PAGE:
+            after = page[-1].request_id if len(page) == PAGE else FIRST_UUID
+            if after == FIRST_UUID:
                 break
-            after = page[-1].request_id
-        return found
+        watched = [one.seen for one in self._watched.values() if one.seen.is_move]
+        found += [one for one in watched if one.request_id <= self._read or FIRST_UUID < after < one.request_id]
+        return found, after
 
     async def _open_builds(self) -> list[AwaitedRequest]:
         unchanged_since = self._clock.time() - self._after_s  # what is younger is found by a later page
         watched = [request_id for is_move, request_id in self._watched if not is_move]
         page = await self._store.open_builds(watched, self._examined, unchanged_since, MAX_EXAMINED)
         self._examined = page.last or FROM_THE_FIRST
-        found = [one for build in page.builds if (one := open_build(build)) is not None]
-        found.sort(key=lambda one: one.key not in self._watched)
-        return found[:MAX_WATCHED]
+        return [one for build in page.builds if (one := open_build(build)) is not None]
 
     async def _send(self, queries: Sequence[AwaitedRequest], found: Watching) -> None:
         """Query the cells about those requests that are still open, and state the silence of some in their records."""

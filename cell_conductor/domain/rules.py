@@ -182,7 +182,7 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     only the host can know whether it runs, and is queried until the doubt's own limit. After that the client is
     informed that the build has failed, and a machine that the host may run is kept for an operator (`proof.is_unsure`).
     """
-    doubted_for_s = context.set_back.doubted_for_s(instance, event.at)
+    doubted_for_s = context.set_back.doubted_for_s(instance.since, event.at)
     if instance.queried and instance.doubted and doubted_for_s >= context.doubt_limit_s:
         reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
         stamped = replace(instance, stamps=_stamped(instance, event))

@@ -44,9 +44,11 @@ class SetBack(Struct, frozen=True):
         """
         return (self.has_been and at <= self.at + CLOCKS_APART_S) or 0 < at <= self.made_at
 
-    def doubted_for_s(self, instance: Instance, now: float) -> float:
-        """For how long its hosts could have answered for its record."""
-        return now - max(instance.since, self.at)
+    def doubted_for_s(self, since: float, now: float) -> float:
+        """For how long services could have answered for a record that is as it is since then. Another set-back begins
+        that anew.
+        """
+        return now - max(since, self.at)
 
 
 def is_doubted_request(event: BuildRequested, set_back: SetBack) -> bool:

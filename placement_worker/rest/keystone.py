@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.contracts.base import reason_of
-from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInUnavailable
+from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInUnavailable, unanswered
 from bus.openstack.rest import tls_of
 from placement_worker.rest.auth import Auth, Caller, Headers
 from placement_worker.rest.config import KeystoneConfig
@@ -67,8 +67,9 @@ class Keystone(Auth):
         self._validating: dict[bytes, asyncio.Task[CachedToken]] = {}
 
     async def identify(self, token: bytes, headers: Headers) -> Caller | None:
-        """Return the owner of the token. Raises SignInUnavailable; SignInRefused: Keystone refuses the
-        service user, so that the caller can only retry, although an operator must correct the settings."""
+        """Return the owner of the token. Raises SignInUnavailable; SignInRefused: Keystone refuses the service user, so
+        that the caller can only retry, although an operator must correct the settings.
+        """
         if _TOKEN.fullmatch(token) is None:
             return None
         digest = hashlib.sha256(token).digest()  # the cache must not contain valid tokens
@@ -124,4 +125,4 @@ class Keystone(Auth):
             headers = {SUBJECT: token.decode("latin-1")}
             return await self._client.get(f"{self._auth.url}?nocatalog", headers=headers)
         except httpx.HTTPError as error:
-            raise SignInUnavailable(f"{type(error).__name__}: {error}") from error
+            raise SignInUnavailable(f"{self._auth.url}: {unanswered(error, self._config.timeout_s)}") from error

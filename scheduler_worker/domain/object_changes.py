@@ -31,6 +31,7 @@ from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.objects import (
     UNKNOWN,
     ChangePlan,
+    Objects,
     RecordedObjects,
     cell_decision,
     cells_of,
@@ -81,6 +82,12 @@ def removed_cells(decisions: Decisions) -> dict[str, StoredObject]:
         if decision.state is CellState.REMOVED and not decision.abandoned:
             removed[name] = stored
     return removed
+
+
+def is_removed(present: Objects, name: str) -> bool:
+    """Whether the operator's decision on record is that this cell is removed."""
+    stored = present.get((ObjectKind.CELL, name))
+    return stored is not None and cell_decision(stored).state is CellState.REMOVED
 
 
 def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> Refusal | None:

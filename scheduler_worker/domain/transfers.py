@@ -18,7 +18,17 @@ from bus.bus import API
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState, TimelineEntry
 from bus.contracts.cell import CellDelete
-from bus.contracts.moves import CellBook, CellCheck, CellMoveQuery, Departure, MoveEvent, MoveKind
+from bus.contracts.moves import (
+    ARRIVED,
+    NOT_ARRIVED,
+    CellBook,
+    CellCheck,
+    CellMoveQuery,
+    Departure,
+    MachineChanged,
+    MoveEvent,
+    MoveKind,
+)
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
@@ -144,6 +154,35 @@ def handed_on(check: CellCheck, cell: str) -> OutboxMessage | None:
     if sender != cell:
         return None
     return OutboxMessage(receiver, check, check.asked_by.request_id)
+
+
+def instance_of(check: CellCheck) -> str:
+    """The instance that it is about."""
+    assert check.change is not None
+    return check.change.spec.instance_uuid
+
+
+def answered_for_removed(check: CellCheck, known: MoveContext) -> OutboxMessage | None:
+    """The answer to a check about a cell that was removed, by the schedulers' record: whether the instance has left the
+    cell that asks. None: they have no record of it.
+    """
+    change, asked_by = check.change, check.asked_by
+    assert change is not None
+    if known.build is None:
+        return None
+    is_here = is_owner(asked_by.cell, check.stay, known.build, known.now)
+    answer = MachineChanged(
+        instance_uuid=change.spec.instance_uuid,
+        attempt=change.attempt,
+        order=change.order,
+        host_uuid=change.host_uuid,
+        service=change.service,
+        change=change.change,
+        done=False,
+        code=NOT_ARRIVED if is_here else ARRIVED,
+        asked_by=asked_by,
+    )
+    return OutboxMessage(asked_by.cell, replace(check, change=None, answer=answer), asked_by.request_id)
 
 
 class AnnouncedMoves:

@@ -5,7 +5,9 @@ Times are one process's own (monotonic): clocks of different hosts do not decide
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -24,6 +26,7 @@ from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 SILENT_AFTER = 2
 MAX_PAUSE_S = 600.0  # between two queries about one request
 MAX_QUERIES = 500  # of one pass, which is one transaction; the rest is queried with the next
+MAX_WATCHED = 20_000  # requests whose silence one process keeps track of; the rest comes to its turn later
 CELL_SILENT = "cell.silent"
 CELL_UNKNOWN = "cell.unknown"
 BUILD, DELETE = "build", "delete"
@@ -108,23 +111,44 @@ class Watching(Struct, frozen=True):
     waiting: int = 0
 
 
-def look(watched: dict[Key, Watched], requests: Iterable[AwaitedRequest], *, now_s: float, pause_s: float) -> Watching:
-    """All requests that are open now, with the counts of those that were open at the last pass."""
-    after: dict[Key, Watched] = {}
-    query: list[AwaitedRequest] = []
-    silent: list[AwaitedRequest] = []
+def shared_out(requests: Iterable[AwaitedRequest], limit: int) -> list[AwaitedRequest]:
+    """At most so many of these: the first of each cell, then the second of each, and so on. So a cell that is silent
+    about thousands takes no other cell's turn, nor that of the builds that no cell has.
+    """
+    turns = Counter[str]()
+    ranked: list[tuple[int, AwaitedRequest]] = []
     for one in requests:
+        turns[one.cell] += 1
+        ranked.append((turns[one.cell], one))
+    return [one for _, one in sorted(ranked, key=itemgetter(0))[:limit]]
+
+
+def look(watched: dict[Key, Watched], requests: Iterable[AwaitedRequest], *, now_s: float, pause_s: float) -> Watching:
+    """The requests that are open now, with the counts of those that were open at the last pass. Where there are too
+    many, one that has been queried in vain for long gives its place to one that has not been watched yet.
+    """
+
+    def place(one: AwaitedRequest) -> tuple[bool, bool]:
+        known = watched.get(one.key)
+        return known is not None and known.unanswered > SILENT_AFTER, known is None
+
+    after: dict[Key, Watched] = {}
+    due: list[AwaitedRequest] = []
+    silent: list[AwaitedRequest] = []
+    for one in shared_out(sorted(requests, key=place), MAX_WATCHED):
         before = watched.get(one.key) or Watched(one, now_s, now_s + pause_s)
         if _has_changed(one, before.seen):
             due_s = now_s + _pause(before.queried, pause_s)
             before = replace(before, seen=one, since_s=now_s, due_s=due_s, unanswered=0)
-        if now_s < before.due_s or len(query) >= MAX_QUERIES:
-            after[one.key] = before
-            continue
+        after[one.key] = before
+        if now_s >= before.due_s:
+            due.append(one)
+    query = shared_out(sorted(due, key=lambda one: after[one.key].due_s), MAX_QUERIES)
+    for one in query:
+        before = after[one.key]
         queried = before.queried + 1
         due_s = now_s + _pause(queried, pause_s)
         after[one.key] = replace(before, due_s=due_s, queried=queried, unanswered=before.unanswered + 1)
-        query.append(one)
         if one.cell and before.unanswered >= SILENT_AFTER and one.code not in (CELL_SILENT, CELL_UNKNOWN):
             silent.append(one)
     waiting = sum(one.unanswered >= SILENT_AFTER for one in after.values())

@@ -174,12 +174,14 @@ def unclaimed(facts: Facts) -> dict[str, set[str]]:
 
 async def claimed_in_time(site: Site, url: str) -> Facts:
     """The facts when every active instance holds what it takes; at the latest after the patience."""
+    facts = await gather(site)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
-            while unclaimed(await gather(site)):
+            while unclaimed(facts):
                 await age(url)
                 await repaired(site)
-    return await gather(site)
+                facts = await gather(site)
+    return facts
 
 
 def comes_or_runs(facts: Facts) -> bool:

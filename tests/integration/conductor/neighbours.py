@@ -204,7 +204,7 @@ class Cell:
         self.transports = transports
         self.around = Neighbours()
         self.consumers: list[Consumer] = []
-        self.config = ConductorConfig(claim_timeout_s=ASK_S, sweep_batch=10)
+        self.config = ConductorConfig(claim_timeout_s=ASK_S, answer_timeout_s=ASK_S, sweep_batch=10)
         self.database = Database(url, f"cell_{CELL}")
         self.store = PostgresInstances(self.database)
 
@@ -222,7 +222,7 @@ class Cell:
         self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
         self.searches: list[asyncio.Task[None]] = []
         stack.push_async_callback(_cancel, self.searches)
-        self.search = search_of(self.store, self.bus, timeout_s=ASK_S, up=lambda: ("s1",))
+        self.search = search_of(self.store, self.bus, clock=self.clock, config=self.config, up=lambda: ("s1",))
         self.engine = self.new_engine()
         requests = requests_of(self.engine, self.clock, search=self.search)
         self.hosts = hosts_of(

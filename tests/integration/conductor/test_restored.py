@@ -28,6 +28,7 @@ from bus.contracts.cell import (
 from bus.faults import DatabaseReplaced
 from bus.persistence.relay import Relay
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.handlers import RETRIES, UNSURE
 from cell_conductor.store.safety import ADOPT, DecidedMachine
 from scheduler_worker.config import SchedulerConfig
@@ -192,8 +193,10 @@ async def test_a_delete_of_an_instance_whose_machine_has_another_databases_mark_
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not ours to destroy, and its room is not free: the delete is logged, and has no end."""
-    monkeypatch.setattr(cell.search, "is_unexplained", lambda _: True)
     uuid, _ = await _active(cell)
+    theirs = Unexplained(uuid, 1, cell.host(2), UnexplainedKind.FOREIGN, "another deployment's")
+    await cell.store.safety.record("s1", [theirs], 1.0)
+    monkeypatch.setattr(cell.search, "_unexplained", lambda: {uuid})
     held = dict(cell.around.held)
     cell.around.running.clear()
     async with cell.database.raw() as connection:

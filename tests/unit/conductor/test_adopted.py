@@ -350,11 +350,14 @@ async def adoption(
     *,
     record: Instance | None = ACTIVE,
     up: Collection[str] | None = ("s1", "s2"),
+    down: Collection[str] = (),
     fenced: Collection[str] = (),
+    forgotten: Collection[str] = (),
 ) -> tuple[dict[str, FoundMachine], str]:
     """(what is adopted, why nothing is)"""
     conductor = Conductor(services, up)
-    conductor.fenced, search = fenced, conductor.search
+    conductor.down, conductor.fenced, conductor.forgotten = down, fenced, forgotten
+    search = conductor.search
     await search._store.open()
     known = {} if record is None else {UUID: record}
     with capture_logs() as logs:
@@ -392,11 +395,21 @@ async def test_the_host_that_the_record_names_has_to_be_looked_at(up: Collection
     """Its machine may run there."""
     services = Services(s1=(), s2=(quarantined(),))
     services.silent = {"s1"}
-    seek, reason = await adoption(services, up=up)
+    seek, reason = await adoption(services, up=up, down={"s1"} - set(up or ()))
     assert not seek and "answered" in reason
     services.silent, services.hosts = set(), (host(3),)
     seek, reason = await adoption(services)
     assert not seek and "host-1" in reason
+
+
+async def test_a_service_that_is_down_has_to_answer_before_a_machine_is_adopted() -> None:
+    """It went from the host on record over that of the machine to one of a service that was down: two ran."""
+    services = Services(s1=(), s2=(quarantined(),), s3=(quarantined(4, 3),))
+    services.silent = {"s3"}
+    seek, reason = await adoption(services, down={"s3"})
+    assert not seek and "s3" in reason
+    seek, _ = await adoption(services, down={"s3"}, forgotten={"s3"})
+    assert seek
 
 
 async def test_a_fenced_host_need_not_answer() -> None:
@@ -429,10 +442,10 @@ async def both(services: Services, place: Selection, fenced: Collection[str] = (
     return await search.find_decided(decisions, {UUID: ACTIVE, OTHER: record})
 
 
-async def test_a_dead_host_of_another_decision_delays_none() -> None:
+async def test_a_host_of_another_decision_that_nobody_looks_at_delays_none() -> None:
     """Until its service was forgotten, nothing in the cell was adopted."""
-    services = Services(s1=(), s2=(quarantined(), quarantined(instance_uuid=OTHER)), s9=())
-    services.silent = {"s9"}
+    services = Services(s1=(), s2=(quarantined(), quarantined(instance_uuid=OTHER)))
+    services.hosts = tuple(one for one in services.hosts if one != host(5))
     assert set(await both(services, replace(selection(5), service="s9"))) == {UUID}
 
 

@@ -27,6 +27,7 @@ from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
+from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_transfers import held, leaving
@@ -271,18 +272,7 @@ async def test_a_doubted_record_fails_over_or_ends_only_when_all_have_answered(
     services = Services(s1=listed, s2=(replace(machine(), attempt=2),))
     conductor = Conductor(services, ("s1", "s2"))
     await conductor.store.open()
-    over = Instance(
-        uuid=UUID,
-        state=phase[0],
-        then=phase[1],
-        spec=SPEC,
-        selections=BUILD.selections,
-        attempt=1,
-        consumer_generation=7,
-        doubted=True,
-        deadline=1.0,
-        since=SystemClock().time(),
-    )
+    over = replace(claims_again(SystemClock().time()), state=phase[0], then=phase[1])
     async with conductor.store.transaction() as transaction:
         await transaction.insert([over])
     services.silent = {"s2"} if listed else {"s1", "s2"}
@@ -297,6 +287,115 @@ async def test_a_doubted_record_fails_over_or_ends_only_when_all_have_answered(
     await conductor.engine.search()
     recorded = await conductor.recorded()
     assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 2)
+
+
+def claims_again(since: float) -> Instance:
+    """In doubt since then, and another host is to be claimed for it."""
+    return Instance(
+        uuid=UUID,
+        state=State.CLAIMING,
+        then=State.BUILDING,
+        spec=SPEC,
+        selections=BUILD.selections,
+        attempt=1,
+        consumer_generation=7,
+        doubted=True,
+        deadline=1.0,
+        since=since,
+    )
+
+
+@pytest.mark.parametrize(
+    ("silent", "age_s", "is_asked"),
+    [("s2", 7200.0, False), ("s2", 60.0, False), ("s3", 7200.0, True), ("s3", 60.0, False)],
+    ids=["up, beyond the limit", "up", "down, beyond the limit", "down"],
+)
+async def test_the_limit_of_a_doubt_bounds_only_the_wait_for_services_that_are_down(
+    silent: str, age_s: float, *, is_asked: bool
+) -> None:
+    """A host that answered late had an alternate claimed, while a service that was up had its machine."""
+    services = Services(s1=(), s2=(), s3=())
+    services.silent = {silent}
+    conductor = Conductor(services, ("s1", "s2"))
+    conductor.down = {"s3"}
+    await conductor.store.open()
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([claims_again(SystemClock().time() - age_s)])
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    assert bool(services.of_placement) is is_asked
+
+
+async def test_another_set_back_begins_the_wait_for_services_that_are_down_anew() -> None:
+    services = Services(s1=(), s3=())
+    services.silent = {"s3"}
+    conductor = Conductor(services, ("s1",))
+    conductor.down = {"s3"}
+    await conductor.store.open()
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([claims_again(1.0)])
+    conductor.table.place += 1
+    assert await conductor.engine.sweep() == 0, "it is recognised first"
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    assert services.of_placement == []
+
+
+async def test_a_build_that_may_be_forgotten_waits_for_a_service_that_is_down() -> None:
+    """Its machine was there, and a second one was built."""
+    services = Services(s1=(), s3=(machine(),))
+    services.silent = {"s3"}
+    conductor = Conductor(services, ("s1",))
+    conductor.down = {"s3"}
+    outcome = await conductor.take()
+    assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered"
+    conductor.forgotten = {"s3"}
+    assert isinstance(await conductor.request(BUILD), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is State.BUILDING
+
+
+DELETE = CellDelete(instance_uuid=UUID, project_id=SPEC.project_id)
+
+
+@pytest.mark.parametrize("found", [(), (OWN,)], ids=["nothing is found", "another one is found"])
+async def test_a_delete_releases_nothing_while_an_unexplained_machine_is_there(found: tuple[FoundMachine, ...]) -> None:
+    """Its service was down: after a set-back the claim was released while the machine ran on."""
+    services = Services(s1=found)
+    conductor = Conductor(services, ("s1",), unexplained={UUID})
+    conductor.forgotten = {"s9"}
+    await conductor.store.open()
+    await conductor.keep(9)
+    outcome = await conductor.take(DELETE)
+    assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered"
+    assert isinstance(await conductor.request(DELETE, attempt=RETRIES), Done)
+    assert await conductor.recorded() is None and not conductor.relay.sent and not services.of_placement
+    await conductor.store.safety.delete([(host(9), UUID)])
+    assert isinstance(await conductor.request(DELETE, message_id="n"), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is (State.DESTROYING if found else State.RELEASING)
+
+
+async def test_an_unexplained_machine_that_its_host_has_is_deleted() -> None:
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",), unexplained={UUID})
+    await conductor.store.open()
+    await conductor.keep(1)
+    assert isinstance(await conductor.take(DELETE), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.phase == (State.DESTROYING, State.DELETED)
+
+
+@pytest.mark.parametrize("found", [(), (OWN,)], ids=["its service does not answer", "it is found"])
+async def test_a_delete_neither_waits_for_nor_destroys_a_machine_that_an_operator_keeps(
+    found: tuple[FoundMachine, ...],
+) -> None:
+    """It held its instance's delete up for ever, or was destroyed with it."""
+    conductor = Conductor(Services(s1=found), ("s1",), unexplained={UUID})
+    await conductor.store.open()
+    await conductor.keep(1, KEEP)
+    assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.phase == (State.RELEASING, State.DELETED)
 
 
 def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:
@@ -317,7 +416,7 @@ async def test_item_16_the_hosts_that_were_looked_at_are_read_in_pages() -> None
     services.page = 4
     conductor = Conductor(services, ("s1", "s2"))
     await conductor.store.open()
-    searched = await conductor.search.find((UUID,), thorough=True)
+    searched = await conductor.search.find((UUID,), ("s1", "s2"), thorough=True)
     assert [(one.service, one.hosts_after) for one in services.queried] == [
         (service, after) for after in (0, 4, 8) for service in ("s1", "s2")
     ]
@@ -330,7 +429,7 @@ async def test_a_service_without_all_of_its_pages_has_not_answered() -> None:
     services.page = 0
     conductor = Conductor(services, ("s1",))
     await conductor.store.open()
-    assert (await conductor.search.find((UUID,), thorough=True)).missing == ("s1",)
+    assert (await conductor.search.find((UUID,), ("s1",), thorough=True)).missing == ("s1",)
     assert len(services.queried) == 1
 
 

@@ -250,15 +250,16 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     search = search_of(
         store,
         services,  # type: ignore[arg-type]
-        timeout_s=1.0,
+        clock=SystemClock(),
+        config=ConductorConfig(),
         up=lambda: ("s1", "s2"),
         down=keeper.down,
         forgotten=keeper.forgotten,
     )
-    _, waits = await search.find_forgotten(moved, 0.0, 0.0)
+    _, waits = await search.find_forgotten(moved)
     assert waits == {UUID}
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    _, waits = await search.find_forgotten(moved, 0.0, 0.0)
+    _, waits = await search.find_forgotten(moved)
     assert waits == set()
 
 

@@ -50,7 +50,7 @@ def test_what_a_database_may_have_no_record_of(set_back: SetBack, at: float, lac
 
 
 def test_hosts_can_have_answered_since_the_record_and_the_set_back() -> None:
-    ages = [BACK.doubted_for_s(Instance(uuid=UUID, since=since), 1500.0) for since in (900.0, 1200.0)]
+    ages = [BACK.doubted_for_s(since, 1500.0) for since in (900.0, 1200.0)]
     assert ages == [500.0, 300.0]
 
 

@@ -363,7 +363,7 @@ async def test_placement_is_requested_once_all_services_have_answered_that_they_
         conductor.listed |= {host(77)}
     conductor.fenced = {host(77)} if how == "fenced" else set()
     conductor.down = {"s3"} if how == "down" else ()
-    machines, waits = await conductor.search.find_forgotten({UUID: held().instance}, 0.0, 0.0)
+    machines, waits = await conductor.search.find_forgotten({UUID: held().instance})
     assert waits == (set() if how in ("nothing", "fenced") else {UUID})
     assert bool(machines) is (how == "found")
 
@@ -376,7 +376,7 @@ async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
     await conductor.store.open()
     moved = {f"{n:08x}-0000-4000-8000-000000000000": held().instance for n in range(LOGGED_MOVES + 3)}
     with capture_logs() as logged:
-        _, waits = await conductor.search.find_forgotten(moved, 0.0, 0.0)
+        _, waits = await conductor.search.find_forgotten(moved)
     assert waits == moved.keys()
     assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
 
@@ -499,6 +499,7 @@ async def test_a_cell_with_a_machine_in_quarantine_does_not_answer_that_the_inst
     """The record of the arrival was lost, its machine ran, and the former cell had its claim given back."""
     conductor, bus = Conductor(Services(s1=()), ("s1",), unexplained={UUID}), Quiet()
     await conductor.store.open()
+    await conductor.keep(1)
     if record is not None:
         async with conductor.store.transaction() as transaction:
             await transaction.insert([record])

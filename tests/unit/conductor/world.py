@@ -15,10 +15,12 @@ from bus.contracts.placement import Claim, Release
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.safety import DecidedMachine
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 
 
@@ -99,6 +101,10 @@ class Alone:
     def is_unexplained(self, uuid: str) -> bool:
         """No machine is."""
         return False
+
+    async def unexplained(self, uuids: object) -> Mapping[str, Any]:
+        """No machine is."""
+        return {}
 
 
 ALONE: Any = Alone()
@@ -182,9 +188,10 @@ class Conductor:
         self.search = search_of(
             self.store,
             bus,  # type: ignore[arg-type]
-            timeout_s=1.0,
+            clock=clock,
+            config=ConductorConfig(),
             up=lambda: up,
-            unexplained=lambda: unexplained,
+            unexplained=lambda: frozenset(unexplained),
             listed=lambda _services: self.listed,
             down=lambda: self.down,
             fenced=lambda: self.fenced,
@@ -200,6 +207,13 @@ class Conductor:
             search=self.search,
         )
         self.requests = requests_of(self.engine, clock, search=self.search)
+
+    async def keep(self, n: int, verdict: str = "") -> None:
+        """A host has a machine of the instance that no record explains, with this word of an operator."""
+        machine = Unexplained(UUID, 1, host(n), UnexplainedKind.QUARANTINED, "newer")
+        await self.store.safety.record(f"s{n}", [machine], 1.0)
+        if verdict:
+            await self.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
 
     async def take(self, build: Message = BUILD, *, set_back: bool = True, attempt: int = 0) -> Outcome:
         await self.store.open()

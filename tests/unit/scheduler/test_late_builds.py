@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,9 +12,13 @@ from msgspec.structs import replace
 from bus.consuming.outcome import EXPIRED, GIVEN_UP, Done, Outcome, Received, Wait
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
-from bus.faults import BrokenInvariant
+from bus.contracts.moves import MoveKind, MoveState
+from bus.faults import BrokenInvariant, Transient
+from scheduler_worker import unanswered
+from scheduler_worker.domain import unanswered as domain
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.requests import RequestDelivery, delivery_of
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
@@ -166,3 +171,110 @@ async def test_a_build_that_waited_is_taken_up_again_as_if_it_had_not_been_tried
     for _ in range(4):
         await looks.look()
     assert [one[request.instance_uuid] for one in asked if one] == [0, 0, 0, 1]
+
+
+# --- however many requests are open, each comes to its turn
+
+
+async def none_is_accepted(instances: Mapping[str, int]) -> set[str]:
+    return set()
+
+
+def uuid_of(n: int) -> str:
+    return f"00000000-0000-4000-8000-{n:012d}"
+
+
+def moved(n: int, cell: str) -> RecordedMove:
+    return RecordedMove(
+        request_id=uuid_of(n), instance_uuid=uuid_of(n), project_id="p", kind=MoveKind.MIGRATE, digest=b"",
+        state=MoveState.SCHEDULED, sequence=2, cell=cell,
+    )  # fmt: skip
+
+
+async def looking_at(cluster: Cluster, moves: Sequence[RecordedMove], **more: Any) -> UnansweredRequests:
+    store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    async with store.operation() as unit:
+        await unit.insert_moves(moves, 0.0)
+    known: dict[str, Any] = {"after_s": 0.0, "resume": none_is_accepted, **more}
+    return UnansweredRequests(
+        store, {}, lambda: cluster.hosts.config, clock=cluster.clock, rng=random.Random(1), **known
+    )
+
+
+async def asked_about(looks: UnansweredRequests, passes: int) -> set[str]:
+    return {one.request_id for _ in range(passes) for one in (await looks.look()).query}
+
+
+async def test_old_moves_of_a_dead_cell_do_not_starve_those_of_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass began at the first, and 10,000 open ones of a dead cell were all that was looked at."""
+    monkeypatch.setattr(unanswered, "MAX_READ", 4)
+    monkeypatch.setattr(unanswered, "PAGE", 2)
+    monkeypatch.setattr(domain, "MAX_WATCHED", 4)
+    monkeypatch.setattr(unanswered, "MAX_WATCHED", 4)
+    monkeypatch.setattr(domain, "MAX_QUERIES", 2)
+    looks = await looking_at(cluster, [*(moved(n, "dead") for n in range(1, 12)), *(moved(n, "c2") for n in (98, 99))])
+    assert await asked_about(looks, 6) > {uuid_of(98), uuid_of(99)}
+    assert len(await asked_about(looks, 200)) == 13, "and each of the dead cell comes to its turn"
+
+
+async def test_what_is_open_no_more_is_watched_no_more(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unanswered, "MAX_READ", 2)
+    monkeypatch.setattr(unanswered, "PAGE", 2)
+    moves = [moved(n, "c1") for n in range(1, 6)]
+    looks = await looking_at(cluster, moves)
+    for _ in range(3):
+        found = await looks.look()
+    assert len(found.watched) == 5
+    async with looks._store.operation() as unit:
+        await unit.update_moves([replace(one, terminal=True) for one in moves[1:]], 1.0)
+    for _ in range(3):
+        found = await looks.look()
+    assert set(found.watched) == {(True, uuid_of(1))}
+
+
+async def test_a_page_of_moves_is_read_again_where_that_of_the_builds_failed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unanswered, "MAX_READ", 2)
+    monkeypatch.setattr(unanswered, "PAGE", 2)
+    looks = await looking_at(cluster, [moved(n, "c1") for n in range(1, 6)])
+    builds = looks._open_builds
+
+    async def away() -> list[Any]:
+        raise Transient("away")
+
+    monkeypatch.setattr(looks, "_open_builds", away)
+    with pytest.raises(Transient):
+        await looks.look()
+    monkeypatch.setattr(looks, "_open_builds", builds)
+    assert {one for _, one in (await looks.look()).watched} == {uuid_of(1), uuid_of(2)}
+
+
+async def test_builds_that_no_cell_has_come_to_their_turn_however_many_they_are(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(domain, "MAX_WATCHED", 4)
+    monkeypatch.setattr(unanswered, "MAX_WATCHED", 4)
+    resumed: set[str] = set()
+
+    async def resume(instances: Mapping[str, int]) -> set[str]:
+        resumed.update(instances)
+        return set()
+
+    looks = await looking_at(cluster, [], resume=resume)
+    request = cluster.hosts.request()
+    builds = [
+        RecordedBuild(instance_uuid=uuid_of(n), project_id="p", state=BuildState.ACCEPTED, sequence=1)
+        for n in range(1, 12)
+    ]
+    async with looks._store.unit() as unit:
+        news = [replace(request, instance_uuid=one.instance_uuid) for one in builds]
+        await unit.insert(
+            [NewBuild(request=new, digest=b"", build=one) for new, one in zip(news, builds, strict=True)], 0.0
+        )
+    for _ in range(40):
+        await looks.look()
+    assert len(resumed) == 11

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,6 +14,8 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
+    ARRIVED,
+    NOT_ARRIVED,
     AskedBy,
     CellAsks,
     CellBook,
@@ -29,6 +31,7 @@ from bus.contracts.moves import (
     MoveKind,
     MoveState,
 )
+from bus.contracts.objects import CellState, ChangedObject, ObjectKind
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
@@ -43,6 +46,7 @@ from bus.contracts.placement import (
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.announcements import CellAsksHandler
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import (
     AnnouncedMoves,
@@ -231,7 +235,7 @@ async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and
         for attempt, stay in ((5, 3), (4, 2))
     ]
     batch = [Received(CellAsks(message=book), Meta(id=f"m{book.stay}"), "c1", "scheduler.asks") for book in books]
-    handler = CellAsksHandler(store, "c1", claims=cast("Any", Giving()))
+    handler = CellAsksHandler(store, "c1", cells={}, claims=cast("Any", Giving()))
     assert await handler(batch) == [Done(), Done()]
     sent_back = [one.message for _, rows in relay.rows for one in rows]
     assert sent_back == [replace(book, answer=ReleaseResult(outcome="released")) for book in books]
@@ -390,6 +394,47 @@ def test_a_check_is_handed_on_by_the_cell_that_sends_it(answer: bool, cell: str,
     check = CellCheck(cell="c2", asked_by=ASKED, **({"answer": ANSWER} if answer else {"change": CHANGE}))
     message = handed_on(check, cell)
     assert (None if message is None else (message.bus, message.message)) == (None if to is None else (to, check))
+
+
+async def asked_of(state: CellState | None, cells: Mapping[str, Any], **more: Any) -> list[tuple[str, Any]]:
+    """Where a check of a host in c2 goes, with this decision about c2 on record; (bus, message)."""
+    known, relay = on_record(**more), Sent()
+    assert known.build is not None and known.move is not None and known.build_request is not None
+    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    store.publish_through(relay)  # type: ignore[arg-type]
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
+    async with store.operation() as operation:
+        await operation.insert_moves([known.move], 1.0)
+        await operation.put_instances([known.now])
+        if state is not None:
+            body = {"state": state.value, "abandoned": True}
+            one = ChangedObject(kind=ObjectKind.CELL, name="c2", before=None, after=body)
+            await operation.lock_objects()
+            await operation.write_objects([one], ChangeAuthor(who="ann", why="", at=1.0))
+    check = CellCheck(cell="c2", asked_by=ASKED, change=CHANGE, stay=2, is_query=True)
+    handler = CellAsksHandler(store, "c1", cells=cells, claims=cast("Any", Giving()))
+    assert await handler([Received(CellAsks(message=check), Meta(id="m"), "c1", "scheduler.asks")]) == [Done()]
+    return [(one.bus, one.message) for _, rows in relay.rows for one in rows]
+
+
+@pytest.mark.parametrize(("stay", "code"), [(2, NOT_ARRIVED), (3, ARRIVED)])
+async def test_a_check_about_a_cell_that_was_removed_is_answered_by_the_schedulers(stay: int, code: str) -> None:
+    """It lay in the outbox for good, and the cell that was set back asked for ever."""
+    ((bus, answered_),) = await asked_of(CellState.REMOVED, {}, stay=stay)
+    assert (bus, answered_.cell, answered_.answer.code, answered_.answer.done) == ("c1", "c2", code, False)
+    assert answered_.asked_by == answered_.answer.asked_by == ASKED
+
+
+@pytest.mark.parametrize(
+    ("state", "cells"), [(None, {}), (CellState.ENABLED, {}), (CellState.REMOVED, {"c2": None})], ids=str
+)
+async def test_a_cell_that_is_in_use_or_entered_again_answers_a_check_itself(
+    state: CellState | None, cells: Mapping[str, Any]
+) -> None:
+    """Whatever this scheduler has heard of it: the decision on record counts."""
+    ((bus, sent),) = await asked_of(state, cells)
+    assert (bus, sent.answer) == ("c2", None)
 
 
 # --- the announcements of a batch
