@@ -5,12 +5,11 @@ The newest are kept, from what fronts announce since this server's start. The fr
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -27,6 +26,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.nova_calls import CallExplained, NovaCall
 from bus.contracts.workers import WorkerHeartbeat
+from scheduler_worker.nova.explained import KeptCalls
 
 MAX_KEPT = 500  # calls, and as many comparisons
 MAX_KEPT_BYTES = 4 * 2**20  # of each of the two
@@ -49,35 +49,26 @@ class NovaView(Struct, frozen=True):
     counts: dict[str, int] = {}
 
 
-class KeptCalls:
-    """The newest of what was noted, within both bounds: count and bytes."""
-
-    def __init__(self, most: int = MAX_KEPT, most_bytes: int = MAX_KEPT_BYTES) -> None:
-        self._most, self._most_bytes = most, most_bytes
-        self._kept: deque[tuple[NovaCall, int]] = deque()
-        self._bytes = 0
-
-    def note(self, call: NovaCall) -> None:
-        """Keep it, in the place of the oldest ones."""
-        size = len(msgspec.json.encode(call))
-        self._kept.append((call, size))
-        self._bytes += size
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            self._bytes -= self._kept.popleft()[1]
-
-    def newest(self, most: int | None = None) -> tuple[NovaCall, ...]:
-        """The newest first."""
-        return tuple(call for call, _ in list(reversed(self._kept))[:most])
-
-
 def _in_short(call: NovaCall) -> NovaCall:
     """As the list shows it, which is sent each second: without the steps, alternates and scores, which may be many."""
     one = call.explained
     if one is None:
         return call
     hosts = tuple(of[:1] for of in one.hosts)
-    shown = CallExplained(event=one.event, request_id=one.request_id, count=one.count, reason=one.reason, hosts=hosts)
+    shown = CallExplained(
+        event=one.event,
+        request_id=one.request_id,
+        project_id=one.project_id,
+        count=one.count,
+        reason=one.reason,
+        hosts=hosts,
+    )
     return replace(call, explained=shown)
+
+
+def _kept() -> tuple[KeptCalls, KeptCalls]:
+    """What is kept, and what the list shows."""
+    return KeptCalls(MAX_KEPT, MAX_KEPT_BYTES), KeptCalls(SHOWN, MAX_KEPT_BYTES)
 
 
 class NovaCalls:
@@ -86,8 +77,8 @@ class NovaCalls:
     def __init__(self, bus: Bus, process: str) -> None:
         self._bus = bus
         self._process = process
-        self.explained = KeptCalls()
-        self.compared = KeptCalls()
+        self.explained, self.explained_list = _kept()
+        self.compared, self.compared_list = _kept()
         self._counts: dict[str, dict[str, int]] = {}  # of each front, the one with the newest change last
         self.received = 0
 
@@ -112,10 +103,15 @@ class NovaCalls:
 
     def note(self, call: NovaCall) -> None:
         """Take one event in."""
-        kept = self.compared if call.compared else self.explained if call.explained else None
-        if kept is not None:  # a newer front may tell something else
-            self.received += 1
-            kept.note(call)
+        if call.compared is None and call.explained is None:  # a newer front may tell something else
+            return
+        self.received += 1
+        if call.compared is not None:
+            self.compared.note(call)
+            self.compared_list.note(call)
+        else:
+            self.explained.note(call)
+            self.explained_list.note(_in_short(call))
 
     def note_counts(self, heartbeat: WorkerHeartbeat) -> None:
         """Take in what a front's shadow has counted since its start."""
@@ -130,8 +126,7 @@ class NovaCalls:
     def view(self) -> NovaView:
         """The newest, for the page."""
         counts = sum((Counter(one) for one in self._counts.values()), Counter[str]())
-        explained = tuple(map(_in_short, self.explained.newest(SHOWN)))
-        return NovaView(self.compared.newest(SHOWN), explained, dict(counts))
+        return NovaView(self.compared_list.newest(), self.explained_list.newest(), dict(counts))
 
     def of_request(self, request_id: str) -> NovaView:
         """All that is kept about one request of Nova's user."""

@@ -35,7 +35,7 @@ class ExplainedStep(Struct, frozen=True, kw_only=True):
 
 class CallExplained(Struct, frozen=True, kw_only=True):
     """How one call was decided. hosts: of each of the first instances, the chosen one and its alternates. scores: what
-    those of the first weighed.
+    those of the first weighed. project_id: of the user who asked.
 
     reason: why it has no host, or was left to the fallback. lost: claims that got nothing, "host: outcome".
     timestamp, process: of a line of the log.
@@ -53,6 +53,7 @@ class CallExplained(Struct, frozen=True, kw_only=True):
     lost: Annotated[tuple[Reason, ...], Bound(max_length=MAX_LOST)] = ()
     funnel: Annotated[tuple[ExplainedStep, ...], Bound(max_length=MAX_STEPS)] = ()
     hosts: Annotated[tuple[HostNames, ...], Bound(max_length=MAX_NAMED)] = ()
+    project_id: Phrase = ""
     scores: Annotated[tuple[HostScore, ...], Bound(max_length=MAX_HOSTS)] = ()
 
 
@@ -66,7 +67,7 @@ class ComparedAnswer(Struct, frozen=True, kw_only=True):
 
 class CallCompared(Struct, frozen=True, kw_only=True):
     """A call that the stock scheduler has decided, and berth in its shadow otherwise. rule: that the stock scheduler's
-    choice breaks.
+    choice breaks. project_id: of the user who asked.
     """
 
     difference: Phrase
@@ -74,6 +75,7 @@ class CallCompared(Struct, frozen=True, kw_only=True):
     berth: ComparedAnswer
     instances: Annotated[tuple[Phrase, ...], Bound(max_length=MAX_NAMED)] = ()
     rule: Reason = ""
+    project_id: Phrase = ""
 
 
 class NovaCall(Message, frozen=True, kw_only=True, tag="nova.call.v1"):

@@ -48,6 +48,27 @@ class _Answer(Struct, frozen=True):
     token: _Token = _Token()
 
 
+def unanswered(error: Exception, timeout_s: float) -> str:
+    """Why a request to a service has no answer. timeout_s: what it was given (seconds)."""
+    if isinstance(error, TimeoutError | httpx.TimeoutException):  # these say nothing themselves
+        return f"no answer within {timeout_s:g} s"
+    return f"{type(error).__name__}: {error}"
+
+
+def checked_address(url: str, *, setting: str) -> str:
+    """The address of a service, without slashes at its end. setting: its name. Raises SettingsError: no request could
+    be made to it.
+    """
+    try:
+        parsed = httpx.URL(url)
+        is_sound = parsed.scheme in {"http", "https"} and bool(parsed.host) and 0 < (parsed.port or 1) < 2**16
+    except (httpx.InvalidURL, ValueError):
+        is_sound = False
+    if not is_sound:  # it is not repeated: it may hold a password
+        raise SettingsError(setting, f"{setting} is no address of a server: http://HOST:PORT/PATH, or https://")
+    return url.rstrip("/")
+
+
 class KeystoneAuth(httpx.Auth):
     """Gives each request of a client our token. url: Keystone's resource of tokens."""
 
@@ -61,9 +82,12 @@ class KeystoneAuth(httpx.Auth):
         setting: str = "keystone",
     ) -> None:
         """setting: the name of the login in the settings, for the error's code. Raises SettingsError."""
+        self.url = (
+            checked_address(login.auth_url, setting=f"{setting}.auth_url").removesuffix("/v3") + "/v3/auth/tokens"
+        )
         self._body = _identity(login, setting)
-        self.url = login.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
         self._clock = clock
+        self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=False)
         self._token = ""
         self._renew_at = 0.0
@@ -94,7 +118,7 @@ class KeystoneAuth(httpx.Auth):
                 try:
                     answer = await self._client.post(self.url, json=self._body)
                 except (httpx.HTTPError, httpx.InvalidURL) as error:  # the caller would take it for Ironic's
-                    text = f"Keystone at {self.url}: {type(error).__name__}: {error}"
+                    text = f"Keystone at {self.url}: {unanswered(error, self._timeout_s)}"
                     raise SignInUnavailable(text) from error
                 self._token, self._renew_at = self._parse_token(answer)
             return self._token

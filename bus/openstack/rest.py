@@ -53,8 +53,8 @@ def tls_of(*, verify: bool, ca_file: str, setting: str) -> ssl.SSLContext | bool
         return _public_authorities()
     try:
         return ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise SettingsError(setting, f"{ca_file} is no file of certificates: {error}") from error
+    except (OSError, ssl.SSLError, ValueError) as error:
+        raise SettingsError(setting, f"{ca_file!r} is no file of certificates: {error}") from error
 
 
 @cache

@@ -16,6 +16,7 @@ PORTS = {"amqp": 5672, "amqps": 5671}
 # RabbitMQ's own names (its "URI query parameters"); cafile is aio-pika's word for cacertfile.
 AUTHORITIES = ("cacertfile", "cafile")
 PARAMETERS = (*AUTHORITIES, "certfile", "keyfile", "verify")
+MAX_VHOST = 127  # as AMQP bounds a path
 VERIFY = ("verify_peer", "verify_none")
 
 
@@ -72,6 +73,8 @@ def parse_bus_url(text: str) -> BrokerAddress:
             raise BadUrl(f"verify is one of {', '.join(VERIFY)}")
         if "keyfile" in given and "certfile" not in given:
             raise BadUrl("keyfile without certfile")
+        if url.name and len(url.name) > MAX_VHOST:
+            raise BadUrl(f"a virtual host has at most {MAX_VHOST} letters")
     except BadUrl as error:
         form = "amqp://user:password@host:port/vhost"
         raise BadBusUrl(f"a bus is at `{form}`, hosts with a comma between, or at amqps://: {error}") from None

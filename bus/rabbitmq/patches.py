@@ -82,6 +82,7 @@ _SHORT_TEXT, _TABLE, _OCTET, _TIMESTAMP = "shortstr", "table", "octet", "timesta
 # A broker agrees to frames of 128 KiB; what claims to be much larger is no frame.
 MAX_FRAME_BYTES = 16 * 2**20
 READ_BYTES = 256 * 1024
+END_BYTES = 64 * 1024  # of a body that is cut
 _HEAD = struct.Struct(">BHI")  # type, channel, size
 _METHOD, _HEADER, _BODY, _HEARTBEAT, _END = 1, 2, 3, 8, 0xCE
 _DELIVER = struct.pack(">HH", 60, 60)
@@ -154,7 +155,7 @@ def confirm_of(channel: Channel, message_id: str) -> asyncio.Future[object]:
 
 def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], None], most_bytes: int) -> None:
     """Have a channel that has one consumer call it with each delivery, instead of making a task for each. most_bytes:
-    the bound of a body, of which a longer one keeps one byte more.
+    the bound of a body, of which a longer one keeps one byte more, and its end.
     """
 
     async def on_deliver(frame: Basic.Deliver) -> None:
@@ -171,11 +172,12 @@ def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], Non
 
 
 async def _body(channel: Any, size: int, most_bytes: int) -> bytes:
-    """The body of a delivery; of one beyond the bound only so much that its reader sees that.
+    """The body of a delivery; of one beyond the bound only so much that its reader sees that, and the end, where
+    oslo.messaging names whom to answer.
 
     A broker lets 128 MiB pass by default, and a scheduler has many lanes.
     """
-    parts, seen, kept = [], 0, 0
+    parts, seen, kept, end = [], 0, 0, b""
     while seen < size:
         frame = await channel._get_frame()
         if not isinstance(frame, ContentBody):
@@ -184,6 +186,10 @@ async def _body(channel: Any, size: int, most_bytes: int) -> bytes:
         if kept <= most_bytes:
             parts.append(frame.value[: most_bytes + 1 - kept])
             kept += len(parts[-1])
+        if seen > most_bytes:
+            end = (end + frame.value)[-END_BYTES:]
+    if end:
+        parts.append(end)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.cell import Selection
-from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import Condition, MoveState
+from bus.contracts.operations import EvacuationPolicy
 
 from . import delete_rules, rules, steps, way_back
 from .desires import desire_of

@@ -11,8 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import msgspec
 
-from bus.contracts.patterns import reason_of
-from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
+from bus.contracts.base import reason_of
+from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, unanswered
 from bus.openstack.rest import IRONIC_VERSION, api_root, bounded_body, error_text, version_advice
 from bus.tracing.context import CURRENT
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
@@ -130,7 +130,7 @@ class RestSource:
         except SignInRefused as error:
             raise SourceRefused(error.reason, code=error.code) from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise SourceUnavailable(f"{path}: {type(error).__name__}: {error}") from error
+            raise SourceUnavailable(f"{path}: {unanswered(error, timeout_s)}") from error
         finally:
             if span is not None:
                 span.end(problem)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 import sqlalchemy
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from bus.clock import Clock
 from bus.service.settings import SettingsError
@@ -17,7 +17,7 @@ from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.nova_rest import NovaUnavailable
 
 AGAIN_S = 1.0  # between two reads of the database for hosts that the one before did not find
-AFTER_FAULT_S = 30.0  # from a read that failed to the next
+RARELY_S = 30.0  # from a read that failed, or that found all but hosts of disabled cells, to the next
 MAX_MAPPINGS = 1_000_000
 MAX_SAID = 200  # characters of what the database's driver says of a fault
 READ_S = 10.0  # that a read of the database is waited for
@@ -67,32 +67,36 @@ class DatabaseCells:
         try:
             self._engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-            reason = f"nova.api.cells_database cannot be used: {error}"
-            raise SettingsError("nova.cells_database", reason) from error
+            raise _unusable(str(error)) from error
+        except ValueError as error:  # it names what is no number, of which a part of the password may be
+            raise _unusable("its port, or an option in it, is no number") from error
+        if self._engine.dialect.is_async:
+            raise _unusable("its driver is asynchronous")
         self._clock = clock
-        self._known: dict[str, str] | None = None  # None: nothing was read yet
+        self._known: dict[str, str | None] | None = None  # None: nothing was read yet; of a host: its cell is disabled
         self._absent: set[str] | None = None  # the hosts that the last read did not find; None: it failed
         self._again_s = -math.inf
-        self._reading: asyncio.Task[dict[str, str]] | None = None
+        self._reading: asyncio.Task[dict[str, str | None]] | None = None
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
         """As CellMap has it. Raises NovaUnavailable."""
         now_s, known = self._clock.monotonic(), self._known or {}
-        missing = {host for host in hosts if host not in known}
+        missing = {host for host in hosts if known.get(host) is None}
         # Before the first read no host is in a cell: that is no answer, so each question reads until one succeeds.
         is_new = self._absent is not None and not missing <= self._absent
         if missing and (self._known is None or is_new or now_s >= self._again_s):
             try:
                 async with asyncio.timeout(READ_S):
                     known = self._known = await self._next_read()
-            except (SQLAlchemyError, TimeoutError) as error:
-                self._absent, self._again_s = None, now_s + AFTER_FAULT_S
-                reason = f"Nova's API database: {type(error).__name__} {self._said(error)}"
+            except Exception as error:  # some drivers raise errors of their own, as of an option or a library
+                self._absent, self._again_s = None, now_s + RARELY_S
+                reason = f"Nova's API database: {type(error).__name__}: {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
-            self._absent, self._again_s = missing - known.keys(), now_s + AGAIN_S
+            self._absent = {host for host in missing if known.get(host) is None}
+            self._again_s = now_s + (AGAIN_S if self._absent - known.keys() else RARELY_S)
         return {host: cell for host in hosts if (cell := known.get(host)) is not None}
 
-    async def _next_read(self) -> dict[str, str]:
+    async def _next_read(self) -> dict[str, str | None]:
         """What a read finds: the one under way, or a new one. It goes on when who waits for it has ended: its thread
         cannot be cancelled, and there is one.
         """
@@ -107,12 +111,18 @@ class DatabaseCells:
 
     def _said(self, error: Exception) -> str:
         """The first line of the driver's own text, without the password, which some drivers repeat."""
+        if isinstance(error, TimeoutError):
+            return f"no answer within {READ_S:g} s"
         said = str(getattr(error, "orig", None) or "").partition("\n")[0]
         password = self._engine.url.password
         return (said.replace(str(password), "***") if password else said)[:MAX_SAID]
 
-    def _read(self) -> dict[str, str]:
+    def _read(self) -> dict[str, str | None]:
         with self._engine.connect() as connection:
             cells = {row[0]: str(row[1]) for row in connection.execute(sqlalchemy.text(CELLS)).fetchmany(MAX_MAPPINGS)}
             found = connection.execute(sqlalchemy.text(HOSTS)).fetchmany(MAX_MAPPINGS)
-        return {str(host): cells[cell] for host, cell in found if cell in cells}
+        return {str(host): cells.get(cell) for host, cell in found}
+
+
+def _unusable(why: str) -> SettingsError:
+    return SettingsError("nova.cells_database", f"nova.api.cells_database cannot be used: {why}")

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.base import matching
 from bus.rabbitmq.address import BadBusUrl
 from bus.service.settings import Secret
 from scheduler_worker.nova.api_config import NovaApiConfig
@@ -38,7 +39,9 @@ TLS_FILES = {"cacertfile": "ssl_ca_file", "certfile": "ssl_cert_file", "keyfile"
 _HAS_PORT = re.compile(r":\d+$")
 
 
-Topic = Annotated[str, Bound(min_length=1, max_length=200)]
+# What AMQP lets a name of a queue or an exchange have.
+CHARACTERS = "a-zA-Z0-9_.:@#,/+ -"
+Topic = Annotated[str, matching(rf"\A[{CHARACTERS}]{{1,200}}\Z", "1 to 200 letters, digits, spaces and _.:@#,/+-")]
 
 
 class PrefilterSettings(Struct, frozen=True, kw_only=True):
@@ -88,9 +91,13 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     transport_url: Secret = ""
     """The virtual host of Nova's services, as `bus.url`; the same that `transport_url` of nova.conf names."""
-    host: Annotated[str, Bound(max_length=255)] = ""
+    host: Annotated[
+        str, matching(rf"\A[{CHARACTERS}]{{0,245}}\Z", "at most 245 letters, digits, spaces and _.:@#,/+-")
+    ] = ""
     """The name of this server (`scheduler.HOST`), as `host` of nova.conf. Empty: the machine's."""
-    control_exchange: Annotated[str, Bound(min_length=1, max_length=255)] = "nova"
+    control_exchange: Annotated[
+        str, matching(rf"\A[{CHARACTERS}]{{1,127}}\Z", "1 to 127 letters, digits, spaces and _.:@#,/+-")
+    ] = "nova"
     """As in nova.conf."""
     rabbit: RabbitOptions = RabbitOptions()
     """`[oslo_messaging_rabbit]` of nova.conf."""

@@ -13,14 +13,24 @@ from collections.abc import Callable
 
 import structlog
 
-from bus.port import BusError, BusUnavailable, Outgoing
+from bus.clock import Clock
+from bus.port import BusError, Outgoing, PublishRefused, Unroutable
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova.envelope import CALL_LIMIT_S, Call
 
 log = structlog.get_logger("nova")
 
+LOOK_AGAIN_S = 0.5  # from one look at a broker's alarm to the next
 LIMIT = "berth-limit-s"  # the header of a call in the queue of the fronts: how long (seconds) its client waits
+
+
+async def unblocked(transport: RabbitTransport, clock: Clock) -> None:
+    """Wait until the broker takes messages. In its alarm it reads nothing of a connection that publishes: what is given
+    up meanwhile, as an acknowledgement is after a while, takes effect when the alarm is over.
+    """
+    while transport.blocked:
+        await clock.sleep(LOOK_AGAIN_S)
 
 
 class Entrance:
@@ -29,10 +39,17 @@ class Entrance:
     """
 
     def __init__(
-        self, transport: RabbitTransport, fronts: str, *, refused: Callable[[Call], None], changed: Callable[[], None]
+        self,
+        transport: RabbitTransport,
+        fronts: str,
+        *,
+        clock: Clock,
+        refused: Callable[[Call], None],
+        changed: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._fronts = fronts
+        self._clock = clock
         self._refused = refused
         self._changed = changed
         self._arrived: asyncio.Queue[tuple[RabbitDelivery, Call]] = asyncio.Queue()  # bounded by the prefetch
@@ -84,11 +101,12 @@ class Entrance:
             # In a queue its client gets no sign of life. Taken later, it would claim a host for nobody.
             expiration_s=call.patience_s or CALL_LIMIT_S,
         )
+        await unblocked(self._transport, self._clock)
         try:
             await delivery.acknowledged()
             await self._transport.publish(message)
-        except BusUnavailable as error:  # it comes again, or is among the fronts, or is lost
-            log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)
-        except BusError as error:
+        except (PublishRefused, Unroutable) as error:  # this message
             log.warning("nova.call_kept", code=error.code, reason=str(error), request_id=call.request_id)
             self._refused(call)
+        except BusError as error:  # of the channel: it comes again, is among the fronts, or is lost
+            log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)

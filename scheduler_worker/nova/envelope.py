@@ -29,6 +29,7 @@ CONTEXT: Final = "_context_"
 
 # A call for a thousand instances has 200 kB; a broker of RabbitMQ 4 lets 16 MiB pass.
 MAX_CALL_BYTES = 16 * 2**20
+END_BYTES = 64 * 1024  # of a larger one, in which its ids are looked for
 CALL_LIMIT_S = 1800.0  # for a client that does not say how long it waits: Nova's long_rpc_timeout
 MAX_WORD = 255  # characters of a method, a version or an id: AMQP's bound of a short text
 # How oslo.messaging names its reply queues, with and without its queue manager. A reply goes nowhere else: whoever may
@@ -50,6 +51,7 @@ class Call(Struct, frozen=True, kw_only=True):
     it is delivered again; "" when there is none. timeout_s: after so many seconds without a heartbeat the client gives
     up (`call_monitor_timeout`); 0: it wants none. limit_s: so many seconds it waits altogether; None: it does not say.
     redelivered: whether it was delivered before; it may have been answered then. body: the envelope as it came.
+    is_too_large: nothing else is known than whom to answer.
     """
 
     method: str
@@ -65,6 +67,7 @@ class Call(Struct, frozen=True, kw_only=True):
     fanout: bool = False
     redelivered: bool = False
     body: bytes = b""
+    is_too_large: bool = False
 
     @property
     def is_answered(self) -> bool:
@@ -91,7 +94,15 @@ class Call(Struct, frozen=True, kw_only=True):
     @property
     def request_id(self) -> str:
         """Nova's id of the user's request (`req-...`), for logs; "" when there is none."""
-        found = self.context.get("request_id")
+        return self._of_context("request_id")
+
+    @property
+    def project_id(self) -> str:
+        """The project of the user whose request it is; "" when there is none."""
+        return self._of_context("project_id")
+
+    def _of_context(self, key: str) -> str:
+        found = self.context.get(key)
         return found[:MAX_WORD] if isinstance(found, str) else ""
 
 
@@ -166,6 +177,8 @@ def parse_call(
     waits. Raises CallUnreadable.
     """
     plain = _inflated(body, compression)
+    if len(plain) > MAX_CALL_BYTES:
+        return _too_large(plain)
     message = _decoded(_payload(plain), dict[str, Any])
     context = {key[len(CONTEXT) :]: value for key, value in message.items() if key.startswith(CONTEXT)}
     arguments = message.get("args", {})
@@ -273,9 +286,30 @@ def _inflated(body: bytes, compression: str) -> bytes:
                 raise CallUnreadable("its compression is neither gzip nor bz2")
     except (zlib.error, OSError, EOFError) as error:
         raise CallUnreadable("it cannot be decompressed") from error
-    if len(plain) > MAX_CALL_BYTES:
-        raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes")
     return plain
+
+
+def _too_large(body: bytes) -> Call:
+    """Of a call beyond the bound, whom to answer, by the end of its body, which is there: oslo.messaging writes the ids
+    after the arguments. Raises CallUnreadable.
+    """
+    end = body[-END_BYTES:]
+    found = {key: _last(end, key) for key in ("_msg_id", "_reply_q", "_unique_id")}
+    if not found["_msg_id"] or not found["_reply_q"].startswith(REPLY_QUEUES):
+        raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes")
+    return Call(
+        method="",
+        reply_queue=found["_reply_q"],
+        message_id=found["_msg_id"],
+        unique_id=found["_unique_id"],
+        is_too_large=True,
+    )
+
+
+def _last(end: bytes, key: str) -> str:
+    """The last value of a key in the text of a message within its envelope, where its quotes have a backslash each."""
+    found = re.findall(rb'(?<!\\)\\"' + key.encode() + rb'\\":\s*\\"([\w.-]{1,255})\\"', end, re.ASCII)
+    return found[-1].decode() if found else ""
 
 
 def _payload(body: bytes) -> str:

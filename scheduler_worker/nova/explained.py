@@ -7,7 +7,7 @@ A front keeps nothing, and any of several answers a call: what it has decided is
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -36,12 +36,14 @@ from bus.port import BusError
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.selector import NoValidHost
+from scheduler_worker.nova.envelope import Call
 
 log = structlog.get_logger("nova")
 
 NOT_DECIDED: Final = "nova.not_decided"
 MAX_BYTES: Final = 64 * 1024  # of one event; a larger one leaves without hosts and scores
 MAX_WAITING: Final = 200  # events; past it the oldest are dropped, as after a broker's absence
+SHARE: Final = 0.25  # of what is kept: more than this a project has only while there is room
 
 
 class DecisionEvents(Struct, frozen=True):
@@ -79,6 +81,43 @@ class CallRecorder:
         )
 
 
+class KeptCalls:
+    """The newest of what was noted, within both bounds: count and bytes. A project's calls push out no others: what
+    there is too much goes from the oldest on, first of a project that has more than its share.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: deque[tuple[NovaCall, str, int]] = deque()  # with their project and their bytes
+        self._counts, self._bytes = Counter[str](), Counter[str]()  # of each project
+
+    def note(self, call: NovaCall) -> None:
+        """Keep it, in the place of older ones."""
+        told, size = call.explained or call.compared, len(msgspec.json.encode(call))
+        project = told.project_id if told is not None else ""
+        self._kept.append((call, project, size))
+        self._count(project, 1, size)
+        while len(self._kept) > self._most or self._bytes.total() > self._most_bytes:
+            crowded = (at for at, (_, owner, _) in enumerate(self._kept) if self._has_more_than_its_share(owner))
+            at = next(crowded, 0)
+            _, owner, size = self._kept[at]
+            del self._kept[at]
+            self._count(owner, -1, -size)
+
+    def newest(self) -> tuple[NovaCall, ...]:
+        """The newest first."""
+        return tuple(call for call, _, _ in reversed(self._kept))
+
+    def _count(self, project: str, calls: int, size: int) -> None:
+        self._counts[project] += calls
+        self._bytes[project] += size
+        if not self._counts[project]:
+            del self._counts[project], self._bytes[project]
+
+    def _has_more_than_its_share(self, project: str) -> bool:
+        return self._counts[project] > SHARE * self._most or self._bytes[project] > SHARE * self._most_bytes
+
+
 class AnnouncedCalls(CallRecorder):
     """Announces it on the API bus as well, for the pages. No call waits for that, and little gathers while the bus is
     away.
@@ -86,7 +125,7 @@ class AnnouncedCalls(CallRecorder):
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._waiting: deque[NovaCall] = deque(maxlen=MAX_WAITING)
+        self._waiting = self._none()
         self._changed = asyncio.Event()
 
     def explain(self, one: CallExplained) -> None:
@@ -104,10 +143,13 @@ class AnnouncedCalls(CallRecorder):
         while True:
             await self._changed.wait()
             self._changed.clear()
-            gathered = [(one, "") for one in self._waiting]
-            self._waiting.clear()
+            waiting, self._waiting = self._waiting, self._none()
+            gathered = [(one, "") for one in reversed(waiting.newest())]
             with suppress(BusError):  # lost without harm: the log has it
                 await self._bus.publish_all(gathered)
+
+    def _none(self) -> KeptCalls:
+        return KeptCalls(MAX_WAITING, MAX_WAITING * MAX_BYTES)
 
     def _event(
         self, request_id: str, *, explained: CallExplained | None = None, compared: CallCompared | None = None
@@ -120,7 +162,7 @@ class AnnouncedCalls(CallRecorder):
         if event.explained is not None and len(msgspec.json.encode(event)) > MAX_BYTES:
             funnel = tuple(replace(step, hosts={}) for step in event.explained.funnel)
             event = replace(event, explained=replace(event.explained, funnel=funnel, scores=(), hosts=(), lost=()))
-        self._waiting.append(event)
+        self._waiting.note(event)
         self._changed.set()
 
 
@@ -148,12 +190,13 @@ def lost_of(claims: Iterable[ClaimLoss]) -> tuple[str, ...]:
     return tuple(one.what[:MAX_REASON] for one in islice(claims, MAX_LOST))
 
 
-def placed(event: str, request_id: str, instances: Sequence[str], results: Sequence[HostClaimed]) -> CallExplained:
+def placed(event: str, call: Call, instances: Sequence[str], results: Sequence[HostClaimed]) -> CallExplained:
     """Of instances that have hosts."""
     named = results[:MAX_NAMED]
     return CallExplained(
         event=event,
-        request_id=request_id,
+        request_id=call.request_id,
+        project_id=call.project_id,
         instances=tuple(instances[:MAX_NAMED]),
         count=len(instances),
         hosts=tuple(tuple(one.host for one in result.selections[:MAX_HOSTS]) for result in named),

@@ -133,6 +133,10 @@ class NovaFacts:
         node = self._nodes.get(uuid)
         return None if node is None else self._cells.get(node.host)
 
+    def has_cell(self, uuid: str) -> bool:
+        """Whether a host is known in this Nova cell."""
+        return uuid in self._cells.values()
+
     def aggregates(self) -> tuple[Aggregate, ...]:
         """Nova's aggregates as the scheduler's settings have them (`SchedulerConfig.aggregates`), in order of names."""
         return self.membership().aggregates

@@ -18,8 +18,9 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.contracts.base import Uuid
 from bus.faults import Fault, Transient
-from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
+from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, checked_address, unanswered
 from bus.openstack.rest import auth_of, bounded_body, error_text, tls_of
+from bus.service.settings import SettingsError
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService
 from scheduler_worker.nova.metrics import UNREADABLE
@@ -131,9 +132,10 @@ class NovaRest:
         transport: httpx.AsyncBaseTransport | None = None,
         setting: str,
     ) -> None:
-        """setting: where the settings have these. Raises SettingsError: the login or the certificates cannot be
+        """setting: where the settings have these. Raises SettingsError: address, token, login or certificates cannot be
         used.
         """
+        _check_token(config.token, setting=f"{setting}.token")
         verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting=f"{setting}.ca_file")
         self._auth = auth_of(
             config.keystone,
@@ -146,7 +148,7 @@ class NovaRest:
         )
         self._timeout_s = config.request_timeout_s
         self._page_size = config.page_size
-        self.url = config.url.rstrip("/")
+        self.url = checked_address(config.url, setting=f"{setting}.url")
         self._version: tuple[int, int] | None = None
         self._client = httpx.AsyncClient(
             headers={"Accept": "application/json", **({"X-Auth-Token": config.token} if config.token else {})},
@@ -312,7 +314,7 @@ class NovaRest:
         except SignInRefused as error:
             raise NovaRefused(error.reason, code=error.code) from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise NovaUnavailable(f"{url}: {type(error).__name__}: {error}") from error
+            raise NovaUnavailable(f"{url}: {unanswered(error, self._timeout_s)}") from error
         if body is None:
             raise NovaRefused(f"{url}: an answer of more than {MAX_PAGE_BYTES} bytes", code="nova.too_large")
         if answer.status_code == httpx.codes.NOT_FOUND and or_none:
@@ -327,6 +329,12 @@ class NovaRest:
             return msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NovaUnavailable(f"{url}: the answer is not JSON", code="nova.not_json") from error
+
+
+def _check_token(token: str, *, setting: str) -> None:
+    """Raises SettingsError: no header may hold it."""
+    if not (token.isascii() and token.isprintable()):
+        raise SettingsError(setting, f"{setting} has other characters than a token may have")
 
 
 def node_of(one: _Node) -> tuple[ComputeNode, NovaService]:

@@ -17,6 +17,7 @@ TOPIC = "scheduler"
 # Of the calls that a front has taken from the topic, and that only fronts take from there on.
 FRONTS = "scheduler_fronts"
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+MAX_TTL_S = (2**32 - 1) // 1000  # RabbitMQ takes 32 bits of milliseconds
 Unused = bool | int | float | str | None
 # Values with which a front would read or check something else than Nova's services do; the others are as berth does it.
 AS_BERTH: Mapping[str, tuple[Collection[object], str]] = {
@@ -48,7 +49,7 @@ class RabbitOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Messages of a quorum queue in memory. 0: not stated."""
     rabbit_quorum_max_memory_bytes: Count = 0
     """Bytes of a quorum queue in memory. 0: not stated."""
-    rabbit_transient_queues_ttl: Count = 1800
+    rabbit_transient_queues_ttl: Annotated[int, Meta(ge=0, le=MAX_TTL_S)] = 1800
     """Seconds after which an unused fanout queue goes; of a stream, the age of its oldest message. 0: not stated."""
     rabbit_stream_fanout: bool = False
     """Whether all schedulers share one stream instead of a fanout queue each."""

@@ -16,7 +16,7 @@ from typing import Protocol
 import structlog
 
 from bus.faults import Fault
-from bus.port import BusError, Delivery, Outgoing
+from bus.port import BusError, BusUnavailable, Delivery, Outgoing
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova.envelope import REPLY_QUEUES, Call, CallUnreadable, parse_reply, readdressed
 from scheduler_worker.nova.metrics import RELAYED
@@ -133,6 +133,8 @@ class StockRelay:
 
         Of several fronts each does so: the casts are of a kind that may come twice.
         """
+        if self.unavailable_reason:  # casts come one after the other, and would wait for it one after the other
+            raise BusUnavailable(self.unavailable_reason)
         await self._transport.publish(Outgoing(exchange=f"{TOPIC}_fanout", routing_key="", body=call.body))
 
     async def _relayed(self, call: Call, part_with: Callable[[], Awaitable[None]]) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import structlog
@@ -22,11 +22,11 @@ from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.nova_calls import CallExplained
 from bus.faults import BrokenInvariant, Fault, Transient
-from bus.port import BusError, BusForbidden, Outgoing
+from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
 from bus.retrying import NOVA_CALL, NOVA_REPLY, Retrying
-from scheduler_worker.nova.entrance import LIMIT, Entrance
+from scheduler_worker.nova.entrance import LIMIT, Entrance, unblocked
 from scheduler_worker.nova.envelope import (
     CALL_LIMIT_S,
     Call,
@@ -35,32 +35,17 @@ from scheduler_worker.nova.envelope import (
     encode_failure,
     encode_heartbeat,
     encode_result,
-    no_such_method,
     no_valid_host,
     parse_call,
-    unsupported_version,
 )
 from scheduler_worker.nova.explained import NOT_DECIDED, CallRecorder
+from scheduler_worker.nova.methods import check_method, label_of, result_of_base
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
 from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, fronts_queue, topic_queue
 from scheduler_worker.nova.relay import RelayFailed, RelayPort
 from scheduler_worker.nova.request_spec import NotDecided
 
 log = structlog.get_logger("nova")
-
-# Nova's scheduler API is 4.5. Calls of select_destinations before it name no instances, or want no Selection objects,
-# and are of Novas before Queens.
-MAJOR, NEWEST_MINOR = 4, 5
-OLDEST_MINOR: Mapping[str, int] = {
-    "select_destinations": 5,
-    "update_aggregates": 1,
-    "delete_aggregate": 1,
-    "update_instance_info": 2,
-    "delete_instance_info": 2,
-    "sync_instance_info": 2,
-}
-BASE_API = "baseapi"  # the namespace of what each of Nova's services answers
-PING = "oslo_rpc_server_ping"
 
 PREFETCH = 32  # calls in hand of one queue; others are left for other schedulers
 CASTS = 64
@@ -157,7 +142,11 @@ class RpcServer:
         self._held: dict[str, _Held] = {}  # by unique id
         self._tasks: dict[asyncio.Task[None], _Held] = {}
         self._entrance = Entrance(
-            transport, FRONTS, refused=lambda call: self._carry(call, ()), changed=self._open_entrances
+            transport,
+            FRONTS,
+            clock=clock,
+            refused=lambda call: self._carry(call, ()),
+            changed=self._open_entrances,
         )
         self._casts: asyncio.Queue[tuple[Call, RabbitDelivery]] = asyncio.Queue()
         self._answered: dict[str, None] = {}
@@ -292,7 +281,7 @@ class RpcServer:
         if held is not None:
             held.join(deliveries)
         elif call.unique_id in self._answered:
-            CALLS.labels(_label(call), "repeated").inc()
+            CALLS.labels(label_of(call), "repeated").inc()
             _Held(call, deliveries).settle()
         else:
             self._begin(_Held(call, deliveries))
@@ -300,6 +289,10 @@ class RpcServer:
     def _call_of(self, delivery: RabbitDelivery) -> Call | None:
         """The call that is to be answered. A cast is put to the others."""
         call = self._parsed(delivery, fanout=False)
+        if call is not None and call.is_too_large:
+            log.warning("nova.call_too_large", queue=delivery.routing_key)
+            self._carry(call, (delivery,))  # to its answer
+            return None
         if call is None or call.is_answered:
             return call
         self._casts.put_nowait((call, delivery))
@@ -378,7 +371,7 @@ class RpcServer:
                 outcome = "undeliverable"
             _remember(self._answered, call.unique_id)
             held.settle()
-        CALLS.labels(_label(call), outcome).inc()
+        CALLS.labels(label_of(call), outcome).inc()
         CALL_S.observe(self._clock.monotonic() - begun_s)
 
     async def _answer(self, held: _Held) -> tuple[str, bytes | None]:
@@ -388,9 +381,9 @@ class RpcServer:
         call = held.call
         ids = (call.message_id, self._new_id())
         try:
-            if (basic := _basic(call)) is not None:
+            if (basic := result_of_base(call)) is not None:
                 return "answered", encode_result(*ids, basic[0])
-            _check(call)
+            check_method(call)
             async with self._slots:
                 result = await self._retried(call)
             return "answered", encode_result(*ids, result)
@@ -401,6 +394,7 @@ class RpcServer:
                 CallExplained(
                     event=NOT_DECIDED,
                     request_id=call.request_id,
+                    project_id=call.project_id,
                     reason=undecided.reason[:MAX_REASON],
                     detail=undecided.detail[:MAX_REASON],
                 )
@@ -424,6 +418,11 @@ class RpcServer:
             )
 
         async def part_with() -> None:
+            try:
+                async with asyncio.timeout(held.call.patience_s):
+                    await unblocked(self._transport, self._clock)
+            except TimeoutError as error:  # its client has given up, perhaps: delivered again, Nova is asked
+                raise BusUnavailable(self._transport.blocked) from error
             await held.part_with()
             self._open_entrances()
 
@@ -483,7 +482,7 @@ class RpcServer:
             call, delivery = await self._casts.get()
             outcome = "handled"
             try:
-                _check(call)
+                check_method(call)
                 async with asyncio.timeout(CALL_LIMIT_S):
                     await self._retried(call)
             except (RemoteFault, NotDecided):
@@ -496,41 +495,14 @@ class RpcServer:
             if call.fanout and self._relay is not None:
                 with contextlib.suppress(BusError):  # the stock scheduler reads what it has missed by itself
                     await self._relay.forward(call)
-            CALLS.labels(_label(call), outcome).inc()
+            CALLS.labels(label_of(call), outcome).inc()
             delivery.ack()
-
-
-def _basic(call: Call) -> tuple[object] | None:
-    """The result of what each server answers, in a tuple; None for another method."""
-    if call.namespace == BASE_API and call.method == "ping":
-        return ({"service": TOPIC, "arg": call.arguments.get("arg")},)
-    if call.namespace == BASE_API and call.method == "get_backdoor_port":
-        return (None,)
-    return ("pong",) if call.method == PING and not call.namespace else None
-
-
-def _check(call: Call) -> None:
-    """Raises RemoteFault: there is no such method, or not in this version."""
-    oldest = OLDEST_MINOR.get(call.method)
-    numbers = [int(number) for number in call.version.split(".")]
-    newest = f"{MAJOR}.{NEWEST_MINOR}"
-    if call.namespace or numbers[0] != MAJOR or (numbers[1:2] or [0])[0] > NEWEST_MINOR:
-        raise unsupported_version(call.method, call.version, newest)
-    if oldest is None:
-        raise no_such_method(call.method)
-    if (numbers[1:2] or [0])[0] < oldest:
-        raise unsupported_version(call.method, call.version, f"{MAJOR}.{oldest} to {newest}")
 
 
 def _limit_s(delivery: RabbitDelivery) -> float | None:
     """How long (seconds) the client of a call waits: by the header, which it has in the queue of the fronts alone."""
     told = delivery.headers.get(LIMIT)
     return told if isinstance(told, int | float) and 0 < told <= CALL_LIMIT_S else delivery.expiration_s
-
-
-def _label(call: Call) -> str:
-    """The method as a label of a metric: one that is known."""
-    return call.method if call.method in OLDEST_MINOR else "ping" if _basic(call) is not None else "other"
 
 
 def _remember(known: dict[str, None], name: str) -> None:

@@ -20,13 +20,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.base import MAX_REASON, Uuid
+from bus.contracts.base import MAX_REASON, Uuid, reason_of
 from bus.contracts.cell import Selection
-from bus.contracts.groups import ServerGroup
 from bus.contracts.nova_calls import MAX_NAMED as MAX_EXPLAINED
 from bus.contracts.nova_calls import CallExplained, ExplainedStep
-from bus.contracts.patterns import reason_of
-from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED
+from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED, ServerGroup
 from bus.faults import Transient
 from placement_worker.replica.request import Query
 from scheduler_worker.domain.builds import Gang
@@ -63,6 +61,8 @@ ARCHITECTURE: Final = "hw_architecture"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
 # What a call claims whose client has been answered, or has given up, nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
+UNSUITED: Final = "The host of the instance does not support the image."
+MAX_UUID: Final = 64  # letters of a cell's that are logged
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
@@ -176,12 +176,15 @@ class Destinations:
         is_in_doubt = self._may_be_outlived(call) and not request.is_rebuild
         if is_in_doubt and not await self._source.waits_for_host(asked.instance_uuids):
             log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
-            raise no_valid_host(OUTLIVED)
+            raise self._refused(call, asked, Ended(reason=OUTLIVED))
         why = undecided(request, self._settings, self._enabled, self._lacking)
         if why is not None:
             raise why
         await self._source.prepare(self._to_meet(request))
         self._configure()
+        asked_for = request.requested_destination
+        if asked_for is not None and asked_for.cell is not None and not self._facts.has_cell(asked_for.cell.uuid):
+            log.warning("nova.cell_unknown", cell=asked_for.cell.uuid[:MAX_UUID], request_id=call.request_id)
         self._check_architecture(request)
         begun_at = self._clock.time()
         try:
@@ -203,7 +206,7 @@ class Destinations:
     ) -> list[list[tuple[Selection | None, str]]]:
         """The hosts of each instance, each with its uuid. Raises NoValidHost of Nova's."""
         if request.is_rebuild:
-            return [[(None, self._rebuilt(request))]]
+            return [[(None, self._rebuilt(call, asked, request))]]
         return [[(one, one.host_uuid) for one in hosts] for hosts in await self._claimed(call, asked, request)]
 
     async def _claimed(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[tuple[Selection, ...]]:
@@ -221,7 +224,7 @@ class Destinations:
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
-                    self._recorder.explain(placed(self._events.placed, call.request_id, instances, claimed))
+                    self._recorder.explain(placed(self._events.placed, call, instances, claimed))
                     return [one.selections for one in claimed]
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
@@ -230,10 +233,16 @@ class Destinations:
                 break
             self._configure()
         assert ended is not None
+        raise self._refused(call, asked, ended)
+
+    def _refused(self, call: Call, asked: SelectArguments, ended: Ended) -> RemoteFault:
+        """NoValidHost of Nova's, explained to operators."""
+        instances = asked.instance_uuids or ()
         self._recorder.explain(
             CallExplained(
                 event=self._events.no_host,
                 request_id=call.request_id,
+                project_id=call.project_id,
                 instances=instances[:MAX_EXPLAINED],
                 count=len(instances),
                 reason=ended.reason[:MAX_REASON],
@@ -242,7 +251,7 @@ class Destinations:
                 funnel=ended.funnel,
             )
         )
-        raise no_valid_host(ended.reason)
+        return no_valid_host(ended.reason)
 
     async def _is_news(self) -> bool:
         """Whether the book or Nova has changed since what a call was decided by: a host that is new, or has room."""
@@ -392,14 +401,19 @@ class Destinations:
     def _name_of(self, row: int) -> str:
         """The name of a host of the replica, for operators."""
         book = self._selector.book
-        node = self._facts.node(book.uuid_of(row))
+        return self._named(book.uuid_of(row)) or book.name_of(row)
+
+    def _named(self, uuid: str) -> str:
+        """The same of a compute node; "": Nova has named none."""
+        node = self._facts.node(uuid)
         if node is None:
-            return book.name_of(row)
+            return ""
         return node.host if node.host == node.nodename else f"{node.host} ({node.nodename})"
 
-    def _rebuilt(self, request: NovaRequest) -> str:
+    def _rebuilt(self, call: Call, asked: SelectArguments, request: NovaRequest) -> str:
         """The host of a rebuild from another image, if it may stay there: nothing is claimed. Raises NoValidHost."""
         _, named = self._named_hosts(request)
+        ended = Ended(reason="No host has the requested name.", step="requested_host")
         for host in named or ():
             spec = RequestSpec(
                 query=NOTHING,
@@ -408,9 +422,13 @@ class Destinations:
                 extra_specs=request.flavor.extra_specs,
                 image_properties=self._image_properties(request),
             )
-            if self._selector.suits_rebuild(host, spec) is None:
+            rejected = self._selector.suits_rebuild(host, spec)
+            if rejected is None:
                 return host
-        raise no_valid_host("The host of the instance does not support the image.")
+            steps = steps_of(rejected, self._name_of)
+            funnel = tuple(replace(one, hosts=dict.fromkeys(one.rejected, (self._named(host),))) for one in steps)
+            ended = Ended(reason=UNSUITED, step=funnel[-1].step, funnel=funnel)
+        raise self._refused(call, asked, ended)
 
     def _answer(
         self, asked: SelectArguments, *instances: Sequence[tuple[Selection | None, str]]

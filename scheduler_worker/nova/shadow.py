@@ -245,6 +245,7 @@ class ShadowedRelay:
                     berth=_compared(ours),
                     stock=_compared(stock),
                     rule=rule[:MAX_REASON],
+                    project_id=call.project_id,
                 ),
             )
 

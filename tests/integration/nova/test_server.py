@@ -16,6 +16,7 @@ import pytest
 from aiormq.abc import AbstractChannel, DeliveredMessage
 from msgspec import structs
 from pamqp.commands import Basic
+from structlog.testing import capture_logs
 
 from berth.permissions import PermissionRole, definitions, of_role
 from berth.settings import Settings
@@ -23,6 +24,7 @@ from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.clock import SystemClock
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.port import BusUnavailable, QueueMissing
+from bus.rabbitmq import channels
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova import rpc_server
@@ -36,6 +38,8 @@ from tests.integration.nova.world import EXCHANGE, Instructed, front
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.rabbitmq
+# The same as `rabbitmqctl set_vm_memory_high_watermark`. %s: a share of the machine's memory.
+MEMORY_LIMIT = "vm_memory_monitor:set_vm_memory_high_watermark(%s)."
 
 
 @pytest.fixture
@@ -448,10 +452,33 @@ async def test_a_fallback_that_is_silent_is_not_waited_for(
     assert stock.taken and json.loads(reply["failure"])["class"] == "NoValidHost"
 
 
-async def test_a_body_beyond_the_bound_is_rejected(vhost: str, client: Client) -> None:
+async def test_calls_of_an_alarm_are_answered_after_it(
+    own_broker: RabbitMQ, vhost: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "CONFIRM_TIMEOUT_S", 0.2)
+    names = {str(number) for number in range(5)}
+    async with front(vhost, Instructed(named)):
+        """The topic's queue is there."""
+    for name in names:
+        await client.send(_unique_id=name)
+    await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.000001")
+    with capture_logs() as logged:
+        async with front(vhost, dispatcher := Instructed(named)):
+            await until(lambda: "nova.call_uncertain" in [one["event"] for one in logged])
+            await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.6")
+            replies = await client.answers(5)
+    assert {one["result"] for one in replies} == names == {call.unique_id for call in dispatcher.calls}
+
+
+async def test_the_client_of_a_call_beyond_the_bound_is_told(vhost: str, client: Client) -> None:
+    """It would hold a thread of nova-conductor for as long as it waits."""
     dispatcher = Instructed(named)
     async with front(vhost, dispatcher):
-        await client.send(args={"x": "x" * 2**24})
-        await client.send(_unique_id="next")
-        await client.answers(1)
+        await client.send(_reply_q=client.reply_queue, args={"x": "x" * 2**24}, _msg_id="m")
+        await client.send(args={"x": "x" * (2**24 - 2**14)}, _unique_id="next")
+        replies = await client.answers(2)
+    failure, answer = sorted(replies, key=lambda one: not one["failure"])
+    assert answer["result"] == "next"
+    told = json.loads(failure["failure"])
+    assert failure["_msg_id"] == "m" and told["class"] == "NoValidHost" and "nova.call_too_large" in told["message"]
     assert [call.unique_id for call in dispatcher.calls] == ["next"]

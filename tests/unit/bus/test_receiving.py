@@ -110,6 +110,7 @@ def test_what_is_no_frame_ends_the_connection(data: bytes) -> None:
 
 
 async def test_a_connection_receives_all_and_reports_when_it_ends_within_a_frame() -> None:
+    patches.install()
     reader = asyncio.StreamReader()
     receiver = FrameReceiver(reader)
     reader.feed_data(BYTES + BYTES[:9])
@@ -120,26 +121,32 @@ async def test_a_connection_receives_all_and_reports_when_it_ends_within_a_frame
         await receiver.get_frame()
 
 
-async def test_of_a_body_beyond_the_bound_no_more_is_kept_than_shows_that() -> None:
+async def test_of_a_body_beyond_the_bound_no_more_is_kept_than_shows_that_and_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A broker lets 128 MiB pass, and each lane of a scheduler takes such a message."""
+    monkeypatch.setattr(patches, "END_BYTES", 10)
     sizes = (0, 1, 400, 1000, 1001, 5000)
     frames = []
     for size in sizes:
         frames.append(ContentHeader(body_size=size))
-        frames += [ContentBody(b"x" * min(400, size - start)) for start in range(0, size, 400)]
+        body = b"x" * (size - 5) + b"ended"[:size]
+        frames += [ContentBody(body[start : start + 400]) for start in range(0, size, 400)]
 
     async def next_frame() -> object:
         return frames.pop(0)
 
     channel = SimpleNamespace(_get_frame=next_frame, _on_deliver_frame=None)
-    got: list[int] = []
-    patches.hand_over_at_once(channel, lambda message: got.append(len(message.body)), 1000)
+    got: list[bytes] = []
+    patches.hand_over_at_once(channel, lambda message: got.append(message.body), 1000)
     while frames:
         await channel._on_deliver_frame(Basic.Deliver("tag", 1, False, "berth", "key"))  # type: ignore[misc]
-    assert got == [0, 1, 400, 1000, 1001, 1001]
+    assert [len(one) for one in got] == [0, 1, 400, 1000, 1011, 1011]
+    assert [one[-10:] for one in got[2:]] == [b"xxxxxended"] * 4
 
 
 async def test_a_lost_connection_is_reported_as_by_aiormq() -> None:
+    patches.install()
     receiver = FrameReceiver(SimpleNamespace(read=_reset))  # type: ignore[arg-type]
     receiver.started, receiver.cut = True, Cut()  # type: ignore[attr-defined]
     with pytest.raises(AMQPConnectionError):

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.cell import Spawn
-from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
+from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.evacuations import is_evacuated_from, misses_proof, relied_on, why_not_evacuated

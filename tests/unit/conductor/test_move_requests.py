@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
 from bus.contracts.cell import Origin, Spawn
-from bus.contracts.groups import ServerGroup
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import ServerGroup
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import EndedMove, Instance, Phase, Power, State
 from cell_conductor.domain.steps import StepContext

@@ -10,6 +10,7 @@ from functools import partial
 import httpx
 import msgspec
 import pytest
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from structlog.testing import capture_logs
@@ -17,14 +18,14 @@ from structlog.testing import capture_logs
 from berth.web.access import LOCAL, Access, WebCaller, WebRole, digest_of
 from berth.web.application import nova_application
 from berth.web.live import Live
-from berth.web.nova import FRONT, MAX_FRONTS, SHOWN, KeptCalls, NovaCalls, NovaPages
+from berth.web.nova import FRONT, MAX_FRONTS, SHOWN, NovaCalls, NovaPages
 from bus.bus import API
 from bus.clock import SystemClock
 from bus.contracts.nova_calls import CallCompared, CallExplained, ComparedAnswer, ExplainedStep, NovaCall
 from bus.contracts.workers import WorkerHeartbeat
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
-from scheduler_worker.nova.explained import ANSWERED, MAX_BYTES, MAX_WAITING, AnnouncedCalls, CallRecorder
+from scheduler_worker.nova.explained import ANSWERED, MAX_BYTES, MAX_WAITING, AnnouncedCalls, CallRecorder, KeptCalls
 from tests.kit.waiting import until
 
 HOSTILE = "<script>alert(1)</script>\n\u202eevil"
@@ -76,8 +77,11 @@ class World:
         return httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://berth", headers=headers)
 
 
-def call(request_id: str = "req-1", *, compared: CallCompared | None = None, text: str = "") -> NovaCall:
-    explained = None if compared else CallExplained(event=ANSWERED.placed, request_id=request_id, reason=text)
+def call(
+    request_id: str = "req-1", *, compared: CallCompared | None = None, text: str = "", project: str = ""
+) -> NovaCall:
+    told = CallExplained(event=ANSWERED.placed, request_id=request_id, reason=text, project_id=project)
+    explained = None if compared else told
     return NovaCall(request_id=request_id, at=1.0, worker="front-1", explained=explained, compared=compared)
 
 
@@ -103,7 +107,7 @@ async def test_what_a_front_tells_is_on_the_page_and_hostile_text_is_text() -> N
     await here.close()
 
 
-@pytest.mark.parametrize("path", ["/nova", "/nova/events", "/nova/calls/req-1"])
+@pytest.mark.parametrize("path", ["/nova", "/nova/events", "/nova/calls/req-1", "/nova/calls/req-unknown"])
 @pytest.mark.parametrize(("token", "status"), [("", {303, 401}), ("project", {403}), ("wrong", {303, 401})])
 async def test_who_may_not_see_hosts_sees_nothing(path: str, token: str, status: set[int]) -> None:
     here = World()
@@ -161,6 +165,38 @@ def test_what_is_kept_is_bounded(most: int, most_bytes: int) -> None:
     assert held[0].request_id == "req-99" and 1 <= len(held) <= 5
     kept.note(call("req-large", text="x" * 2000))
     assert len(kept.newest()) <= 3, "one that is larger than all may be takes no room from then on"
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(40, 10**9), (10**9, 10_000)])
+def test_a_project_does_not_push_out_the_calls_of_others(most: int, most_bytes: int) -> None:
+    kept = KeptCalls(most, most_bytes)
+    others = [f"other-{number}" for number in range(5)]
+    for name in others:
+        kept.note(call(name, project=name))
+    for number in range(1000):
+        kept.note(call(f"flood-{number}", project="flood", text="x" * 100))
+    names = [one.request_id for one in kept.newest()]
+    assert names[0] == "flood-999" and names[-5:] == others[::-1] and len(names) > 20
+    for number in range(200):
+        kept.note(call(f"later-{number}", project=f"p{number}", text="x" * 100))
+    names = [one.request_id for one in kept.newest()]
+    assert names == [f"later-{number}" for number in range(199, 199 - len(names), -1)], "by age, where nobody floods"
+
+
+async def test_a_project_does_not_push_out_others_from_the_list_nor_from_what_waits_for_the_bus() -> None:
+    here = World()
+    flood = CallExplained(event=ANSWERED.placed, request_id="flood", project_id="p1")
+    with capture_logs():
+        here.told.explain(structs.replace(flood, request_id="other", project_id="p2"))
+        for _ in range(1000):
+            here.told.explain(flood)
+    await here.open()
+    sending = asyncio.create_task(here.told.run())
+    await until(lambda: here.calls.received >= MAX_WAITING)
+    sending.cancel()
+    shown = [one.request_id for one in here.calls.view().explained]
+    assert len(shown) == SHOWN and shown[-1] == "other"
+    await here.close()
 
 
 def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:

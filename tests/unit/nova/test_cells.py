@@ -22,6 +22,8 @@ from scheduler_worker.nova.nova_rest import NovaUnavailable
 from tests.kit.waiting import until
 from tests.unit.nova.facts_kit import CELL1, CELL2
 
+SYNCHRONOUS = SimpleNamespace(is_async=False)
+
 
 class MovedClock(SystemClock):
     """It is moved by hand."""
@@ -72,6 +74,22 @@ async def test_two_queries_and_another_read_only_for_a_new_host(tmp_path: Path) 
     assert await found.of_hosts(["h5"]) == {"h5": CELL1}
 
 
+async def test_a_disabled_cell_has_the_database_read_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hosts are in the list of every request. Enabled again, it is found all the same."""
+    clock, reads = MovedClock(), []
+    found = DatabaseCells(database(tmp_path / "nova_api"), clock)
+    real = found._read
+    monkeypatch.setattr(found, "_read", lambda: reads.append(1) or real())
+    for _ in range(5):
+        assert await found.of_hosts(["h1", "h2"]) == {"h1": CELL1}
+        clock.now += cells.AGAIN_S
+    assert len(reads) == 1
+    with sqlite3.connect(tmp_path / "nova_api") as changed:
+        changed.execute("UPDATE cell_mappings SET disabled = 0")
+    clock.now += cells.RARELY_S
+    assert await found.of_hosts(["h1", "h2"]) == {"h1": CELL1, "h2": CELL2}
+
+
 async def test_a_database_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> None:
     clock = MovedClock()
     found = DatabaseCells(database(tmp_path / "nova_api"), clock)
@@ -81,7 +99,7 @@ async def test_a_database_that_fails_is_left_alone_for_a_while(tmp_path: Path) -
         await found.of_hosts(["h1", "h4"])
     clock.now += cells.AGAIN_S
     assert await found.of_hosts(["h1", "h4"]) == {"h1": CELL1}, "what is known counts"
-    clock.now += cells.AFTER_FAULT_S
+    clock.now += cells.RARELY_S
     with pytest.raises(NovaUnavailable):
         await found.of_hosts(["h1", "h4"])
 
@@ -96,7 +114,9 @@ async def test_a_read_goes_on_when_who_waits_for_it_has_ended(tmp_path: Path, mo
         hangs.wait()
         return real.connect()
 
-    monkeypatch.setattr(cells.sqlalchemy, "create_engine", lambda *_, **__: SimpleNamespace(connect=connect))
+    monkeypatch.setattr(
+        cells.sqlalchemy, "create_engine", lambda *_, **__: SimpleNamespace(connect=connect, dialect=SYNCHRONOUS)
+    )
     found = DatabaseCells(url, MovedClock())
     try:
         for _ in range(3):
@@ -122,11 +142,22 @@ async def test_a_database_that_is_away(tmp_path: Path) -> None:
     assert await found.of_hosts(["h1"]) == {"h1": CELL1}
 
 
+@pytest.mark.parametrize("url", ["sqlite:////tmp/nova_api?timeout=long", "sqlite:////tmp/a\0b"])
+async def test_an_address_that_its_driver_does_not_take(url: str) -> None:
+    """Drivers raise what they like, and the process goes on: an operator reads the code in its log."""
+    try:
+        await DatabaseCells(url, SystemClock()).of_hosts(["h1"])
+    except (SettingsError, NovaUnavailable) as fault:
+        assert fault.code in {"nova.cells_database", "nova.cells_unavailable"}
+    else:
+        raise AssertionError
+
+
 async def test_what_the_driver_says_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
         raise OperationalError("SELECT", {}, Exception("access of 'u' with 's3cret' is denied\nfor good"))
 
-    engine = SimpleNamespace(url=make_url("mysql://u:s3cret@h/nova_api"), connect=refused)
+    engine = SimpleNamespace(url=make_url("mysql://u:s3cret@h/nova_api"), connect=refused, dialect=SYNCHRONOUS)
     monkeypatch.setattr(cells.sqlalchemy, "create_engine", lambda *_, **__: engine)
     with pytest.raises(NovaUnavailable) as unavailable:
         await DatabaseCells("", SystemClock()).of_hosts(["h1"])
@@ -139,6 +170,8 @@ async def test_what_the_driver_says_is_told_without_the_password(monkeypatch: py
         (NovaApiConfig(), "nova.cells_unset"),
         (NovaApiConfig(cells_database="nonsense"), "nova.cells_database"),
         (NovaApiConfig(cells_database="mysql+nothing://x"), "nova.cells_database"),
+        (NovaApiConfig(cells_database="postgresql+psycopg://u:p@h:port/nova_api"), "nova.cells_database"),
+        (NovaApiConfig(cells_database="postgresql+asyncpg://u:p@h/nova_api"), "nova.cells_database"),
     ],
 )
 async def test_settings_that_name_no_cells(config: NovaApiConfig, code: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_worker.nova import envelope
 from scheduler_worker.nova.envelope import (
     MAX_CALL_BYTES,
     MAX_WORD,
@@ -133,6 +134,20 @@ def test_a_compressed_call_is_read_within_the_bound(compression: str, compress: 
             parse_call(hostile, compression=compression)
     with pytest.raises(CallUnreadable):
         parse_call(body, compression="application/zstd")
+
+
+def test_of_a_call_beyond_the_bound_is_read_who_is_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envelope, "MAX_CALL_BYTES", 3000)
+    hostile = {"_msg_id": "theirs", "x": '"_msg_id": "theirs"', "_reply_q": ["reply_theirs"]}
+    long = {**CALL, "args": {**hostile, "properties": "x" * 3000}}
+    context = {f"_context_{number}": "y" * 100 for number in range(20)}
+    body = enveloped(dict.fromkeys(CALL) | long | context)
+    call = parse_call(body)
+    assert (call.message_id, call.reply_queue, call.unique_id) == ("m1", "reply_1", "u1")
+    assert call.is_too_large and call.is_answered and call.body == b"" and not call.timeout_s
+    for nobody in (body.replace(b"_msg_id", b"_msg_no"), body.replace(b"reply_1", b"compute"), body[:3100]):
+        with pytest.raises(CallUnreadable):
+            parse_call(nobody)
 
 
 def test_a_call_that_is_readdressed_keeps_all_else_as_it_came() -> None:

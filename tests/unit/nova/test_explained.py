@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from berth.cli import app
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import RemoteFault
-from tests.unit.nova.test_select import VMS
+from tests.unit.nova.test_select import REBUILD, VMS, image
 from tests.unit.nova.world import PLENTY, Cloud, destination, versioned
 
 SMALL = {"VCPU": 1, "MEMORY_MB": 100, "DISK_GB": 10}
@@ -76,6 +76,19 @@ PORTS = [versioned("RequestGroup", "1.3", {"requester_id": uuid, "resources": {"
 )
 def test_a_step_that_names_much_is_explained(tmp_path: Path, fields: dict[str, Any], shown: str) -> None:
     status, text = explained("req-1", str(logged(tmp_path, fields)))
+    assert status == 0 and shown in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"image": image(traits_required=["CUSTOM_MAGIC"])}, "h1 (h1.local)"),
+        ({"force_hosts": ["h9"], "force_nodes": None}, "requested name"),
+    ],
+    ids=["image", "unknown host"],
+)
+def test_a_refused_check_of_a_rebuild_is_explained(tmp_path: Path, fields: dict[str, Any], shown: str) -> None:
+    status, text = explained("req-1", str(logged(tmp_path, REBUILD | fields)))
     assert status == 0 and shown in text
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -190,6 +191,26 @@ async def test_nova_out_of_reach() -> None:
 
     with pytest.raises(NovaUnavailable):
         await rest(answer).services()
+
+
+@pytest.mark.parametrize("fault", [httpx.ReadTimeout(""), httpx.PoolTimeout("")])
+async def test_a_request_without_an_answer_says_how_long_it_was_waited_for(fault: Exception) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise fault
+
+    with pytest.raises(NovaUnavailable) as unavailable:
+        await rest(answer, request_timeout_s=7.5).services()
+    assert "no answer within 7.5 s" in str(unavailable.value)
+
+
+async def test_an_answer_that_does_not_end_is_not_waited_for() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    with pytest.raises(NovaUnavailable) as unavailable:
+        await rest(lambda request: httpx.Response(200, content=endless()), request_timeout_s=0.01).services()
+    assert "no answer within 0.01 s" in str(unavailable.value)
 
 
 @pytest.mark.parametrize(

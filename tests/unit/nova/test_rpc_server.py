@@ -13,9 +13,10 @@ import pytest
 from msgspec import structs
 
 from bus.clock import SystemClock
-from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Unroutable
-from bus.rabbitmq.channels import RabbitDelivery
+from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing, PublishRefused, Unroutable
+from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
+from bus.retrying import NOVA_REPLY
 from bus.topology import ForeignQueue
 from scheduler_worker.nova.entrance import LIMIT
 from scheduler_worker.nova.envelope import Call
@@ -49,6 +50,9 @@ class Delivered:
 
     async def acknowledged(self) -> None:
         self.is_acked = True
+        if self.broker.blocked:  # it reads the acknowledgement once the alarm is over
+            await asyncio.sleep(CONFIRM_TIMEOUT_S)
+            raise BusUnavailable("no answer")
         await self.broker.confirms.wait()
         if (lost := self.broker.loses) is not None:
             self._come_again()
@@ -94,9 +98,10 @@ class Transport:
     and these acknowledgements.
     """
 
-    blocked, connected = "", True
+    connected = True
 
     def __init__(self) -> None:
+        self.blocked = ""
         self.consumed: dict[str, Consumption] = {}
         self.published: list[Outgoing] = []
         self.refuses: BusError | None = None
@@ -115,6 +120,10 @@ class Transport:
 
     async def declare_foreign(self, planned: ForeignQueue) -> None: ...
 
+    @property
+    def fanout(self) -> str:
+        return next(queue for queue in self.consumed if queue.startswith(f"{TOPIC}_fanout"))
+
     async def declare_reply_queue(self, name: str) -> None: ...
 
     async def delete_foreign(self, queue: str) -> None: ...
@@ -132,6 +141,9 @@ class Transport:
     consume_foreign = consume
 
     async def publish(self, message: Outgoing) -> None:
+        if self.blocked:
+            await asyncio.sleep(CONFIRM_TIMEOUT_S)
+            raise BusUnavailable("no confirm")
         self.published.append(message)
         self.done.append(f"publish {message.routing_key}")
         if message.routing_key == FRONTS and self.refuses is not None:
@@ -234,6 +246,73 @@ class World:
 
 
 @on_virtual_time
+async def test_calls_that_come_while_the_broker_takes_nothing_are_carried_out_when_it_does() -> None:
+    """It reads no acknowledgement before: given up meanwhile, each would take effect later, and its call be lost."""
+    async with World().started() as world:
+        world.dispatcher.holds = True
+        world.nova.blocked = "memory"
+        for number in range(5):
+            world.nova.call(number)
+        await asyncio.sleep(600)
+        assert world.server.in_hand == 0 and {one.is_acked for one in world.nova.delivered} == {False}
+        world.nova.blocked = ""
+        await asyncio.sleep(5)
+        assert len(world.dispatcher.calls) == 5
+
+
+@on_virtual_time
+async def test_a_call_leaves_for_the_fallback_when_the_broker_takes_its_acknowledgement() -> None:
+    async with World().started() as world:
+        world.dispatcher.holds = True
+        world.nova.call(1)
+        await asyncio.sleep(1)
+        world.nova.blocked = "memory"
+        world.dispatcher.decide()
+        await asyncio.sleep(SILENT_S - 2)
+        assert world.stock.sent_to(TOPIC) == [] and world.server.in_hand == 1
+        world.nova.blocked = ""
+        await asyncio.sleep(5)
+        assert len(world.stock.sent_to(TOPIC)) == 1
+
+
+@on_virtual_time
+async def test_a_call_whose_client_gives_up_in_an_alarm_does_not_leave() -> None:
+    """It comes again, and Nova is asked whether its server waits."""
+    async with World().started() as world:
+        world.dispatcher.holds = True
+        world.nova.call(1)
+        await asyncio.sleep(1)
+        world.nova.blocked = "memory"
+        world.dispatcher.decide()
+        await asyncio.sleep(SILENT_S + 1)
+        assert world.nova.given_back() == ["u1"] and world.server.in_hand == 0
+        assert world.stock.sent_to(TOPIC) == []
+
+
+@on_virtual_time
+async def test_answers_in_a_long_alarm_are_given_up_together() -> None:
+    async with World(in_flight=0).started() as world:
+        world.dispatcher.holds = True
+        for number in range(PREFETCH):
+            world.nova.call(number)
+        await asyncio.sleep(1)
+        world.nova.blocked = "disk"
+        world.dispatcher.decide()
+        await asyncio.sleep((NOVA_REPLY.lasts_s or 0.0) + 2 * CONFIRM_TIMEOUT_S)
+        assert world.server.in_hand == 0
+
+
+@on_virtual_time
+async def test_no_cast_waits_for_a_fallback_that_takes_nothing() -> None:
+    async with World().started() as world:
+        world.stock.blocked = "memory"
+        for number in range(9):
+            world.nova.call(number, world.nova.fanout, method="update_instance_info", _msg_id=None)
+        await asyncio.sleep(1)
+        assert len(world.dispatcher.calls) == 9
+
+
+@on_virtual_time
 async def test_a_silent_fallback_holds_no_slot_of_the_topic() -> None:
     async with World().started() as world:
         for number in range(2 * PREFETCH):
@@ -294,10 +373,12 @@ async def test_a_call_that_the_fronts_cannot_take_is_carried_out_here(refuses: B
         assert len(world.dispatcher.calls) == PREFETCH == len(world.nova.sent_to(FRONTS))
 
 
+@pytest.mark.parametrize("cause", [BusUnavailable("no confirm"), BusForbidden("amq.default"), BusError("closed")])
 @on_virtual_time
-async def test_a_call_that_may_be_among_the_fronts_is_not_carried_out_twice() -> None:
+async def test_a_call_that_may_be_among_the_fronts_is_not_carried_out_twice(cause: BusError) -> None:
+    """What closes the channel is the cause for all that was published on it: it may be of a reply."""
     async with World().started() as world:
-        world.nova.refuses = BusUnavailable("no confirm")
+        world.nova.refuses = cause
         call = world.nova.call(1)
         await asyncio.sleep(1)
         assert call.ends == ["ack"] and not world.dispatcher.calls
@@ -349,7 +430,7 @@ async def test_a_client_is_told_soon_that_its_call_is_under_way(silent_s: int, a
     async with World().started() as world:
         world.dispatcher.holds = True
         world.nova.call(1, _timeout=silent_s)
-        told = []
+        told: list[int] = []
         for second in range(70):
             await asyncio.sleep(0.5)
             told += [second] * (len(world.nova.replies(ending=False)) - len(told))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from bus.clock import new_uuid
 from bus.contracts.placement import MAX_NAMED, Release
@@ -225,6 +226,16 @@ async def test_only_hosts_of_the_requested_cell() -> None:
 
 
 # --- server groups
+
+
+async def test_a_cell_that_the_settings_do_not_name_is_noticed() -> None:
+    """Nova's API names no cells, so that a wrong uuid in `nova.api.cells` is first seen by a server that moves."""
+    here = await cloud(1)
+    for named, events in ((CELLS[0], []), (CELLS[1], ["nova.cell_unknown"])):
+        cell = versioned("CellMapping", "1.1", {"uuid": named})
+        with capture_logs() as lines, contextlib.suppress(RemoteFault):
+            await here.select(VMS[0], requested_destination=destination(cell=cell))
+        assert [one["event"] for one in lines if one["log_level"] == "warning"] == events
 
 
 async def test_members_that_berth_never_claimed_keep_their_hosts_to_themselves() -> None:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from berth.commands.nova import both
 from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.openstack.login import KeystoneLogin
 from bus.rabbitmq.address import BadBusUrl
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -25,6 +27,10 @@ from scheduler_worker.nova.config import NovaConfig, as_amqp
 from scheduler_worker.nova.queues import RabbitOptions
 
 CELL = "ce110000-0000-4000-8000-000000000001"
+
+
+def api(**fields: Any) -> NovaApiConfig:
+    return NovaApiConfig(cells={CELL: ("*",)}, **fields)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,7 @@ def test_hosts_of_several_users_are_refused() -> None:
         ({"transport_url": "rabbit://u:p@h1,v:p@h2/nova"}, "bus.url"),
         ({"fallback_url": "rabbit://v:q@h:5672/nova"}, "nova.fallback_url"),
         ({"fallback_url": "h/stock"}, "bus.url"),
+        ({"transport_url": f"rabbit://u:p@h/{'v' * 128}"}, "bus.url"),
         ({"shadow": True}, "nova.shadow_fallback"),
         ({"enabled_filters": ("ComputeFilter", "IoOpsFilter")}, "plugin.invalid"),
         ({"rabbit": RabbitOptions(ssl=True, ssl_ca_file="/nowhere/ca.pem")}, "bus.url"),
@@ -83,6 +90,17 @@ def test_hosts_of_several_users_are_refused() -> None:
         ({"rabbit": RabbitOptions(rabbit_login_method="EXTERNAL")}, "nova.rabbit_option"),
         ({"rabbit": RabbitOptions(ssl_enforce_hostname_verification=False)}, "nova.rabbit_option"),
         ({"rabbit": RabbitOptions(ssl_enforce_fips_mode=True)}, "nova.rabbit_option"),
+        ({"api": api(url="http://h:99999999/v2.1")}, "nova.api.url"),
+        ({"api": api(url="http://")}, "nova.api.url"),
+        ({"api": api(url="http://[::1/v2.1")}, "nova.api.url"),
+        ({"api": api(token="t\u00f6ken")}, "nova.api.token"),
+        ({"api": api(token="to\nken")}, "nova.api.token"),
+        ({"api": api(ca_file="/nowhere/\0")}, "nova.api.ca_file"),
+        (
+            {"api": api(keystone=KeystoneLogin(auth_url="http://h:70000/v3", username="u"))},
+            "nova.api.keystone.auth_url",
+        ),
+        ({"api": api(keystone=KeystoneLogin(auth_url="http://h/v3"))}, "nova.api.keystone"),
         ({"api": NovaApiConfig()}, "nova.cells_unset"),
         ({"api": NovaApiConfig(cells_database="nonsense")}, "nova.cells_database"),
         ({"api": NovaApiConfig(cells_database="mysql+nodriver://h/nova_api")}, "nova.cells_database"),
@@ -99,6 +117,24 @@ def built(config: dict[str, Any]) -> Service:
     env = Environment("w1", transports=partial(MemoryTransport, broker), rng=random.Random(1))
     settings = {"transport_url": "rabbit://u:p@h:5672/nova", "api": NovaApiConfig(cells={CELL: ("*",)}), **config}
     return build(env, NovaConfig(**settings), SchedulerConfig())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("control_exchange", "x" * 128),
+        ("control_exchange", "nova\n"),
+        ("control_exchange", "\u00e9"),
+        ("host", "h" * 246),
+        ("host", "h\u00f6st"),
+        ("notifications", {"versioned_notifications_topics": ["\u00e9"]}),
+        ("rabbit", {"rabbit_transient_queues_ttl": 2**31 - 1}),
+    ],
+)
+def test_a_name_that_amqp_does_not_take_is_refused(setting: str, value: object) -> None:
+    """aio-pika raises ValueError when a queue is declared, which ended the process with a traceback."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({setting: value}, NovaConfig)
 
 
 @pytest.mark.parametrize(

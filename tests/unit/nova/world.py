@@ -50,6 +50,9 @@ class KnownFacts(NovaFacts):
     def cell_of(self, uuid: str) -> str | None:
         return self.cells.get(uuid)
 
+    def has_cell(self, uuid: str) -> bool:
+        return uuid in self.cells.values()
+
     def nodes_named(self, host: str | None, nodename: str | None = None) -> tuple[str, ...]:
         return tuple(
             one.uuid for one in self.nodes.values() if host in (None, one.host) and nodename in (None, one.nodename)
