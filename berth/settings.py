@@ -12,8 +12,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.base import Label, Word
-from bus.contracts.patterns import matching
+from bus.contracts.base import Label, Word, matching
 from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url

@@ -11,8 +11,7 @@ import structlog
 from bus.bus import Bus
 from bus.clock import Clock, event_or_time
 from bus.consuming.consumer import Consumer
-from bus.contracts.cells import LinkState
-from bus.contracts.objects import CellBus
+from bus.contracts.objects import CellBus, LinkState
 from bus.faults import first_fault
 from bus.metrics import CELLS_NOT_ENTERED
 from bus.port import BusError, BusUnavailable

@@ -22,7 +22,7 @@ from typing import Any, cast, get_type_hints
 import msgspec
 
 from bus import port
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.port import (
     DELIVERY_FIELDS,
     BusError,

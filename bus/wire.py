@@ -18,9 +18,8 @@ import msgspec
 import structlog
 from msgspec import Struct, structs
 
-from bus.contracts.base import MAX_REASON, Message, Meta, encode, tag_of
+from bus.contracts.base import MAX_REASON, Message, Meta, encode, reason_of, tag_of
 from bus.contracts.catalogue import BY_TYPE, FORBIDDEN, MESSAGES, REPLIES, may_come_under, routing_key, why_not_under
-from bus.contracts.patterns import reason_of
 from bus.contracts.queues import QUEUES
 from bus.json_values import NUL_REASON, has_more_values, has_nul
 from bus.key_trust import KEEPING, published_key

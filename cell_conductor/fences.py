@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
-from bus.contracts.fences import CellFence, FenceState, HostFence
+from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.port import BusError
 

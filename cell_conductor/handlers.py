@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.consuming.outcome import GIVEN_UP_BY_BROKER, Done, Outcome, Received, Refuse, Retry, given_up_of
 from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import (
     MAX_RESCANS,
     CellBuild,
+    CellBuildQuery,
     CellDelete,
     ComputeHosts,
     ComputeOutcome,
@@ -24,8 +24,6 @@ from bus.contracts.cell import (
     ForgetServiceInCell,
     RescanHosts,
 )
-from bus.contracts.cell_queries import CellBuildQuery
-from bus.contracts.fences import CellFence
 from bus.contracts.moves import (
     CellBook,
     CellCheck,
@@ -34,6 +32,7 @@ from bus.contracts.moves import (
     MachineChanged,
     MoveKind,
 )
+from bus.contracts.operations import CellFence
 from bus.contracts.queues import BY_QUEUE
 
 from . import metrics

@@ -26,7 +26,7 @@ from bus.contracts.cell import (
     ServiceOutdated,
     ServicesDigest,
 )
-from bus.contracts.fences import HostFence
+from bus.contracts.operations import HostFence
 from bus.faults import Transient
 from bus.port import BusError
 

@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Amount, ClassName, Label, TraitName, Uuid, Word
+from bus.contracts.base import Amount, ClassName, Label, TraitName, Uuid, Word, matching
 from bus.contracts.deploy import ImageSource
-from bus.contracts.patterns import matching
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import Secret
 from compute_sim.domain.faults import Faults, Rate, Seconds

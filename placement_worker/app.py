@@ -22,11 +22,12 @@ from bus.service.health import Health
 from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.book import ResourceBook
-from placement_worker.cells import CellFollower
 from placement_worker.config import PlacementConfig
-from placement_worker.handlers import PlacementHandlers
+from placement_worker.handlers import CellFollower, PlacementHandlers
 from placement_worker.publisher import FeedPublisher
+from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
+from placement_worker.rest.config import RestConfig, with_oslo_conf
 from placement_worker.rest.server import InProcessRest, RestServer
 from placement_worker.store.postgres_rows import PostgresBookRows
 
@@ -58,7 +59,7 @@ def build(
     publisher = FeedPublisher(store, buses[API], clock=env.clock, config=config)
     in_use = {API: buses[API]}  # with the cells that are in use at present
     handlers = _handlers(env, store, publisher, in_use)
-    rest = _rest(env, config, store, publisher)
+    rest = _rest(env, config.rest, store, publisher)
     if rest is not None and health_with_rest:
         rest.add_health(Health(service.not_ready))
         service.add_resource(rest.open, rest.close)  # before the book, so that /readyz shows what is awaited
@@ -76,7 +77,7 @@ def build(
     if rest is not None:
         _add_rest(service, rest)
     if answer is not None:
-        own = InProcessRest(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
+        own = InProcessRest(Api(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake))
         service.add_task("rest in process", own.run)
         service.add_drain(own.drain)
         answer(own.application)
@@ -190,12 +191,10 @@ def _add_rest(service: Service, rest: RestServer) -> None:
     service.add_preparation(rest.ready.wait)
 
 
-def _rest(
-    env: Environment, config: PlacementConfig, store: ResourceBook, publisher: FeedPublisher
-) -> RestServer | None:
-    if not config.rest.listen:
+def _rest(env: Environment, config: RestConfig, store: ResourceBook, publisher: FeedPublisher) -> RestServer | None:
+    if not config.listen:
         return None
-    return RestServer(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
+    return RestServer(Api(store, with_oslo_conf(config), clock=env.clock, rng=env.rng, committed=publisher.wake))
 
 
 def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> list[Consumer]:

@@ -329,7 +329,7 @@ async def claim(
     limited, keys = group.projects, group.keys
     if keys:
         await transaction.lock_groups(keys)
-    locked = await transaction.lock_claims(group.consumers, group.providers, limited=limited, alone=alone)
+    locked = await transaction.lock_claims(port.WantedClaims(group.consumers, group.providers, limited, alone))
     holding = {uuid for uuid, consumer in locked.found.items() if consumer.holding}
     if bus == ABOVE_CELLS and group.enrolled:  # a cell has no word about others' instances
         await transaction.enroll(group.enrolled)
@@ -345,8 +345,8 @@ async def claim(
     )
     if decision.joined:
         await transaction.join(decision.joined)  # before `write_claims` locks the feed's counter
-    most = port.NO_LIMITS if alone else group.limits
-    sequence = await transaction.write_claims(decision, locked, changes_of_usage(decision), most)
+    most: port.Limits = {} if alone else group.limits
+    sequence = await transaction.write_claims(port.ClaimWrites(decision, locked, changes_of_usage(decision), most))
     # A cell learns nothing of others' consumers.
     lost = decision.lost if bus == ABOVE_CELLS else {}
     holders = await transaction.newest_holders(lost) if lost else NOBODY
@@ -400,7 +400,7 @@ async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) 
     every = [pair for pairs in leaving.values() for pair in pairs]
     if leaving:  # consumers are locked before providers, as everywhere
         holders = await transaction.holders(every)
-        locked = await transaction.lock_claims(dict.fromkeys(holders, NEW_HOLDER), None)
+        locked = await transaction.lock_claims(port.WantedClaims(dict.fromkeys(holders, NEW_HOLDER), None))
     shape, before = await transaction.lock_trees(trees_of_reports([group.updates[number] for number in fresh]))
     if leaving and not locked.found.keys() >= set(await transaction.holders(every)):
         for number, pairs in leaving.items():
@@ -415,10 +415,11 @@ async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) 
     now = before
     if outcome.moved or locked.inserted:
         now = between(before, outcome.after)
-        await transaction.write_trees(before, now)
-        await transaction.write_claims(migrated(before, outcome.after, outcome.moved, locked.found), locked)
+        await transaction.write_trees(port.TreeWrites(before, now))
+        decision = migrated(before, outcome.after, outcome.moved, locked.found)
+        await transaction.write_claims(port.ClaimWrites(decision, locked))
     changes = changes_of(before, outcome.after)
-    return await transaction.write_trees(now, outcome.after, changes, sources=group.written())
+    return await transaction.write_trees(port.TreeWrites(now, outcome.after, changes, group.written()))
 
 
 async def write_trees(transaction: port.BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
@@ -435,7 +436,8 @@ async def write_trees(transaction: port.BookTransaction, writes: Sequence[TreeWr
     done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
     changes = caused(changes_of(before, draft.providers), ((write.cause, (write.uuid,)) for write in done))
     if changes:
-        await transaction.write_trees(before, draft.providers, changes, disowned=trees.deleted_trees(writes, outcomes))
+        disowned = trees.deleted_trees(writes, outcomes)
+        await transaction.write_trees(port.TreeWrites(before, draft.providers, changes, disowned=disowned))
     return outcomes
 
 
@@ -444,13 +446,13 @@ async def write_allocations(
 ) -> list[AllocationOutcome]:
     """Decide and write a group of writes of allocations."""
     expected, wanted = allocations.expected_rows(items)
-    locked = await transaction.lock_claims(expected, wanted)
+    locked = await transaction.lock_claims(port.WantedClaims(expected, wanted))
     size = sum(map(allocations.entries_of_allocations, items)) + len(locked.found) + len(locked.providers)
     await turn_for(size)
     outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.names.class_ids)
     await turn_for(size)
     changes = caused(changes_of_usage(decision), allocations.touched(items, outcomes, locked.found))
-    await transaction.write_claims(decision, locked, changes)
+    await transaction.write_claims(port.ClaimWrites(decision, locked, changes))
     return outcomes
 
 
@@ -460,19 +462,19 @@ async def apply_reshape(transaction: port.BookTransaction, item: Reshape) -> Wri
     expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set(item.inventories)
     allocations.expect(item.writes, expected, wanted)
-    locked = await transaction.lock_claims(expected, None)
+    locked = await transaction.lock_claims(port.WantedClaims(expected, None))
     shape, before = await transaction.lock_trees(
         trees.WantedTrees(uuids=wanted | allocations.providers_held(locked.found))
     )
     await turn_for(len(before) + len(expected))
     outcome = reshape(item, locked.found, before, transaction.names.class_ids, shape=shape)
     if isinstance(outcome, WriteRefusal):
-        await transaction.write_claims(NOTHING_DECIDED, locked)
+        await transaction.write_claims(port.ClaimWrites(NOTHING_DECIDED, locked))
         return outcome
     old = {uuid: before[uuid] for uuid in outcome.interim}
     usage = [each for each in changes_of_usage(outcome.decision) if each.provider not in outcome.final]
     changes = caused(changes_of(old, outcome.final) + usage, ((item.cause, ()),))
-    await transaction.write_trees(old, outcome.interim)
-    await transaction.write_claims(outcome.decision, locked)
-    await transaction.write_trees(outcome.interim, outcome.final, changes)
+    await transaction.write_trees(port.TreeWrites(old, outcome.interim))
+    await transaction.write_claims(port.ClaimWrites(outcome.decision, locked))
+    await transaction.write_trees(port.TreeWrites(outcome.interim, outcome.final, changes))
     return None

@@ -1,4 +1,4 @@
-"""The metrics of a placement worker."""
+"""The metrics of a placement worker, its REST API included."""
 
 from __future__ import annotations
 
@@ -25,3 +25,39 @@ PUBLISHED = Counter("berth_placement_feed_published", "Changes published on the 
 FEED_STALLS = Counter("berth_placement_feed_stalls", "Waits of the feed for the database or the bus.", ["code"])
 OFFLOADED = Counter("berth_placement_rest_offloaded", "Work too long for the event loop, done in a thread.", ["kind"])
 HEAD = Gauge("berth_placement_feed_head", "Newest committed change.")
+
+# --- the REST API
+
+REST_REQUESTS = Counter(
+    "berth_placement_rest_requests", "Answers, by method, route and status.", ["method", "route", "status"]
+)
+REST_SECONDS = Histogram(
+    "berth_placement_rest_seconds",
+    "From a request's last byte to its answer, by method and route.",
+    ["method", "route"],
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+)
+REST_GROUP_ITEMS = Histogram(
+    "berth_placement_rest_group_items",
+    "Writes in one transaction, by kind.",
+    ["kind"],
+    buckets=(1, 2, 5, 10, 20, 50, 100),
+)
+
+LET_GO = Counter(
+    "berth_placement_rest_disconnected",
+    "Clients that were disconnected, by the step that they were too slow at.",
+    ["at"],
+)
+GATHERING = Gauge("berth_placement_rest_buffered_bytes", "Bytes of request bodies that are not whole yet.")
+
+METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
+
+
+def count_answer(method: str, route: str, status: int, seconds: float) -> None:
+    """Count one answer. route: a path of the route table, never the client's own path, which could have any number of
+    values.
+    """
+    method = method if method in METHODS else "other"
+    REST_REQUESTS.labels(method, route, status).inc()
+    REST_SECONDS.labels(method, route).observe(seconds)

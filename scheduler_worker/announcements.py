@@ -17,8 +17,8 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent, TimelineEntry
-from bus.contracts.fences import HostFence
 from bus.contracts.moves import CellAsks, CellBook, CellCheck, MoveEvent
+from bus.contracts.operations import HostFence
 from bus.contracts.stages import Stamps
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage

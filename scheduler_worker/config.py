@@ -8,9 +8,9 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.host_metrics import MetricName
 from bus.contracts.objects import Aggregate, Flavor, GroupDefinition, Quota
+from bus.contracts.operations import EvacuationPolicy
 
 Positive = Annotated[int, Bound(ge=1)]
 Seconds = Annotated[float, Bound(gt=0)]

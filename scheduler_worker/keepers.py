@@ -28,9 +28,8 @@ from bus.bus import Bus
 from bus.cell_links import CellLinks
 from bus.clock import Clock
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
-from bus.contracts.cells import CellsPage, CellsQuery
 from bus.contracts.moves import MoveRequest
-from bus.contracts.objects import MAX_AGGREGATE_HOSTS, FenceRecord
+from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, CellsQuery, FenceRecord
 from bus.contracts.placement import AggregateMembers, AggregateMembersSet
 from bus.faults import Fault, RequestRefused, RequestTimeout, Transient
 from bus.port import BusError

@@ -20,7 +20,6 @@ from bus.consuming.outcome import never
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import DrainRecord
-from bus.contracts.fences import HostFence
 from bus.contracts.objects import (
     ChangedObject,
     FenceRecord,
@@ -33,7 +32,7 @@ from bus.contracts.objects import (
     ObjectsQuery,
     ObjectsRevision,
 )
-from bus.contracts.operations import HostAdminState, SetAdminState
+from bus.contracts.operations import HostAdminState, HostFence, SetAdminState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.retrying import OBJECTS, Retrying, passes_with_time

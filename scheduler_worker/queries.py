@@ -19,11 +19,10 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
-from bus.contracts.cells import CellsQuery
 from bus.contracts.drains import DrainQuery, DrainsQuery
 from bus.contracts.host_metrics import HostMetricsQuery
 from bus.contracts.moves import MovePage, MoveQuery
-from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
+from bus.contracts.objects import CellsQuery, FenceRecord, ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import AdminState, ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
 from bus.faults import Transient

@@ -26,8 +26,7 @@ from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.rows import decode
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
-from placement_worker.operations.overcommit import Holding, generations
-from placement_worker.operations.repair import claim_occupied
+from placement_worker.operations.audit import Holding, claim_occupied, generations
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from bus.contracts.patterns import matching, reason_of
+from bus.contracts.base import matching, reason_of
 from bus.faults import Fault
 
 FORMAT = 1  # a reader refuses a higher one

@@ -33,12 +33,11 @@ from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit as questions
-from placement_worker.operations import export_store, overcommit
+from placement_worker.operations import export_store
+from placement_worker.operations.audit import Doubled, repair
+from placement_worker.operations.audit import move_host as move_host_in_book
 from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, InvalidExport, lines, parse
-from placement_worker.operations.overcommit import Doubled
-from placement_worker.operations.repair import move_host as move_host_in_book
-from placement_worker.operations.repair import repair
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 # A claim younger than this may still be on its way to being an instance.
@@ -134,7 +133,7 @@ async def audited(
             orphans, doubled = await lost(database)
         async with database.raw() as connection:
             wrong = await questions.findings(connection)
-            over = await overcommit.beyond_capacity(connection)
+            over = await questions.beyond_capacity(connection)
     return {
         "orphaned": [each.consumer for each in orphans],
         "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
@@ -294,14 +293,14 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
     """
     async with database.raw() as connection:
         holding = [_release(*row) for row in await connection.fetch(HOLDERS, grace_s)]
-        generations = await overcommit.generations(connection)  # first: a consumer that moves from now on is left alone
+        generations = await questions.generations(connection)  # first: a consumer that moves from now on is left alone
         held = await questions.allocations(connection)
         roots = dict(
             await connection.fetch(
                 "SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id"
             )
         )
-        sharing = await overcommit.sharers(connection)
+        sharing = await questions.sharers(connection)
     if not holding:
         return [], []
     holders = [each.consumer for each in holding]
@@ -314,7 +313,7 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
                 alive.add(uuid)
             if settled and host is not None:
                 known = generations.get(uuid, 0)
-                doubled += overcommit.doubled(uuid, host, held.get(uuid, {}), roots, sharing, known)
+                doubled += questions.excess_of(uuid, host, held.get(uuid, {}), roots, sharing, known)
     return [each for each in holding if each.consumer not in alive], doubled
 
 
@@ -379,9 +378,9 @@ async def _repair(
     async with database.raw() as connection:
         mended = await repair(connection)
     async with database.raw() as connection:
-        mended += await overcommit.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
+        mended += await questions.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
         held = {row[0]: _release(*row) for row in await connection.fetch(HELD)}
-        over = [each for each in await overcommit.beyond_capacity(connection) if not each.stranded] if evict else []
+        over = [each for each in await questions.beyond_capacity(connection) if not each.stranded] if evict else []
     evicted = sorted({uuid for each in over for uuid, _ in each.newest} & held.keys())
     return [*done, *await _released(store, [held[uuid] for uuid in evicted]), *mended]
 

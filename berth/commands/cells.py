@@ -13,9 +13,8 @@ from berth.commands.drain import DrainOptions, drain
 from berth.commands.objects import ChangeOptions, Name, Why, change_objects, object_commands
 from berth.render import render_rows, utc
 from berth.settings import Settings
-from bus.contracts.cells import CellRecord, CellsPage, CellsQuery
 from bus.contracts.drains import DrainTarget
-from bus.contracts.objects import CellState, ObjectKind, StoredObject
+from bus.contracts.objects import CellRecord, CellsPage, CellsQuery, CellState, ObjectKind, StoredObject
 
 cells = object_commands(ObjectKind.CELL, "Cells: which are in use, and which take builds.", lists=False, shows=False)
 

@@ -29,7 +29,7 @@ from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
 from berth.trial.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
 from bus.contracts.base import MAX_REASON
-from bus.contracts.cells import CellsPage, CellsQuery
+from bus.contracts.objects import CellsPage, CellsQuery
 from bus.faults import (
     DatabaseUnavailable,
     DatabaseUnprepared,

@@ -44,8 +44,8 @@ from berth.settings import Settings
 from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.book import GroupMembersPage, GroupMembersQuery
-from bus.contracts.groups import GroupPolicy
 from bus.contracts.objects import DEFAULT_QUOTA, SCHEDULING, GroupDefinition, ObjectKind, StoredObject, group_named
+from bus.contracts.placement import GroupPolicy
 
 __all__ = ["aggregates", "flavors", "groups", "quotas", "rules"]
 

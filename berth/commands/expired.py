@@ -14,7 +14,7 @@ from msgspec import Struct
 from berth.settings import Settings
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
-from bus.consuming.given_up import EXPIRED
+from bus.consuming.outcome import EXPIRED
 from bus.contracts.base import tag_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.placement import Claim, Swap

@@ -39,14 +39,13 @@ from berth.render import printable, render_funnel, render_rows, render_scores, r
 from berth.settings import Settings
 from berth.site import Site, process_name, with_added_cells
 from bus.clock import new_uuid
+from bus.contracts.base import reason_of
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
 from bus.contracts.deploy import Volumes as VolumeRequests
-from bus.contracts.fences import EvacuationPolicy
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.patterns import reason_of
-from bus.contracts.placement import MAX_MEMBERS
+from bus.contracts.operations import EvacuationPolicy
+from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
 from bus.faults import RequestUnconfirmed
 from bus.port import BusUnavailable, PublishRefused
 

@@ -36,6 +36,7 @@ from berth.commands.instances import ImageSha256, ImageSourceUrl, image_source_o
 from berth.render import printable, render_funnel, utc
 from berth.settings import Settings
 from bus.clock import new_uuid
+from bus.contracts.base import reason_of
 from bus.contracts.build import BuildQuery
 from bus.contracts.moves import (
     Condition,
@@ -48,7 +49,6 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.patterns import reason_of
 
 
 class RequestOptions(Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from berth.commands.options import CommandGroup
 from berth.render import utc
 from berth.settings import Settings
 from bus.bus import Bus
+from bus.contracts.base import reason_of
 from bus.contracts.objects import (
     MAX_CHANGES,
     SCHEDULING,
@@ -47,7 +48,6 @@ from bus.contracts.objects import (
     ObjectsQuery,
     StoredObject,
 )
-from bus.contracts.patterns import reason_of
 
 MAX_FILE_BYTES = 8 * 2**20
 

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from berth.settings import FencingSettings
 from bus.clock import Clock
+from bus.contracts.base import reason_of
 from bus.contracts.build import HostRecord
-from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.service.settings import SettingsError
 from compute_sim.driver import DriverUnavailable

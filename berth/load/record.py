@@ -19,7 +19,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct, field
 
 from bus.contracts import stages
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 
 FORMAT = "berth.load.v1"
 

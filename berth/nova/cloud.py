@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from scheduler_worker.nova.nova_rest import AggregateRow, NovaRefused, NovaRest
 
 T = TypeVar("T")

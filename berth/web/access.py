@@ -21,9 +21,8 @@ from msgspec import Struct
 
 from berth.web.problems import Problem
 from bus.clock import Clock
-from bus.contracts.base import Message, Word
+from bus.contracts.base import Message, Word, reason_of
 from bus.contracts.catalogue import FORBIDDEN, forbidden, operators_rights
-from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.service.settings import SettingsError, read_toml
 from placement_worker.rest.auth import Auth, Caller

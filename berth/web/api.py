@@ -26,7 +26,7 @@ from berth.web.live import Live, TooManyEventFollowers
 from berth.web.problems import Problem
 from bus.bus import Bus
 from bus.clock import new_uuid
-from bus.contracts.base import Message, Uuid
+from bus.contracts.base import Message, Uuid, reason_of
 from bus.contracts.build import (
     BuildAccepted,
     BuildEvent,
@@ -39,7 +39,6 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
-from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.port import BusError
 

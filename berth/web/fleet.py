@@ -16,9 +16,8 @@ from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
 from bus.contracts.build import HostRecord, HostsQuery
-from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest
-from bus.contracts.objects import CellBus, CellState
+from bus.contracts.objects import CellBus, CellRecord, CellsPage, CellsQuery, CellState, LinkState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import ProviderState
 from bus.contracts.queues import DEAD_LETTERS, QUEUES, Where

@@ -35,7 +35,6 @@ from berth.web.problems import Problem
 from bus.bus import Bus
 from bus.contracts.base import Label, Reason, Version, Word
 from bus.contracts.book import MAX_PROJECTS, GroupMembersPage, GroupMembersQuery
-from bus.contracts.groups import ServerGroup
 from bus.contracts.objects import (
     MAX_CHANGES,
     GroupDefinition,
@@ -50,6 +49,7 @@ from bus.contracts.objects import (
     StoredObject,
     group_named,
 )
+from bus.contracts.placement import ServerGroup
 
 ZONE = "availability_zone"
 # The path of each kind below API_ROOT.

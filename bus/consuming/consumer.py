@@ -26,10 +26,10 @@ from prometheus_client import Counter
 from bus import metrics
 from bus.bus import Bus
 from bus.clock import new_uuid
-from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.in_flight import (
     SUSPECT_FROM,
     ArrivedDelivery,
+    BatchInterval,
     ConsumerLane,
     InFlightDelivery,
     InFlightMessage,
@@ -48,8 +48,6 @@ from bus.gather import Gather, InTurn
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
-
-__all__ = ["Consumer", "Malformed"]
 
 log = structlog.get_logger("bus.consuming.consumer")
 
@@ -91,7 +89,7 @@ class Consumer:
     """Consumes the queues of one row of the catalogue, which it declares. start(), then run() as a side task, then
     drain().
 
-    paced: it waits between two batches, so that the next one gathers (`bus.consuming.batch_interval`). fill: the
+    paced: it waits between two batches, so that the next one gathers (`bus.consuming.in_flight`). fill: the
     placeholders in the name of the row, as in `Bus.declare`.
     """
 

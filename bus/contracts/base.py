@@ -1,14 +1,33 @@
-"""The base of every message: a frozen, versioned struct, and the metadata that travels beside it."""
+"""The base of every message: a frozen, versioned struct, the metadata that travels beside it, and the texts of its
+fields. A text that has to match a pattern has its rule in words: a user never reads a regular expression.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.patterns import matching
+_WORDS: dict[str, str] = {}  # by the pattern as msgspec prints it
+_PRINTED = re.compile(r"Expected `str` matching regex (?P<pattern>'.*?'|\".*?\")(?= - at `|$)", re.DOTALL)
+OTHER = "a text of another form"
+
+
+def matching(pattern: str, words: str, **bounds: Any) -> msgspec.Meta:
+    """The bound of a text. words: the accepted values, in the words of a sentence ("1 to 64
+    letters"). bounds: others.
+    """
+    _WORDS[repr(pattern)] = words
+    return msgspec.Meta(pattern=pattern, **bounds)
+
+
+def reason_of(error: Exception) -> str:
+    """Why msgspec refused a value: its own sentence, with the rule in words where it prints a pattern."""
+    return _PRINTED.sub(lambda found: f"Expected {_WORDS.get(found['pattern'], OTHER)}", str(error))
+
 
 # A `$` alone lets a newline follow in Python, and a uuid with one is another dictionary key but the same database row.
 _END = r"$(?!\n)"
@@ -19,8 +38,6 @@ Uuid = Annotated[str, matching(_UUID + _END, "a UUID in lower case with hyphens"
 
 # A word that is safe as one segment of a routing key and as part of a queue name.
 Word = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,64}" + _END, "1 to 64 letters, digits, _ and -")]
-
-# A field of a message.
 
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]

@@ -16,10 +16,8 @@ from msgspec import Struct
 from .base import Label, Message, Reason, Uuid, Word, Zone
 from .deploy import ConfigDrive, ImageSource, Networks
 from .deploy import Volumes as VolumeRequests
-from .fences import EvacuationPolicy
-from .groups import ServerGroup
-from .operations import HostAdminState
-from .placement import MAX_MEMBERS, ClaimHolder
+from .operations import EvacuationPolicy, HostAdminState
+from .placement import MAX_MEMBERS, ClaimHolder, ServerGroup
 from .stages import Stamps
 
 

@@ -25,11 +25,8 @@ from bus.contracts import (
     book,
     build,
     cell,
-    cell_queries,
-    cells,
     drains,
     feed,
-    fences,
     host_metrics,
     moves,
     nova_calls,
@@ -245,7 +242,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     ),
     query(objects.ObjectsQuery, objects.ObjectsPage, "objects.query"),
     query(objects.ObjectLogQuery, objects.ObjectLogPage, "objects.log"),
-    query(cells.CellsQuery, cells.CellsPage, "cells.query", by=(OPERATOR, PLACEMENT)),
+    query(objects.CellsQuery, objects.CellsPage, "cells.query", by=(OPERATOR, PLACEMENT)),
     event(
         objects.ObjectsRevision,
         "objects.revision",
@@ -305,9 +302,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     of_placement(feed.FeedHead, "placement.event.head", "sequence", where=API, public=True),
     # --- a cell's bus
     to_conductor(cell.CellBuild, "cell.build", "instance_uuid"),
-    to_conductor(
-        cell_queries.CellBuildQuery, "cell.build.query", "instance_uuid; the answer may be published more than once"
-    ),
+    to_conductor(cell.CellBuildQuery, "cell.build.query", "instance_uuid; the answer may be published more than once"),
     to_conductor(cell.CellDelete, "cell.delete", "instance_uuid", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
     to_conductor(moves.CellMove, "cell.move", "request_id"),
     to_conductor(moves.CellMoveQuery, "cell.move.query", "request_id; the answer may be published more than once"),
@@ -317,8 +312,8 @@ MESSAGES: tuple[MessageRow, ...] = (
     ),
     to_conductor(moves.CellBook, "cell.book", "consumer and attempt of the question", by=(SCHEDULER, CONDUCTOR)),
     event(moves.CellAsks, "cell.asks", "as the message in it", where=CELL, by=(CONDUCTOR,)),
-    to_conductor(fences.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
-    for_operators(fences.HostFence, "host.fence", "host_uuid, version and state"),
+    to_conductor(operations.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
+    for_operators(operations.HostFence, "host.fence", "host_uuid, version and state"),
     to_compute(moves.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and order"),
     result_of_compute(moves.MachineChanged, "compute.changed", "instance_uuid, attempt and order"),
     to_compute(cell.Spawn, "compute.spawn.{service}", "instance_uuid and attempt"),

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word, Zone
 from .build import MachineSpec
-from .groups import ServerGroup
+from .placement import ServerGroup
 from .stages import Stamps
 
 
@@ -526,3 +526,21 @@ class BreakerTripped(Message, AboutService, frozen=True, kw_only=True, tag="cond
     quarantined: Count = 0
     over: Count = 0
     limit: Count = 0
+
+
+class CellBuildQuery(Message, frozen=True, kw_only=True, tag="cell.build.query.v1"):
+    """Queries the state of a build that has had no event for a long time. It begins nothing.
+
+    The answer is a BuildEvent: how far the build has come, or its end once more. A cell that has no record of the build
+    puts it on record in doubt, once all its compute services that are up have answered. A machine of it is adopted.
+    Without one it fails, what was claimed for it up to `attempt` is released, and a CellBuild that comes later finds
+    that record.
+    spec, build_timeout_s: as of its CellBuild. attempt: that holds its claim, as far as the schedulers have it.
+    sequence: of the newest event of it that they have had. requested_at: when this query was decided.
+    """
+
+    spec: InstanceSpec
+    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
+    build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    requested_at: float = 0.0

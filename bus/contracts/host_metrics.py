@@ -11,9 +11,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.patterns import matching
-
-from .base import Label, Message, Uuid, Word
+from .base import Label, Message, Uuid, Word, matching
 
 MAX_READINGS = 1000  # hosts in one message
 MAX_NAMES = 32  # metrics of one host in one message

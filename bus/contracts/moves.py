@@ -14,14 +14,11 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.patterns import matching
-
-from .base import ClassName, Count, Label, Message, Reason, Uuid, Word
+from .base import ClassName, Count, Label, Message, Reason, Uuid, Word, matching
 from .build import EventOfInstance, ImageProperties, RecordOfInstance
 from .cell import AttemptOnHost, InstanceSpec, MachineOrder, Selection
 from .deploy import ImageSource
-from .groups import ServerGroup
-from .placement import Claim, ClaimResult, Release, ReleaseResult, Revert, RevertResult
+from .placement import Claim, ClaimResult, Release, ReleaseResult, Revert, RevertResult, ServerGroup
 
 
 class MoveKind(StrEnum):

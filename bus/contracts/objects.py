@@ -3,6 +3,7 @@ cells.
 
 They are rows of one table in the schedulers' database, versioned by one revision, and in effect on every scheduler as
 soon as the new revision has been announced to it. The settings file holds the initial objects of an empty system.
+Which cells there are and are in use follows from them: placement connects to those.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from uuid import UUID, uuid5
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.patterns import matching
-
-from .base import ClassName, Count, Label, Message, Reason, Uuid, Version
-from .groups import GroupPolicy, ServerGroup
+from .base import ClassName, Count, Label, Message, Reason, Uuid, Version, matching
 from .operations import AdminState
+from .placement import GroupPolicy, ServerGroup
 
 # {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
 Quota = Annotated[dict[ClassName, Annotated[int, Bound(ge=0, lt=2**31)]], Bound(max_length=64)]
@@ -335,3 +334,47 @@ class ObjectsRevision(Message, frozen=True, kw_only=True, tag="objects.revision.
     """Objects have changed: schedulers load them. A lost one is made up for by the next look at the database."""
 
     revision: Version
+
+
+class LinkState(StrEnum):
+    """Of a worker's connection to the bus of a cell."""
+
+    UP = "up"
+    CONNECTING = "connecting"
+    CLOSED = "closed"
+
+
+class CellsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cells.query.v1"):
+    """Query a scheduler for all cells. revision: of the objects, or a later one; 0: the newest on record.
+
+    The scheduler loads it before it answers.
+    """
+
+    revision: Version = 0
+
+
+class CellRecord(Struct, frozen=True, kw_only=True):
+    """One cell. in_use: workers connect to its bus.
+
+    configured: the settings of this scheduler name it. by, at: who decided it, seconds since the epoch
+    (version 0: no operator did). link, problem: of this scheduler's connection, and why it is not up.
+    """
+
+    name: str
+    state: CellState = CellState.ENABLED
+    reason: Reason = ""
+    bus: CellBus | None = None
+    configured: bool
+    in_use: bool
+    by: str = ""
+    at: float = 0.0
+    version: Version = 0
+    link: LinkState = LinkState.CLOSED
+    problem: Reason = ""
+
+
+class CellsPage(Message, frozen=True, kw_only=True, tag="cells.page.v1"):
+    """Reply to a CellsQuery, by name. revision: of the objects that it is by."""
+
+    revision: Version
+    cells: tuple[CellRecord, ...] = ()

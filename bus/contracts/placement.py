@@ -1,4 +1,4 @@
-"""Messages to and from placement: inventory updates, claims, and the numbered change feed."""
+"""Messages to and from placement: inventory updates, claims and the server groups that they are held to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from .base import (
     Version,
     Word,
 )
-from .groups import ServerGroup
 
 # A compute service named S reports inventory under this and S; a root has one such source at a time.
 COMPUTE_SOURCE = "compute-"
@@ -172,6 +171,29 @@ class InventoryForgotten(Message, frozen=True, kw_only=True, tag="inventory.forg
     """Reply to InventoryForget. removed: False: the book did not have it."""
 
     removed: bool
+
+
+class GroupPolicy(StrEnum):
+    """The rule for the hosts of a group's members. The soft rules are weights, not filters."""
+
+    AFFINITY = "affinity"
+    ANTI_AFFINITY = "anti-affinity"
+    SOFT_AFFINITY = "soft-affinity"
+    SOFT_ANTI_AFFINITY = "soft-anti-affinity"
+
+
+class ServerGroup(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The group that an instance belongs to; it is of the instance's project, and exists by being named.
+
+    A field that does not exist is refused by name, between workers too: an older worker that ignored a newer field of a
+    rule would break the rule.
+
+    max_per_host: with anti-affinity, this many members may share a host (Nova's max_server_per_host).
+    """
+
+    uuid: Uuid
+    policy: GroupPolicy
+    max_per_host: Annotated[int, Bound(ge=1, le=1000)] = 1
 
 
 class ClaimOutcome(StrEnum):

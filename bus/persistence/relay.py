@@ -211,9 +211,6 @@ class Relay:
         buses: Mapping[str, Bus],
         *,
         clock: Clock,
-        max_rows: int = MAX_ROWS,
-        sweep_interval_s: float = SWEEP_EVERY_S,
-        sweep_age_s: float = SWEEP_AGE_S,
         lingering: Lingering = Lingering(),  # noqa: B008  (frozen)
         line: Callable[[Message], Hashable] = lambda _: None,
     ) -> None:
@@ -221,9 +218,6 @@ class Relay:
         self._clock = clock
         self._lingering = lingering
         self._line = line
-        self._max_rows = max_rows
-        self._sweep_every_s = sweep_interval_s
-        self._sweep_age_s = sweep_age_s
         self._unknown: set[str] = set()
         self._tickets: dict[int, _Ticket] = {}
         self._left: dict[int, str] = {}  # {row: bus} of rows that go when their bus is back
@@ -309,7 +303,7 @@ class Relay:
 
     def _leave(self, row_id: int, bus: str, reason: str) -> None:
         _left.labels(reason).inc()
-        if len(self._left) < self._max_rows:  # of further ones the age decides
+        if len(self._left) < MAX_ROWS:  # of further ones the age decides
             self._left[row_id] = bus
 
     def _end(self, ticket: _Ticket) -> None:
@@ -350,7 +344,7 @@ class Relay:
         confirm nothing, however many they are, each leaves room for a further one.
         """
         under_way = sum(one.under_way for one in self._lanes.values())
-        return lane.rows >= self._max_rows - len(self._tickets) or lane.under_way >= MAX_UNDER_WAY - under_way
+        return lane.rows >= MAX_ROWS - len(self._tickets) or lane.under_way >= MAX_UNDER_WAY - under_way
 
     async def keep_up(self, bus: str) -> None:
         """Wait while much is under way on a bus. A worker calls it before it takes a batch whose messages go there:
@@ -415,7 +409,7 @@ class Relay:
         while True:
             self._due.clear()
             if now >= self._sweep_at:
-                self._sweep_at = now + shared_delay_s(now, self._sweep_every_s)
+                self._sweep_at = now + shared_delay_s(now, SWEEP_EVERY_S)
                 await self._sweep()
             elif len(self._confirmed) >= DELETE_BATCH or (self._confirmed and (self._at_once or now >= delete_at)):
                 await self._delete()
@@ -456,7 +450,7 @@ class Relay:
         closed = self._closed | {name for name, lane in self._lanes.items() if self._has_its_share(lane)}
         back = [row for row, bus in left.items() if bus not in closed]
         confirmed = self._confirmed[:DELETE_BATCH]
-        sweep = Sweep(self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back)
+        sweep = Sweep(SWEEP_AGE_S, SWEEP_BATCH, sorted(closed), confirmed, back)
         try:
             found = await self._rows.claim_stale(sweep)
         except Transient as fault:

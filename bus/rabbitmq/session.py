@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import aio_pika
@@ -124,6 +124,13 @@ class Session:
                 found = self._channels[name] = await self.channel(confirms=False)
             return found
 
+    @contextlib.asynccontextmanager
+    async def _on(self, name: str, about: str = "") -> AsyncIterator[AbstractChannel]:
+        """Calls on a channel kept for one purpose, with the port's errors. about: as of `translated`."""
+        channel = await self.named(name)
+        with translated(about):
+            yield channel
+
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm."""
         publisher = self._publisher
@@ -209,8 +216,7 @@ class Session:
             raise BusMarked(await self.owner_of(name) or UNKNOWN_OWNER) from error
 
     async def _mark(self, name: str, owner: str) -> None:
-        channel = await self.named("marks")
-        with translated(name):
+        async with self._on("marks", name) as channel:
             await channel.exchange_declare(
                 name,
                 exchange_type="direct",
@@ -226,9 +232,8 @@ class Session:
         No call returns an exchange's arguments: it is declared as no worker would. The broker's code states that it
         differs; its text is only for a person.
         """
-        channel = await self.named("marks")
         try:
-            with translated(name):
+            async with self._on("marks", name) as channel:
                 await channel.exchange_declare(name, passive=True, timeout=RPC_TIMEOUT_S)
         except QueueMissing:
             return ""
@@ -242,21 +247,18 @@ class Session:
 
     async def unmark(self, name: str) -> None:
         """Take a mark away."""
-        channel = await self.named("marks")
-        with translated(name):
+        async with self._on("marks", name) as channel:
             await channel.exchange_delete(name, timeout=RPC_TIMEOUT_S)
 
     async def _declare_exchange(self, planned: ExchangePlan) -> None:
-        channel = await self.named("shared")
         try:
-            with translated(planned.name):
+            async with self._on("shared", planned.name) as channel:
                 await channel.exchange_declare(planned.name, passive=True, timeout=RPC_TIMEOUT_S)
         except BusForbidden:
             # RabbitMQ 4.3 tells nothing of it to a user that has no permission of it at all, and so does not use it.
             return
         except QueueMissing:
-            channel = await self.named("shared")
-            with translated(planned.name):
+            async with self._on("shared", planned.name) as channel:
                 await channel.exchange_declare(
                     planned.name,
                     exchange_type="topic",
@@ -273,8 +275,7 @@ class Session:
             if not await self._lacks_limit(planned):
                 if not planned.disposable:
                     raise
-                channel = await self.named("control")
-                with translated(planned.name):
+                async with self._on("control", planned.name) as channel:
                     await channel.queue_delete(planned.name, timeout=RPC_TIMEOUT_S)
                 await self._declare(planned)
         await self._bind(planned)
@@ -297,8 +298,7 @@ class Session:
         return True
 
     async def _declare(self, planned: QueuePlan) -> None:
-        channel = await self.named("control")
-        with translated(planned.name):
+        async with self._on("control", planned.name) as channel:
             await channel.queue_declare(
                 planned.name,
                 durable=planned.durable,
@@ -315,8 +315,7 @@ class Session:
 
     async def bind_foreign(self, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> None:
         """Bind to an exchange that is not ours and only looked at. Raises QueueMissing."""
-        channel = await self.named("control")
-        with translated():
+        async with self._on("control") as channel:
             await channel.exchange_declare(exchange, passive=True, timeout=RPC_TIMEOUT_S)
         await self.declare(structs.replace(planned, bindings=tuple((exchange, key) for key in keys)))
 
@@ -326,9 +325,8 @@ class Session:
         What exists is used as it is: with other properties than those planned it serves all the same, and the processes
         of that system may be configured otherwise than this one.
         """
-        channel = await self.named("foreign")
         try:
-            with translated(planned.exchange):
+            async with self._on("foreign", planned.exchange) as channel:
                 await channel.exchange_declare(
                     planned.exchange,
                     exchange_type=planned.exchange_type,
@@ -338,9 +336,8 @@ class Session:
                 )
         except QueueDiffers as error:
             log.warning("bus.foreign_differs", name=planned.exchange, reason=str(error))
-        channel = await self.named("foreign")
         try:
-            with translated(planned.name):
+            async with self._on("foreign", planned.name) as channel:
                 await channel.queue_declare(
                     planned.name,
                     durable=planned.durable,
@@ -350,14 +347,12 @@ class Session:
                 )
         except QueueDiffers as error:
             log.warning("bus.foreign_differs", name=planned.name, reason=str(error))
-        channel = await self.named("foreign")
-        with translated():
+        async with self._on("foreign") as channel:
             await channel.queue_bind(planned.name, planned.exchange, planned.routing_key, timeout=RPC_TIMEOUT_S)
 
     async def delete_queue(self, queue: str) -> None:
         """Take a queue away, with what is in it."""
-        channel = await self.named("foreign")
-        with translated(queue):
+        async with self._on("foreign", queue) as channel:
             await channel.queue_delete(queue, timeout=RPC_TIMEOUT_S)
 
     async def depth(self, queue: str) -> int:
@@ -369,14 +364,12 @@ class Session:
         return (await self._looked_at(queue)).consumer_count or 0
 
     async def _looked_at(self, queue: str) -> Queue.DeclareOk:
-        channel = await self.named("control")
-        with translated(queue):
+        async with self._on("control", queue) as channel:
             return await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
 
     async def purge(self, queue: str) -> int:
         """Drop the ready messages."""
-        channel = await self.named("control")
-        with translated():
+        async with self._on("control") as channel:
             answer = await channel.queue_purge(queue, timeout=RPC_TIMEOUT_S)
         return answer.message_count or 0
 

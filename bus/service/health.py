@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import structlog
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 log = structlog.get_logger(__name__)
 
@@ -35,13 +35,11 @@ class Health:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        registry: CollectorRegistry = REGISTRY,
         refresh: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.host = host
         self.port = port
         self._not_ready = not_ready
-        self._registry = registry
         self._refresh = refresh
         self._server: asyncio.Server | None = None
         self._open = 0
@@ -71,7 +69,7 @@ class Health:
                 body = msgspec.json.encode({"ready": not missing, "not_ready": missing, "pid": os.getpid()})
                 return (503 if missing else 200), JSON, body
             case "/metrics":
-                return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+                return 200, CONTENT_TYPE_LATEST, generate_latest()
             case _:
                 return 404, JSON, b'{"error":"there are /healthz, /readyz and /metrics"}'
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Struct
 
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 
 T = TypeVar("T", bound=Struct)
 

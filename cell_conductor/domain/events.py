@@ -8,9 +8,8 @@ from msgspec import Struct
 
 from bus.contracts.base import Allocations, Refusal
 from bus.contracts.cell import FoundMachine, InstanceSpec, Selection
-from bus.contracts.groups import ServerGroup
 from bus.contracts.moves import CellMove
-from bus.contracts.placement import ClaimOutcome
+from bus.contracts.placement import ClaimOutcome, ServerGroup
 from bus.contracts.stages import Stamps
 
 

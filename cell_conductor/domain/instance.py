@@ -12,9 +12,8 @@ from msgspec import Struct, field
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.groups import ServerGroup
 from bus.contracts.moves import Departure, MoveKind, MoveState
-from bus.contracts.placement import ClaimOutcome
+from bus.contracts.placement import ClaimOutcome, ServerGroup
 from bus.contracts.stages import Stamps
 
 from .events import ClaimRefused

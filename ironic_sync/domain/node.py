@@ -8,8 +8,7 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import TraitName, Uuid
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import TraitName, Uuid, reason_of
 
 ShortText = Annotated[str, Bound(max_length=255)]
 

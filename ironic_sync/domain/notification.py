@@ -13,9 +13,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec import Meta as Bound
 
-from bus.contracts.base import Uuid
+from bus.contracts.base import Uuid, reason_of
 from bus.contracts.host_metrics import HostReading
-from bus.contracts.patterns import reason_of
 from bus.json_values import has_more_values
 from ironic_sync.domain.sensors import SENSOR_EVENT, parse_sensors
 

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import msgspec
 
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, unanswered
 from bus.openstack.rest import IRONIC_VERSION, api_root, bounded_body, error_text, version_advice
 from bus.tracing.context import CURRENT

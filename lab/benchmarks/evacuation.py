@@ -28,9 +28,8 @@ from bus.clock import new_uuid
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest, HostRecord
-from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
-from bus.contracts.operations import AdminState, SetAdminState
+from bus.contracts.operations import AdminState, EvacuationPolicy, SetAdminState
 from compute_sim.config import ComputeConfig, HostSize
 from lab.benchmarks.command import as_json, measured, parser_of, positive, write
 from lab.benchmarks.street_report import spread_of

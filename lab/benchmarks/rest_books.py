@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from bus.contracts.placement import Inventory
-from placement_worker.domain.names import is_custom
-from placement_worker.domain.values import Provider, stored_inventory
+from placement_worker.domain.values import Provider, is_custom, stored_inventory
 from placement_worker.operations import export
 
 BIG_HOSTS = 4  # of every flat book: so large that many writers never fill them

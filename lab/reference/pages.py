@@ -8,7 +8,7 @@ from functools import partial
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from berth.reference import commands
-from lab.reference import codes, messages, metrics, settings, states
+from lab.reference import codes, messages, metrics, schemas, settings, states
 from placement_worker.rest.routes import ROUTES
 
 
@@ -43,4 +43,5 @@ CONTENTS: Mapping[str, Callable[[], Mapping[str, object]]] = {
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands.render,
     **{name: partial(_page, name, content) for name, content in CONTENTS.items()},
+    **schemas.PAGES,
 }

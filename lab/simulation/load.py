@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest, member_uuids
-from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.operations import EvacuationPolicy
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from lab.simulation.loop import Process

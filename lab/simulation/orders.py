@@ -7,8 +7,7 @@ import random
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import INSTANCES
+from bus.contracts.placement import INSTANCES, GroupPolicy, ServerGroup
 from compute_sim.domain.faults import Faults
 from lab.simulation.plan import LOAD_S, Action, Order, Plan, Rates
 

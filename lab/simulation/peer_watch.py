@@ -11,8 +11,7 @@ from itertools import pairwise
 
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild
-from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import INSTANCES
+from bus.contracts.placement import INSTANCES, GroupPolicy
 from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
 from lab.simulation.plan import Order, Plan

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from berth.trial.ironic_stand_in.node_pool import Behaviour
-from bus.contracts.groups import ServerGroup
+from bus.contracts.placement import ServerGroup
 from compute_sim.config import HostSize
 from compute_sim.domain.faults import Faults
 

@@ -14,8 +14,7 @@ from uuid import UUID, uuid5
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import INSTANCES
+from bus.contracts.placement import INSTANCES, GroupPolicy, ServerGroup
 from lab.simulation.orders import (
     NONE_ALLOWED,
     builds_forgotten,

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts import placement as messages
-from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import GroupPolicy
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE, is_migration

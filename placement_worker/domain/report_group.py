@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from bus.contracts.base import encode
 from bus.contracts.placement import COMPUTE_SOURCE, OTHER_SERVICE, InventoryResult, InventoryUpdate, ProviderReport
-from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign
 from placement_worker.domain.trees import WantedTrees
-from placement_worker.domain.values import ABOVE_CELLS, Provider, is_foreign
+from placement_worker.domain.values import ABOVE_CELLS, Provider, is_class, is_custom, is_foreign
 
 Key = tuple[str, str]  # (root, source)
 

@@ -18,15 +18,17 @@ from msgspec.structs import replace
 from bus.contracts.feed import Change
 from bus.contracts.placement import InventoryUpdate, ProviderReport
 from placement_worker.domain.allocation_migration import migrate_allocations, sources_of, usage_after
-from placement_worker.domain.names import is_class, is_custom, suggestion
 from placement_worker.domain.values import (
     ABOVE_CELLS,
     Holding,
     Provider,
     StoredInventory,
+    is_class,
+    is_custom,
     is_foreign,
     state_of,
     stored_inventory,
+    suggestion,
 )
 
 MAX_SHOWN = 64  # characters of a refused name

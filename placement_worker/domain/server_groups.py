@@ -7,8 +7,7 @@ from itertools import islice
 
 from msgspec import Struct
 
-from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import INSTANCES, MAX_LOCATED_HOSTS, Claim, ClaimOption, ClaimOutcome
+from bus.contracts.placement import INSTANCES, MAX_LOCATED_HOSTS, Claim, ClaimOption, ClaimOutcome, GroupPolicy
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Holding, Provider
 

@@ -15,11 +15,10 @@ import httpx
 import msgspec
 
 from bus.clock import Clock, SystemClock
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.faults import Transient
 from bus.retrying import Retrying, RetryPolicy
-from placement_worker.domain.names import is_custom
-from placement_worker.domain.values import ConsumerState, Provider
+from placement_worker.domain.values import ConsumerState, Provider, is_custom
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.rest.allocations import UNKNOWN
 from placement_worker.rest.bodies import InventoryBody

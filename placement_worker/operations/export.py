@@ -13,11 +13,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_AMOUNT
-from bus.contracts.patterns import reason_of
-from placement_worker.domain.names import MAX_NAME
+from bus.contracts.base import MAX_AMOUNT, reason_of
 from placement_worker.domain.server_groups import GroupMember
-from placement_worker.domain.values import ConsumerState, Provider, StoredInventory, capacity
+from placement_worker.domain.values import MAX_NAME, ConsumerState, Provider, StoredInventory, capacity
 
 MAX_NUMBER = 2**62  # the bound of generations and amounts, far below the largest number that the database can add to
 

@@ -13,16 +13,16 @@ from bus.persistence.tables import fetch
 from placement_worker.book import NEW_HOLDER
 from placement_worker.domain.allocation_migration import between
 from placement_worker.domain.claim_ledger import Decision
-from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.trees import WantedTrees
-from placement_worker.domain.values import ConsumerState, GroupKey, Provider
+from placement_worker.domain.values import ConsumerState, GroupKey, Provider, is_custom
+from placement_worker.operations.audit import COUNT_USED, LOCK_ALL
 from placement_worker.operations.export import BookExport, checked
-from placement_worker.operations.repair import COUNT_USED, LOCK_ALL
 from placement_worker.store import feed
-from placement_worker.store.limits import COUNT_ANEW
+from placement_worker.store.claims import COUNT_ANEW
 from placement_worker.store.names import NameTable
+from placement_worker.store.port import ClaimWrites, TreeWrites, WantedClaims
 from placement_worker.store.postgres_rows import PostgresBookTransaction
 from placement_worker.store.rows import CLASSES, HELD, holdings_of, one_of, read_providers
 from placement_worker.store.tables import allocations, consumers, feed_head, group_members, providers
@@ -90,17 +90,18 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     last = sa.select(sa.column("last_value")).select_from(sa.table("shapes")).scalar_subquery()
     await fetch(connection, sa.select(sa.func.setval("shapes", sa.func.greatest(given, last))))
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
-    locked = await transaction.lock_claims({uuid: now.get(uuid, NEW_HOLDER) for uuid in changed}, None)
+    locked = await transaction.lock_claims(WantedClaims({uuid: now.get(uuid, NEW_HOLDER) for uuid in changed}, None))
     # Deletions come last, because consumers hold allocations of these providers until the allocations are replaced.
     await transaction.ids_of(before.providers)
     both = between(with_inventories, after)
-    await transaction.write_trees(with_inventories, both)
+    await transaction.write_trees(TreeWrites(with_inventories, both))
     ids = await transaction.ids_of(after)
-    await transaction.write_claims(Decision([], {uuid: now.get(uuid) for uuid in changed}, {}, {}), locked)
+    decision = Decision([], {uuid: now.get(uuid) for uuid in changed}, {}, {})
+    await transaction.write_claims(ClaimWrites(decision, locked))
     used = {row[0] for row in await fetch(connection, COUNT_USED)}
-    await transaction.write_trees(both, after)
+    await transaction.write_trees(TreeWrites(both, after))
     gone = {uuid: p for uuid, p in before.providers.items() if uuid not in after}
-    await transaction.write_trees(gone, {})
+    await transaction.write_trees(TreeWrites(gone, {}))
     await fetch(connection, COUNT_ANEW)
     regrouped = await _write_members(transaction, wanted, before, changed)
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
-from placement_worker.replica.assumptions import Assumptions
 from placement_worker.replica.columns import (
     CAPACITY,
     Amounts,
+    Assumptions,
     ClassColumns,
     Distinct,
     InventoryNumbers,

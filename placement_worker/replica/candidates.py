@@ -19,11 +19,9 @@ import numpy as np
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest, TreePattern
-from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
+from placement_worker.replica.request import CandidatesRequest
 from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.tree_solver import TimeBudget, TooLong
-
-__all__ = ["UNNUMBERED", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
 # The dead ends and the candidates beyond each root's first after which a search stops as not exhausted.
 BUDGET = 100_000

@@ -63,14 +63,12 @@ class CatchUp:
     replaced its content (True).
     """
 
-    def __init__(self, book: Book, source: FeedSource, *, page: int = PAGE, pages: int = MAX_PAGES) -> None:
+    def __init__(self, book: Book, source: FeedSource) -> None:
         self.book = book
         self.stale = True
         self.on_stale: Callable[[], None] = lambda: None
         self.on_page: Callable[[int, bool], Awaitable[None]] | None = None
         self._source = source
-        self._page = page
-        self._pages = pages
         self._loaded: Book | None = None  # complete, but not up to date
 
     async def run(self) -> None:
@@ -103,7 +101,7 @@ class CatchUp:
         """
         while True:  # ends: each page advances the book
             after = book.sequence
-            page = await self._source.changes(after, self._page, book.history)
+            page = await self._source.changes(after, PAGE, book.history)
             is_other = bool(book.history) and page.history not in ("", book.history)
             if page.too_old or is_other or page.head < after:
                 log.info("replica.stale", too_old=page.too_old, head=page.head, sequence=after)
@@ -120,8 +118,8 @@ class CatchUp:
     async def _read_snapshot(self) -> Book:
         """Read the whole book. It is of the number of its first page, the oldest one."""
         loaded, after = Book(), None
-        for _ in range(self._pages):
-            page = await self._source.snapshot(after, self._page)
+        for _ in range(MAX_PAGES):
+            page = await self._source.snapshot(after, PAGE)
             if after is None:
                 loaded.sequence, loaded.history = page.sequence, page.history
             elif page.history != loaded.history:  # this page begins where the former one ended

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
-from msgspec import Struct
+from prometheus_client import Counter, Gauge, Histogram
 
 from bus.clock import Clock
 from bus.consuming.consumer import Consumer
@@ -22,10 +22,8 @@ from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges,
 from bus.faults import RequestRefused, RequestTimeout
 from bus.port import BusError, BusForbidden
 from bus.retrying import UNTIL_AVAILABLE, Retrying
-from bus.turns import next_turn
-from placement_worker.replica import metrics
 from placement_worker.replica.book import Book
-from placement_worker.replica.catch_up import AT_ONCE, MAX_PAGES, PAGE, CatchUp, SnapshotOutrun
+from placement_worker.replica.catch_up import CatchUp, SnapshotOutrun, apply
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -34,41 +32,41 @@ log = structlog.get_logger("replica.follower")
 
 QUEUE = "scheduler.feed.{process}"
 
+_sequence = Gauge("berth_replica_sequence", "Number of the last change folded into the replica")
+_lag = Gauge("berth_replica_lag_changes", "Changes between the replica and the newest number received")
+_providers = Gauge("berth_replica_providers", "Providers in the replica")
+_applied = Counter("berth_replica_changes_total", "Changes folded in")
+_delay = Histogram(
+    "berth_replica_delay_seconds",
+    "From the publication of a change to its being in the replica",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0),
+)
+_resyncs = Counter("berth_replica_resyncs_total", "Times that changes of the feed had to be requested", ["why"])
+_snapshots = Counter("berth_replica_snapshots_total", "Snapshots loaded")
 
-class FollowerLimits(Struct, frozen=True, kw_only=True):
-    """Bounds of a follower.
 
-    page: changes or providers in one request. buffered: changes that may wait for earlier ones; above this bound they
-    are dropped and requested. head_lag_s: how long the head may stay ahead of the book. silence_s: time without
-    messages after which changes are requested. watch_s: interval between checks for silence. pages: bound of the pages
-    of one snapshot.
-    """
-
-    page: int = PAGE
-    buffered: int = 100_000
-    request_timeout_s: float = 5.0
-    head_lag_s: float = 2.0
-    silence_s: float = 5.0
-    watch_s: float = 0.5
-    pages: int = MAX_PAGES
+MAX_BUFFERED = 100_000  # changes that wait for earlier ones; above this bound they are dropped and requested
+REQUEST_TIMEOUT_S = 5.0
+HEAD_LAG_S = 2.0  # how long the head may stay ahead of the book
+SILENCE_S = 5.0  # without messages, after which changes are requested
+WATCH_S = 0.5  # between two checks for silence
 
 
 class PlacementFeed:
     """The feed, as placement answers requests for it over the bus."""
 
-    def __init__(self, bus: Bus, timeout_s: float) -> None:
+    def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._timeout_s = timeout_s
 
     async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
         """Request a page of changes."""
         requested = ChangesRequest(after=after, limit=limit, history=history)
-        return await self._bus.request(requested, ChangesPage, timeout_s=self._timeout_s, cause="replica.changes")
+        return await self._bus.request(requested, ChangesPage, timeout_s=REQUEST_TIMEOUT_S, cause="replica.changes")
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """Request a page of the snapshot."""
         requested = SnapshotRequest(after=after, limit=limit)
-        return await self._bus.request(requested, SnapshotPage, timeout_s=self._timeout_s, cause="replica.snapshot")
+        return await self._bus.request(requested, SnapshotPage, timeout_s=REQUEST_TIMEOUT_S, cause="replica.snapshot")
 
 
 class Follower:
@@ -78,25 +76,15 @@ class Follower:
     run() ends when the follower is closed, or raises the fault that stopped it.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        book: Book,
-        *,
-        process: str | None = None,
-        clock: Clock,
-        limits: FollowerLimits = FollowerLimits(),  # noqa: B008  (frozen)
-    ) -> None:
+    def __init__(self, bus: Bus, book: Book, *, process: str | None = None, clock: Clock) -> None:
         self.book = book
         self.ready = asyncio.Event()
         self._bus = bus
         self._clock = clock
         self._rng = bus.rng
-        self._limits = limits
         # One batch at a time, so that changes are applied in the order in which they arrive.
         self._consumer = Consumer(bus, QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
-        source = PlacementFeed(bus, limits.request_timeout_s)
-        self._catch_up = CatchUp(book, source, page=limits.page, pages=limits.pages)
+        self._catch_up = CatchUp(book, PlacementFeed(bus))
         self._catch_up.on_stale = self._drop_buffered
         self._catch_up.on_page = self._caught_up
         self._kept: list[Change] = []
@@ -172,7 +160,7 @@ class Follower:
                 self._request_catch_up("history")  # the snapshot contains its changes
             elif isinstance(message, FeedChanges):
                 self._take(message.changes, message.history)
-                metrics.DELAY.observe(max(0.0, self._clock.time() - received.meta.sent_at))
+                _delay.observe(max(0.0, self._clock.time() - received.meta.sent_at))
             elif isinstance(message, FeedHead):
                 self._head = message.sequence
                 self._compare()
@@ -196,7 +184,7 @@ class Follower:
             return
         before = self.book.sequence
         gap = self.book.apply(changes)
-        metrics.APPLIED.inc(self.book.sequence - before)
+        _applied.inc(self.book.sequence - before)
         if gap is not None:
             log.info("replica.gap", expected=gap.expected, got=gap.got)
             self._kept_history = history
@@ -205,7 +193,7 @@ class Follower:
 
     def _buffer(self, changes: Sequence[Change]) -> None:
         self._kept += changes
-        if len(self._kept) > self._limits.buffered:
+        if len(self._kept) > MAX_BUFFERED:
             log.warning("replica.buffer_full", dropped=len(self._kept))
             self._kept.clear()
             self._request_catch_up("overflow")
@@ -214,15 +202,10 @@ class Follower:
         """Apply the buffered changes that come next after an answer of placement, in whatever order they arrived.
         Changes that arrive meanwhile are buffered, too.
         """
-        self._kept.sort(key=lambda change: change.sequence)
-        while self._kept:  # ends: each round removes some of a bounded number
-            some, self._kept = self._kept[:AT_ONCE], self._kept[AT_ONCE:]
-            gap = self.book.apply(some)
-            if gap is not None:
-                self._kept[:0] = [change for change in some if change.sequence >= gap.got]
-                return
-            if self._kept:
-                await next_turn()
+        gap = None
+        while self._kept and gap is None:  # ends: each round applies what is there, or finds a hole
+            gap = await apply(self.book, sorted(self._kept, key=lambda change: change.sequence))
+            self._kept = [change for change in self._kept if change.sequence > self.book.sequence]
 
     def _compare(self) -> None:
         """Request changes when the head has differed from the book for long: the last changes were lost, so no later
@@ -234,27 +217,27 @@ class Follower:
         elif self._off_since is None or sequence >= self._off_target > 0:
             self._off_since = now
             self._off_target = self._head if self._head > sequence else 0
-        elif now - self._off_since >= self._limits.head_lag_s:
+        elif now - self._off_since >= HEAD_LAG_S:
             self._off_since = None
             self._request_catch_up("behind" if self._head > sequence else "ahead")
 
     def _log_catch_up(self) -> None:
-        metrics.SEQUENCE.set(self.book.sequence)
-        metrics.LAG.set(self.lag)
-        metrics.PROVIDERS.set(len(self.book))
+        _sequence.set(self.book.sequence)
+        _lag.set(self.lag)
+        _providers.set(len(self.book))
         for callback in self._callbacks:
             callback()
 
     # --- requests to placement
 
     def _request_catch_up(self, why: str) -> None:
-        metrics.RESYNCS.labels(why).inc()
+        _resyncs.labels(why).inc()
         self._wanted.set()
 
     async def _watch(self) -> None:
         while True:
-            await self._clock.sleep(self._limits.watch_s)
-            if self._clock.monotonic() - self._received_at >= self._limits.silence_s:
+            await self._clock.sleep(WATCH_S)
+            if self._clock.monotonic() - self._received_at >= SILENCE_S:
                 self._received_at = self._clock.monotonic()
                 self._request_catch_up("silence")
 
@@ -297,11 +280,11 @@ class Follower:
                 self._kept.clear()
             self._head = head
             self._off_since = None
-            metrics.SNAPSHOTS.inc()
+            _snapshots.inc()
             log.info("replica.loaded", providers=len(self.book), sequence=head)
         self._head = max(self._head, head)
         await self._apply_buffered()
-        metrics.APPLIED.inc(self.book.sequence - before)
+        _applied.inc(self.book.sequence - before)
         self._log_catch_up()
         if self.book.sequence >= head:
             # Buffered changes above this head were committed after the answer. They are requested when the next head

@@ -11,15 +11,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from bus.clock import new_uuid
 from bus.faults import BrokenInvariant, Transient
-from placement_worker.rest import metrics
+from bus.openstack.keystone import SignInRefused
+from placement_worker import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import TOKEN, Auth
 from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query
 from placement_worker.rest.http import HEADER, JSON, SERVICE, HttpRequest, Response, render, version_of
-from placement_worker.rest.keystone import KeystoneForbidden
-from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import Policy
-from placement_worker.rest.routes import ROUTES, USAGES, Route, Router, parts_of
+from placement_worker.rest.routes import USAGES, Route, Router, parts_of
 from placement_worker.store.port import Unstorable
 
 log = structlog.get_logger("placement.rest")
@@ -46,7 +45,7 @@ class Application:
         self._policy = policy
         self.opened = True  # until the book is open every answer is 503
         self._gathering = 0  # bytes of incomplete bodies
-        self._router = Router((*ROUTES, OPENAPI) if api.config.openapi else ROUTES)
+        self._router = Router()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -208,7 +207,7 @@ def _unexpected(error: Exception) -> HttpFault:
     if isinstance(error, Transient):
         log.warning("rest.unavailable", code=error.code, reason=str(error))
         return HttpFault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})
-    if isinstance(error, KeystoneForbidden):
+    if isinstance(error, SignInRefused):
         log.error("rest.keystone_forbidden", code=error.code, reason=str(error))
         return HttpFault(503, "Who is calling cannot be found out.")
     if isinstance(error, Unstorable):

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.service.settings import SettingsError, read_toml
 from placement_worker.rest.config import RestConfig
 

@@ -18,7 +18,7 @@ from msgspec import Meta as Bound
 from bus.contracts.base import MAX_AMOUNT
 from bus.json_values import has_more_values, has_nul
 from placement_worker.domain.claim_ledger import ANY, ConsumerWrite, Expected
-from placement_worker.domain.values import StoredInventory, capacity
+from placement_worker.domain.values import StoredInventory, stored_inventory
 from placement_worker.rest import schemas
 from placement_worker.rest.candidates_query import canonical, is_canonical, is_uuid
 from placement_worker.rest.faults import HttpFault
@@ -113,10 +113,7 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
 
     def inventory(self) -> StoredInventory:
         """Return the inventory in the form of the book."""
-        room = capacity(self.total, self.reserved, self.allocation_ratio)
-        return StoredInventory(
-            self.total, self.reserved, self.min_unit, self.max_unit, self.step_size, self.allocation_ratio, room
-        )
+        return stored_inventory(self)
 
 
 class PutInventory(InventoryBody, frozen=True, kw_only=True):

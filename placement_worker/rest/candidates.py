@@ -9,7 +9,7 @@ from time import monotonic, thread_time
 import msgspec
 import numpy as np
 
-from placement_worker.domain.names import is_custom
+from placement_worker.domain.values import is_custom
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.columns import CAPACITY, Amounts, ClassColumns, Rows

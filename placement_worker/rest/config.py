@@ -12,7 +12,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 
@@ -94,8 +94,6 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The project of allocations that were written below microversion 1.8, which has none."""
     incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = UNOWNED
     """The user of such allocations."""
-    openapi: bool = False
-    """Serve the OpenAPI document at /openapi.json, a route that Placement does not have."""
     randomize: bool = False
     """Answer a sample of the allocation candidates instead of the first ones, as Placement's
     `randomize_allocation_candidates`.

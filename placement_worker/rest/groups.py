@@ -11,7 +11,7 @@ import structlog
 
 from bus.faults import DatabaseUnavailable, Transient
 from bus.gather import Gather
-from placement_worker.rest import metrics
+from placement_worker import metrics
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -96,7 +96,7 @@ class Groups(Generic[Item, Result]):
         await self._groups.idle()
 
     async def _handle(self, group: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
-        metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
+        metrics.REST_GROUP_ITEMS.labels(self._name).observe(len(group))
         await self._run(group)
         wanted = min(len(group) + len(self._waiting), self._group_max)
         self._awaited = wanted, asyncio.get_running_loop().time() + self._gather_s

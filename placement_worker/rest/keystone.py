@@ -13,9 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from bus.clock import Clock
-from bus.contracts.patterns import reason_of
-from bus.faults import Fault, Transient
-from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInRefused, SignInUnavailable
+from bus.contracts.base import reason_of
+from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInUnavailable, unanswered
 from bus.openstack.rest import tls_of
 from placement_worker.rest.auth import Auth, Caller, Headers
 from placement_worker.rest.config import KeystoneConfig
@@ -26,20 +25,6 @@ SETTING = "rest.keystone"
 
 # The characters that a header may contain. A value with others is no Keystone token.
 _TOKEN = re.compile(rb"[!-~]{1,%d}" % MAX_TOKEN_BYTES)
-
-
-class KeystoneUnavailable(Transient):
-    """Keystone is out of reach, or cannot answer."""
-
-    code = "rest.keystone_unavailable"
-
-
-class KeystoneForbidden(Fault):
-    """Keystone refuses the credentials of the service user. The caller can only retry, although an operator must
-    correct the settings.
-    """
-
-    code = "rest.keystone_forbidden"
 
 
 class _Named(Struct, frozen=True):
@@ -82,7 +67,9 @@ class Keystone(Auth):
         self._validating: dict[bytes, asyncio.Task[CachedToken]] = {}
 
     async def identify(self, token: bytes, headers: Headers) -> Caller | None:
-        """Return the owner of the token. Raises KeystoneUnavailable, KeystoneForbidden."""
+        """Return the owner of the token. Raises SignInUnavailable; SignInRefused: Keystone refuses the service user, so
+        that the caller can only retry, although an operator must correct the settings.
+        """
         if _TOKEN.fullmatch(token) is None:
             return None
         digest = hashlib.sha256(token).digest()  # the cache must not contain valid tokens
@@ -116,12 +103,12 @@ class Keystone(Auth):
         if answer.status_code == 404:
             return CachedToken(None, now + BAD_FOR_S)
         if answer.status_code != 200:
-            raise KeystoneUnavailable(f"Keystone answered {answer.status_code}")
+            raise SignInUnavailable(f"Keystone answered {answer.status_code}")
         try:
             token = msgspec.json.decode(answer.content, type=_Answer).token
             expires = datetime.fromisoformat(token.expires_at).timestamp()
         except (msgspec.DecodeError, ValueError) as error:
-            raise KeystoneUnavailable(f"Keystone's answer cannot be read: {reason_of(error)}") from error
+            raise SignInUnavailable(f"Keystone's answer cannot be read: {reason_of(error)}") from error
         if expires <= now:
             return CachedToken(None, now + BAD_FOR_S)
         caller = Caller(
@@ -137,7 +124,5 @@ class Keystone(Auth):
         try:
             headers = {SUBJECT: token.decode("latin-1")}
             return await self._client.get(f"{self._auth.url}?nocatalog", headers=headers)
-        except SignInRefused as error:
-            raise KeystoneForbidden(str(error)) from error
-        except (httpx.HTTPError, SignInUnavailable) as error:
-            raise KeystoneUnavailable(f"{type(error).__name__}: {error}") from error
+        except httpx.HTTPError as error:
+            raise SignInUnavailable(f"{self._auth.url}: {unanswered(error, self._config.timeout_s)}") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from placement_worker.domain.names import MAX_NAME, STANDARD_CLASSES, is_custom
+from placement_worker.domain.values import MAX_NAME, STANDARD_CLASSES, is_custom
 from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import Checked

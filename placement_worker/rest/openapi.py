@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any
 
-import msgspec
-
-from placement_worker.rest.api import Api
 from placement_worker.rest.faults import STATUS
-from placement_worker.rest.http import NEWEST, RANGE, SERVICE, ErrorsBody, HttpRequest, Response
+from placement_worker.rest.http import NEWEST, RANGE, SERVICE, ErrorsBody
 from placement_worker.rest.routes import ROUTES, Route
 from placement_worker.rest.schemas import Schema, schema_of
 
@@ -24,21 +20,6 @@ _ANSWERS = {
     "DELETE": (204, 400, 404, 409),
 }
 _EVERYWHERE = (401, 403, 405, 406, 408, 500, 503)
-
-
-async def show(api: Api, request: HttpRequest) -> Response:
-    """GET this document."""
-    del api, request
-    return Response(200, _written())
-
-
-# This route is served only if the settings enable it, because Placement has no such path and answers 404.
-OPENAPI = Route("GET", "/openapi.json", show, gives=True)
-
-
-@cache
-def _written() -> bytes:
-    return msgspec.json.encode(document())
 
 
 def document() -> dict[str, Any]:

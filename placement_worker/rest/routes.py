@@ -102,9 +102,9 @@ Shape = tuple[str, ...]
 class Router:
     """Finds the route of a path. The key is the sequence of the path's fixed words."""
 
-    def __init__(self, routes: tuple[Route, ...] = ROUTES) -> None:
+    def __init__(self) -> None:
         self._by_shape: dict[Shape, dict[str, list[Route]]] = {}
-        for route in routes:
+        for route in ROUTES:
             shape = _shape(parts_of(route.path))
             self._by_shape.setdefault(shape, {}).setdefault(route.method, []).append(route)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 import structlog
 import uvicorn
@@ -20,13 +19,11 @@ from bus.faults import BrokenInvariant, Forbidden
 from bus.service.health import PATHS, Health
 from bus.service.http_protocol import protocol
 from bus.service.settings import SettingsError
-from placement_worker.book import ResourceBook
-from placement_worker.replica.catch_up import LocalReplica
-from placement_worker.rest import metrics
+from placement_worker import metrics
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import Auth, NoAuth2, local_auth
-from placement_worker.rest.config import CorsConfig, RestConfig, with_oslo_conf
+from placement_worker.rest.config import CorsConfig, RestConfig
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.policy import Policy
 
@@ -34,25 +31,14 @@ from placement_worker.rest.policy import Policy
 class InProcessRest:
     """The application for a book, which is open while its placement worker runs. It accepts every caller, as noauth2 on
     loopback does, unless it gets another `auth`.
-
-    committed: a function that is called after each write.
     """
 
-    def __init__(
-        self,
-        store: ResourceBook,
-        config: RestConfig,
-        *,
-        clock: Clock,
-        rng: random.Random,
-        committed: Callable[[], None],
-        auth: Auth | None = None,
-    ) -> None:
+    def __init__(self, api: Api, auth: Auth | None = None) -> None:
         self._failed: BrokenInvariant | None = None
         self._ended = asyncio.Event()
-        self.api = Api(store, LocalReplica(store), config, clock=clock, rng=rng, committed=committed)
-        policy = Policy(config.policy, clock)
-        self.application = Application(self.api, auth or NoAuth2(), policy, broken=self._fail)
+        self.api = api
+        policy = Policy(api.config.policy, api.clock)
+        self.application = Application(api, auth or NoAuth2(), policy, broken=self._fail)
         self.application.opened = False
 
     async def run(self) -> None:
@@ -149,19 +135,11 @@ class _Server(uvicorn.Server):
 class RestServer(InProcessRest):
     """Serves the API at `config.listen`. With port 0 the system chooses a free port, which `port` then names."""
 
-    def __init__(
-        self,
-        store: ResourceBook,
-        config: RestConfig,
-        *,
-        clock: Clock,
-        rng: random.Random,
-        committed: Callable[[], None],
-    ) -> None:
-        self.config = with_oslo_conf(config)
+    def __init__(self, api: Api) -> None:
+        self.config = api.config
         self.host, self.port = address_of(self.config.listen)
-        self._auth = _auth_of(self.config, self.host, clock)
-        super().__init__(store, self.config, clock=clock, rng=rng, committed=committed, auth=self._auth)
+        self._auth = _auth_of(self.config, self.host, api.clock)
+        super().__init__(api, self._auth)
         self._served: ASGIApp = with_cors(self.application, self.config.cors)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None

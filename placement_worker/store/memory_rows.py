@@ -19,7 +19,7 @@ from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.claim_ledger import Decision, Lacking
-from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources, is_retired
+from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, Sources, is_retired
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import (
@@ -34,8 +34,6 @@ from placement_worker.store import port
 from placement_worker.store.memory_reads import MemoryReads, check_storable
 from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key, renamed_key
 from placement_worker.store.names import NameTable, StaleNames
-
-__all__ = ["MemoryBookRows", "MemoryBookTable"]
 
 HEAD, POSITION = ("feed head",), ("feed position",)
 
@@ -153,16 +151,9 @@ class MemoryBookTransaction:
         await self._rows.statement()
         await self._rows.lock([("group", *key) for key in sorted(keys)])
 
-    async def lock_claims(
-        self,
-        expected: Mapping[str, ConsumerState],
-        wanted: Collection[str] | None,
-        *,
-        limited: Sequence[str] = (),
-        alone: bool = False,
-    ) -> port.Locked:
+    async def lock_claims(self, wanted: port.WantedClaims) -> port.Locked:
         """Lock and read consumers, then providers. A new consumer has no row before the commit, but is locked."""
-        table = self._table
+        table, expected = self._table, wanted.expected
         for each in expected.values():
             check_storable(each.project_id, each.user_id, each.consumer_type)
         await self._rows.statement()
@@ -170,18 +161,18 @@ class MemoryBookTransaction:
         await self._rows.lock([("consumer", uuid) for uuid in uuids])
         found = {uuid: table.consumers[uuid].consumer for uuid in uuids if uuid in table.consumers}
         providers: dict[str, ClaimedProvider] = {}
-        if wanted is not None:
+        if wanted.providers is not None:
             held = {provider for consumer in found.values() for provider in consumer.holding}
-            locked = await self._lock_providers({*wanted, *held})
+            locked = await self._lock_providers({*wanted.providers, *held})
             providers = {uuid: claimed_provider(provider) for uuid, provider in locked.items()}
-        if alone:
-            await self._lock_usage(limited)
+        if wanted.alone:
+            await self._lock_usage(wanted.limited)
         return port.Locked(
             inserted={uuid: new for uuid, new in expected.items() if uuid not in found},
             found=found,
             providers=providers,
             cells={uuid: cell for uuid in providers if (cell := table.cell(uuid)) is not None},
-            usage={project: table.held_by(project) for project in limited},
+            usage={project: table.held_by(project) for project in wanted.limited},
         )
 
     async def _lock_providers(self, wanted: Iterable[str]) -> dict[str, Provider]:
@@ -234,20 +225,15 @@ class MemoryBookTransaction:
         """Insert the new members of server groups."""
         self._rows.will(partial(self._table.add_members, joined))
 
-    async def write_claims(
-        self,
-        decision: Decision,
-        locked: port.Locked,
-        changes: Sequence[Change] = (),
-        most: port.Limits = port.NO_LIMITS,
-    ) -> int:
+    async def write_claims(self, writes: port.ClaimWrites) -> int:
         """Write a decision about the locked rows. Raises PassedMeanwhile."""
-        if not decision.consumers and not decision.generations and not changes:
+        decision, most = writes.decision, writes.most
+        if not decision.consumers and not decision.generations and not writes.changes:
             return 0
         table = self._table
         await self._rows.statement()
         self._guard_capacity(decision)
-        more = usage_changes(locked.found, decision.consumers)
+        more = usage_changes(writes.locked.found, decision.consumers)
         await self._lock_usage(project for project, _ in more)
         for key, amount in more.items():
             if key in most and amount > 0 and table.held_by(key[0]).get(key[1], 0) + amount > most[key]:
@@ -255,7 +241,7 @@ class MemoryBookTransaction:
         self._changed.update(decision.consumers)
         self._rows.will(lambda: table.keep(decision.consumers))
         self._rows.will(lambda: table.put_usage(decision.generations, decision.used))
-        return await self.append(changes)
+        return await self.append(writes.changes)
 
     def _guard_capacity(self, decision: Decision) -> None:
         """The database's own check: usage neither rises above the capacity nor falls below zero."""
@@ -318,18 +304,10 @@ class MemoryBookTransaction:
         uuids = {p.uuid for p in table.providers.values() if p.root in roots}
         return table.next_shape(), await self._lock_providers(uuids.union(wanted.uuids))
 
-    async def write_trees(
-        self,
-        before: Mapping[str, Provider],
-        after: Mapping[str, Provider],
-        changes: Sequence[Change] = (),
-        *,
-        sources: Mapping[Key, ReportSource] = port.NO_SOURCES,
-        disowned: Sequence[str] = (),
-    ) -> int:
+    async def write_trees(self, writes: port.TreeWrites) -> int:
         """Write the differences between `before` and `after`, and the last reports of sources. Raises StaleNames."""
-        table = self._table
-        if before == after and not sources and not changes:
+        table, before, after = self._table, writes.before, writes.after
+        if before == after and not writes.sources and not writes.changes:
             return 0
         await self._rows.statement()
         for uuid, provider in after.items():
@@ -339,8 +317,8 @@ class MemoryBookTransaction:
                     raise StaleNames(uuid)
                 self._written[uuid] = provider
         self._rows.will(lambda: table.put_trees(before, after))
-        self._rows.will(lambda: table.put_sources(sources, disowned))
-        return await self.append(changes)
+        self._rows.will(lambda: table.put_sources(writes.sources, writes.disowned))
+        return await self.append(writes.changes)
 
     async def append(self, changes: Sequence[Change]) -> int:
         """Number the changes, as the last step of the transaction."""

@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from bus.contracts.feed import Change, FeedHead
 from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
 from bus.persistence.memory_database import MemoryDatabase
-from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.report_group import TAKEN_OUT, Key, ReportSource, Sources
 from placement_worker.domain.server_groups import hosts_of, usage_changes
-from placement_worker.domain.values import ConsumerState, GroupKey, Provider
+from placement_worker.domain.values import STANDARD_CLASSES, ConsumerState, GroupKey, Provider
 from placement_worker.store.port import Leaving, NameKind
 
 Amount = TypeVar("Amount")

@@ -13,7 +13,7 @@ from typing import Protocol
 import os_traits
 
 from bus.clock import Clock
-from placement_worker.domain.names import STANDARD_CLASSES
+from placement_worker.domain.values import STANDARD_CLASSES
 
 # How long names are cached before `refresh_if_old` reads them again.
 TRUSTED_FOR_S = 5.0

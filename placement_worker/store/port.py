@@ -16,7 +16,7 @@ from bus.contracts.feed import Change, FeedHead, FeedRow
 from bus.contracts.placement import ClaimHolder, LocatePage, LocateRequest
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.claim_ledger import Decision, Lacking
-from placement_worker.domain.report_group import Key, ReportSource, Sources
+from placement_worker.domain.report_group import Key, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider
 from placement_worker.store.names import NameRows, NameTable
@@ -24,8 +24,6 @@ from placement_worker.store.names import NameRows, NameTable
 Leaving = tuple[str, str]  # (provider, class) whose allocations move to another provider
 Named = Mapping[str, int]  # numbers by name
 Limits = Mapping[tuple[str, str], int]  # by project and class
-NO_LIMITS: Limits = {}
-NO_SOURCES: Sources = {}
 
 
 class PassedMeanwhile(Exception):
@@ -135,6 +133,19 @@ class NewestHead(Struct, frozen=True):
     unpublished: bool
 
 
+class WantedClaims(Struct, frozen=True):
+    """The rows that a group of claims locks. expected: the row that each consumer most likely gets if it is new.
+
+    providers: the wanted ones by uuid; None: lock none. limited: projects whose claims have limits. alone: lock them
+    exclusively, so that no other transaction adds to their usage.
+    """
+
+    expected: Mapping[str, ConsumerState]
+    providers: Collection[str] | None
+    limited: Sequence[str] = ()
+    alone: bool = False
+
+
 class Locked(Struct, frozen=True):
     """The rows that a group has locked, read after the locks were granted.
 
@@ -147,6 +158,28 @@ class Locked(Struct, frozen=True):
     providers: Mapping[str, ClaimedProvider] = {}
     cells: Mapping[str, str] = {}
     usage: Mapping[str, Mapping[str, int]] = {}
+
+
+class ClaimWrites(Struct, frozen=True):
+    """A decision about locked rows, and the changes of the feed. most: {(project, class): limit}."""
+
+    decision: Decision
+    locked: Locked
+    changes: Sequence[Change] = ()
+    most: Limits = {}
+
+
+class TreeWrites(Struct, frozen=True):
+    """The differences between `before` and `after` (a provider that is the same object in both is skipped), without the
+    usage, and the changes of the feed. sources: the last reports to write. disowned: roots that were deleted, and for
+    which no source answers any more.
+    """
+
+    before: Mapping[str, Provider]
+    after: Mapping[str, Provider]
+    changes: Sequence[Change] = ()
+    sources: Sources = {}
+    disowned: Sequence[str] = ()
 
 
 class BookTransaction(NameRows, Protocol):
@@ -166,21 +199,10 @@ class BookTransaction(NameRows, Protocol):
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups, so that claims of one group are decided one after the other."""
 
-    async def lock_claims(
-        self,
-        expected: Mapping[str, ConsumerState],
-        wanted: Collection[str] | None,
-        *,
-        limited: Sequence[str] = (),
-        alone: bool = False,
-    ) -> Locked:
+    async def lock_claims(self, wanted: WantedClaims) -> Locked:
         """Lock and read consumers by uuid, then providers by number: the wanted ones, and those of the consumers'
-        allocations.
-
-        expected: the row that each consumer most likely gets if it is new. wanted: uuids of providers; None: lock no
-        providers. limited: projects whose claims have limits. alone: lock them exclusively, so that no other
-        transaction adds to their usage. A consumer in `inserted` that the transaction does not write must be passed to
-        `write_claims`, which deletes its row.
+        allocations. A consumer in `inserted` that the transaction does not write must be passed to `write_claims`,
+        which deletes its row.
         """
 
     async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
@@ -201,18 +223,10 @@ class BookTransaction(NameRows, Protocol):
     async def join(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
         """Insert the new members of server groups."""
 
-    async def write_claims(
-        self,
-        decision: Decision,
-        locked: Locked,
-        changes: Sequence[Change] = (),
-        most: Limits = NO_LIMITS,
-    ) -> int:
-        """Write a decision about the locked rows, with the usage of the projects, and append the changes. Returns the
-        number of the last change, 0 without changes.
-
-        most: {(project, class): limit}. Raises PassedMeanwhile when the new usage would exceed one. Raises
-        BrokenInvariant when the usage would exceed a capacity.
+    async def write_claims(self, writes: ClaimWrites) -> int:
+        """Write a decision, with the usage of the projects, and append the changes. Returns the number of the last
+        change, 0 without changes. Raises PassedMeanwhile when the new usage would exceed a limit, and BrokenInvariant
+        when it would exceed a capacity.
         """
 
     # --- trees
@@ -241,21 +255,9 @@ class BookTransaction(NameRows, Protocol):
         has ever had, the providers).
         """
 
-    async def write_trees(
-        self,
-        before: Mapping[str, Provider],
-        after: Mapping[str, Provider],
-        changes: Sequence[Change] = (),
-        *,
-        sources: Mapping[Key, ReportSource] = NO_SOURCES,
-        disowned: Sequence[str] = (),
-    ) -> int:
-        """Write the differences between `before` and `after`, but not the usage, and append the changes. Returns the
-        number of the last one, 0 without changes.
-
-        A provider that is the same object in both is skipped. sources: the last reports to write; those of every other
-        source of a changed tree no longer prove what the book holds. disowned: roots that were deleted, and for which
-        no source answers any more.
+    async def write_trees(self, writes: TreeWrites) -> int:
+        """Write the differences, and append the changes. Returns the number of the last one, 0 without changes. The
+        last reports that are not written, of the other sources of a changed tree, no longer prove what the book holds.
         """
 
     async def append(self, changes: Sequence[Change]) -> int:

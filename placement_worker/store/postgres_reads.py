@@ -16,7 +16,7 @@ from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePag
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.values import ABOVE_CELLS, Provider, is_in_units, state_of
-from placement_worker.store import limits, members, port
+from placement_worker.store import claims, members, port
 from placement_worker.store.names import NameRows, NameTable
 from placement_worker.store.rows import (
     CLASSES,
@@ -235,8 +235,8 @@ class PostgresReads:
             rows = await fetch(view.connection, _projects(requested))
             projects = [row[0] for row in rows[: requested.limit]]
             held = await fetch(view.connection, _USAGE, projects=projects)
-            used = {row[1] for row in held if row[1] != limits.INSTANCES_ID}
-            by_project = limits.by_project(held, await self._names.names_of(view, used))
+            used = {row[1] for row in held if row[1] != claims.INSTANCES_ID}
+            by_project = claims.by_project(held, await self._names.names_of(view, used))
         usage = {project: dict(sorted(by_project[project].items())) for project in projects}
         return queries.ProjectUsagePage(usage=usage, more=len(rows) > requested.limit)
 

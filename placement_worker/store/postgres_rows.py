@@ -24,11 +24,11 @@ from bus.persistence.database import Database, read_identity
 from bus.persistence.tables import fetch
 from bus.turns import turn_for
 from placement_worker.domain.claim_group import WantedMembers
-from placement_worker.domain.claim_ledger import Decision, Lacking
+from placement_worker.domain.claim_ledger import Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
-from placement_worker.store import claims, feed, limits, members, port, trees
+from placement_worker.store import claims, feed, members, port, trees
 from placement_worker.store.names import NameTable, StaleNames
 from placement_worker.store.postgres_reads import PostgresReads
 from placement_worker.store.rows import CLASSES, NAMES, read_providers, transposed
@@ -80,18 +80,13 @@ class PostgresBookTransaction:
         hashed = await self.connection.fetch(members.HASHED, ["/".join(key) for key in keys])
         await self.connection.execute(members.LOCK, [row["key"] for row in hashed])
 
-    async def lock_claims(
-        self,
-        expected: Mapping[str, ConsumerState],
-        wanted: Collection[str] | None,
-        *,
-        limited: Sequence[str] = (),
-        alone: bool = False,
-    ) -> port.Locked:
+    async def lock_claims(self, wanted: port.WantedClaims) -> port.Locked:
         """Lock and read consumers, then providers. New consumers are inserted as they are expected to be written."""
+        expected = wanted.expected
         columns = claims.columns(sorted(expected.items()))
-        providers = None if wanted is None else list(wanted)
-        rows = claims.decode(await self.connection.fetchval(claims.LOCK, *columns, providers, limited, alone))
+        providers = None if wanted.providers is None else list(wanted.providers)
+        locks = (*columns, providers, wanted.limited, wanted.alone)
+        rows = claims.decode(await self.connection.fetchval(claims.LOCK, *locks))
         await turn_for(len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected))
         class_names = await self.names.names_of(self, claims.classes_used(rows))
         self._ids.update((row[1], row[0]) for row in rows[2])
@@ -128,23 +123,18 @@ class PostgresBookTransaction:
         rows = [(*key, consumer) for key, consumers in joined.items() for consumer in consumers]
         await self.connection.execute(members.WRITE, *transposed(rows, 3))
 
-    async def write_claims(
-        self,
-        decision: Decision,
-        locked: port.Locked,
-        changes: Sequence[Change] = (),
-        most: port.Limits = port.NO_LIMITS,
-    ) -> int:
+    async def write_claims(self, writes: port.ClaimWrites) -> int:
         """Write a decision about the locked rows. Raises PassedMeanwhile and BrokenInvariant."""
+        decision, locked = writes.decision, writes.locked
         held = (consumer.holding for consumer in decision.consumers.values() if consumer is not None)
         await self.ids_of({provider for holding in held for provider in holding})
         size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
         await turn_for(size)
         columns = claims.written_columns(decision, locked, self._ids, self.names.class_ids)
-        if not any(columns) and not changes:
+        if not any(columns) and not writes.changes:
             return 0
-        usage = transposed(limits.rows_of(locked.found, decision.consumers, self.names.class_ids, most), 4)
-        numbered = feed.rows(changes)
+        usage = transposed(claims.usage_rows(locked.found, decision.consumers, self.names.class_ids, writes.most), 4)
+        numbered = feed.rows(writes.changes)
         await turn_for(size)
         try:
             sequence, written = await self.connection.fetchval(claims.WRITE, *columns, *numbered, *usage)
@@ -203,29 +193,21 @@ class PostgresBookTransaction:
         self._new_ids += new_ids
         return shape, before
 
-    async def write_trees(
-        self,
-        before: Mapping[str, Provider],
-        after: Mapping[str, Provider],
-        changes: Sequence[Change] = (),
-        *,
-        sources: Mapping[Key, ReportSource] = port.NO_SOURCES,
-        disowned: Sequence[str] = (),
-    ) -> int:
+    async def write_trees(self, writes: port.TreeWrites) -> int:
         """Write the differences between `before` and `after`, and the last reports of sources."""
+        before, after = writes.before, writes.after
         new = [uuid for uuid in after if uuid not in before and uuid not in self._ids]
         self._ids.update(zip(new, self._new_ids, strict=False))
         del self._new_ids[: len(new)]
         await self.ids_of(trees.named_above(before, after))
         await turn_for(len(before) + len(after))
         numbers = (self.names.class_ids, self.names.trait_ids)
-        reported = self._roots.difference(root for root, _ in self._settled - sources.keys())
-        rows = trees.rows_of(self._ids, before, after, numbers, sources=sources, reported=reported)
-        rows |= {"disowned": list(disowned)} if disowned else {}
+        reported = self._roots.difference(root for root, _ in self._settled - writes.sources.keys())
+        rows = trees.rows_of(self._ids, writes, numbers, reported)
         if not rows:
             return 0
         written = [msgspec.json.encode(of_kind).decode() for of_kind in rows.values()]
-        number: int = await self.connection.fetchval(trees.WRITE, list(rows), written, *feed.rows(changes))
+        number: int = await self.connection.fetchval(trees.WRITE, list(rows), written, *feed.rows(writes.changes))
         return number
 
     async def append(self, changes: Sequence[Change]) -> int:
@@ -440,7 +422,7 @@ class PostgresBookRows:
         for statement in (
             _purge_changes(keep_changes, limit),
             _purge_fences(keep_fences_s, limit),
-            limits.purge_empty(limit),
+            claims.purge_empty(limit),
         ):
             async with self.database.raw() as connection:
                 more |= len(await fetch(connection, statement)) >= limit

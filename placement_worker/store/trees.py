@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 from bus.persistence.tables import UUID
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Sources
 from placement_worker.domain.values import Provider
+from placement_worker.store.port import TreeWrites
 from placement_worker.store.rows import ProviderRows
 from placement_worker.store.tables import inventories, providers, sources
 
@@ -86,18 +87,16 @@ _decode = msgspec.json.Decoder(tuple[int, list[int], ProviderRows]).decode
 
 def rows_of(
     ids: Mapping[str, int],
-    before: Mapping[str, Provider],
-    after: Mapping[str, Provider],
+    writes: TreeWrites,
     numbers: tuple[Mapping[str, int], Mapping[str, int]],
-    *,
-    sources: Sources,
     reported: Collection[str],
 ) -> dict[str, list[object]]:
     """Return the rows for the SQL function `write_trees`, by kind. A kind without rows is left out.
 
     ids: the row ids of all providers, and of parents and roots of those that are written. numbers: of (classes,
-    traits). sources: the last reports to write. reported: roots of which no other settled reports are to be unsettled.
+    traits). reported: roots of which no other settled reports are to be unsettled.
     """
+    before, after = writes.before, writes.after
     rows: dict[str, list[object]] = defaultdict(list)
     rows["gone"] += [ids[uuid] for uuid in before if uuid not in after]
     roots = {old.root for uuid, old in before.items() if after.get(uuid) is not old}
@@ -108,7 +107,8 @@ def rows_of(
             _add_provider(rows, ids, old, new)
             _add_parts(rows, ids[uuid], old or _NEW, new, numbers)
     rows["roots"] += sorted(roots.difference(reported))
-    rows["sources"] += _rows_of_sources(sources)
+    rows["sources"] += _rows_of_sources(writes.sources)
+    rows["disowned"] += writes.disowned
     rows["names_pass"] += [True] * bool(rows["moved"] or rows["created"])
     return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
 

@@ -24,8 +24,7 @@ from bus.contracts.build import (
     FunnelStep,
     TimelineEntry,
 )
-from bus.contracts.cell import CellBuild, CellDelete
-from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete
 from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage

@@ -20,8 +20,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from bus.contracts.book import HeldAllocation
-from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import ClaimOutcome, ClaimResult
+from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy
 from bus.faults import Fault
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Outcome, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, BuildState, FunnelStep
-from bus.contracts.cell import CellBuild, InstanceSpec
-from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.cell import CellBuild, CellBuildQuery, InstanceSpec
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.config import Flavor, SchedulerConfig

@@ -15,7 +15,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
-from bus.contracts.fences import CellFence, EvacuationPolicy, FenceState, HostFence
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from bus.contracts.objects import (
     ChangedObject,
@@ -26,7 +25,7 @@ from bus.contracts.objects import (
     ObjectsChange,
     StoredObject,
 )
-from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.operations import AdminState, CellFence, EvacuationPolicy, FenceState, HostAdminState, HostFence
 from bus.retrying import doubled_s
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest
-from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.operations import EvacuationPolicy
 from placement_worker.replica.request import UNNUMBERED, Group, Query
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.fences import SPEC as POLICY_SPEC

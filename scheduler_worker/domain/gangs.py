@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.build import BuildAccepted
-from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim
+from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, GroupPolicy
 from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.admission import Admission, Answered, PendingBuild
 from scheduler_worker.domain.builds import Gang

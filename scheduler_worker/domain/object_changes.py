@@ -13,8 +13,17 @@ import numpy as np
 from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.cells import CellRecord, LinkState
-from bus.contracts.objects import Aggregate, CellBus, CellDecision, CellState, ChangedObject, ObjectKind, StoredObject
+from bus.contracts.objects import (
+    Aggregate,
+    CellBus,
+    CellDecision,
+    CellRecord,
+    CellState,
+    ChangedObject,
+    LinkState,
+    ObjectKind,
+    StoredObject,
+)
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fences import fence_of, followed
 from scheduler_worker.domain.flavors import ZONE_KEY

@@ -15,9 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.base import MAX_REASON, Refusal, Word
+from bus.contracts.base import MAX_REASON, Refusal, Word, reason_of
 from bus.contracts.drains import DrainRecord
-from bus.contracts.groups import ServerGroup
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
     SCHEDULING,
@@ -39,8 +38,7 @@ from bus.contracts.objects import (
     group_named,
 )
 from bus.contracts.operations import AdminState, HostAdminState
-from bus.contracts.patterns import reason_of
-from bus.contracts.placement import INSTANCES
+from bus.contracts.placement import INSTANCES, ServerGroup
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fences
 from scheduler_worker.domain.drains import drain_of

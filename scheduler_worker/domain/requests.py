@@ -17,13 +17,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.consuming.given_up import EXPIRED_WAITING, GIVEN_UP_BY_BROKER, given_up_of
-from bus.consuming.outcome import Received, Retry, Wait, never
+from bus.consuming.outcome import EXPIRED_WAITING, GIVEN_UP_BY_BROKER, Received, Retry, Wait, given_up_of, never
 from bus.contracts.base import MAX_REASON, Message, Refusal, Uuid
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.catalogue import project_of
-from bus.contracts.groups import ServerGroup
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.placement import ServerGroup
 from bus.contracts.queues import BY_QUEUE
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage

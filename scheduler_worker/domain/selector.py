@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.objects import group_named
 from bus.contracts.operations import AdminState
+from bus.contracts.placement import GroupPolicy, ServerGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import RejectedRoots, left_out
 from placement_worker.replica.search import search

@@ -17,9 +17,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.operations import AdminState
-from bus.contracts.placement import MAX_NAMED, LocatePage, LocateRequest
+from bus.contracts.placement import MAX_NAMED, GroupPolicy, LocatePage, LocateRequest, ServerGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import Query, total_resources
 from placement_worker.replica.sharing import sharing_of

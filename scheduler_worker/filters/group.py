@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import GroupPolicy
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
 from scheduler_worker.domain.view import HostsView, RequestSpec
 

@@ -7,8 +7,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Uuid
-from bus.contracts.patterns import matching
+from bus.contracts.base import Uuid, matching
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import Secret
 

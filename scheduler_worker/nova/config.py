@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.patterns import matching
+from bus.contracts.base import matching
 from bus.rabbitmq.address import BadBusUrl
 from bus.service.settings import Secret
 from scheduler_worker.nova.api_config import NovaApiConfig

@@ -11,8 +11,7 @@ import msgspec
 import structlog
 
 from bus.clock import Clock
-from bus.contracts.base import Uuid
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import Uuid, reason_of
 from bus.faults import Fault
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.nova.api_config import NovaApiConfig

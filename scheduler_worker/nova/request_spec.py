@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct, field
 
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.faults import Fault
 
 INVALID: Final = "nova.spec_invalid"

@@ -20,13 +20,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.base import MAX_REASON, Uuid
+from bus.contracts.base import MAX_REASON, Uuid, reason_of
 from bus.contracts.cell import Selection
-from bus.contracts.groups import ServerGroup
 from bus.contracts.nova_calls import MAX_NAMED as MAX_EXPLAINED
 from bus.contracts.nova_calls import CallExplained, ExplainedStep
-from bus.contracts.patterns import reason_of
-from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED
+from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED, ServerGroup
 from bus.faults import Transient
 from placement_worker.replica.request import Query
 from scheduler_worker.domain.builds import Gang

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import GroupPolicy
 from scheduler_worker.domain.hosts import Floats
 from scheduler_worker.domain.view import HostsView, RequestSpec
 

@@ -8,17 +8,18 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bus.clock import Clock, SystemClock
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
     ClaimResult,
+    GroupPolicy,
     Inventory,
     InventoryUpdate,
     Migration,
     ProviderReport,
     Revert,
     RevertResult,
+    ServerGroup,
 )
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from yarl import URL
 
-from bus.bus import Bus, BusLimits
+from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Handler, Outcome, Received
@@ -22,6 +22,7 @@ from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD_LETTERS, QueueKind, Qu
 from bus.local import LocalServer, LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing, Transport, waiting_in
+from bus.publishing import BusLimits
 from bus.rabbitmq.transport import RabbitTransport
 from tests.kit.waiting import PATIENCE_S, until
 

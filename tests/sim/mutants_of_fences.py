@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from bus.contracts.fences import CellFence, FenceState
+from bus.contracts.operations import CellFence, FenceState
 from cell_conductor.domain import events as e
 from cell_conductor.domain import fence_rules, rules, table
 from cell_conductor.domain.fences import Fence

@@ -28,8 +28,8 @@ from cell_conductor.domain.set_back import SetBack, is_unsearched
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import TABLE, Rule
 from cell_conductor.search import MachineSearch, Searched
-from placement_worker.cells import CellFollower
 from placement_worker.domain import claims
+from placement_worker.handlers import CellFollower
 from scheduler_worker import engine as scheduler_engine
 from scheduler_worker import keepers as scheduler_cells
 from scheduler_worker import placing

@@ -17,8 +17,8 @@ import pytest
 
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.consumer import Consumer
+from bus.consuming.in_flight import BatchInterval
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import CellDelete

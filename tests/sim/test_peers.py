@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Inventory
+from bus.contracts.placement import GroupPolicy, Inventory, ServerGroup
 from lab.simulation.draw import plan_of
 from lab.simulation.peer_watch import OVERLAP_S, PeerWatch
 from lab.simulation.plan import Action, Order

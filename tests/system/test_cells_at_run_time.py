@@ -27,8 +27,17 @@ from berth.trial.up import LocalSystem
 from berth.trial.up import site as local_site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostRecord, HostsPage, HostsQuery
-from bus.contracts.cells import CellsPage, CellsQuery, LinkState
-from bus.contracts.objects import ObjectChange, ObjectKind, ObjectLogPage, ObjectLogQuery, ObjectsChange, ObjectsChanged
+from bus.contracts.objects import (
+    CellsPage,
+    CellsQuery,
+    LinkState,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+)
 from bus.contracts.operations import (
     AdminState,
     ForgetHost,

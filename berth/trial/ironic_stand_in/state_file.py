@@ -14,7 +14,7 @@ import structlog
 from berth.trial.ironic_stand_in import shapes
 from berth.trial.ironic_stand_in.node_pool import NodePool
 from bus.clock import Clock
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 
 log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from bus.clock import Clock
-from bus.contracts.patterns import reason_of
+from bus.contracts.base import reason_of
 from bus.faults import Fault
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, tls_of, version_advice

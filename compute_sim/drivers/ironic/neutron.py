@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from bus.clock import Clock
+from bus.contracts.base import reason_of
 from bus.contracts.cell import InstanceSpec
-from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import api_root, auth_of, error_text, tls_of

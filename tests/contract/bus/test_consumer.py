@@ -15,7 +15,6 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import consumer as consuming
 from bus.consuming import dead_letters
-from bus.consuming.consumer import Malformed
 from bus.consuming.dead_letters import DeadLetter
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry, Wait
 from bus.contracts.base import Message
@@ -24,7 +23,7 @@ from bus.contracts.cell import CellDelete
 from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
-from bus.wire import BATCH, MAX_LETTER_BYTES
+from bus.wire import BATCH, MAX_LETTER_BYTES, Malformed
 from scheduler_worker.domain.requests import refused_unreadable
 from tests.contract.rig import KINDS, REQUESTS, Answering, Collector, House, boot, depth_is, settled
 from tests.kit.cases import case

@@ -14,18 +14,19 @@ from bus.clock import SystemClock, new_uuid
 from bus.contracts import book as queries
 from bus.contracts.book import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery
 from bus.contracts.feed import Change, FeedChanges
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     INSTANCES,
     Claim,
     ClaimOption,
     ClaimResult,
     ConsumerAllocations,
+    GroupPolicy,
     Inventory,
     InventoryResult,
     InventoryUpdate,
     ProviderReport,
     Release,
+    ServerGroup,
     Swap,
 )
 from bus.faults import DatabaseUnavailable

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     MAX_HOLDERS,
     MAX_LOST_NAMED,
@@ -18,10 +17,12 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
+    GroupPolicy,
     LocateRequest,
     Migration,
     Release,
     ReleaseResult,
+    ServerGroup,
 )
 from placement_worker.book import ResourceBook
 from placement_worker.store import claims

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     MAX_MEMBERS,
     Claim,
@@ -14,7 +13,9 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
+    GroupPolicy,
     Release,
+    ServerGroup,
 )
 from placement_worker.book import ResourceBook
 from placement_worker.domain.allocations import Remove, Replace

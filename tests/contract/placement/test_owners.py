@@ -36,7 +36,7 @@ from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import CreateProvider, DeleteTree, SetInventories, UpdateProvider
 from placement_worker.domain.values import ABOVE_CELLS, Provider, stored_inventory
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.operations.repair import move_host
+from placement_worker.operations.audit import move_host
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import KINDS, books
 

@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
     ConsumerAllocations,
+    GroupPolicy,
     Inventory,
     InventoryUpdate,
     LocateRequest,
@@ -21,6 +21,7 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
     Revert,
+    ServerGroup,
     Swap,
 )
 from placement_worker.book import ResourceBook

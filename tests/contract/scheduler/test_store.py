@@ -14,7 +14,6 @@ from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainMoveState, DrainRecord, DrainTarget
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import (
     ChangedObject,
@@ -26,6 +25,7 @@ from bus.contracts.objects import (
     ObjectsRevision,
     StoredObject,
 )
+from bus.contracts.placement import GroupPolicy, ServerGroup
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.changes import RefusedCommands
 from scheduler_worker.config import SchedulerConfig

@@ -247,13 +247,13 @@ async def test_what_keystone_does_not_know_is_no_caller(rig: Rig, token: str) ->
 async def test_a_keystone_that_does_not_answer_lets_no_caller_in(rig: Rig) -> None:
     rig.keystone.add("good", HOUR, roles=[{"name": "admin"}])
     rig.keystone.answer = Response(status_code=500)
-    assert await rig.refused("good") == (503, "rest.keystone_unavailable")
+    assert await rig.refused("good") == (503, "keystone.unavailable")
     rig.keystone.answer = None
     assert (await rig.caller("good")).role is WebRole.OPERATOR
     rig.clock.offset += 61.0
     rig.keystone.sign_in_answer = Response(status_code=401)
     rig.keystone.services.clear()
-    assert await rig.refused("good") == (503, "rest.keystone_forbidden")
+    assert await rig.refused("good") == (503, "keystone.http_401")
 
 
 async def test_a_session_ends_with_the_token_that_it_was_begun_with(rig: Rig) -> None:

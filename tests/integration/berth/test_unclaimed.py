@@ -37,7 +37,7 @@ from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
 from cell_conductor.store.rows import INSERT, columns, numbered
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.operations.overcommit import generations
+from placement_worker.operations.audit import generations
 from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
     SCHEDULED,

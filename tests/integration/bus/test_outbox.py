@@ -18,6 +18,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
 from bus.persistence import outbox
+from bus.persistence import relay as relaying
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import DELETE_CONFIRMED, OutboxMessage, PostgresRows, Sweep
@@ -70,13 +71,16 @@ async def database(empty_database: str) -> AsyncIterator[Database]:
 @asynccontextmanager
 async def running(database: Database, *buses: PostedBus, sweep_age_s: float = 60.0) -> AsyncIterator[Relay]:
     named = {bus.name: bus for bus in buses}
-    relay = Relay(PostgresRows(database), named, clock=SystemClock(), sweep_interval_s=0.02, sweep_age_s=sweep_age_s)  # type: ignore[arg-type]
-    task = asyncio.create_task(relay.run())
-    try:
-        yield relay
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+    relay = Relay(PostgresRows(database), named, clock=SystemClock())  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relaying, "SWEEP_EVERY_S", 0.02)
+        patch.setattr(relaying, "SWEEP_AGE_S", sweep_age_s)
+        task = asyncio.create_task(relay.run())
+        try:
+            yield relay
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 async def commit(database: Database, outgoing: list[OutboxMessage]) -> list[int]:
@@ -252,11 +256,14 @@ async def test_an_unreachable_cell_does_not_hold_up_the_others(database: Databas
     assert await rows(database) == 0
 
 
-async def test_an_unreachable_cell_leaves_room_for_the_others(database: Database) -> None:
+async def test_an_unreachable_cell_leaves_room_for_the_others(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     api, cell = PostedBus("api"), PostedBus("cell1")
     cell.go()
     to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
-    relay = Relay(PostgresRows(database), {"api": api, "cell1": cell}, clock=SystemClock(), max_rows=8)  # type: ignore[dict-item]
+    monkeypatch.setattr(relaying, "MAX_ROWS", 8)
+    relay = Relay(PostgresRows(database), {"api": api, "cell1": cell}, clock=SystemClock())  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
     async with asyncio.timeout(PATIENCE_S):
         for _ in range(40):
@@ -368,10 +375,13 @@ async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(dat
     assert {message.project_id for message, _ in api.confirmed} == {"nobody"}
 
 
-async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(database: Database) -> None:
+async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     api = PostedBus("api")
     api.confirms.clear()
-    relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock(), max_rows=4)  # type: ignore[dict-item]
+    monkeypatch.setattr(relaying, "MAX_ROWS", 4)
+    relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock())  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
     for n in range(3):
         relay.send(

@@ -15,8 +15,8 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
-from bus.contracts.fences import CellFence, FenceState, HostFence
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
+from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
 from cell_conductor.domain.evacuations import STILL_RUNNING
 from cell_conductor.domain.instance import State

@@ -11,8 +11,7 @@ from structlog.testing import capture_logs
 
 from bus.contracts.base import Message, Refusal, encode
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, Running
-from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete, ComputeHosts, HostReport, Running
 from bus.contracts.moves import CellMove, MoveKind, MoveState
 from bus.contracts.queues import DEAD
 from bus.key_trust import CODE

@@ -20,8 +20,8 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
-from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, ChangeKind, ChangeMachine, Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.operations import CellFence
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment

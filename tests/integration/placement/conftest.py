@@ -11,7 +11,7 @@ from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpda
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
-from placement_worker.operations.overcommit import Beyond, beyond_capacity
+from placement_worker.operations.audit import Beyond, beyond_capacity
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 Hold = Mapping[str, Mapping[str, int]]

@@ -13,17 +13,18 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
     ConsumerAllocations,
+    GroupPolicy,
     LocateRequest,
     Migration,
     Release,
     Revert,
+    ServerGroup,
     Swap,
 )
 from placement_worker.book import claim, write_allocations
@@ -37,6 +38,7 @@ from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.operations import export, export_store
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.store import members
+from placement_worker.store.port import WantedClaims
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import until
 
@@ -334,7 +336,7 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
             await transaction.lock_groups(ClaimGroup([requested]).keys)
             await transaction.members(ClaimGroup([requested]).members())
             if requested.limits:
-                await transaction.lock_claims(ClaimGroup([requested]).consumers, None, limited=["p"], alone=True)
+                await transaction.lock_claims(WantedClaims(ClaimGroup([requested]).consumers, None, ["p"], alone=True))
             importing = asyncio.create_task(imported(book, file))
             await until(lambda: reading.fetchval(NOT_GRANTED))
             assert not importing.done()

@@ -24,11 +24,12 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, FeedChanges
 from bus.memory import MemoryTransport
+from bus.openstack.keystone import SignInRefused, SignInUnavailable
 from bus.service.settings import SettingsError
 from placement_worker.domain.trees import CreateProvider
 from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth
 from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfig, with_oslo_conf
-from placement_worker.rest.keystone import Keystone, KeystoneForbidden, KeystoneUnavailable
+from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.policy import Policy
 from placement_worker.rest.routes import RESHAPE, USAGES
 from tests.integration.placement_rest.conftest import START_TIMEOUT_S, Placement, holding, on_postgres
@@ -196,15 +197,15 @@ async def test_a_keystone_that_cannot_answer_is_not_a_no(stand_in: tuple[Keyston
     auth = Keystone(KeystoneConfig(auth_url=url, password="right"), SystemClock())
     for answer in (Response(status_code=503), Response(b"{"), JSONResponse({"token": {"user": {}, "expires_at": "?"}})):
         keystone.answer = answer
-        with pytest.raises(KeystoneUnavailable):
+        with pytest.raises(SignInUnavailable):
             await auth.identify(b"good", {})
     await auth.close()
     auth = Keystone(KeystoneConfig(auth_url=url, password="wrong"), SystemClock())
-    with pytest.raises(KeystoneForbidden):
+    with pytest.raises(SignInRefused):
         await auth.identify(b"good", {})
     await auth.close()
     auth = Keystone(KeystoneConfig(auth_url=f"http://127.0.0.1:{free_port()}", password="right"), SystemClock())
-    with pytest.raises(KeystoneUnavailable):
+    with pytest.raises(SignInUnavailable):
         await auth.identify(b"good", {})
     await auth.close()
 

@@ -19,8 +19,8 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.service.http_protocol import MAX_PIPELINED
-from placement_worker import metrics as worker_metrics
-from placement_worker.rest import api, bodies, candidates, metrics, providers
+from placement_worker import metrics
+from placement_worker.rest import api, bodies, candidates, providers
 from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, serving
 from tests.kit.cases import case
 from tests.kit.waiting import until
@@ -364,7 +364,7 @@ async def test_what_is_wrong_with_a_long_body_is_found_off_the_event_loop(
         host = await placement.host(MEMORY_MB=4)
         wrong = json.dumps([*({} for _ in range(api.EXPLAINED_AT_ONCE))])
         gate = BlockedTurn(bodies._check_depth)
-        before = worker_metrics.OFFLOADED.labels("text")._value.get()
+        before = metrics.OFFLOADED.labels("text")._value.get()
         put = placement.client.put(f"/resource_providers/{host}/aggregates", content=wrong, headers=ADMIN)
         long = asyncio.create_task(put)
         with monkeypatch.context() as patch:
@@ -373,7 +373,7 @@ async def test_what_is_wrong_with_a_long_body_is_found_off_the_event_loop(
             answer = await long
         assert answer.status_code == 400
         assert "is not of type" in answer.text
-        assert worker_metrics.OFFLOADED.labels("text")._value.get() == before + 1
+        assert metrics.OFFLOADED.labels("text")._value.get() == before + 1
 
 
 @pytest.mark.postgres

@@ -32,10 +32,9 @@ from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit, copying, export, export_store
 from placement_worker.operations import audit as questions
+from placement_worker.operations.audit import Doubled, excess_of, generations, give_back, repair
 from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import BookExport, InvalidExport
-from placement_worker.operations.overcommit import Doubled, doubled, generations, give_back
-from placement_worker.operations.repair import repair
 from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
@@ -440,7 +439,7 @@ async def found_twice(connection: asyncpg.Connection, hosts: dict[str, str], oth
     return [
         each
         for uuid, host in hosts.items()
-        for each in doubled(uuid, host, held[uuid], {host: host, other: other}, frozenset(), known[uuid])
+        for each in excess_of(uuid, host, held[uuid], {host: host, other: other}, frozenset(), known[uuid])
         if isinstance(each, Doubled)
     ]
 

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from bus.clock import new_uuid
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, LocateRequest
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    GroupPolicy,
+    LocateRequest,
+    ServerGroup,
+)
 from tests.integration.placement_rest.conftest import PROJECT, Placement
 
 GROUP = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)

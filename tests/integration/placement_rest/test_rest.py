@@ -19,7 +19,6 @@ from placement_worker.domain.values import Provider
 from placement_worker.operations import export, export_store
 from placement_worker.replica.book import Book
 from placement_worker.rest.config import RestConfig
-from placement_worker.rest.openapi import document
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement_rest.conftest import Placement, holding, on_postgres, serving
 from tests.kit.servers import fresh_database
@@ -237,21 +236,6 @@ async def test_errors_carry_the_request_id_and_the_version(placement: Placement)
     assert answer.status_code == 401
     answer = await placement.call("GET", "/resource_providers", x_auth_token="somebody")
     assert answer.status_code == 403
-
-
-async def test_the_openapi_document_is_served_where_the_settings_allow_it(
-    placement: Placement,
-) -> None:
-    await placement.call("GET", "/openapi.json", status=404)
-    other = Placement(placement.book, RestConfig(listen=f"127.0.0.1:{free_port()}", openapi=True))
-    await other.start()
-    try:
-        answer = await other.call("GET", "/openapi.json", status=200)
-        assert answer.json() == document()
-        assert "/openapi.json" not in answer.json()["paths"]
-        await other.call("PUT", "/openapi.json", status=405)
-    finally:
-        await other.stop()
 
 
 @on_postgres

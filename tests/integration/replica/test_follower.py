@@ -12,15 +12,23 @@ import pytest
 from bus.bus import Bus
 from bus.contracts.feed import FeedChanges, feed_rows
 from bus.memory import MemoryBroker, MemoryTransport
+from placement_worker.replica import catch_up
+from placement_worker.replica import follower as follower_of
 from placement_worker.replica.book import Book
 from placement_worker.replica.catch_up import SnapshotEndless
-from placement_worker.replica.follower import Follower, FollowerLimits
+from placement_worker.replica.follower import Follower
 from tests.integration.replica.source import ManualClock, Source, until
 from tests.unit.replica.worlds import provider, used
 
 HANG_S = 60.0
-# Requests have the real time: a machine that stood still would make a second one of each.
-LIMITS = FollowerLimits(page=4, buffered=50, request_timeout_s=HANG_S)
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up, "PAGE", 4)
+    monkeypatch.setattr(follower_of, "MAX_BUFFERED", 50)
+    # Requests have the real time: a machine that stood still would make a second one of each.
+    monkeypatch.setattr(follower_of, "REQUEST_TIMEOUT_S", HANG_S)
 
 
 class Stage:
@@ -34,8 +42,8 @@ class Stage:
     def bus(self, process: str) -> Bus:
         return Bus("api", MemoryTransport(self.broker, "api"), process=process, clock=self.clock, rng=self.rng)
 
-    def follower(self, bus: Bus, limits: FollowerLimits = LIMITS) -> Follower:
-        return Follower(bus, self.book, process="s1", clock=self.clock, limits=limits)
+    def follower(self, bus: Bus) -> Follower:
+        return Follower(bus, self.book, process="s1", clock=self.clock)
 
     def is_true(self) -> bool:
         return self.source.is_held_by(self.book)
@@ -53,12 +61,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def playing(stage: Stage, limits: FollowerLimits = LIMITS) -> AsyncIterator[Follower]:
+async def playing(stage: Stage) -> AsyncIterator[Follower]:
     await stage.source.bus.open()
     bus = stage.bus("s1")
     await bus.open()
     await stage.source.open()
-    follower = stage.follower(bus, limits)
+    follower = stage.follower(bus)
     try:
         await follower.start()
         yield follower
@@ -70,9 +78,9 @@ async def playing(stage: Stage, limits: FollowerLimits = LIMITS) -> AsyncIterato
 
 
 @asynccontextmanager
-async def following(stage: Stage, limits: FollowerLimits = LIMITS) -> AsyncIterator[Follower]:
+async def following(stage: Stage) -> AsyncIterator[Follower]:
     """As `playing`, once it has read its snapshot."""
-    async with playing(stage, limits) as follower:
+    async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)
         yield follower
 
@@ -122,7 +130,7 @@ async def test_a_gap_is_requested_without_waiting_for_a_head() -> None:
         await stage.source.notify()
         before = stage.clock.now
         await until(stage.is_true, stage.clock)
-        assert stage.clock.now - before < LIMITS.head_lag_s
+        assert stage.clock.now - before < follower_of.HEAD_LAG_S
         assert stage.source.snapshots == 1
 
 
@@ -173,18 +181,19 @@ async def test_a_cut_connection_is_caught_up() -> None:
         stage.source.lose(9)  # published while no listener was there
         before = stage.clock.now
         await until(stage.is_true, stage.clock)
-        assert stage.clock.now - before < LIMITS.head_lag_s
+        assert stage.clock.now - before < follower_of.HEAD_LAG_S
         stage.source.write()
         await stage.source.notify()
         await until(lambda: follower.book.sequence >= stage.source.head, stage.clock)
 
 
-async def test_placement_unavailable_at_the_start() -> None:
+async def test_placement_unavailable_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_of, "REQUEST_TIMEOUT_S", 0.01)
     stage = Stage()
     await stage.source.bus.open()
     bus = stage.bus("s1")
     await bus.open()
-    follower = stage.follower(bus, FollowerLimits(request_timeout_s=0.01))
+    follower = stage.follower(bus)
     await follower.start()
     stage.source.write()
     await stage.source.notify()
@@ -214,9 +223,11 @@ async def test_a_feed_that_never_rests_is_caught_up_with() -> None:
         assert stage.source.pages - pages == 1
 
 
-async def test_what_cannot_be_folded_in_is_kept_within_a_bound() -> None:
+async def test_what_cannot_be_folded_in_is_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up, "PAGE", 1000)
+    monkeypatch.setattr(follower_of, "REQUEST_TIMEOUT_S", 0.01)
     stage = Stage()
-    async with following(stage, FollowerLimits(buffered=50, request_timeout_s=0.01)) as follower:
+    async with following(stage) as follower:
         await stage.source.close()  # no worker answers
         stage.source.write(200)
         lost, *rest = stage.source.unpublished
@@ -262,10 +273,12 @@ async def test_a_claim_result_before_and_after_its_change() -> None:
         assert set(published) == {6}
 
 
-async def test_a_snapshot_without_end_stops_the_process() -> None:
+async def test_a_snapshot_without_end_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up, "PAGE", 1)
+    monkeypatch.setattr(catch_up, "MAX_PAGES", 3)
     stage = Stage()
     stage.source.write(100)
-    async with playing(stage, FollowerLimits(page=1, pages=3, request_timeout_s=HANG_S)) as follower:
+    async with playing(stage) as follower:
         with pytest.raises(SnapshotEndless):
             async with asyncio.timeout(HANG_S):
                 await follower.run()

@@ -28,7 +28,8 @@ from placement_worker.app import build
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.replica.search import Query, options, search
+from placement_worker.replica.request import Query
+from placement_worker.replica.search import options, search
 
 pytestmark = [pytest.mark.postgres, pytest.mark.rabbitmq]
 

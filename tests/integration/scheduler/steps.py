@@ -12,10 +12,19 @@ from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest, HostRecord, HostsPage, HostsQuery
 from bus.contracts.cell import ServiceDown, ServicesDigest
-from bus.contracts.fences import CellFence, FenceState, HostFence
 from bus.contracts.moves import Condition, MoveAccepted, MoveRequest, MoveState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
-from bus.contracts.operations import AdminState, AdminStateSet, ForgetHost, HostAdminState, HostForgotten, SetAdminState
+from bus.contracts.operations import (
+    AdminState,
+    AdminStateSet,
+    CellFence,
+    FenceState,
+    ForgetHost,
+    HostAdminState,
+    HostFence,
+    HostForgotten,
+    SetAdminState,
+)
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig

@@ -14,11 +14,13 @@ from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState, HostsPage, HostsQuery
 from bus.contracts.cell import HostReport, ServiceDown, ServicesDigest
-from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
-from bus.contracts.fences import FenceState
 from bus.contracts.objects import (
+    CellRecord,
+    CellsPage,
+    CellsQuery,
     CellState,
     HostDecision,
+    LinkState,
     ObjectChange,
     ObjectKind,
     ObjectLogPage,
@@ -29,6 +31,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
+    FenceState,
     ForgetHost,
     HostForgotten,
     ServicesPage,
@@ -65,7 +68,7 @@ ABSENT = "a0000000-0000-4000-8000-000000000000"
 def announced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker looks by itself: what it knows, it was sent."""
     monkeypatch.setattr("scheduler_worker.objects.RELOAD_S", 3600.0)
-    monkeypatch.setattr("placement_worker.cells.LOOK_S", 3600.0)
+    monkeypatch.setattr("placement_worker.handlers.LOOK_S", 3600.0)
     monkeypatch.setattr("bus.cell_links.REOPEN_S", 0.02)
 
 
@@ -223,7 +226,7 @@ async def test_a_build_that_had_chosen_a_removed_cell_is_carried_to_its_end(
 ) -> None:
     """A scheduler that had not received the removal has placed it there."""
     monkeypatch.setattr("scheduler_worker.keepers.CHECK_S", 0.02)
-    monkeypatch.setattr("placement_worker.cells.LOOK_S", 0.05)
+    monkeypatch.setattr("placement_worker.handlers.LOOK_S", 0.05)
     await decide_cell(running, "c3", "enabled", bus={})
     await linked(running, "c3", count=3)
     await running.add_hosts("c3", 1)

@@ -13,8 +13,7 @@ from bus.bus import API
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, member_uuids
 from bus.contracts.catalogue import BY_TYPE
-from bus.contracts.cell import CellBuild
-from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.cell import CellBuild, CellBuildQuery
 from bus.contracts.placement import Release, ReleaseResult, ReleaseRun
 from bus.contracts.queues import BY_QUEUE, QueueKind, lane_of
 from scheduler_worker import placing

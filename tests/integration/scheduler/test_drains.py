@@ -28,11 +28,10 @@ from bus.contracts.drains import (
     DrainState,
     DrainTarget,
 )
-from bus.contracts.fences import FenceState, HostFence
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
 from bus.contracts.objects import Aggregate, ObjectKind, ObjectLogPage, ObjectLogQuery
-from bus.contracts.operations import AdminState
+from bus.contracts.operations import AdminState, FenceState, HostFence
+from bus.contracts.placement import GroupPolicy, ServerGroup
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker import drains
 from scheduler_worker.config import SchedulerConfig

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.contracts.base import Message
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.fences import EvacuationPolicy, FenceState
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectLogPage, ObjectLogQuery, ObjectsChange, ObjectsChanged
-from bus.contracts.operations import AdminState
+from bus.contracts.operations import AdminState, EvacuationPolicy, FenceState
 from bus.faults import RequestRefused
 from scheduler_worker import keepers
 from scheduler_worker.domain.fences import SPEC

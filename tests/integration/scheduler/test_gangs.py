@@ -23,8 +23,7 @@ from bus.contracts.build import (
     member_uuids,
 )
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.placement import GroupPolicy, Release, ReleaseResult, ServerGroup
 from bus.faults import DatabaseUnavailable
 from scheduler_worker import placing
 from scheduler_worker.claims import BusClaims

@@ -12,16 +12,17 @@ from bus.clock import new_uuid
 from bus.contracts.book import GroupMembersPage, GroupMembersQuery
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import HostReport
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import MoveKind, MoveState
 from bus.contracts.objects import GroupDefinition, ObjectChange, ObjectKind, group_named
 from bus.contracts.placement import (
     AggregateMembers,
     AggregateMembersSet,
+    GroupPolicy,
     Inventory,
     InventoryResult,
     InventoryUpdate,
     ProviderReport,
+    ServerGroup,
 )
 from bus.faults import RequestRefused
 from scheduler_worker.config import Flavor, SchedulerConfig

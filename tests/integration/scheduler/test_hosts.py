@@ -10,7 +10,6 @@ import pytest
 from bus.bus import API
 from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceOutdated, ServicesDigest
-from bus.contracts.fences import FenceState
 from bus.contracts.objects import (
     ChangedObject,
     ObjectChange,
@@ -25,6 +24,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
+    FenceState,
     ServicesPage,
     ServicesQuery,
     SetAdminState,

@@ -17,8 +17,6 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
 from bus.contracts.cell import Selection
 from bus.contracts.deploy import ImageSource
-from bus.contracts.fences import EvacuationPolicy
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
     AskedBy,
     CellAsks,
@@ -36,8 +34,8 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
-from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.operations import AdminState, AdminStateSet, EvacuationPolicy, SetAdminState
+from bus.contracts.placement import GroupPolicy, Release, ReleaseResult, ServerGroup
 from bus.contracts.queues import COMMANDS
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing

@@ -19,15 +19,14 @@ from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, 
 from bus.contracts.catalogue import routing_key
 from bus.contracts.cell import (
     CellBuild,
+    CellBuildQuery,
     CellDelete,
     ComputeHosts,
     HostReport,
     ReportHosts,
     ServiceOutdated,
 )
-from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
-from bus.contracts.fences import CellFence
 from bus.contracts.moves import (
     CellBook,
     CellCheck,
@@ -39,6 +38,7 @@ from bus.contracts.moves import (
     MoveState,
 )
 from bus.contracts.objects import CellBus
+from bus.contracts.operations import CellFence
 from bus.contracts.placement import (
     Claim,
     ClaimOption,

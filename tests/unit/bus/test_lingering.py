@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
+import pytest
 from msgspec import structs
 
 from bus.bus import API, Bus
@@ -289,15 +290,17 @@ class Rows:
 @asynccontextmanager
 async def relaying_deletes(rows: Rows) -> AsyncIterator[Relay]:
     buses: dict[str, Bus] = {CELL: PostedBus(CELL)}  # type: ignore[dict-item]
-    relay = Relay(rows, buses, clock=SystemClock(), sweep_interval_s=DAY_S)
-    running = asyncio.create_task(relay.run())
-    await asyncio.sleep(0.01)  # the first sweep is over
-    try:
-        yield relay
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
+    relay = Relay(rows, buses, clock=SystemClock())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bus.persistence.relay.SWEEP_EVERY_S", DAY_S)
+        running = asyncio.create_task(relay.run())
+        await asyncio.sleep(0.01)  # the first sweep is over
+        try:
+            yield relay
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
 
 
 def sweep(relay: Relay, bus: str) -> None:

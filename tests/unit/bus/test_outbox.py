@@ -15,7 +15,7 @@ import pytest
 import structlog
 from msgspec import structs
 
-from bus.bus import Bus, BusLimits
+from bus.bus import Bus
 from bus.clock import Clock, SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
@@ -31,7 +31,7 @@ from bus.persistence.relay import (
 )
 from bus.persistence.unit_of_work import published
 from bus.port import BusUnavailable, Outgoing
-from bus.publishing import Waiter
+from bus.publishing import BusLimits, Waiter
 from scheduler_worker.app import project_of_event
 from tests.contract.rig import boot
 from tests.kit.posting import PostedBus
@@ -320,10 +320,10 @@ async def turns() -> None:
 
 
 class World:
-    def __init__(self, clock: Clock, *buses: PostedBus, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, clock: Clock, *buses: PostedBus) -> None:
         self.table = Table()
         named: Any = {bus.name: bus for bus in buses}
-        self.relay = Relay(self.table, named, clock=clock, max_rows=max_rows)
+        self.relay = Relay(self.table, named, clock=clock)
 
     async def commit(self, bus: str, messages: int = 1) -> None:
         """One unit of work, as workers have them."""
@@ -352,12 +352,15 @@ class World:
 
 
 @pytest.mark.parametrize(("max_rows", "messages"), [(60, 1), (MAX_ROWS, 1_000)])
-async def test_a_bus_that_confirms_nothing_leaves_room_for_the_others(max_rows: int, messages: int) -> None:
+async def test_a_bus_that_confirms_nothing_leaves_room_for_the_others(
+    max_rows: int, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its rows filled what the relay holds, and no unit of work began any more."""
     mute, other, late = PostedBus("c1"), PostedBus("c2"), PostedBus("c3")
     mute.confirms.clear()
     late.confirms.clear()
-    world = World(SystemClock(), mute, other, late, max_rows=max_rows)
+    monkeypatch.setattr("bus.persistence.relay.MAX_ROWS", max_rows)
+    world = World(SystemClock(), mute, other, late)
     async with world.running():
         for bus in ("c1", "c3"):
             for _ in range(40):

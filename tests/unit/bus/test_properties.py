@@ -30,7 +30,6 @@ from bus.contracts.cell import (
     ReservedOnHost,
     ReserveMachines,
 )
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     MAX_CLAIMS_TOGETHER,
     MAX_GANG_PROVIDERS,
@@ -39,9 +38,11 @@ from bus.contracts.placement import (
     Claim,
     ClaimAll,
     ClaimOption,
+    GroupPolicy,
     Inventory,
     InventoryUpdate,
     ProviderReport,
+    ServerGroup,
 )
 from bus.port import CC, UNREAD, Outgoing
 from bus.publishing import BusLimits

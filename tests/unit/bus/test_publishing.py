@@ -10,16 +10,16 @@ import pytest
 from aiormq.abc import ChannelFrame
 from aiormq.exceptions import ChannelPreconditionFailed
 
-from bus.bus import API, Bus, BusLimits
+from bus.bus import API, Bus
 from bus.clock import SystemClock
-from bus.consuming.batch_interval import DOUBLES_S, GAP, ITEMS_AS_A_BATCH, LONGEST_S, BatchInterval
+from bus.consuming.in_flight import DOUBLES_S, GAP, ITEMS_AS_A_BATCH, LONGEST_S, BatchInterval
 from bus.contracts.build import BuildPage, BuildQuery
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable, RequestTimeout, RequestUnconfirmed
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.group_flush import GroupFlush
 from bus.port import BusUnavailable, Outgoing
-from bus.publishing import SLOW_CONFIRM_S, Waiter
+from bus.publishing import SLOW_CONFIRM_S, BusLimits, Waiter
 from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, WRITE_TIMEOUT_S, Acks
 from tests.contract.rig import boot
 from tests.kit.virtual_time import on_virtual_time

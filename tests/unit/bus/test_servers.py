@@ -18,8 +18,7 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
-from bus.contracts.cells import LinkState
-from bus.contracts.objects import CellBus
+from bus.contracts.objects import CellBus, LinkState
 from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.queues import BY_QUEUE, lane_of
 from bus.faults import DatabaseForbidden, DatabaseUnavailable

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from bus.bus import Bus, BusLimits
+from bus.bus import Bus
 from bus.clock import SystemClock, shared_delay_s
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
@@ -22,6 +22,7 @@ from bus.contracts.queues import BUILD_EVENTS
 from bus.contracts.stages import STAGES, Stamps, durations
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing
+from bus.publishing import BusLimits
 from bus.service.stages import BUCKETS_S, MAX_STAGE_S, StageSeconds
 from bus.wire import Codec, Read
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import FoundMachine, InstanceSpec, MachinesFound
 from bus.contracts.deploy import ImageSource
-from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import (
     RESCUE_FAILED,
     ChangeKind,
@@ -21,6 +20,7 @@ from bus.contracts.moves import (
     MoveKind,
     MoveState,
 )
+from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Release, Revert
 from bus.faults import Fault, RequestTimeout
 from bus.persistence.outbox import OutboxMessage

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.groups import ServerGroup
-from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
+from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert, ServerGroup
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.rules import ignore, tombstone

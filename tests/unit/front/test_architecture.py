@@ -153,7 +153,7 @@ def test_a_worker_with_a_database_shows_whether_it_is_ready(worker: str) -> None
 
 # A message that a package makes and does not send: a value of its own, or of an answer to itself.
 MADE_ONLY = {
-    ("placement_worker", "Swap"): "overcommit writes it to its own store",
+    ("placement_worker", "Swap"): "audit writes it to its own store",
     ("placement_worker", "ChangesRequest"): "the replica, which schedulers embed",
     ("placement_worker", "SnapshotRequest"): "the replica, which schedulers embed",
     ("placement_worker", "InventoryUpdate"): "a part of an update that its stores write",

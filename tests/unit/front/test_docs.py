@@ -38,11 +38,10 @@ from berth.web.operations import WebDrains, WebMoves, WebOperations
 from bus.contracts.build import BuildRequest, HostRecord
 from bus.contracts.catalogue import MESSAGES, MessageRow
 from bus.contracts.drains import DrainMoveState, DrainProgress, DrainState, DrainTarget
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import ObjectsChange
 from bus.contracts.operations import AdminState, HostAdminState, HostForgotten, ServiceForgotten
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, GroupPolicy, ServerGroup
 from bus.persistence.address import parse_database_url
 from bus.rabbitmq.address import parse_bus_url
 from bus.wire import MAX_BATCH_ITEMS, MAX_BODY_BYTES, MAX_CLIENT_BYTES, MAX_CLIENT_VALUES

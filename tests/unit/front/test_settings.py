@@ -24,9 +24,9 @@ from berth.commands.as_toml import as_toml
 from berth.permissions import Grant, PermissionRole, commands, definitions, exchanges, of_project, of_role
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
 from berth.tracing import make_tracer
+from bus.contracts.base import OTHER, matching, reason_of
 from bus.contracts.catalogue import MESSAGES, projects_key
 from bus.contracts.objects import CellBus
-from bus.contracts.patterns import OTHER, matching, reason_of
 from bus.contracts.queues import QUEUES
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
 from lab.reference.settings import _struct
@@ -271,7 +271,7 @@ def test_no_handler_shows_what_msgspec_printed() -> None:
             if isinstance(node, ast.ExceptHandler) and node.type is not None and node.name is not None:
                 caught = set(re.findall(r"\w+", ast.unparse(node.type)))
                 wrong += [f"{name}:{line}" for line in raw_uses(node) if caught & DECODING]
-    assert wrong == [], "use reason_of of bus/contracts/patterns.py"
+    assert wrong == [], "use reason_of of bus/contracts/base.py"
 
 
 # --- the permissions as they are derived and printed; tests/system/test_permissions.py tries them on a RabbitMQ

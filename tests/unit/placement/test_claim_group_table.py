@@ -8,8 +8,18 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts import placement as messages
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimAll, ClaimHolder, ClaimOption, ClaimOutcome, Migration, Release, Revert, Swap
+from bus.contracts.placement import (
+    ClaimAll,
+    ClaimHolder,
+    ClaimOption,
+    ClaimOutcome,
+    GroupPolicy,
+    Migration,
+    Release,
+    Revert,
+    ServerGroup,
+    Swap,
+)
 from placement_worker.domain.claim_group import ClaimGroup, numbered
 from placement_worker.domain.claim_ledger import CHANGED
 from placement_worker.domain.claims import ClaimItem, decide

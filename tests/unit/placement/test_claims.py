@@ -18,7 +18,7 @@ from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, Rel
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, is_in_units
-from placement_worker.operations.overcommit import Doubled, doubled
+from placement_worker.operations.audit import Doubled, excess_of
 from tests.kit.unit_rules import amounts_and_units
 
 # --- the claim decision as tables: every outcome, fencing, idempotency, the over-capacity escape, swaps
@@ -322,7 +322,7 @@ SHARING = frozenset({"pool"})
 def test_what_is_held_twice_is_kept_on_the_own_host(
     holding: dict[str, Any], others: tuple[str, ...], keeps: dict[str, Any]
 ) -> None:
-    assert doubled("c", "own", holding, ROOTS, SHARING, 7) == [Doubled("c", "own", others, keeps, 7)]
+    assert excess_of("c", "own", holding, ROOTS, SHARING, 7) == [Doubled("c", "own", others, keeps, 7)]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_what_is_held_twice_is_kept_on_the_own_host(
     ],
 )
 def test_what_is_held_once_is_left_alone(holding: dict[str, Any], reported: list[str]) -> None:
-    assert doubled("c", "own", holding, ROOTS, SHARING, 7) == reported
+    assert excess_of("c", "own", holding, ROOTS, SHARING, 7) == reported
 
 
 # --- the rule of units is one rule: for numbers, for columns and as SQL

@@ -9,13 +9,14 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
     ClaimOption,
+    GroupPolicy,
     Migration,
     Release,
+    ServerGroup,
 )
 from placement_worker.domain.claim_ledger import CHANGED, Decision
 from placement_worker.domain.claims import ClaimItem, decide

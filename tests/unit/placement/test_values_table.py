@@ -8,9 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.feed import MAX_CAUSES, Change
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import MAX_LOCATED_HOSTS, Claim, ClaimOption, Inventory, ProviderState
-from placement_worker.domain.names import is_class, is_custom, suggestion
+from bus.contracts.placement import (
+    MAX_LOCATED_HOSTS,
+    Claim,
+    ClaimOption,
+    GroupPolicy,
+    Inventory,
+    ProviderState,
+    ServerGroup,
+)
 from placement_worker.domain.refusal import caused
 from placement_worker.domain.server_groups import (
     GroupCount,
@@ -32,10 +38,13 @@ from placement_worker.domain.values import (
     capacity,
     claimed_provider,
     fit,
+    is_class,
     is_closed,
+    is_custom,
     is_foreign,
     state_of,
     stored_inventory,
+    suggestion,
 )
 from tests.unit.placement_rest.test_decisions import provider
 

@@ -22,11 +22,11 @@ from bus.contracts.placement import ProviderState
 from bus.faults import BrokenInvariant
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.values import MAX_CAPACITY
-from placement_worker.offload import copy_of
 from placement_worker.replica.book import Book
-from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
+from placement_worker.replica.candidates import candidates
+from placement_worker.replica.request import CandidatesRequest, Group
 from placement_worker.rest import bodies
-from placement_worker.rest.api import Api
+from placement_worker.rest.api import Api, copy_of
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import NoAuth2
 from placement_worker.rest.bodies import InventoryBody, consumer_write

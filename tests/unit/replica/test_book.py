@@ -12,14 +12,15 @@ import pytest
 
 from bus.contracts.feed import ChangesPage, FeedHead, SnapshotPage, feed_rows
 from bus.contracts.placement import ProviderState
-from placement_worker.offload import copy_of
 from placement_worker.replica import catch_up
 from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Book, Gap
 from placement_worker.replica.catch_up import AT_ONCE, CatchUp, LocalReplica, apply
 from placement_worker.replica.columns import MOVES_KEPT, Moves
-from placement_worker.replica.search import Query, search
+from placement_worker.replica.request import Query
+from placement_worker.replica.search import search
 from placement_worker.replica.sharing import Sharing, sharing_of
 from placement_worker.replica.trees import FIRST_SIZE, NO_ROW
+from placement_worker.rest.api import copy_of
 from tests.unit.replica.worlds import changed, provider, removed, used, uuid
 
 # --- folding in changes, trees, and claims in flight

@@ -16,12 +16,12 @@ from msgspec import structs
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
-from placement_worker.offload import copy_of
 from placement_worker.replica.book import SWEEP_FROM, Book
-from placement_worker.replica.candidates import MAX_CELLS, CandidatesRequest, Group, candidates
+from placement_worker.replica.candidates import MAX_CELLS, candidates
 from placement_worker.replica.compiled import MAX_SLOTS
-from placement_worker.replica.request import QueryTooWide
+from placement_worker.replica.request import CandidatesRequest, Group, QueryTooWide
 from placement_worker.replica.tree_solver import TimeBudget, TooLong, TreeProblem, TreeSolver, can_match
+from placement_worker.rest.api import copy_of
 from tests.unit.replica.worlds import (
     all_candidates,
     changed,

@@ -15,8 +15,8 @@ from msgspec import structs
 from bus.contracts.placement import ProviderState
 from placement_worker.replica import book as book_module
 from placement_worker.replica.book import Book
-from placement_worker.replica.request import Group
-from placement_worker.replica.search import Query, options, search
+from placement_worker.replica.request import Group, Query
+from placement_worker.replica.search import options, search
 from tests.unit.replica.worlds import Assignment, changed, inventory, provider, removed, used, uuid, ways
 
 # --- the search against Placement's rules tried out one by one, while the book moves under it

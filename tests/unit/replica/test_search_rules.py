@@ -14,9 +14,8 @@ from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
 from placement_worker.replica import compiled
 from placement_worker.replica.book import Book
-from placement_worker.replica.request import Group, request_of, total_resources
-from placement_worker.replica.search import Query, options, search
-from placement_worker.replica.verdicts import QUERIES_KEPT, VerdictsCache, verdicts_of
+from placement_worker.replica.request import Group, Query, request_of, total_resources
+from placement_worker.replica.search import QUERIES_KEPT, VerdictsCache, options, search, verdicts_of
 from tests.unit.replica.worlds import (
     AGGREGATES,
     TRAITS,

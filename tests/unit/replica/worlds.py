@@ -12,8 +12,8 @@ from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
 from placement_worker.replica.book import Book
-from placement_worker.replica.candidates import CandidateSet, CandidatesRequest, Group
-from placement_worker.replica.request import Query
+from placement_worker.replica.candidates import CandidateSet
+from placement_worker.replica.request import CandidatesRequest, Group, Query
 from placement_worker.replica.trees import NO_ROW
 
 # --- providers and changes for tests

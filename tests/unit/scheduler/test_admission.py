@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.given_up import EXPIRED_WAITING
-from bus.consuming.outcome import Done, Received, Wait
+from bus.consuming.outcome import EXPIRED_WAITING, Done, Received, Wait
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, TimelineEntry
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.objects import GroupDefinition
+from bus.contracts.placement import GroupPolicy, ServerGroup
 from bus.contracts.stages import Stamps
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import (

@@ -19,8 +19,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import HostsQuery
 from bus.contracts.feed import Change
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimAll, ClaimAllResult, ProviderState
+from bus.contracts.placement import ClaimAll, ClaimAllResult, GroupPolicy, ProviderState, ServerGroup
 from bus.faults import Fault
 from placement_worker.domain.values import SHARING
 from placement_worker.replica.book import Book

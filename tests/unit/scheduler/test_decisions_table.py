@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
-from bus.contracts.cell import CellBuild, Selection
-from bus.contracts.cell_queries import CellBuildQuery
-from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.cell import CellBuild, CellBuildQuery, Selection
+from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.stages import Stamps
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild

@@ -16,8 +16,15 @@ from bus.contracts.base import Meta, Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimOutcome, ClaimResult, LocatePage, LocateRequest, ReleaseRun
+from bus.contracts.placement import (
+    ClaimOutcome,
+    ClaimResult,
+    GroupPolicy,
+    LocatePage,
+    LocateRequest,
+    ReleaseRun,
+    ServerGroup,
+)
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.claims import HeldClaims

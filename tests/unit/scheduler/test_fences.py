@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.fences import CellFence, EvacuationPolicy, FenceState, HostFence
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from bus.contracts.objects import (
     ChangedObject,
@@ -20,7 +19,7 @@ from bus.contracts.objects import (
     ObjectsChange,
     StoredObject,
 )
-from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.operations import AdminState, CellFence, EvacuationPolicy, FenceState, HostAdminState, HostFence
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.fences import (

@@ -15,8 +15,7 @@ from bus.contracts.base import Meta, Refusal, encode
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.cell import Selection
 from bus.contracts.deploy import NetworkRequest
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
+from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption, GroupPolicy, ServerGroup
 from scheduler_worker.domain.admission import Admission, Answered, PendingBuild, Start, members_of, pending_build
 from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude

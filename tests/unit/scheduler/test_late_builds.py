@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.given_up import EXPIRED, GIVEN_UP
-from bus.consuming.outcome import Done, Outcome, Received, Wait
+from bus.consuming.outcome import EXPIRED, GIVEN_UP, Done, Outcome, Received, Wait
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import MoveKind, MoveState

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import DrainRecord, DrainTarget
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import (
     Aggregate,
@@ -25,6 +24,7 @@ from bus.contracts.objects import (
     StoredObject,
 )
 from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.placement import GroupPolicy, ServerGroup
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.object_rules import MAX_COUNTED, broken_rule, counted, named
 from scheduler_worker.domain.objects import (

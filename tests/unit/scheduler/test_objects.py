@@ -12,20 +12,21 @@ from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState
 from bus.contracts.cell import BuildsWaiting, WaitingBuild
-from bus.contracts.cells import CellRecord, LinkState
-from bus.contracts.groups import GroupPolicy
 from bus.contracts.objects import (
     Aggregate,
     CellBus,
+    CellRecord,
     CellState,
     ChangedObject,
     Flavor,
     GroupDefinition,
+    LinkState,
     ObjectChange,
     ObjectKind,
     ObjectsChange,
     StoredObject,
 )
+from bus.contracts.placement import GroupPolicy
 from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fleet

@@ -15,12 +15,11 @@ from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.cell import ForgetServiceInCell, ServiceDown, ServiceForgottenInCell, ServicesDigest
-from bus.contracts.fences import CellFence
 from bus.contracts.objects import (
     FenceRecord,
     ObjectsChange,
 )
-from bus.contracts.operations import AdminState, ForgetService, ServiceForgotten, SetAdminState
+from bus.contracts.operations import AdminState, CellFence, ForgetService, ServiceForgotten, SetAdminState
 from bus.faults import DatabaseUnavailable
 from scheduler_worker import keepers
 from scheduler_worker.changes import ChangeHandler

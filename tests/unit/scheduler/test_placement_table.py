@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.book import HeldAllocation
 from bus.contracts.cell import Selection
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimOption
+from bus.contracts.placement import ClaimOption, GroupPolicy, ServerGroup
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round

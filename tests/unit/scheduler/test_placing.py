@@ -13,8 +13,7 @@ from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest
 from bus.contracts.feed import Change
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ProviderState
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, GroupPolicy, ProviderState, ServerGroup
 from placement_worker.replica.request import Group, Query
 from scheduler_worker import placing
 from scheduler_worker.claims import HeldClaims

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.given_up import EXPIRED
-from bus.consuming.outcome import Received
+from bus.consuming.outcome import EXPIRED, Received
 from bus.contracts.base import MAX_REASON, Meta, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState

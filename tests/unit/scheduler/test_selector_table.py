@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from bus.contracts.build import FunnelStep
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.objects import GroupDefinition
 from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.placement import GroupPolicy, ServerGroup
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain import selector as selector_module
 from scheduler_worker.domain.explain import funnel_step, nearest_reasons, phrase, sentence

@@ -12,10 +12,9 @@ from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import FunnelStep
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
-from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import MoveState
 from bus.contracts.operations import AdminState, HostAdminState
-from bus.contracts.placement import ClaimOutcome, ClaimResult
+from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy, ServerGroup
 from bus.faults import DatabaseUnavailable
 from scheduler_worker import metrics
 from scheduler_worker.config import Flavor, SchedulerConfig

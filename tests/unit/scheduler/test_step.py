@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import HostScore
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult, GroupPolicy, ServerGroup
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decision_round import (
     MAX_PARTLY_FULL_RETRIES,

@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.cell import CellDelete, InstanceSpec, Selection
-from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.cell import CellBuildQuery, CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import CellMove, CellMoveQuery, Departure, MoveKind, MoveState
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild

@@ -16,12 +16,10 @@ from msgspec.structs import replace
 
 import scheduler_worker
 from bus.clock import new_uuid
-from bus.consuming.given_up import EXPIRED, GIVEN_UP
-from bus.consuming.outcome import Done, Outcome, Received, Retry, Wait
+from bus.consuming.outcome import EXPIRED, GIVEN_UP, Done, Outcome, Received, Retry, Wait
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.cell import CellBuild
-from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.cell import CellBuild, CellBuildQuery
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest
 from bus.faults import Fault

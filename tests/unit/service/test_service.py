@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from bus.bus import API
 from bus.clock import SystemClock
@@ -252,6 +252,9 @@ async def test_a_side_task_dead_while_draining_is_reported_after_the_drain() -> 
 # --- the health endpoint, through real sockets
 
 
+Counter("berth_test", "A counter").inc()
+
+
 @pytest.fixture
 async def missing() -> list[str]:
     return []
@@ -259,9 +262,7 @@ async def missing() -> list[str]:
 
 @pytest.fixture
 async def health(missing: list[str]) -> AsyncIterator[Health]:
-    registry = CollectorRegistry()
-    Counter("berth_test", "A counter", registry=registry).inc()
-    server = Health(lambda: missing, registry=registry)
+    server = Health(lambda: missing)
     await server.open()
     yield server
     await server.close()

@@ -1,0 +1,130 @@
+-- The schema of cell_conductor at revision 0001_initial, for readers: derived from cell_conductor/store/tables.py.
+
+CREATE TABLE instances (
+    uuid UUID NOT NULL,
+    state TEXT NOT NULL,
+    host_uuid UUID,
+    attempt INTEGER NOT NULL,
+    newest INTEGER DEFAULT 0 NOT NULL,
+    source_host_uuid UUID,
+    source_attempt INTEGER DEFAULT 0 NOT NULL,
+    since DOUBLE PRECISION NOT NULL,
+    deadline DOUBLE PRECISION,
+    record JSON NOT NULL,
+    PRIMARY KEY (uuid)
+)
+ WITH (fillfactor = 80);
+
+CREATE INDEX instances_deadline ON instances (deadline) WHERE deadline IS NOT NULL;
+
+CREATE INDEX instances_failed ON instances (since) WHERE state IN ('failed', 'departed');
+
+CREATE INDEX instances_host ON instances (host_uuid) WHERE state IN ('active', 'destroying/deleted', 'destroying/reverting', 'destroying/offloaded', 'resized');
+
+CREATE INDEX instances_over ON instances (since) WHERE state IN ('tombstone', 'deleted');
+
+CREATE INDEX instances_source ON instances (source_host_uuid) WHERE source_host_uuid IS NOT NULL;
+
+CREATE TABLE identity (
+    deployment UUID DEFAULT gen_random_uuid() NOT NULL,
+    one BOOLEAN DEFAULT true NOT NULL CHECK (one),
+    origin TEXT DEFAULT '' NOT NULL,
+    set_back_at DOUBLE PRECISION DEFAULT 0 NOT NULL,
+    PRIMARY KEY (one)
+);
+
+CREATE TABLE made (
+    at DOUBLE PRECISION DEFAULT extract(epoch FROM clock_timestamp()) NOT NULL,
+    one BOOLEAN DEFAULT true NOT NULL CHECK (one),
+    PRIMARY KEY (one)
+);
+
+CREATE TABLE unexplained (
+    host_uuid UUID NOT NULL,
+    instance_uuid UUID NOT NULL,
+    attempt INTEGER NOT NULL,
+    service TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    why TEXT NOT NULL,
+    first_seen DOUBLE PRECISION NOT NULL,
+    last_seen DOUBLE PRECISION NOT NULL,
+    verdict TEXT DEFAULT '' NOT NULL,
+    decided_by TEXT DEFAULT '' NOT NULL,
+    decided_at DOUBLE PRECISION DEFAULT 0 NOT NULL,
+    PRIMARY KEY (host_uuid, instance_uuid)
+);
+
+CREATE TABLE breakers (
+    service TEXT NOT NULL,
+    record JSON NOT NULL,
+    PRIMARY KEY (service)
+);
+
+CREATE TABLE leases (
+    service TEXT NOT NULL,
+    epoch BIGINT NOT NULL,
+    interval_s DOUBLE PRECISION NOT NULL,
+    state TEXT NOT NULL,
+    since DOUBLE PRECISION NOT NULL,
+    reason TEXT NOT NULL,
+    PRIMARY KEY (service)
+);
+
+CREATE TABLE lease_keeper (
+    process TEXT NOT NULL,
+    term BIGINT NOT NULL,
+    until TIMESTAMP WITH TIME ZONE NOT NULL,
+    one BOOLEAN DEFAULT true NOT NULL CHECK (one),
+    PRIMARY KEY (one)
+);
+
+CREATE TABLE fences (
+    host_uuid UUID NOT NULL,
+    host TEXT NOT NULL,
+    version BIGINT NOT NULL,
+    lifting BOOLEAN NOT NULL,
+    reason TEXT NOT NULL,
+    decided_by TEXT NOT NULL,
+    at DOUBLE PRECISION NOT NULL,
+    PRIMARY KEY (host_uuid)
+);
+
+CREATE TABLE fence_losses (
+    host_uuid UUID NOT NULL,
+    instance_uuid UUID NOT NULL,
+    attempt INTEGER NOT NULL,
+    service TEXT NOT NULL,
+    at DOUBLE PRECISION NOT NULL,
+    PRIMARY KEY (host_uuid, instance_uuid)
+);
+
+CREATE TABLE lifted_fences (
+    host_uuid UUID NOT NULL,
+    version BIGINT NOT NULL,
+    PRIMARY KEY (host_uuid)
+);
+
+CREATE TABLE outbox (
+    id BIGINT GENERATED ALWAYS AS IDENTITY,
+    created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    taken_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    bus TEXT NOT NULL,
+    body BYTEA NOT NULL,
+    PRIMARY KEY (id)
+)
+ WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
+
+ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
+
+CREATE TABLE handled (
+    handler TEXT NOT NULL,
+    message_id TEXT NOT NULL,
+    at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    PRIMARY KEY (handler, message_id)
+);
+
+CREATE INDEX handled_at ON handled (at);
+
+INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
+
+INSERT INTO made DEFAULT VALUES RETURNING made.one;

@@ -1,0 +1,154 @@
+-- The schema of scheduler_worker at revision 0001_initial, for readers: derived from scheduler_worker/store/tables.py.
+
+CREATE TABLE build_requests (
+    instance_uuid UUID NOT NULL,
+    project_id TEXT NOT NULL,
+    flavor TEXT NOT NULL,
+    name TEXT NOT NULL,
+    request TEXT NOT NULL,
+    digest BYTEA NOT NULL,
+    state TEXT NOT NULL,
+    sequence BIGINT NOT NULL,
+    attempt INTEGER DEFAULT 0 NOT NULL,
+    terminal BOOLEAN NOT NULL,
+    run TEXT NOT NULL,
+    cell TEXT,
+    host TEXT,
+    host_uuid UUID,
+    code TEXT DEFAULT '' NOT NULL,
+    reason TEXT DEFAULT '' NOT NULL,
+    funnel TEXT DEFAULT '[]' NOT NULL,
+    history TEXT DEFAULT '[]' NOT NULL,
+    timeline TEXT DEFAULT '' NOT NULL,
+    created_at DOUBLE PRECISION NOT NULL,
+    updated_at DOUBLE PRECISION NOT NULL,
+    gang UUID,
+    gang_min INTEGER,
+    PRIMARY KEY (instance_uuid)
+)
+ WITH (fillfactor = 50);
+
+CREATE INDEX build_requests_newest ON build_requests (created_at DESC);
+
+CREATE INDEX build_requests_of_gang ON build_requests (gang) WHERE gang IS NOT NULL;
+
+CREATE INDEX build_requests_of_project ON build_requests (project_id, created_at DESC);
+
+CREATE TABLE moves (
+    request_id UUID NOT NULL,
+    instance_uuid UUID NOT NULL,
+    project_id TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    digest BYTEA NOT NULL,
+    state TEXT NOT NULL,
+    sequence BIGINT NOT NULL,
+    terminal BOOLEAN NOT NULL,
+    cell TEXT,
+    host TEXT,
+    host_uuid UUID,
+    code TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    funnel TEXT NOT NULL,
+    history TEXT NOT NULL,
+    created_at DOUBLE PRECISION NOT NULL,
+    command TEXT,
+    updated_at DOUBLE PRECISION NOT NULL,
+    PRIMARY KEY (request_id)
+);
+
+CREATE INDEX moves_newest ON moves (created_at DESC);
+
+CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);
+
+CREATE INDEX moves_under_way ON moves (request_id) WHERE NOT terminal;
+
+CREATE TABLE instances (
+    instance_uuid UUID NOT NULL,
+    condition TEXT NOT NULL,
+    flavor TEXT NOT NULL,
+    image TEXT NOT NULL,
+    image_properties TEXT NOT NULL,
+    under_way UUID,
+    sequence BIGINT NOT NULL,
+    stay INTEGER NOT NULL,
+    PRIMARY KEY (instance_uuid)
+);
+
+CREATE TABLE objects_revision (
+    singleton BOOLEAN DEFAULT true NOT NULL CHECK (singleton),
+    revision BIGINT NOT NULL,
+    PRIMARY KEY (singleton)
+);
+
+CREATE TABLE objects (
+    kind TEXT NOT NULL,
+    name TEXT NOT NULL,
+    body TEXT NOT NULL,
+    version BIGINT NOT NULL,
+    changed_at DOUBLE PRECISION NOT NULL,
+    changed_by TEXT NOT NULL,
+    PRIMARY KEY (kind, name)
+);
+
+CREATE TABLE object_log (
+    revision BIGINT NOT NULL,
+    kind TEXT NOT NULL,
+    name TEXT NOT NULL,
+    before TEXT,
+    after TEXT,
+    at DOUBLE PRECISION NOT NULL,
+    who TEXT NOT NULL,
+    why TEXT DEFAULT '' NOT NULL,
+    forced BOOLEAN DEFAULT false NOT NULL,
+    PRIMARY KEY (revision, kind, name)
+);
+
+CREATE TABLE drain_moves (
+    drain UUID NOT NULL,
+    instance_uuid UUID NOT NULL,
+    position INTEGER NOT NULL,
+    source_uuid UUID NOT NULL,
+    kind TEXT NOT NULL,
+    state TEXT NOT NULL,
+    host_uuid UUID,
+    tries INTEGER NOT NULL,
+    failures INTEGER NOT NULL,
+    code TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    due_at DOUBLE PRECISION NOT NULL,
+    begun_at DOUBLE PRECISION NOT NULL,
+    PRIMARY KEY (drain, instance_uuid)
+);
+
+CREATE INDEX drain_moves_in_order ON drain_moves (drain, state, position);
+
+CREATE TABLE outbox (
+    id BIGINT GENERATED ALWAYS AS IDENTITY,
+    created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    taken_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    bus TEXT NOT NULL,
+    body BYTEA NOT NULL,
+    PRIMARY KEY (id)
+)
+ WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
+
+ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
+
+CREATE TABLE handled (
+    handler TEXT NOT NULL,
+    message_id TEXT NOT NULL,
+    at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    PRIMARY KEY (handler, message_id)
+);
+
+CREATE INDEX handled_at ON handled (at);
+
+CREATE TABLE identity (
+    deployment UUID DEFAULT gen_random_uuid() NOT NULL,
+    one BOOLEAN DEFAULT true NOT NULL CHECK (one),
+    PRIMARY KEY (one)
+);
+
+INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
+
+INSERT INTO objects_revision (revision) VALUES (0) RETURNING objects_revision.singleton;
