@@ -155,7 +155,7 @@ def confirm_of(channel: Channel, message_id: str) -> asyncio.Future[object]:
 
 def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], None], most_bytes: int) -> None:
     """Have a channel that has one consumer call it with each delivery, instead of making a task for each. most_bytes:
-    the bound of a body, of which a longer one keeps one byte more, and its end.
+    the bound of a body, of which a longer one keeps one byte more, its end among them.
     """
 
     async def on_deliver(frame: Basic.Deliver) -> None:
@@ -190,7 +190,7 @@ async def _body(channel: Any, size: int, most_bytes: int) -> bytes:
         if room < len(frame.value):  # nothing that is kept already: the body would seem larger than it was
             end = (end + frame.value[room:])[-END_BYTES:]
     if end:
-        parts.append(end)
+        return b"".join(parts)[: most_bytes + 1 - len(end)] + end
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -73,7 +73,7 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     """
     if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
         return Step(instance)
-    if is_unsure(instance, context):
+    if is_unsure(instance):
         return Step(instance)  # it may be the only machine, which its host is not to destroy when it is back
     if instance.state is State.FINISHING:
         return leave_checked_destination(instance, event, context)
@@ -84,7 +84,7 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The conductor does not wait for the remains of an undone move there."""
-    if event.host_uuid != instance.host_uuid or is_unsure(instance, context):
+    if event.host_uuid != instance.host_uuid or is_unsure(instance):
         return Step(instance)
     return Step(revert_book(instance, event.at, context))
 

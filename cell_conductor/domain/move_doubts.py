@@ -26,14 +26,14 @@ from .move_steps import arrived, confirm, note, undo
 from .orders import repeated
 from .report import is_over
 from .set_back import doubted_from, is_outdated
-from .steps import Step, StepContext, is_doubted
+from .steps import Step, StepContext
 
 OLDER = "the cell's database was set back to before it was moved"
 
 
-def is_unsure(instance: Instance, context: StepContext) -> bool:
+def is_unsure(instance: Instance) -> bool:
     """Whether it has no source, and may have a destination that the record does not have."""
-    return move_of(instance).source is None and is_doubted(instance, context)
+    return move_of(instance).source is None and instance.doubted
 
 
 def follow_found(instance: Instance, event: MachineFound, context: StepContext) -> Step:
@@ -41,7 +41,7 @@ def follow_found(instance: Instance, event: MachineFound, context: StepContext) 
     host ends unless it is complete. One that is not proved to be its project's, that is older than the request, or that
     has the mark of another deployment holds it.
     """
-    if not is_unsure(instance, context):
+    if not is_unsure(instance):
         return Step(instance)
     move = move_of(instance)
     best = max(event.machines, key=lambda one: (one.built, one.attempt, one.host_uuid))
@@ -137,7 +137,7 @@ def note_there(instance: Instance, event: Spawned | HostRuns, context: StepConte
 
 def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """A host of a move in doubt has no machine of it: it was reverted, or confirmed."""
-    if not is_doubted(instance, context):
+    if not instance.doubted:
         return Step(instance)
     if steps.here_gone(instance, event):
         return undo_doubted(instance, event.at, context)
@@ -152,14 +152,14 @@ def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepCo
     In doubt the destination of a move that is undone had arrived, if it is complete there.
     """
     is_undone = desire_of(instance).source is Wish.STAY
-    if is_doubted(instance, context) and is_undone and not instance.is_in_place and steps.is_ours(instance, event):
+    if instance.doubted and is_undone and not instance.is_in_place and steps.is_ours(instance, event):
         return adopt_arrived(instance, event, context)
     return rules.confirm_running(instance, event, context)
 
 
 def follow_resized(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """Both hosts of a move that has arrived keep their machines. In doubt their answers decide."""
-    if is_doubted(instance, context) and not instance.is_in_place:
+    if instance.doubted and not instance.is_in_place:
         return note_there(instance, event, context)
     return rules.confirm_running(instance, event, context)
 

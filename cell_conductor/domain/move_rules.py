@@ -87,7 +87,7 @@ from .move_steps import (
 )
 from .orders import change_of, numbered, repeated, step_s
 from .set_back import certain, is_outdated
-from .steps import Step, StepContext, is_doubted
+from .steps import Step, StepContext
 
 ABORTED = "move.aborted"
 REVERTED = "move.reverted"
@@ -178,7 +178,7 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
         return refuse_request(instance, event, context, "move.none", "another move is to be confirmed or reverted")
     if (answered := way_back.ending_instead(instance, event, context)) is not None:
         return answered
-    if is_doubted(instance, context) and not instance.is_in_place:
+    if instance.doubted and not instance.is_in_place:
         return refuse_doubted(instance, event, context)
     if request.kind is MoveKind.REVERT and (past := _past_quota(instance, request)):
         return refuse_request(instance, event, context, OVER_QUOTA, past)
@@ -293,7 +293,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The destination can, or cannot: have the source hand over, or leave for its cell, or try the next destination."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
-    if is_doubted(instance, context):
+    if instance.doubted:
         return _go_on_in_doubt(instance, event, context)
     if not event.done:
         return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, context)
@@ -330,7 +330,7 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context:
         code, reason = event.code, event.reason
     else:
         code, reason = "prepare.timeout", "no answer in time"
-    if is_doubted(instance, context):
+    if instance.doubted:
         return undo_doubted(instance, event.at, context)
     return try_next(note(instance, "failed", event.at, code, reason), event.at, context)
 
@@ -344,7 +344,7 @@ def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     move = move_of(instance)
     if not is_awaited(instance, event, source_of(move), move.source_attempt):
         return Step(instance)
-    if is_doubted(instance, context):
+    if instance.doubted:
         return undo_doubted(instance, event.at, context)
     if event.done and instance.is_leaving:
         return change(replace(instance, image=event.image), State.PREPARING, event.at, context)
@@ -374,7 +374,7 @@ def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) 
     """The destination has the machine. Only now may the source be given up: at once, or when the move is confirmed."""
     if not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
-    if is_doubted(instance, context):
+    if instance.doubted:
         return adopt_arrived(instance, event, context)
     here = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
@@ -414,7 +414,7 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return rules.destroy_leftover(instance, event, context)
     failed = note(instance, "failed", event.at, event.code, event.reason)
-    if is_unsure(instance, context):
+    if is_unsure(instance):
         return undo_doubted(failed, event.at, context)
     if event.final:
         return undo(failed, event.at, context, event.code, event.reason)
@@ -426,7 +426,7 @@ def lose_destination(instance: Instance, event: Destroyed, context: StepContext)
     if not steps.here_gone(instance, event):
         return Step(instance)
     gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
-    if is_unsure(instance, context):
+    if is_unsure(instance):
         return undo_doubted(gone, event.at, context)
     return try_next(replace(gone, move=replace(move_of(gone), finishing=False)), event.at, context)
 
@@ -454,7 +454,7 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
         return way_back.query_again(instance, event.at, context)
     if not instance.is_in_place and context.closed(instance).why(instance.here) is not None:
         return Step(replace(instance, deadline=event.at + context.destroy_retry_s))
-    if is_doubted(instance, context) and not instance.is_in_place:
+    if instance.doubted and not instance.is_in_place:
         return repeated(instance, event.at, context)
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)
     return after(earlier, confirm(earlier.instance, event.at, context))

@@ -16,7 +16,7 @@ from bus.contracts.moves import AskedBy, CellAsks, CellCheck, ChangeKind, Change
 
 from .desires import Wish, desire_of
 from .instance import Instance, Move, Power, State
-from .steps import Step, StepContext, destroy_at, is_doubted
+from .steps import Step, StepContext, destroy_at
 
 CHANGES = {
     MoveKind.START: ChangeKind.START,
@@ -50,7 +50,7 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
     orders: list[Destroy] = []
     if (is_queried or desire.here is Wish.DESTROY) and not (move is not None and move.here_gone):
         # In doubt a complete machine at the destination of a move that is undone has arrived.
-        is_spared = is_queried or (desire.source is Wish.STAY and is_doubted(instance, context))
+        is_spared = is_queried or (desire.source is Wish.STAY and instance.doubted)
         orders.append(destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_spared))
     if move is None or instance.source_host_uuid is None:
         return tuple(orders)

@@ -6,7 +6,6 @@ waits for placement, order a destroy, and announce a state.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -144,12 +143,6 @@ def destroy_at(
         deployment=context.deployment,
         unless_built=unless_built,
     )
-
-
-def is_doubted(instance: Instance, context: StepContext) -> bool:
-    """Whether the database was set back in the middle of this move: it may have advanced beyond its record."""
-    began = instance.move.began if instance.move is not None else math.inf
-    return instance.doubted and context.set_back.may_lack(began)
 
 
 def at_service(instance: Instance, service: str) -> Instance:

@@ -49,7 +49,7 @@ from .move_events import (
 )
 from .move_steps import change, end_undone, ending_of, is_awaited, revert_book, undo
 from .orders import repeated
-from .steps import Step, StepContext, is_doubted
+from .steps import Step, StepContext
 
 SOURCE_FENCED = "move.source_fenced"  # an operator has stated that its host is off
 SOURCE_SILENT = "move.source_silent"  # its compute service has not answered
@@ -246,7 +246,7 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
         power=move.power,
     )
     # In doubt the machine of one that was to leave its cell may be gone: its host answers for that.
-    is_sure = move.to_cell is None or not is_doubted(instance, context)
+    is_sure = move.to_cell is None or not instance.doubted
     if is_sure and (not move.handed_over or move.power is not Power.RUNNING):
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
         return end_undone(back, event.at, context)
@@ -270,7 +270,7 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     if move.to_cell is not None and event.code == MACHINE_ABSENT:
         if instance.image:
             return Step(revert_book(replace(instance, move=replace(move, source=None)), event.at, context))
-        if is_doubted(instance, context):
+        if instance.doubted:
             return Step(instance)
     power = Power.RUNNING if event.runs else Power.STOPPED
     move_event = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")

@@ -162,7 +162,7 @@ class StockRelay:
         )
         try:
             if not awaited.given_up:
-                await self._transport.publish(message)
+                await self._publish(message, call)
             while awaited.answer is None:
                 if awaited.given_up:
                     raise RelayFailed("this front stops")
@@ -174,6 +174,13 @@ class StockRelay:
             raise RelayFailed(f"{error.code}: {error}") from error
         except TimeoutError as error:
             raise RelayFailed(f"silent for {call.timeout_s} s") from error
+
+    async def _publish(self, message: Outgoing, call: Call) -> None:
+        """Raises BusError: the broker does not take it. Without its word a scheduler may have it, and claim."""
+        try:
+            await self._transport.publish(message)
+        except BusUnavailable as error:
+            log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)
 
     def _take(self, delivery: Delivery) -> None:
         delivery.ack()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -12,7 +12,9 @@ from msgspec.structs import replace
 
 from bus.contracts.moves import MoveKind
 from cell_conductor import engine
+from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN
+from cell_conductor.search import MachineSearch, Searched
 from compute_sim.domain.faults import Faults
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
@@ -226,7 +228,10 @@ def test_what_was_moved_since_the_backup_gets_no_second_machine(seed: int, verb:
 def moves_unsearched() -> Iterator[None]:
     """Moves are begun after a restore as if nothing had been forgotten."""
 
-    with patch.object(engine, "is_unsearched", lambda *_: False):
+    async def before(_search: MachineSearch, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
+        return {one.uuid: Searched() for one in requests}
+
+    with patch.object(MachineSearch, "before", before):
         yield
 
 

@@ -141,7 +141,7 @@ async def test_of_a_body_beyond_the_bound_no_more_is_kept_than_shows_that_and_it
     patches.hand_over_at_once(channel, lambda message: got.append(message.body), 1000)
     while frames:
         await channel._on_deliver_frame(Basic.Deliver("tag", 1, False, "berth", "key"))  # type: ignore[misc]
-    assert [len(one) for one in got] == [0, 1, 400, 1000, 1011, 1011]
+    assert [len(one) for one in got] == [0, 1, 400, 1000, 1001, 1001]
     assert [one[-10:] for one in got[2:]] == [b"xxxxxended"] * 4
 
 

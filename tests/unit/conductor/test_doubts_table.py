@@ -76,7 +76,6 @@ def found(*machines: FoundMachine) -> e.MachineFound:
 
 ANSWERS: list[Case] = [
     case(held(), found(), "destroying/reverting", "end 5@3", context=IN_DOUBT),
-    case(held(), found(), "releasing/offloaded"),
     case(unshelving(S.RELEASING, S.OFFLOADED), found(), "releasing/offloaded", context=IN_DOUBT),
     case(moving(S.RELEASING, S.OFFLOADED, doubted=True), found(), "releasing/offloaded", context=IN_DOUBT),
     case(held(), found(replace(FOUND, foreign=True)), "releasing/offloaded", context=IN_DOUBT),
@@ -105,7 +104,7 @@ ANSWERS: list[Case] = [
     case(resized(here_seen=True), SOURCE_GONE, "destroying/active", "destroy 1@1", context=IN_DOUBT),
     case(resized(), SOURCE_GONE, "resized", context=IN_DOUBT),
     case(resized(), GONE, "destroying/reverting", "end 2@2", "migrate: undoing", context=IN_DOUBT),
-    case(resized(), GONE, "resized"),
+    case(moving(S.RESIZED, queried=False), GONE, "resized"),
     case(resized(here_seen=True), replace(SOURCE_GONE, attempt=0), "resized", context=IN_DOUBT),
     case(resized(here_seen=True, auto_confirm_s=5.0), runs(1), "resized", context=IN_DOUBT),
     case(resized(here_seen=True, **BY_REVERT), runs(1), "resized", context=IN_DOUBT),
@@ -122,7 +121,7 @@ ANSWERS: list[Case] = [
     case(in_place(S.RESIZED, doubted=True, queried=False), runs(1), "resized", context=IN_DOUBT),
     case(undone(), spawned(2), "resized", "end 2@2", "end 1@1", "migrate: done", context=IN_DOUBT),
     case(undone(), runs(2, built=False), "destroying/reverting", context=IN_DOUBT),
-    case(undone(), spawned(2), "destroying/reverting"),
+    case(moving(S.DESTROYING, S.REVERTING, {"lost_code": "x"}), spawned(2), "destroying/reverting"),
     case(undone(), spawned(1), "destroying/reverting", context=IN_DOUBT),
     case(undone(), runs(3), "destroying/reverting", context=IN_DOUBT),
     case(

@@ -29,7 +29,6 @@ from cell_conductor.domain.instance import (
 )
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import rescan_id
-from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, answering, host, selection
@@ -200,19 +199,6 @@ def test_an_order_to_destroy_names_the_machine_and_the_cells_mark() -> None:
     assert steps.destroy_here(BUILT, CONTEXT) == order
     spared = steps.destroy_at(BUILT, selection(2), 9, CONTEXT, unless_built=True)
     assert spared == replace(order, attempt=9, host_uuid=host(2), unless_built=True)
-
-
-@pytest.mark.parametrize(
-    ("instance", "set_back", "doubted"),
-    [
-        (moved(doubted=True), 100.0, True),
-        (moved(doubted=True), 60.0, False),
-        (moved(doubted=False), 100.0, False),
-        (replace(BUILT, doubted=True), 100.0, False),
-    ],
-)
-def test_a_move_is_doubted_that_began_before_the_set_back(instance: Instance, set_back: float, doubted: bool) -> None:
-    assert steps.is_doubted(instance, replace(CONTEXT, set_back=SetBack(at=set_back))) is doubted
 
 
 # --- whose machine a host reports

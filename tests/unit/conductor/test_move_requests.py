@@ -187,7 +187,7 @@ LEAVING, LEFT = (S.DESTROYING, S.DELETED), (S.RELEASING, S.DELETED)
         (moving(S.REVERTING), PATIENCE, LEAVING, (True, False), 5),
         (moving(S.PREPARING), PATIENCE, LEAVING, (True, False), 4),
         (moving(S.PREPARING, doubted=True), IN_DOUBT, LEAVING, (False, False), 4),
-        (moving(S.PREPARING, doubted=True), PATIENCE, LEAVING, (True, False), 4),
+        (moving(S.PREPARING), PATIENCE, LEAVING, (True, False), 4),
         (moving(S.PREPARING, move={"to_cell": "c2"}), IN_DOUBT, LEAVING, (True, False), 4),
         (moving(S.PREPARING, move={"to_cell": "c2"}, doubted=True), IN_DOUBT, (S.PREPARING, None), (False, False), 4),
         (moving(S.REVERTING, move={"to_cell": "c2"}, doubted=True), IN_DOUBT, LEAVING, (True, False), 5),
@@ -353,7 +353,7 @@ RESIZED: list[Case] = [
         "resized",
         "confirm: refused",
     ),
-    case(moving(S.RESIZED, doubted=True, queried=False), wants(K.CONFIRM), "destroying/active", "destroy 1@1"),
+    case(moving(S.RESIZED, queried=False), wants(K.CONFIRM), "destroying/active", "destroy 1@1"),
     case(
         moving(S.RESIZED, doubted=True, queried=False),
         wants(K.CONFIRM),

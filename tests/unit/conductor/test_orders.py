@@ -100,9 +100,8 @@ HERE, SOURCE = (2, host(2)), (1, host(1))
         (record(OFFLOADING), PATIENCE, [HERE], False),
         (record(UNDOING), PATIENCE, [HERE], False),
         (record(UNDOING), BACK, [HERE], False),
-        (record(UNDOING, doubted=True), PATIENCE, [HERE], False),
+        (record(UNDOING), PATIENCE, [HERE], False),
         (record(UNDOING, doubted=True), BACK, [HERE], True),
-        (record(UNDOING, doubted=True, began=5000.0), BACK, [HERE], False),
     ],
 )
 def test_the_machines_that_are_to_be_destroyed(

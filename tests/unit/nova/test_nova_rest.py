@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from bus.clock import SystemClock
 from bus.faults import Fault
+from bus.openstack.login import KeystoneLogin
 from scheduler_worker.nova import nova_rest
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.facts import NovaAggregate, NovaService
@@ -201,6 +202,26 @@ async def test_a_request_without_an_answer_says_how_long_it_was_waited_for(fault
     with pytest.raises(NovaUnavailable) as unavailable:
         await rest(answer, request_timeout_s=7.5).services()
     assert "no answer within 7.5 s" in str(unavailable.value)
+
+
+async def test_a_silent_keystone_is_told_as_such() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        while await reader.read(1000):
+            """No answer."""
+        writer.close()
+
+    served: list[asyncio.Task[None] | None] = []
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        login = KeystoneLogin(auth_url=url, username="u", password="p")
+        config = NovaApiConfig(url=url, keystone=login, request_timeout_s=0.2)
+        nova = NovaRest(config, clock=SystemClock(), setting="nova")
+        with pytest.raises(NovaUnavailable) as unavailable:
+            await nova.services()
+        await nova.close()
+        await asyncio.gather(*(one for one in served if one is not None))
+    assert unavailable.value.code == "keystone.unavailable" and "no answer within" in str(unavailable.value)
 
 
 async def test_an_answer_that_does_not_end_is_not_waited_for() -> None:

@@ -423,6 +423,27 @@ async def test_a_call_leaves_for_the_fallback_once_it_cannot_be_delivered_again(
         assert len(world.stock.sent_to(TOPIC)) == 1
 
 
+@on_virtual_time
+async def test_the_fallback_is_waited_for_when_it_may_have_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its nova-scheduler may claim: told meanwhile that there is no host, the conductor would take the move back."""
+    async with World().started() as world:
+
+        async def unconfirmed(message: Outgoing) -> None:
+            world.stock.published.append(message)
+            raise BusUnavailable("no confirm")
+
+        monkeypatch.setattr(world.stock, "publish", unconfirmed)
+        world.nova.call(1)
+        await asyncio.sleep(SILENT_S - 1)
+        assert world.nova.failures() == [] and len(world.stock.sent_to(TOPIC)) == 1
+        world.stock.answer()
+        await asyncio.sleep(1)
+        assert world.nova.failures() == [] and len(world.nova.replies()) == 1
+        world.nova.call(2)
+        await asyncio.sleep(SILENT_S + 1)
+        assert len(world.nova.failures()) == 1, "not for ever"
+
+
 @pytest.mark.parametrize(("silent_s", "after_s"), [(SILENT_S, [1, 31, 61]), (1, [])])
 @on_virtual_time
 async def test_a_client_is_told_soon_that_its_call_is_under_way(silent_s: int, after_s: list[int]) -> None:
