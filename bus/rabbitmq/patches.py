@@ -183,12 +183,11 @@ async def _body(channel: Any, size: int, most_bytes: int) -> bytes:
         if not isinstance(frame, ContentBody):
             raise ValueError(f"{frame!r} instead of a body")
         seen += len(frame.value)
-        room = most_bytes + 1 - kept
-        if room > 0:
-            parts.append(frame.value[:room])
+        if kept <= most_bytes:
+            parts.append(frame.value[: most_bytes + 1 - kept])
             kept += len(parts[-1])
-        if room < len(frame.value):  # nothing that is kept already: the body would seem larger than it was
-            end = (end + frame.value[room:])[-END_BYTES:]
+        if seen > most_bytes:
+            end = (end + frame.value)[-END_BYTES:]
     if end:
         return b"".join(parts)[: most_bytes + 1 - len(end)] + end
     return parts[0] if len(parts) == 1 else b"".join(parts)
