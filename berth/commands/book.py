@@ -36,8 +36,7 @@ from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store
 from placement_worker.operations.audit import Doubled, repair
 from placement_worker.operations.audit import move_host as move_host_in_book
-from placement_worker.operations.copying import CopySource
-from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, InvalidExport, lines, parse
+from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, CopySource, InvalidExport, lines, parse
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 # A claim younger than this may still be on its way to being an instance.

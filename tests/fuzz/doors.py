@@ -27,7 +27,7 @@ from bus.contracts.base import MAX_REASON, Meta
 from bus.contracts.catalogue import FORBIDDEN, routing_key, taken_by
 from bus.contracts.queues import DEAD, QUEUES
 from bus.port import Outgoing
-from bus.rabbitmq import frames
+from bus.rabbitmq import channels
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.patches import install
 from bus.service.settings import SettingsError, redact
@@ -146,7 +146,7 @@ class Amqp:
                 must(read.reason is not None and len(read.reason) <= MAX_REASON, "a reason beyond its bound")
                 must(read.code.startswith("message.") or read.code == FORBIDDEN, f"a code that is none: {read.code}")
                 outgoing = self._letter(queue, delivery, read)
-            self._check_travels(frames.properties(outgoing, outgoing.reply_to), outgoing)
+            self._check_travels(channels.properties_of(outgoing, outgoing.reply_to), outgoing)
             must(is_text(shown(read.meta.id)) and is_text(shown(read.meta.cause)), "what is logged is no text")
 
     def _check_gathers(self, queue: str, packed: Packed) -> None:
@@ -178,8 +178,11 @@ class Amqp:
         """A published message is read back unchanged."""
         properties = commands.Basic.Properties()
         properties.unmarshal(struct.unpack_from(">H", raw)[0], raw[2:])
-        must((properties.message_id or "") == frames.cut(sent.message_id), "another id than the one that was sent")
-        must((properties.headers or {}).keys() == {*map(frames.cut, sent.headers)}, "headers were lost")
+        must(
+            (properties.message_id or "") == channels.cut_short(sent.message_id),
+            "another id than the one that was sent",
+        )
+        must((properties.headers or {}).keys() == {*map(channels.cut_short, sent.headers)}, "headers were lost")
         read_letter(
             0, RabbitDelivery(_delivered(sent.exchange, sent.routing_key, properties, sent.body), None, self._names)
         )  # type: ignore[arg-type]

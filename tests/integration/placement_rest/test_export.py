@@ -30,11 +30,10 @@ from bus.contracts.placement import (
 )
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
-from placement_worker.operations import audit, copying, export, export_store
+from placement_worker.operations import audit, export, export_store
 from placement_worker.operations import audit as questions
 from placement_worker.operations.audit import Doubled, excess_of, generations, give_back, repair
-from placement_worker.operations.copying import CopySource
-from placement_worker.operations.export import BookExport, InvalidExport
+from placement_worker.operations.export import BookExport, CopySource, InvalidExport
 from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
@@ -205,7 +204,7 @@ async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Pl
 async def test_an_unreachable_keystone_and_an_unknown_user(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "ASK", msgspec.structs.replace(copying.ASK, first_s=0.001, longest_s=0.001))
+    monkeypatch.setattr(export, "ASK", msgspec.structs.replace(export.ASK, first_s=0.001, longest_s=0.001))
     unreachable = CopySource("http://127.0.0.1:9", "admin")
     with pytest.raises(InvalidExport, match="ConnectError"):
         await unreachable.read()

@@ -46,7 +46,7 @@ from bus.contracts.placement import (
 )
 from bus.port import CC, UNREAD, Outgoing
 from bus.publishing import BusLimits
-from bus.rabbitmq import frames
+from bus.rabbitmq import channels
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.patches import MAX_DEPTH, MAX_VALUES, install
 from bus.topology import QueueNames, matches
@@ -96,7 +96,7 @@ def test_what_is_written_is_read(  # noqa: PLR0917
         mandatory=mandatory,
         expiration_s=expiration_s,
     )
-    raw = frames.publish(message, exchange, key, names[3], also, channel=7, frame_max=FRAME_MAX)
+    raw = channels.frames_of(message, exchange, key, names[3], also, channel=7, frame_max=FRAME_MAX)
     found = []
     while raw:
         size, channel, one = frame.unmarshal(raw)
@@ -187,17 +187,17 @@ def test_bytes_of_a_property_are_written_back_as_they_came(name: str) -> None:
     read = getattr(decoded_properties(**{name: raw}), attribute)
     fields: dict[str, str] = {name: read}
     message = Outgoing(exchange="", routing_key="q", body=b"", **fields)  # type: ignore[arg-type]
-    assert short(raw) in frames.properties(message, message.reply_to)
+    assert short(raw) in channels.properties_of(message, message.reply_to)
 
 
 def test_a_property_that_is_too_long_is_cut_and_known_by_what_is_left() -> None:
     text = "ü" * 200
-    assert frames.cut(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
-    assert frames.cut("short") == "short"
+    assert channels.cut_short(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
+    assert channels.cut_short("short") == "short"
     message = Outgoing(exchange="", routing_key="q", body=b"", message_id=text)
-    assert short(text.encode()[:255]) in frames.properties(message, None)
+    assert short(text.encode()[:255]) in channels.properties_of(message, None)
     with pytest.raises(ValueError, match="longer"):
-        frames.publish(message, "", "ü" * 200, None, "", channel=1, frame_max=4096)
+        channels.frames_of(message, "", "ü" * 200, None, "", channel=1, frame_max=4096)
 
 
 def test_a_time_beyond_the_calendar_is_none_and_what_follows_is_read() -> None:
