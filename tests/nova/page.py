@@ -21,8 +21,8 @@ HEAD = """# Nova's tests with berth as their scheduler
 
 Made by `page.py` from what `scripts/nova test --json` wrote; the reasons are in `reasons.toml`. RabbitMQ, a stock
 nova-scheduler as the fallback. Tests that failed were run again alone; what passed only then says so.
-The tests of Nova's own are in the order of seed 43, as far as they were run: 600 of 1,998 tests, of which those that
-ask for hosts are listed.
+All of `nova.tests.functional` were run but those of its database's own code, none of which starts a scheduler; of those
+that were run, the ones that ask for hosts, or that failed before they could, are listed.
 """
 AGAIN = "passed when it was run again"
 APART = "fails with a stock nova-scheduler in a process of its own as well"
