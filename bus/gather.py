@@ -77,10 +77,10 @@ class Gather(Generic[T]):
 
     waiting: how many items may be taken now. take: the next batch of them; empty: nothing is left. handle: handles one
     batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. slow_s:
-    after so many seconds a batch is slow. pause_s: how long (seconds) to wait before a batch is taken; what arrives
-    meanwhile is part of it. enough: whether there is no pause, or it ends, which each `wake` asks. sleep: waits for a
-    pause. on_idle: called when nothing is under way any more. on_error: called with what take, pause_s or handle
-    raised, because nobody awaits the tasks of the batches; what was taken before is handled.
+    after so many seconds a batch is slow; 0: SLOW_S then. pause_s: how long (seconds) to wait before a batch is taken;
+    what arrives meanwhile is part of it. enough: whether there is no pause, or it ends, which each `wake` asks. sleep:
+    waits for a pause. on_idle: called when nothing is under way any more. on_error: called with what take, pause_s or
+    handle raised, because nobody awaits the tasks of the batches; what was taken before is handled.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Gather(Generic[T]):
         most: int,
         at_once: int = 1,
         is_full: Callable[[], bool] = lambda: False,
-        slow_s: float = SLOW_S,
+        slow_s: float = 0.0,
         pause_s: Callable[[], float] = lambda: 0.0,
         enough: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
@@ -185,7 +185,7 @@ class Gather(Generic[T]):
             self.slow += 1
             self.wake()
 
-        timer = asyncio.get_running_loop().call_later(self._slow_s, become_slow)
+        timer = asyncio.get_running_loop().call_later(self._slow_s or SLOW_S, become_slow)
         try:
             await self._handle(batch)
         except Exception as error:  # the owner decides what it ends
