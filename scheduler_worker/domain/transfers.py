@@ -29,6 +29,7 @@ from bus.contracts.moves import (
     MoveEvent,
     MoveKind,
 )
+from bus.contracts.objects import CellDecision
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
@@ -162,15 +163,18 @@ def instance_of(check: CellCheck) -> str:
     return check.change.spec.instance_uuid
 
 
-def answered_for_removed(check: CellCheck, known: MoveContext) -> OutboxMessage | None:
+def answered_for_removed(check: CellCheck, known: MoveContext, removal: CellDecision) -> OutboxMessage | None:
     """The answer to a check about a cell that was removed, by the schedulers' record: whether the instance has left the
-    cell that asks. None: they have no record of it.
+    cell that asks. None: they have no record of it; or none that it has left, which a record that was set back does not
+    show, while no operator has stated that what the cell has is abandoned.
     """
     change, asked_by = check.change, check.asked_by
     assert change is not None
     if known.build is None:
         return None
     is_here = is_owner(asked_by.cell, check.stay, known.build, known.now)
+    if is_here and not removal.abandoned:
+        return None
     answer = MachineChanged(
         instance_uuid=change.spec.instance_uuid,
         attempt=change.attempt,
