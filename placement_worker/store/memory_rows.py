@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,13 @@ from bus.contracts.placement import ClaimHolder
 from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from placement_worker.domain.claim_group import WantedMembers
-from placement_worker.domain.claim_ledger import ClaimLedger, Decision, Lacking
-from placement_worker.domain.claims import changes_of
+from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, Sources, is_retired
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import (
     ClaimedProvider,
     ConsumerState,
-    Fit,
     GroupKey,
     Members,
     Provider,
@@ -69,27 +67,8 @@ class MemoryBookRows:
 
     async def take_new(
         self, consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], most: port.Limits
-    ) -> tuple[int, Sequence[int]] | None:
-        """Write new consumers with what they hold, or nothing."""
-        wanted = [
-            (uuid, *pair) for new in consumers.values() for uuid, held in new.holding.items() for pair in held.items()
-        ]
-        async with self.transaction() as transaction:
-            locked = await transaction.lock_claims(port.WantedClaims(consumers, shapes))
-            providers, ledger = locked.providers, ClaimLedger({}, locked.providers, self.names.class_ids)
-            are_there = all(
-                uuid in providers and shape in (None, providers[uuid].shape) for uuid, shape in shapes.items()
-            )
-            if locked.found or not are_there or any(ledger.fit(*one, one[-1]) is not Fit.FITS for one in wanted):
-                return None
-            for consumer, new in consumers.items():
-                ledger.write(consumer, new)
-                ledger.move({}, new.holding)
-            decision = ledger.decision([])
-            writes = port.ClaimWrites(decision, locked, changes_of(decision), most)
-            with suppress(port.PassedMeanwhile):
-                return await transaction.write_claims(writes), list(ledger.generations.values())
-            return None
+    ) -> None:
+        """Nothing: here no round trip is spared."""
 
     snapshot = transaction  # reads without an await between them are of one moment
 

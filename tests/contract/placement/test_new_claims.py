@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import asyncpg
 import pytest
 
-from bus.clock import SystemClock, new_uuid
+from bus.clock import new_uuid
 from bus.contracts.placement import (
     INSTANCES,
     Claim,
@@ -26,8 +26,6 @@ from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.domain.claim_group import MAX_PLAIN
 from placement_worker.operations import audit
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import HOSTS, VMS, build, roomy_host
 
@@ -64,26 +62,6 @@ class Counting(PostgresBookRows):
 
 class Decided(PostgresBookRows):
     """It takes nothing at once: each group is decided."""
-
-    async def take_new(self, *_: object) -> None:
-        return None
-
-
-class CountingInMemory(MemoryBookRows):
-    """As `Counting`."""
-
-    def __init__(self) -> None:
-        super().__init__(MemoryBookTable(SystemClock()).session())
-        self.ways: Counter[bool] = Counter()
-
-    async def take_new(self, *arguments: object) -> tuple[int, Sequence[int]] | None:
-        taken = await super().take_new(*arguments)  # type: ignore[arg-type]
-        self.ways[taken is not None] += 1
-        return taken
-
-
-class DecidedInMemory(CountingInMemory):
-    """As `Decided`."""
 
     async def take_new(self, *_: object) -> None:
         return None
@@ -182,30 +160,9 @@ async def rows_of(book: ResourceBook) -> list[list[str]]:
 
 async def test_what_is_taken_at_once_is_what_is_decided(opened: list[ResourceBook]) -> None:
     """The same replies, rows, and bytes in the feed."""
-    book, _, copy = opened
-    await compare(book, copy)
-    assert await rows_of(book) == await rows_of(copy)
-    async with opened[0].rows.database.raw() as connection:  # type: ignore[attr-defined]
-        assert await audit.findings(connection) == []
-
-
-async def test_what_is_taken_at_once_in_memory_is_what_is_decided() -> None:
-    taken, decided = CountingInMemory(), DecidedInMemory()
-    books = ResourceBook(taken), ResourceBook(decided)
-    for book in books:
-        await book.open()
-    await compare(*books)
-    assert taken.table.providers == decided.table.providers
-    assert {uuid: kept.consumer for uuid, kept in taken.table.consumers.items()} == {
-        uuid: kept.consumer for uuid, kept in decided.table.consumers.items()
-    }
-    assert taken.table.changes == decided.table.changes
-
-
-async def compare(book: ResourceBook, copy: ResourceBook) -> None:
-    """Draw claims for both. They reply the same."""
     rng = random.Random(1)
-    assert isinstance(book.rows, Counting | CountingInMemory)
+    book, _, copy = opened
+    assert isinstance(book.rows, Counting)
     uuids = [(new_uuid(rng), new_uuid(rng)) for _ in range(24)]
     consumers: list[str] = []
     shapes: dict[str, int] = {}
@@ -219,6 +176,9 @@ async def compare(book: ResourceBook, copy: ResourceBook) -> None:
         replies = await book.apply(claims)
         assert replies == await copy.apply(claims), claims
         outcomes.update(reply.outcome for reply in replies if isinstance(reply, ClaimResult))
+    assert await rows_of(book) == await rows_of(copy)
+    async with book.rows.database.raw() as connection:
+        assert await audit.findings(connection) == []
     assert book.rows.ways[True] > 40 and book.rows.ways[False] > 20, book.rows.ways
     assert set(outcomes) == set(ClaimOutcome) - {ClaimOutcome.RULED_OUT, ClaimOutcome.INCOMPLETE}
 
