@@ -19,7 +19,7 @@ class Server:
 
     async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, str]]:
         self.read_keys += keys
-        return {key: (7, "another process's") for key in keys}
+        return dict.fromkeys(keys, (7, "another process's"))
 
     async def write(self, writes: WriteSet) -> Committed:
         self.losses += 1
