@@ -220,15 +220,15 @@ class CellLinks:
         changed = asyncio.create_task(slot.changed.wait())
         try:
             await asyncio.wait((running, changed), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                await running
-            else:
+            if not running.done():
                 log.info("cell.left", cell=slot.name)
                 await link.drain(DRAIN_S)
         finally:
             for task in (running, changed):
                 task.cancel()
             await asyncio.wait((running, changed))
+        if not running.cancelled():
+            running.result()  # raises what has ended a consumer, also while the cell was left
 
     def _open(self, slot: _CellSlot) -> CellLink:
         bus = self._reach(slot.name, slot.where)

@@ -330,10 +330,9 @@ async def claim(
     if keys:
         await transaction.lock_groups(keys)
     locked = await transaction.lock_claims(port.WantedClaims(group.consumers, group.providers, limited, alone))
-    holding = {uuid for uuid, consumer in locked.found.items() if consumer.holding}
     if bus == ABOVE_CELLS and group.enrolled:  # a cell has no word about others' instances
         await transaction.enroll(group.enrolled)
-    members = await transaction.members(group.members(holding)) if keys else {}
+    members = await transaction.members(group.members(locked.found)) if keys else {}
     decision = decide(
         group.items,
         locked.found,

@@ -173,7 +173,8 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
             return
         committed = await self._rows.write(self.writes)
         self.rows = committed.outbox_rows
-        self._cache.put(committed.version, self._after)
+        if self.writes.losses == self._cache.losses:  # a server that was lost since may give this version again
+            self._cache.put(committed.version, self._after)
 
 
 @asynccontextmanager

@@ -177,17 +177,18 @@ async def _body(channel: Any, size: int, most_bytes: int) -> bytes:
 
     A broker lets 128 MiB pass by default, and a scheduler has many lanes.
     """
-    parts, seen, kept, end = [], 0, 0, b""
+    parts: list[bytes] = []
+    seen, kept, end = 0, 0, b""
     while seen < size:
         frame = await channel._get_frame()
         if not isinstance(frame, ContentBody):
             raise ValueError(f"{frame!r} instead of a body")
         seen += len(frame.value)
+        if seen > most_bytes:
+            end = ((end or b"".join(parts)) + frame.value)[-END_BYTES:]
         if kept <= most_bytes:
             parts.append(frame.value[: most_bytes + 1 - kept])
             kept += len(parts[-1])
-        if seen > most_bytes:
-            end = (end + frame.value)[-END_BYTES:]
     if end:
         return b"".join(parts)[: most_bytes + 1 - len(end)] + end
     return parts[0] if len(parts) == 1 else b"".join(parts)

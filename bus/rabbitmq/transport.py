@@ -462,7 +462,7 @@ class RabbitTransport:
         # A message delivered while further queues are taken up is answered at once, so this is the current session now.
         self._session = session
         try:
-            for subscription in self._subscriptions:
+            for subscription in tuple(self._subscriptions):  # what `_consume` adds meanwhile is on this session already
                 await subscription.attach(session)
         except BaseException:
             self._session = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import count
 
 from msgspec import Struct
@@ -92,15 +92,16 @@ class ClaimGroup:
         is_counted = not any(map(is_migration, self.consumers.values()))
         return taken if is_counted and len(set(named)) == len(named) <= MAX_PLAIN_PROVIDERS else {}
 
-    def members(self, holders: set[str] | None = None) -> WantedMembers:
-        """Return the members that decide about the items. holders: the named consumers that hold allocations, if known.
+    def members(self, known: Container[str] | None = None) -> WantedMembers:
+        """Return the members that decide about the items. known: the named consumers that are on record, if they were
+        read; one that holds nothing is a member again where the items give it something.
 
         A revert and a swap name no group, so a consumer that they move may be a member of any; a release only takes
         away. No claim's consumer is paired with the other claims' groups: a batch may name as many groups as consumers.
         """
         moved = self._grouped.union((*key, one) for one in self._ungrouped for key in self._keys)
-        if holders is not None:
-            moved = {one for one in moved if one[2] in holders}
+        if known is not None:
+            moved = {one for one in moved if one[2] in known}
         most = MAX_GROUP_MEMBERS_READ + len(self.consumers)
         return WantedMembers(sorted(self._hosts), sorted(moved), sorted(self._together), most)
 

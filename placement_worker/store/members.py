@@ -20,14 +20,14 @@ HASHED = "SELECT DISTINCT hashtextextended(key, 0) AS key FROM unnest($1::text[]
 # The same rule as `hosts_of`: the roots of the consumer's providers; those of sharing providers count only if there are
 # no others.
 _HOSTS = f"""
-coalesce(
+array_remove(coalesce(
     array_agg(DISTINCT root.uuid) FILTER (WHERE p.id NOT IN (
         SELECT pt.provider_id FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE t.name = '{SHARING}')),
-    array_agg(DISTINCT root.uuid)) AS hosts
+    array_agg(DISTINCT root.uuid)), NULL) AS hosts
 """
 _HELD = """
-JOIN allocations a ON a.consumer = m.consumer
-JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root_id
+LEFT JOIN allocations a ON a.consumer = m.consumer
+LEFT JOIN providers p ON p.id = a.provider_id LEFT JOIN providers root ON root.id = p.root_id
 """
 
 # The members that a decision needs: those on the hosts that the claims name, found from the hosts' allocations, so that

@@ -195,7 +195,9 @@ class MemoryBookTransaction:
         hosts, moved = set(wanted.hosts), set(wanted.moved)
         for key in sorted({(project, group) for project, group, *_ in (*hosts, *moved, *wanted.together)}):
             alive = table.alive(key, self._enrolled.get(key, ()))
-            named = {uuid: its for uuid, its in alive.items() if (*key, uuid) in moved}
+            named = {
+                uuid: alive.get(uuid, ()) for uuid in (*table.members.get(key, ()), *alive) if (*key, uuid) in moved
+            }
             there = {
                 uuid: its
                 for uuid, its in alive.items()

@@ -392,6 +392,34 @@ async def test_a_subscription_that_is_cancelled_while_it_is_taken_up_again_consu
     assert not delivery.redelivered
 
 
+@pytest.mark.parametrize("kind", ["rabbitmq"])
+async def test_a_subscription_that_begins_while_others_are_taken_up_again_is_one_consumption(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There were two, of which `cancel` ended one: the other gave back at once whatever came, up to the limit."""
+    transport = await rig.transport()
+    assert isinstance(transport, RabbitTransport)
+    first, second = await declare(transport), await declare(transport, name="scheduler.requests.2")
+    await transport.consume(first, Collector(), prefetch=10)
+    back, taking_up, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    transport.on_reconnect(back.set)
+    consume = RabbitSubscription._consume
+
+    async def late(self: RabbitSubscription, channel: AbstractChannel) -> str:
+        if self.queue.endswith(first):
+            taking_up.set()
+            await go_on.wait()
+        return await consume(self, channel)
+
+    monkeypatch.setattr(RabbitSubscription, "_consume", late)
+    await rig.cut()
+    await taking_up.wait()
+    await transport.consume(second, Collector(), prefetch=10)
+    go_on.set()
+    await back.wait()
+    assert await transport.consumers(second) == 1
+
+
 async def test_a_refusal_beside_a_publish_that_hangs_stops_nothing(
     own_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:

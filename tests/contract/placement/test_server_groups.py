@@ -299,6 +299,25 @@ async def test_a_member_whose_move_is_reverted_beside_a_claim_for_its_source(sto
     assert await members(store) == {HOSTS[0]: 1}
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["then claimed", "claimed in the same transaction"])
+async def test_a_member_that_holds_nothing_is_one_again_where_its_move_is_reverted(
+    store: ResourceBook, at_once: bool
+) -> None:
+    """Its last alternate had no room. Of one transaction the revert was not seen: two members on one host."""
+    move = Migration(uuid=VMS[9], source={HOSTS[0]: {"VCPU": 1}})
+    assert await outcomes(store, member(0, 0), member(1, 2)) == ["claimed", "claimed"]
+    assert await outcomes(store, member(0, 1, attempt=2, consumer_generation=1, migration=move)) == ["claimed"]
+    last = member(0, 2, attempt=3, consumer_generation=2, migration=move, release_first=True)
+    assert await outcomes(store, last) == ["ruled_out"]
+    assert await members(store) == {HOSTS[0]: 1, HOSTS[2]: 1}
+    writes = [Revert(consumer=VMS[0], attempt=4, source_attempt=1, migration=move), member(3, 0)]
+    replies = [
+        reply for part in ([writes] if at_once else [[one] for one in writes]) for reply in await store.apply(part)
+    ]
+    assert [str(reply.outcome) for reply in replies] == ["reverted", "ruled_out"]
+    assert await members(store) == {HOSTS[0]: 1, HOSTS[2]: 1}
+
+
 async def test_a_member_that_claims_again_without_naming_its_group_is_one_where_it_goes(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     again = member(0, 1, group=None, attempt=2, consumer_generation=1, release_first=True)

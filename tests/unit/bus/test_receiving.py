@@ -126,12 +126,12 @@ async def test_of_a_body_beyond_the_bound_no_more_is_kept_than_shows_that_and_it
 ) -> None:
     """A broker lets 128 MiB pass, and each lane of a scheduler takes such a message."""
     monkeypatch.setattr(patches, "END_BYTES", 10)
-    sizes = (0, 1, 400, 1000, 1001, 5000)
+    sizes = (0, 1, 400, 1000, 1001, 1003, 5000)
     frames = []
     for size in sizes:
         frames.append(ContentHeader(body_size=size))
-        body = b"x" * (size - 5) + b"ended"[:size]
-        frames += [ContentBody(body[start : start + 400]) for start in range(0, size, 400)]
+        body = b"x" * (size - 10) + b"its ending"[:size]
+        frames += [ContentBody(body[start : start + 500]) for start in range(0, size, 500)]
 
     async def next_frame() -> object:
         return frames.pop(0)
@@ -141,8 +141,8 @@ async def test_of_a_body_beyond_the_bound_no_more_is_kept_than_shows_that_and_it
     patches.hand_over_at_once(channel, lambda message: got.append(message.body), 1000)
     while frames:
         await channel._on_deliver_frame(Basic.Deliver("tag", 1, False, "berth", "key"))  # type: ignore[misc]
-    assert [len(one) for one in got] == [0, 1, 400, 1000, 1001, 1001]
-    assert [one[-10:] for one in got[2:]] == [b"xxxxxended"] * 4
+    assert [len(one) for one in got] == [0, 1, 400, 1000, 1001, 1001, 1001]
+    assert [one[-10:] for one in got[2:]] == [b"its ending"] * 5
 
 
 async def test_a_lost_connection_is_reported_as_by_aiormq() -> None:

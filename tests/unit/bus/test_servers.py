@@ -21,7 +21,7 @@ from bus.contracts.build import BuildRequest
 from bus.contracts.objects import CellBus, LinkState
 from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.queues import BY_QUEUE, lane_of
-from bus.faults import DatabaseForbidden, DatabaseUnavailable
+from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable, first_fault
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.address import parse_database_url
 from bus.persistence.group_flush import GroupFlush
@@ -297,6 +297,41 @@ async def test_a_cell_of_the_settings_whose_broker_refuses_is_entered_when_it_no
         await clock.sleep(REOPEN_S)
         assert links.state_of("c1") == (LinkState.UP, "")
         assert links.unavailable_reason("c1") == ""
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        await links.close()
+
+
+@on_virtual_time
+async def test_an_invariant_that_breaks_while_its_cell_is_left_ends_the_worker() -> None:
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+    taken, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
+        taken.set()
+        await go_on.wait()
+        raise BrokenInvariant("two owners")
+
+    def reach(name: str, _: CellBus | None) -> Bus:
+        return Bus(name, MemoryTransport(broker, name), process="worker", clock=clock, rng=random.Random(1))
+
+    links = CellLinks(
+        lambda bus: CellLink(bus, [Consumer(bus, "placement.requests", answer)]), clock=clock, reach=reach
+    )
+    links.configure(reach("c1", None))
+    running = asyncio.create_task(links.run())
+    try:
+        await links.entered(PATIENCE_S)
+        await links.buses["c1"].publish(RELEASE)
+        await taken.wait()
+        links.want({})
+        await clock.sleep(0.1)
+        go_on.set()
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(asyncio.shield(running), PATIENCE_S)
+        assert isinstance(first_fault(ended.value), BrokenInvariant)
     finally:
         running.cancel()
         await asyncio.wait((running,))
