@@ -39,7 +39,7 @@ from .domain.instance import Instance
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind, is_ordered
 from .domain.set_back import SetBack
 from .store.port import InstanceStore
-from .store.safety import ADOPT, DESTROY, MachineKey, UnexplainedRecord
+from .store.safety import ADOPT, DESTROY, KEEP, MachineKey, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -101,6 +101,19 @@ class Guard:
         if not scan.findings and not scan.quarantined:
             return ()
         return await self._decide(report, scan)
+
+    async def kept(self, report: ComputeHosts, deployment: str) -> frozenset[MachineKey]:
+        """The machines with our mark on this page that an operator keeps, whatever their records have come to since."""
+        await self._read()
+        own = {
+            (host.uuid, one.instance_uuid)
+            for host in report.hosts
+            for one in host.running or ()
+            if one.deployment == deployment
+        }
+        if own.isdisjoint(self._recorded):
+            return frozenset()
+        return frozenset(one.place for one in await self._store.safety.records() if one.verdict == KEEP)
 
     async def is_open(self, service: str) -> bool:
         """Whether the breaker of this service holds all harmful events back."""

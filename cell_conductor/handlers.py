@@ -311,6 +311,7 @@ class HostHandlers:
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
                 may_have=self._may_have,
+                kept=await self._guard.kept(report, self._store.deployment),
             )
         else:
             found = Differences()

@@ -224,6 +224,7 @@ class Unexplained(Struct, frozen=True):
 
 NO_MARK = "no mark of this deployment"
 NO_RECORD = "no record"
+KEPT = "an operator keeps it"
 NEWER = "newer than its record"
 UNNUMBERED = "its compute service does not know its attempt"
 ELSEWHERE = "its record has this attempt on another host"
@@ -256,11 +257,13 @@ def differences(
     now: float,
     grace_s: float,
     may_have: Callable[[str, str], bool] = lambda _service, _host: False,
+    kept: Container[tuple[str, str]] = frozenset(),
 ) -> Differences:
     """The disagreements of a report and the record. The state machine decides about them; most reports agree.
 
     may_have(service, host): whether that service is up, and lists the host or has not listed all its hosts. Then the
     report of another service shows nothing about the machines there: they may have two hosts of one uuid.
+    kept: (host, instance) of the machines that an operator keeps.
     grace_s: a record that is younger causes no scan, because most of what such a report lacks is under way.
     This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     """
@@ -286,7 +289,7 @@ def differences(
                     unexplained.append(
                         Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.FOREIGN, NO_MARK)
                     )
-            elif not one.destroying and (why := _unexplained(record, one, host_uuid)):
+            elif not one.destroying and (why := _unexplained(record, one, host_uuid, kept)):
                 unexplained.append(
                     Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
                 )
@@ -346,10 +349,14 @@ def _is_deleting(record: RecordedInstance) -> bool:
     return desire_of(record).here is Wish.DESTROY and record.phase in DELETE_REQUESTED
 
 
-def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) -> str:
+def _unexplained(
+    record: RecordedInstance | None, one: Running, host_uuid: str, kept: Container[tuple[str, str]]
+) -> str:
     """Why the record does not explain a machine that carries our mark; "": it does."""
     if record is None or record.state is State.ABSENT:
         return NO_RECORD
+    if (host_uuid, one.instance_uuid) in kept and is_over(record, one.attempt, host_uuid):
+        return KEPT
     if is_untried(record, one.attempt) and not is_over(record, one.attempt, host_uuid):
         return UNTRIED
     if is_unsure(record, one.attempt, host_uuid):

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.consuming.outcome import Done, Retry
-from bus.contracts.base import Message
-from bus.contracts.cell import CellDelete, FindMachines, FoundMachine
+from bus.consuming.outcome import Done, Received, Retry
+from bus.contracts.base import Message, Meta
+from bus.contracts.cell import CellDelete, Destroy, FindMachines, FoundMachine, Running
 from bus.contracts.moves import AskedBy, CellBook, CellMove, ChangeMachine, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.faults import Transient
@@ -20,6 +20,7 @@ from bus.persistence.outbox import OutboxMessage
 from bus.port import PublishRefused
 from cell_conductor import engine
 from cell_conductor.app import search_forever
+from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
@@ -27,11 +28,11 @@ from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
-from cell_conductor.store.safety import KEEP
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_transfers import held, leaving
-from tests.unit.conductor.world import BUILD, Conductor, Services
+from tests.unit.conductor.world import BUILD, Conductor, Quiet, Services, hosts_of, listing
 
 # --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is
 # begun.
@@ -430,6 +431,25 @@ async def test_a_service_that_is_down_is_missed_without_a_query() -> None:
     outcome = await conductor.take()
     assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered"
     assert [one.service for one in services.queried] == ["s1"]
+
+
+async def test_a_machine_that_an_operator_keeps_stays_when_its_instance_is_deleted() -> None:
+    """The next report listed it, and its record, which was deleted by then, proved it to be over."""
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",), unexplained={UUID})
+    await conductor.store.open()
+    await conductor.keep(1, KEEP)
+    assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
+    own = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    bus: Any = Quiet()
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), bus)
+    conductor.relay.sent.clear()
+    await hosts.hosts([Received(listing("s1", 1, runs=(own,)), Meta(id="r"), "c1", "conductor.hosts.p")])
+    assert not conductor.relay.sent
+    (record,) = await conductor.store.safety.records()
+    assert (record.place, record.verdict) == ((host(1), UUID), KEEP)
+    await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
+    await hosts.hosts([Received(listing("s1", 1, runs=(own,), sequence=2), Meta(id="s"), "c1", "conductor.hosts.p")])
+    assert [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)] == [Destroy]
 
 
 def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:
