@@ -28,7 +28,6 @@ from .config import ConductorConfig
 from .domain.adopt_rules import is_searched
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
-from .domain.evacuations import misses_proof
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
@@ -37,13 +36,13 @@ from .domain.events import (
     MoveRequested,
     TimedOut,
 )
-from .domain.fence_steps import FenceSteps
 from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
+from .domain.move_steps import misses_proof
 from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
-from .domain.table import question_of, step
+from .domain.table import FenceSteps, question_of, step
 from .domain.way_back import SourceQuery
 from .placement_requests import (
     PendingQuestion,
@@ -98,13 +97,18 @@ class Sender(Protocol):
 
 
 class Unsearched(Transient):
-    """The cell's services are to be queried first, about the instances of these requests. Nothing was recorded."""
+    """The cell's services are to be queried first, about the instances of these requests. Nothing was recorded.
+
+    deletes: the instances that they delete, as a build does whose delete came before it.
+    """
 
     code = "cell.database_set_back"
 
-    def __init__(self, requests: Sequence[InstanceEvent]) -> None:
+    def __init__(self, requests: Sequence[InstanceEvent], records: Mapping[str, Instance]) -> None:
         super().__init__("the database may have no record of what these requests are about")
         self.requests = requests
+        deleted = {uuid for uuid, one in records.items() if one.state is State.TOMBSTONE}
+        self.deletes = deleted | {one.uuid for one in requests if isinstance(one.event, DeleteRequested)}
 
 
 class Engine:
@@ -266,7 +270,7 @@ class Engine:
             if stepped.instance.state is not before.state and desire_of(stepped.instance).ends:
                 ended.append(stepped.instance)
         if unsearched:
-            raise Unsearched(unsearched)
+            raise Unsearched(unsearched, now)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
         if ended_by.hosts and not await transaction.lose(list(ended_by.hosts), ended_by.losses, list(ended_by.proofs)):

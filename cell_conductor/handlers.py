@@ -153,7 +153,7 @@ class RequestHandlers:
         try:
             flushed = await self._engine.take(incoming, source=source) if incoming else None
         except Unsearched as unsearched:
-            incoming, unsure = await self._searched(incoming, unsearched.requests, batch)
+            incoming, unsure = await self._searched(incoming, unsearched, batch)
             outcomes = [
                 UNSURE if outcome is DONE and received.meta.id in unsure else outcome
                 for received, outcome in zip(batch, outcomes, strict=True)
@@ -178,7 +178,7 @@ class RequestHandlers:
                 log.warning("move.check_unanswered", instance=uuid, by=message.asked_by.cell, reason=reason)
 
     async def _searched(
-        self, incoming: list[InstanceEvent], unsearched: Sequence[InstanceEvent], batch: Sequence[Received]
+        self, incoming: list[InstanceEvent], unsearched: Unsearched, batch: Sequence[Received]
     ) -> tuple[list[InstanceEvent], set[str]]:
         """The events, those about instances that are to be searched for with the machines that the cell has of them;
         and the messages to retry.
@@ -195,13 +195,14 @@ class RequestHandlers:
             if received.meta.attempt >= RETRIES
             or (received.queue == GIVEN_UP_QUEUE and not isinstance(received.message, CellBuild))
         }
-        found = await self._search.before(unsearched)
+        found = await self._search.before(unsearched.requests)
         known: list[InstanceEvent] = []
         retried: set[str] = set()
         for one in incoming:
             taken: InstanceEvent | None = one
             if one.uuid in found and _is_to_be_searched(one.event):
-                taken = _with_found(one, found[one.uuid], is_last=one.message_id in last)
+                is_delete, is_last = one.uuid in unsearched.deletes, one.message_id in last
+                taken = _with_found(one, found[one.uuid], is_delete=is_delete, is_last=is_last)
             if taken is not None:
                 known.append(taken)
             elif not is_query(one.event) and one.message_id not in last:
@@ -209,10 +210,9 @@ class RequestHandlers:
         return known, retried
 
 
-def _with_found(one: InstanceEvent, searched: Searched, *, is_last: bool) -> InstanceEvent | None:
+def _with_found(one: InstanceEvent, searched: Searched, *, is_delete: bool, is_last: bool) -> InstanceEvent | None:
     """The event with the machines that were found; None: it is not taken now."""
     event, is_unexplained = one.event, searched.is_unexplained(one.uuid)
-    is_delete = isinstance(event, DeleteRequested)
     found = searched.of(one.uuid, to_delete=is_delete)
     if is_query(event):
         why = ANOTHERS if is_unexplained else event.given_up

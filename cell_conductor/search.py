@@ -72,8 +72,8 @@ class Searched(Struct, frozen=True):
 class _Found:
     """The services' answers so far about these instances. missing: {service without an answer: why}."""
 
-    def __init__(self, uuids: frozenset[str]) -> None:
-        self.missing: dict[str, str] = {}
+    def __init__(self, uuids: frozenset[str], down: AbstractSet[str]) -> None:
+        self.missing = dict.fromkeys(sorted(down), "it is down")
         self.hosts: set[str] = set()
         self._uuids = uuids
         self._machines: dict[str, dict[tuple[str, str, int], FoundMachine]] = defaultdict(dict)
@@ -169,8 +169,10 @@ class MachineSearch:
         """Whether services that are down have to answer about a build whose record is in doubt since then."""
         return self._store.set_back.doubted_for_s(since, self._clock.time()) < self._config.doubt_limit_s
 
-    async def find(self, uuids: Collection[str], asked: Collection[str] | None, *, thorough: bool = False) -> Searched:
+    async def find(self, uuids: Collection[str], asked: AbstractSet[str] | None, *, thorough: bool = False) -> Searched:
         """Query these services about these instances. None: it is not known yet which are up.
+
+        One that is down is not queried: it has not answered. The batch of the request would wait for it.
 
         thorough: about machines of other deployments as well, with the hosts that were looked at. These come in pages,
         each with the deadline anew.
@@ -180,6 +182,7 @@ class MachineSearch:
         if asked is None:
             return Searched(missing=("",))
         wanted = sorted(uuids)
+        found = _Found(frozenset(uuids), asked - set(self._up() or ()))
         questions = [
             FindMachines(
                 service=service,
@@ -187,10 +190,9 @@ class MachineSearch:
                 instance_uuids=tuple(wanted[start : start + MAX_FOUND_AT_ONCE]),
                 thorough=thorough,
             )
-            for service in sorted(asked)
+            for service in sorted(asked - found.missing.keys())
             for start in range(0, len(wanted), MAX_FOUND_AT_ONCE)
         ]
-        found = _Found(frozenset(uuids))
         while questions:
             causes = [question.instance_uuids[0] for question in questions]
             timeout_s = self._config.answer_timeout_s

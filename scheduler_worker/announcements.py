@@ -32,9 +32,8 @@ from scheduler_worker.domain.builds import (
     is_early,
     is_known,
 )
-from scheduler_worker.domain.object_changes import is_removed
-from scheduler_worker.domain.requests import retried_often, timeline_of
-from scheduler_worker.domain.transfers import (
+from scheduler_worker.domain.object_changes import removal_of
+from scheduler_worker.domain.recorded_moves import (
     AnnouncedMoves,
     answered,
     answered_for_removed,
@@ -44,6 +43,7 @@ from scheduler_worker.domain.transfers import (
     refused,
     rests,
 )
+from scheduler_worker.domain.requests import retried_often, timeline_of
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -284,13 +284,17 @@ class CellAsksHandler:
         async with self._store.operation() as unit:
             unused = {one.cell for one in checks if one.answer is None and one.cell not in self._cells}
             objects = (await unit.lock_objects()).objects if unused else {}
-            removed = {cell for cell in unused if is_removed(objects, cell)}
+            removed = {cell: removal for cell in unused if (removal := removal_of(objects, cell)) is not None}
             lost = [one for one in checks if one.answer is None and one.cell in removed]
             known = await unit.known({one.asked_by.request_id: instance_of(one) for one in lost}, lock=True)
             for check in checks:
                 message = handed_on(check, self._cell)
                 if message is not None and check in lost:
-                    message = answered_for_removed(check, known[message.cause])
+                    message = answered_for_removed(check, known[message.cause], removed[check.cell])
+                    if message is None:
+                        log.warning(
+                            "cell.check_unanswered", instance=instance_of(check), cell=check.cell, by=self._cell
+                        )
                 if message is not None:
                     unit.emit(message)
 

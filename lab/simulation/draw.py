@@ -27,6 +27,7 @@ from lab.simulation.plan import (
     Rates,
 )
 from lab.simulation.widening import NONE, Widening, widen
+from placement_worker.replica.catch_up import PAGE
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ def plan_of(seed: int, kinds: Collection[Widening] = NONE) -> Plan:
     plan = replace(plan, fault_events=_fault_events(rng, plan))
     plan = _later_faults(random.Random(f"berth.sim.harder {seed}"), plan)
     plan = _silences(random.Random(f"berth.sim.silent {seed}"), plan)
+    plan = replace(plan, page=_pick(random.Random(f"berth.sim.pages {seed}"), (PAGE, 3)))
     return widen(with_peers(random.Random(f"berth.sim.peers {seed}"), plan), kinds)
 
 

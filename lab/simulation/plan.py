@@ -14,6 +14,7 @@ from berth.trial.ironic_stand_in.node_pool import Behaviour
 from bus.contracts.placement import ServerGroup
 from compute_sim.config import HostSize
 from compute_sim.domain.faults import Faults
+from placement_worker.replica.catch_up import PAGE
 
 T = TypeVar("T")
 
@@ -168,6 +169,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     metal: Metal | None = None
     flat: tuple[str, ...] = ()  # services that report their hosts flat until they are upgraded
     feed_retention: int = KEEP_ALL  # changes of the feed that are kept
+    page: int = PAGE  # providers, or changes of the feed, in a page of them
     batch: int = 0  # messages that a handler takes at once; 0: as many as ever
     keep_s: float = 0.0  # how long fences, silent sources and deleted instances are kept; 0: as long as ever
     load_s: float = LOAD_S

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import cycle, islice
 from typing import Any
-from uuid import UUID, uuid5
+from uuid import NAMESPACE_OID, UUID, uuid5
 
 from lab.simulation.plan import Action, Order
 from lab.simulation.rest_caller import Holding, RestAnswer, RestCaller, allocations_body, expect_status
@@ -18,6 +19,8 @@ TRAIT = "CUSTOM_THEIRS"
 PROVIDERS = tuple(f"00000000-0000-4000-c000-00000000000{n}" for n in range(2))
 AGGREGATES = tuple(f"00000000-0000-4000-d000-00000000000{n}" for n in range(3))
 MAX_AMOUNT = 4
+TURNS, AT_ONCE = 100, 4  # of reservations that begin and end again
+STOP_TURNS = 50  # in which a service stops, 0.1 s each
 
 
 class RestClient:
@@ -44,6 +47,7 @@ class RestClient:
             "host-aggregates": self._set_host_aggregates,
             "reserve": self._reserve,
             "reserve-host": self._reserve_host,
+            "reserve-upgraded": self._reserve_upgraded,
             "change": self._change,
             "swap": self._swap,
             "release": self._release,
@@ -123,6 +127,33 @@ class RestClient:
             if found is not None and found.status == 200 and "VCPU" in found.body["inventories"]:
                 await self._hold(order.uuid, {one["uuid"]: {"VCPU": 1}}, None)
                 return
+
+    async def _reserve_upgraded(self, order: Order, _: random.Random) -> None:
+        """While an upgrade of their service makes trees of flat hosts: hold something there for a moment, again and
+        again. What becomes of it is not compared, as the upgrade moves what all consumers hold.
+        """
+        for _turn in range(STOP_TURNS):
+            if order.service not in self._world.flat:
+                break
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(order.seconds)
+        plans = [host.plan for host in self._world.fleets[order.service].hosts]
+        leaving = [(one.uuid, "VCPU" if one.numa else "VGPU") for one in plans if one.numa or one.gpus]
+        if leaving:
+            pairs = islice(cycle(leaving), AT_ONCE)
+            await asyncio.gather(*(self._hold_for_moments(f"{order.uuid} {n}", *one) for n, one in enumerate(pairs)))
+
+    async def _hold_for_moments(self, seed: str, host: str, name: str) -> None:
+        for turn in range(TURNS):
+            consumer = str(uuid5(NAMESPACE_OID, f"{seed} {turn}"))
+            self._doubted.add(consumer)
+            self._begins(consumer)
+            path, body = f"/allocations/{consumer}", allocations_body({host: {name: 1}}, None)
+            answer = await self._caller.request("PUT", path, body)
+            expect_status("PUT", path, answer, 204, 400, 409)
+            if answer is None or answer.status == 204:
+                answer = await self._caller.request("DELETE", path)
+                expect_status("DELETE", path, answer, 204, 404)
 
     async def _change(self, _: Order, rng: random.Random) -> None:
         """Another amount of the same."""

@@ -16,6 +16,7 @@ CLASSES = ("CUSTOM_SITE_A", "CUSTOM_SITE_B")
 TRAITS = ("CUSTOM_SITE_FAST", "CUSTOM_SITE_NEAR")
 RENAMES = "1.6"  # the last version in which PUT of a class gives it another name
 MAX_AMOUNT = 4
+STALE_SHARE = 0.25  # of the reshapes
 HELD = "VCPU"  # what consumers hold of the tree, and what a reshape moves
 LISTS = (
     *("/resource_providers", "/resource_classes", "/traits?associated=true", f"/resource_providers?in_tree={ROOT}"),
@@ -64,8 +65,10 @@ class RestOperator:
             await self._request("DELETE", f"/resource_providers/{uuid}", None, 204, 404, 409)
 
     async def _rename_provider(self, _order: Order, rng: random.Random) -> None:
-        named = {"name": f"site-{rng.randrange(3)}"}
-        await self._request("PUT", f"/resource_providers/{rng.choice((ROOT, CHILD))}", named, 200, 404, 409)
+        uuid, named = rng.choice((ROOT, CHILD)), dict[str, str | None](name=f"site-{rng.randrange(3)}")
+        if uuid == CHILD and rng.random() < 0.6:  # out of the tree, or into it again
+            named["parent_provider_uuid"] = rng.choice((ROOT, None))
+        await self._request("PUT", f"/resource_providers/{uuid}", named, 200, 400, 404, 409)
 
     async def _put(self, uuid: str, what: str, value: Any) -> None:
         path = f"/resource_providers/{uuid}/{what}"
@@ -120,7 +123,9 @@ class RestOperator:
                 return
 
     async def _reshape(self, _order: Order, rng: random.Random) -> None:
-        """What one provider of the tree has, and what consumers hold of it, passes to the other one, in one write."""
+        """What one provider of the tree has, and what consumers hold of it, passes to the other one, in one write; or
+        nothing does, as the write names a generation that is not the provider's.
+        """
         source, target = (ROOT, CHILD) if rng.random() < 0.5 else (CHILD, ROOT)
         read = [
             await self._request("GET", f"/resource_providers/{uuid}/inventories", None, 200, 404)
@@ -153,8 +158,10 @@ class RestOperator:
             }
             for uuid, body in offered.items()
         }
+        is_stale = rng.random() < STALE_SHARE
+        inventories[target]["resource_provider_generation"] += 1000 * is_stale
         body = {"inventories": inventories, "allocations": allocations}
-        answer = await self._request("POST", "/reshaper", body, 204, 400, 409)
+        answer = await self._request("POST", "/reshaper", body, *((400, 409) if is_stale else (204, 400, 409)))
         if answer is not None and answer.status == 204 and not answer.repeated and self._compares:
             await self._compare(wanted)
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from unittest.mock import patch
 
 from msgspec import Struct
 
@@ -30,6 +31,7 @@ from lab.simulation.watch import Breach
 from lab.simulation.widening import NONE, Widening
 from lab.simulation.wiring import DOUBT_LIMIT_S, REPORT_S
 from lab.simulation.world import World
+from placement_worker.replica import catch_up
 
 # Liveness: when faults have stopped, everything has to be settled within this. The longest honest chain: an attempt
 # that hangs, times out (20 s), is claimed elsewhere, hangs again ... five hosts, and a redelivery through all retries.
@@ -79,7 +81,7 @@ def run(plan: Plan, *, event_log: EventLog | None = None, max_turn_cpu_s: float 
     random.seed(f"berth.sim.global {plan.seed}")
     breach: Breach | None = None
     try:
-        with observed() as seen:
+        with observed() as seen, patch.object(catch_up, "PAGE", plan.page):
             done = virtual.run(
                 runner.main, on_unseen=lambda words: event_log.log("unseen", words), max_turn_cpu_s=max_turn_cpu_s
             )

@@ -12,6 +12,7 @@ from compute_sim.domain.faults import Faults
 from lab.simulation.ironic import OF_OTHERS
 from lab.simulation.other_tenants import OTHERS
 from lab.simulation.plan import KEEP_ALL, Action, FaultType, Plan, Rates
+from placement_worker.replica.catch_up import PAGE
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class Shrinker:
         plan = self._try(plan, replace(plan, skew_s=0.0))
         plan = self._try(plan, replace(plan, quota={}, quotas={}))
         plan = self._try(plan, _without_peers(plan))
-        plan = self._try(plan, replace(plan, feed_retention=KEEP_ALL, keep_s=0.0, batch=0))
+        plan = self._try(plan, replace(plan, feed_retention=KEEP_ALL, keep_s=0.0, page=PAGE, batch=0))
         for field in structs.fields(Rates):
             plan = self._try(plan, replace(plan, rates=replace(plan.rates, **{field.name: 0.0})))
         for field in structs.fields(Faults):

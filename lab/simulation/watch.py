@@ -39,7 +39,8 @@ class BookWatch:
 
     def __init__(self, table: MemoryBookTable) -> None:
         self._table = table
-        # Another client's DELETE /allocations leaves the generation, as Placement's does, and so does a new name.
+        # Another client's DELETE /allocations leaves the generation, as Placement's does, and so does a new name
+        # or parent.
         self.rest_frees = False
         self._seen: dict[str, Provider] = {}
         self._versions: dict[tuple[str, str], int] = {}
@@ -63,7 +64,7 @@ class BookWatch:
             stays = (
                 self.rest_frees
                 and before is not None
-                and (_is_freed(provider, before) or _is_renamed(provider, before))
+                and (_is_freed(provider, before) or _is_placed_anew(provider, before))
             )
             if before is not None and provider.generation <= before.generation and not stays:
                 raise Breach("generations_rise", f"{uuid}: {provider.generation} after {before.generation}")
@@ -97,11 +98,11 @@ def _is_freed(provider: Provider, before: Provider) -> bool:
     return not has_risen and replace(provider, used=before.used) == before
 
 
-def _is_renamed(provider: Provider, before: Provider) -> bool:
-    """Whether nothing has changed but its name, or the name of a class of which it has an inventory."""
+def _is_placed_anew(provider: Provider, before: Provider) -> bool:
+    """Whether nothing has changed but its name, the name of a class of which it has an inventory, or its parent."""
     has_the_same = sorted(map(repr, provider.inventories.values())) == sorted(map(repr, before.inventories.values()))
-    as_before = replace(provider, name=before.name, inventories=before.inventories, used=before.used)
-    return has_the_same and as_before == before
+    of_place = {name: getattr(before, name) for name in ("name", "parent", "root", "shape", "inventories", "used")}
+    return has_the_same and provider.shape >= before.shape and replace(provider, **of_place) == before
 
 
 class MachineWatch:

@@ -321,6 +321,11 @@ def _rest(rng: random.Random, plan: Plan) -> Plan:
             )
             for _ in range(rng.randint(6, MAX_REST))
         ),
+        *(
+            Order(at=order.at, action=Action.REST, verb="reserve-upgraded", service=order.service, uuid=new_uuid(rng))
+            for order in plan.orders
+            if order.action is Action.UPGRADE
+        ),
     )
 
 

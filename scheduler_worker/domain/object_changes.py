@@ -84,10 +84,11 @@ def removed_cells(decisions: Decisions) -> dict[str, StoredObject]:
     return removed
 
 
-def is_removed(present: Objects, name: str) -> bool:
-    """Whether the operator's decision on record is that this cell is removed."""
+def removal_of(present: Objects, name: str) -> CellDecision | None:
+    """The operator's decision on record that this cell is removed; None: there is none."""
     stored = present.get((ObjectKind.CELL, name))
-    return stored is not None and cell_decision(stored).state is CellState.REMOVED
+    decision = None if stored is None else cell_decision(stored)
+    return decision if decision is not None and decision.state is CellState.REMOVED else None
 
 
 def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> Refusal | None:

@@ -151,7 +151,7 @@ async def test_its_own_machine_and_a_service_that_does_not_answer_show_that_ther
     conductor.down = {"s2"} - set(up)
     outcome = await conductor.request(STOP)
     assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered" and not conductor.relay.sent
-    services.silent = set()
+    services.silent, conductor.up, conductor.down = set(), ("s1", "s2"), ()
     assert isinstance(await conductor.request(STOP), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 3)
@@ -398,6 +398,40 @@ async def test_a_delete_neither_waits_for_nor_destroys_a_machine_that_an_operato
     assert recorded is not None and recorded.phase == (State.RELEASING, State.DELETED)
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_a_build_of_a_deleted_instance_is_a_delete_to_the_machines_that_are_found(is_kept: bool) -> None:
+    """It destroyed the machine that an operator keeps, which the delete before it had left."""
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",), unexplained={UUID})
+    await conductor.store.open()
+    assert isinstance(await conductor.take(DELETE, set_back=False), Done)
+    await conductor.keep(1, KEEP if is_kept else "")
+    assert isinstance(await conductor.request(BUILD, message_id="n"), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None
+    assert recorded.phase == (State.RELEASING if is_kept else State.DESTROYING, State.DELETED)
+
+
+async def test_a_build_of_a_deleted_instance_releases_nothing_while_an_unexplained_machine_is_there() -> None:
+    conductor = Conductor(Services(s1=()), ("s1",), unexplained={UUID})
+    await conductor.store.open()
+    assert isinstance(await conductor.take(DELETE, set_back=False), Done)
+    await conductor.keep(1)
+    outcome = await conductor.request(BUILD, message_id="n")
+    assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered"
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is State.TOMBSTONE
+
+
+async def test_a_service_that_is_down_is_missed_without_a_query() -> None:
+    """Each delivery of a doubted build waited for the time of an answer, and its batch with it."""
+    services = Services(s1=(), s3=())
+    conductor = Conductor(services, ("s1",))
+    conductor.down = {"s3"}
+    outcome = await conductor.take()
+    assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered"
+    assert [one.service for one in services.queried] == ["s1"]
+
+
 def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:
     table = LeaseTable(missed_heartbeats=5)
     table.advance_clock(0.0)
@@ -416,7 +450,7 @@ async def test_item_16_the_hosts_that_were_looked_at_are_read_in_pages() -> None
     services.page = 4
     conductor = Conductor(services, ("s1", "s2"))
     await conductor.store.open()
-    searched = await conductor.search.find((UUID,), ("s1", "s2"), thorough=True)
+    searched = await conductor.search.find((UUID,), {"s1", "s2"}, thorough=True)
     assert [(one.service, one.hosts_after) for one in services.queried] == [
         (service, after) for after in (0, 4, 8) for service in ("s1", "s2")
     ]
@@ -429,7 +463,7 @@ async def test_a_service_without_all_of_its_pages_has_not_answered() -> None:
     services.page = 0
     conductor = Conductor(services, ("s1",))
     await conductor.store.open()
-    assert (await conductor.search.find((UUID,), ("s1",), thorough=True)).missing == ("s1",)
+    assert (await conductor.search.find((UUID,), {"s1"}, thorough=True)).missing == ("s1",)
     assert len(services.queried) == 1
 
 

@@ -180,6 +180,7 @@ class Conductor:
         self.table = MemoryInstanceTable(clock := SystemClock())
         self.table.made_at = 0.0  # long before every request
         self.listed = set(services.hosts)
+        self.up = up
         self.down: Collection[str] = ()
         self.forgotten: Collection[str] = ()
         self.fenced: Collection[str] = ()
@@ -190,7 +191,7 @@ class Conductor:
             bus,  # type: ignore[arg-type]
             clock=clock,
             config=ConductorConfig(),
-            up=lambda: up,
+            up=lambda: self.up,
             unexplained=lambda: frozenset(unexplained),
             listed=lambda _services: self.listed,
             down=lambda: self.down,

@@ -47,9 +47,11 @@ from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.announcements import CellAsksHandler
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.objects import ChangeAuthor
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import (
+from scheduler_worker.domain.recorded_moves import (
     AnnouncedMoves,
+    InstanceRecord,
+    MoveContext,
+    RecordedMove,
     answered,
     handed_on,
     may_ask,
@@ -396,7 +398,9 @@ def test_a_check_is_handed_on_by_the_cell_that_sends_it(answer: bool, cell: str,
     assert (None if message is None else (message.bus, message.message)) == (None if to is None else (to, check))
 
 
-async def asked_of(state: CellState | None, cells: Mapping[str, Any], **more: Any) -> list[tuple[str, Any]]:
+async def asked_of(
+    state: CellState | None, cells: Mapping[str, Any], *, abandoned: bool = True, **more: Any
+) -> list[tuple[str, Any]]:
     """Where a check of a host in c2 goes, with this decision about c2 on record; (bus, message)."""
     known, relay = on_record(**more), Sent()
     assert known.build is not None and known.move is not None and known.build_request is not None
@@ -408,7 +412,7 @@ async def asked_of(state: CellState | None, cells: Mapping[str, Any], **more: An
         await operation.insert_moves([known.move], 1.0)
         await operation.put_instances([known.now])
         if state is not None:
-            body = {"state": state.value, "abandoned": True}
+            body = {"state": state.value, "abandoned": abandoned}
             one = ChangedObject(kind=ObjectKind.CELL, name="c2", before=None, after=body)
             await operation.lock_objects()
             await operation.write_objects([one], ChangeAuthor(who="ann", why="", at=1.0))
@@ -418,12 +422,21 @@ async def asked_of(state: CellState | None, cells: Mapping[str, Any], **more: An
     return [(one.bus, one.message) for _, rows in relay.rows for one in rows]
 
 
-@pytest.mark.parametrize(("stay", "code"), [(2, NOT_ARRIVED), (3, ARRIVED)])
-async def test_a_check_about_a_cell_that_was_removed_is_answered_by_the_schedulers(stay: int, code: str) -> None:
+@pytest.mark.parametrize(
+    ("stay", "code", "abandoned"), [(2, NOT_ARRIVED, True), (3, ARRIVED, True), (3, ARRIVED, False)]
+)
+async def test_a_check_about_a_cell_that_was_removed_is_answered_by_the_schedulers(
+    stay: int, code: str, abandoned: bool
+) -> None:
     """It lay in the outbox for good, and the cell that was set back asked for ever."""
-    ((bus, answered_),) = await asked_of(CellState.REMOVED, {}, stay=stay)
+    ((bus, answered_),) = await asked_of(CellState.REMOVED, {}, abandoned=abandoned, stay=stay)
     assert (bus, answered_.cell, answered_.answer.code, answered_.answer.done) == ("c1", "c2", code, False)
     assert answered_.asked_by == answered_.answer.asked_by == ASKED
+
+
+async def test_that_nothing_has_arrived_in_a_removed_cell_is_not_known_by_the_record_alone() -> None:
+    """Schedulers that were set back to before the departure answered so, though the instance ran there."""
+    assert await asked_of(CellState.REMOVED, {}, abandoned=False) == []
 
 
 @pytest.mark.parametrize(
