@@ -28,7 +28,6 @@ from .config import ConductorConfig
 from .domain.adopt_rules import is_searched
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
-from .domain.evacuations import misses_proof
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
@@ -37,13 +36,13 @@ from .domain.events import (
     MoveRequested,
     TimedOut,
 )
-from .domain.fence_steps import FenceSteps
 from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
+from .domain.move_steps import misses_proof
 from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
-from .domain.table import question_of, step
+from .domain.table import FenceSteps, question_of, step
 from .domain.way_back import SourceQuery
 from .placement_requests import (
     PendingQuestion,

@@ -33,8 +33,7 @@ from scheduler_worker.domain.builds import (
     is_known,
 )
 from scheduler_worker.domain.object_changes import removal_of
-from scheduler_worker.domain.requests import retried_often, timeline_of
-from scheduler_worker.domain.transfers import (
+from scheduler_worker.domain.recorded_moves import (
     AnnouncedMoves,
     answered,
     answered_for_removed,
@@ -44,6 +43,7 @@ from scheduler_worker.domain.transfers import (
     refused,
     rests,
 )
+from scheduler_worker.domain.requests import retried_often, timeline_of
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)

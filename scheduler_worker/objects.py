@@ -68,7 +68,7 @@ from scheduler_worker.domain.objects import (
 from scheduler_worker.domain.plugins import Filter, Weighing
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
-from scheduler_worker.store.rows import clean
+from scheduler_worker.store.tables import clean
 
 log = structlog.get_logger(__name__)
 

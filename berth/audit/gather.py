@@ -36,8 +36,8 @@ from bus.contracts.feed import Change
 from bus.persistence.database import Database
 from cell_conductor.domain.leases import LeaseState
 from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.rows import SERVICE
 from cell_conductor.store.safety import KEEP, PostgresLeases, PostgresSafety
+from cell_conductor.store.tables import SERVICE
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
 # its hosts has ended it; at most this long, in which 100,000 hosts report their machines even on a busy machine ...

@@ -25,7 +25,6 @@ from cell_conductor.domain.adopt_rules import why_not_adoptable
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.rows import decode
 from cell_conductor.store.safety import (
     ADOPT,
     DecidedMachine,
@@ -33,6 +32,7 @@ from cell_conductor.store.safety import (
     PostgresSafety,
     UnexplainedRecord,
 )
+from cell_conductor.store.tables import decode
 
 TIMEOUT_S = 10.0
 # In another cell: it has no instance of this uuid, or has one no more.

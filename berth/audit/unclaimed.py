@@ -23,7 +23,7 @@ from bus.persistence.database import Database
 from bus.port import BusError
 from cell_conductor.domain.instance import Instance
 from cell_conductor.store.postgres import PostgresInstances
-from cell_conductor.store.rows import decode
+from cell_conductor.store.tables import decode
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
 from placement_worker.operations.audit import Holding, claim_occupied, generations

@@ -25,7 +25,6 @@ from bus.contracts.moves import (
 
 from . import departure_rules, rules, steps, way_back
 from .adopt_rules import is_held
-from .evacuations import why_not_evacuated
 from .events import (
     ChangeEnded,
     Claimed,
@@ -84,6 +83,7 @@ from .move_steps import (
     summary_of_hosts,
     try_next,
     undo,
+    why_not_evacuated,
 )
 from .orders import change_of, numbered, repeated, step_s
 from .set_back import certain, is_outdated

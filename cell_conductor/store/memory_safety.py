@@ -14,10 +14,10 @@ from bus.clock import Clock
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import AT_REST
-from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
 from .safety import MAX_LOSSES, DecidedMachine, MachineKey, UnexplainedRecord, is_to_reset

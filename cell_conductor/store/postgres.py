@@ -38,7 +38,7 @@ from cell_conductor.domain.instance import (
 )
 from cell_conductor.domain.set_back import SET_BACK_GAP, SetBack
 
-from . import rows
+from . import tables
 from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
 from .safety import HOLD, LOSE, PostgresFences, PostgresLeases, PostgresSafety, loss_columns
 
@@ -67,14 +67,14 @@ UPDATE instances SET record = (record::jsonb || jsonb_build_object('doubted', tr
 WHERE state = ANY($1)
 """
 
-INSERT = rows.numbered(rows.INSERT)
-UPDATE = rows.numbered(rows.UPDATE)
+INSERT = tables.numbered(tables.INSERT)
+UPDATE = tables.numbered(tables.UPDATE)
 
 READ_VERSIONS = "SELECT xmin, record FROM instances WHERE uuid = ANY($1::uuid[])"
 
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
-    {rows.SERVICE} AS service,
+    {tables.SERVICE} AS service,
     attempt, since, newest, source_host_uuid,
     coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
     source_attempt,
@@ -94,7 +94,7 @@ UNION ALL
 # Every build under way has a deadline, so the few such rows are found by its index.
 BUILDING_AT = f"""
 SELECT uuid, service FROM (
-    SELECT uuid, {rows.SERVICE} AS service FROM instances
+    SELECT uuid, {tables.SERVICE} AS service FROM instances
     WHERE deadline IS NOT NULL AND state IN ({in_sql(LEFT_WITH_ITS_SERVICE)})) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
@@ -103,7 +103,7 @@ AT_SERVICE = f"""
 SELECT uuid::text FROM instances
 WHERE state NOT IN ({in_sql(AT_REST)})
     AND strpos(record::text, to_json($1::text)::text) > 0 AND (
-    ({rows.SERVICE} = $1 AND state NOT IN ({in_sql(NOT_HERE)})
+    ({tables.SERVICE} = $1 AND state NOT IN ({in_sql(NOT_HERE)})
         AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = instances.host_uuid))
     OR (record #>> '{{move,source,service}}' = $1 AND NOT EXISTS (
         SELECT FROM fences f WHERE f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))
@@ -134,7 +134,7 @@ class PostgresInstanceRows:
 
     async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, Instance]]:
         """Instances with the versions of their rows, without locks."""
-        found = [(row[0], rows.decode(row[1])) for row in await self._connection.fetch(READ_VERSIONS, keys)]
+        found = [(row[0], tables.decode(row[1])) for row in await self._connection.fetch(READ_VERSIONS, keys)]
         return {instance.uuid: (version, instance) for version, instance in found}
 
     async def write(self, writes: InstanceWrites) -> Committed:
@@ -142,16 +142,16 @@ class PostgresInstanceRows:
         statement = GuardedStatement()
         statement.expect(f"EXISTS ({KNOWN})", self._seen.deployment, self._seen.set_back.at)
         if writes.message_ids:
-            statement.expect(rows.NEVER_SEEN, writes.message_ids)
-            statement.add("seen", rows.SEEN, writes.message_ids, rows=len(writes.message_ids))
+            statement.expect(tables.NEVER_SEEN, writes.message_ids)
+            statement.add("seen", tables.SEEN, writes.message_ids, rows=len(writes.message_ids))
         updates = writes.updates
         guard = statement.hold("instances", "uuid", writes.versions, updates=len(updates))
         if writes.inserts:
-            columns = rows.columns(writes.inserts)
-            statement.add("inserted", f"{rows.INSERT} RETURNING 1", *columns, rows=len(writes.inserts))
+            columns = tables.columns(writes.inserts)
+            statement.add("inserted", f"{tables.INSERT} RETURNING 1", *columns, rows=len(writes.inserts))
         if updates:
-            columns = rows.columns(updates)
-            statement.add("updated", f"{rows.UPDATE} AND {guard} RETURNING 1", *columns, rows=len(updates))
+            columns = tables.columns(updates)
+            statement.add("updated", f"{tables.UPDATE} AND {guard} RETURNING 1", *columns, rows=len(updates))
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
         written = await statement.execute(self._connection, durable=writes.durable)
@@ -182,21 +182,21 @@ class PostgresTransaction:
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
-        return await outbox.first_time(self._connection, rows.HANDLER, sorted(set(message_ids)))
+        return await outbox.first_time(self._connection, tables.HANDLER, sorted(set(message_ids)))
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
         """The instances on record among these, locked until the end."""
-        found = [rows.decode(row[0]) for row in await self._connection.fetch(LOCK, uuids)]
+        found = [tables.decode(row[0]) for row in await self._connection.fetch(LOCK, uuids)]
         return {instance.uuid: instance for instance in found}
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, locked, without waiting for another lock."""
-        return [rows.decode(row[0]) for row in await self._connection.fetch(LOCK_DUE, now, limit)]
+        return [tables.decode(row[0]) for row in await self._connection.fetch(LOCK_DUE, now, limit)]
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
         if instances:
-            status: str = await self._connection.execute(INSERT, *rows.columns(instances))
+            status: str = await self._connection.execute(INSERT, *tables.columns(instances))
             if int(status.rsplit(" ", 1)[-1]) != len(instances):
                 raise Conflict
 
@@ -204,7 +204,7 @@ class PostgresTransaction:
         """Write the new state of locked instances."""
         if instances:
             self._cache.invalidate([instance.uuid for instance in instances])
-            await self._connection.execute(UPDATE, *rows.columns(instances))
+            await self._connection.execute(UPDATE, *tables.columns(instances))
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Two statements."""

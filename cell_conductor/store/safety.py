@@ -282,7 +282,7 @@ WHERE (l.host_uuid, l.instance_uuid) = (n.h, n.i) AND l.attempt <= n.a
 """
 _TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting FOR UPDATE"
 _LEFT = "SELECT 1 FROM fence_losses WHERE host_uuid = $1 LIMIT 1"
-# As `domain.evacuations.is_evacuated_from`.
+# As `domain.move_steps.is_evacuated_from`.
 _EVACUATED = f"""
 SELECT 1 FROM instances WHERE source_host_uuid = $1 AND record #>> '{{move,kind}}' = 'evacuate' AND (
     state IN ({in_sql(EVACUATED)})

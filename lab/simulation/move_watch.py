@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from bus.bus import API
 from bus.contracts.moves import MachineChanged, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.desires import ELSEWHERE
-from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.move_events import LEFT
+from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
 from lab.simulation.watch import Breach

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 from cell_conductor import engine
-from cell_conductor.domain import fence_steps
+from cell_conductor.domain import table
 from cell_conductor.domain.instance import Instance
 
 Pair: TypeAlias = tuple[str, str]  # (state, with the kind of its move; event)
@@ -56,7 +56,7 @@ def observed() -> Iterator[Seen]:
     """What cells' instances do meanwhile."""
     seen = Seen()
     with ExitStack() as patched:
-        for module in (engine, fence_steps):
+        for module in (engine, table):
             patched.enter_context(patch.object(module, "step", _noting(seen, module.step)))
         yield seen
 

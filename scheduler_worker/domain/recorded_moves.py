@@ -4,13 +4,34 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.build import AttemptRecord, BuildRequest, FunnelStep, TimelineEntry
-from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.bus import API
+from bus.contracts.base import Message
+from bus.contracts.build import AttemptRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
+from bus.contracts.cell import CellDelete
+from bus.contracts.moves import (
+    ARRIVED,
+    NOT_ARRIVED,
+    CellBook,
+    CellCheck,
+    CellMove,
+    CellMoveQuery,
+    Condition,
+    Departure,
+    MachineChanged,
+    MoveEvent,
+    MoveKind,
+    MoveRequest,
+    MoveState,
+)
+from bus.contracts.objects import CellDecision
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
+from bus.faults import Fault, RequestRefused
+from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
 from scheduler_worker.domain.requests import OFF_RECORD, RequestDelivery, is_newer, timeline_of
 
@@ -232,3 +253,225 @@ def apply_announcement(
         instance = replace(instance, under_way=None)
     timeline = timeline_of(event, len(move.history), now)
     return Announced(move=after, instance=instance, build=build, event=event, timeline=timeline)
+
+
+# --- Requests that end in another cell than they begin in (decision 0021).
+#
+# The instance's cell is commanded to move it to hosts of the other one (`to_cell`), and checks these by way of the
+# schedulers. When nothing of it is left there, it states what it has given away; with that the other cell is commanded
+# (`arrival`), and the map names it, in one transaction.
+
+
+class Transfer(Struct, frozen=True):
+    """The effect of a departure: the records after it, and the commands to the instance's new cell."""
+
+    build: RecordedBuild
+    move: RecordedMove | None
+    cell: str
+    commands: tuple[Message, ...]
+
+
+def is_owner(cell: str, stay: int, build: RecordedBuild | None, instance: InstanceRecord | None) -> bool:
+    """Whether a cell has the instance, in this stay: that on record, or a later one that schedulers have forgotten."""
+    return build is not None and instance is not None and build.cell == cell and stay >= instance.stay
+
+
+def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) -> Transfer:
+    """The instance has left its cell: the next one is commanded what it was requested for, and deleted if it is to be.
+
+    move: as the announcement leaves it. Where no request is under way that leads there (the schedulers' database was
+    set back), the next cell is queried, with what the former one has stated: that begins nothing.
+    """
+    assert event.departure is not None
+    departure: Departure = event.departure
+    spec = replace(departure.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
+    arrival, cell = replace(departure, spec=spec, sequence=event.sequence), departure.cell
+    commands: list[Message] = []
+    if move is not None and not move.terminal and move.command is not None and move.command.to_cell == cell:
+        # The host that is claimed there: a drain of it waits, also while that cell has not answered.
+        first = arrival.selections[0]
+        command = replace(move.command, to_cell=None, selections=(), arrival=arrival)
+        move = replace(move, cell=cell, host=first.host, host_uuid=first.host_uuid, command=command)
+        commands.append(command)
+    else:
+        query = CellMoveQuery(
+            request_id=event.request_id,
+            instance_uuid=build.instance_uuid,
+            project_id=build.project_id,
+            kind=event.kind or MoveKind.UNSHELVE,
+            arrival=arrival,
+        )
+        commands.append(query)
+    if build.state is BuildState.DELETING:
+        commands.append(
+            CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, stay=departure.stay + 1)
+        )
+    return Transfer(replace(build, cell=cell, host=None, host_uuid=None), move, cell, tuple(commands))
+
+
+def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
+    """Whether placement is asked this for a cell: its own instance leaves it by a move on record, for hosts that were
+    chosen for that, or nothing more is claimed.
+    """
+    build, move, question, request_id = known.build, known.move, book.question, book.asked_by.request_id
+    if build is None or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
+        return False
+    # What follows a claim that was given back is of the stay before: its migration is released after it.
+    if not is_owner(cell, book.stay + isinstance(question, Release | Revert), build, known.now):
+        return False
+    if isinstance(question, Release):
+        return question.consumer == book.instance_uuid or (question.consumer == request_id and question.of_migration)
+    if question.consumer != book.instance_uuid:
+        return False
+    if isinstance(question, Revert):
+        return question.migration.uuid == request_id
+    command = None if move is None or move.instance_uuid != book.instance_uuid else move.command
+    if command is None or command.to_cell is None or question.project_id != build.project_id:
+        return False
+    chosen = [one.allocations for one in command.selections]
+    is_its_own = question.migration is None or question.migration.uuid == request_id
+    return is_its_own and all(option.allocations in chosen for option in question.options)
+
+
+def stay_after(book: CellBook) -> int:
+    """The stay that the instance is in once placement is asked this. Where by it nothing of the other cell is held any
+    more a new one begins: it does not leave by what its cell has announced before. The cell was set back since, and the
+    announcement may come here after this.
+    """
+    return book.stay + (book.question.consumer == book.instance_uuid and isinstance(book.question, Release | Revert))
+
+
+def rests(asked: Sequence[CellBook], known: Mapping[str, MoveContext]) -> list[InstanceRecord]:
+    """The records of instances, by request, once placement is asked this about them."""
+    found: dict[str, InstanceRecord] = {}
+    for one in asked:
+        now = found.get(one.instance_uuid, known[one.asked_by.request_id].now)
+        found[one.instance_uuid] = replace(now, stay=max(now.stay, stay_after(one)))
+    return list(found.values())
+
+
+def answered(book: CellBook, answer: ClaimResult | ReleaseResult | RevertResult | Fault) -> CellBook | None:
+    """With what placement has answered; None: it has not, and the cell asks again. A claim that it refuses for good is
+    none that another time would be granted.
+    """
+    if isinstance(answer, RequestRefused) and isinstance(book.question, Claim):
+        answer = ClaimResult(outcome=ClaimOutcome.INVALID, reason=f"{answer.code}: {answer.reason}")
+    return None if isinstance(answer, Fault) else replace(book, answer=answer)
+
+
+def refused(book: CellBook, known: MoveContext) -> CellBook | None:
+    """The answer where placement is not asked for a cell: the move is not on record any more, or the instance, and
+    what it holds, is another cell's. None: no cell has it on record, so what it holds is not known to be another's.
+    """
+    if isinstance(book.question, Claim):
+        result = ClaimResult(outcome=ClaimOutcome.INVALID, reason="the move is not on record")
+        return replace(book, answer=result)
+    if known.build is None:
+        return None
+    changed = ReleaseResult if isinstance(book.question, Release) else RevertResult
+    return replace(book, answer=changed(outcome="consumer_changed"))
+
+
+def handed_on(check: CellCheck, cell: str) -> OutboxMessage | None:
+    """A check on its way between two cells, as it goes on from this one; None: it is not this cell's to send."""
+    sender, receiver = check.asked_by.cell, check.cell
+    if check.answer is not None:
+        sender, receiver = receiver, sender
+    if sender != cell:
+        return None
+    return OutboxMessage(receiver, check, check.asked_by.request_id)
+
+
+def instance_of(check: CellCheck) -> str:
+    """The instance that it is about."""
+    assert check.change is not None
+    return check.change.spec.instance_uuid
+
+
+def answered_for_removed(check: CellCheck, known: MoveContext, removal: CellDecision) -> OutboxMessage | None:
+    """The answer to a check about a cell that was removed, by the schedulers' record: whether the instance has left the
+    cell that asks. None: they have no record of it; or none that it has left, which a record that was set back does not
+    show, while no operator has stated that what the cell has is abandoned.
+    """
+    change, asked_by = check.change, check.asked_by
+    assert change is not None
+    if known.build is None:
+        return None
+    is_here = is_owner(asked_by.cell, check.stay, known.build, known.now)
+    if is_here and not removal.abandoned:
+        return None
+    answer = MachineChanged(
+        instance_uuid=change.spec.instance_uuid,
+        attempt=change.attempt,
+        order=change.order,
+        host_uuid=change.host_uuid,
+        service=change.service,
+        change=change.change,
+        done=False,
+        code=NOT_ARRIVED if is_here else ARRIVED,
+        asked_by=asked_by,
+    )
+    return OutboxMessage(asked_by.cell, replace(check, change=None, answer=answer), asked_by.request_id)
+
+
+class AnnouncedMoves:
+    """The records of a batch as its events leave them, one after the other; and what is published of it.
+
+    changed: the requests to write; timelines: the instances to write, with their new entries; departed: {instance: the
+    cell that it has left for}.
+    """
+
+    def __init__(self, cell: str, known: Mapping[str, MoveContext], now: float) -> None:
+        self._cell = cell
+        self._now = now
+        self.moves = {one: context.move for one, context in known.items() if context.move is not None}
+        self.builds = {one.build.instance_uuid: one.build for one in known.values() if one.build is not None}
+        self.instances: dict[str, InstanceRecord] = {
+            one.build.instance_uuid: one.now for one in known.values() if one.build is not None
+        }
+        self.timelines: dict[str, list[TimelineEntry]] = {}
+        self.changed: dict[str, None] = {}
+        self.departed: dict[str, str] = {}
+        self.messages: list[OutboxMessage] = []
+        self.ignored: list[tuple[MoveEvent, str]] = []
+
+    def apply(self, event: MoveEvent) -> None:
+        """Apply one event. A late or unknown event is ignored, and so is another cell's."""
+        uuid, departure = event.instance_uuid, event.departure
+        why = self._apply(event)
+        if departure and is_owner(self._cell, departure.stay, self.builds.get(uuid), self.instances.get(uuid)):
+            self._transfer(event, departure.stay + 1)
+        elif why:
+            self.ignored.append((event, why))
+
+    def _apply(self, event: MoveEvent) -> str:
+        """Apply the event to its request; returns why it is ignored ("": it is not)."""
+        uuid = event.instance_uuid
+        move, build = self.moves.get(event.request_id), self.builds.get(uuid)
+        if move is None or build is None or move.instance_uuid != uuid:
+            return "unknown"
+        if move.cell != self._cell:
+            return "foreign"
+        applied = apply_announcement(event, move, self.instances[uuid], build, cell=self._cell, now=self._now)
+        if applied.event is None:
+            return "late"
+        self.moves[event.request_id], self.instances[uuid] = applied.move, applied.instance
+        self.builds[uuid] = applied.build
+        self.timelines.setdefault(uuid, []).extend(applied.timeline)
+        self.changed[event.request_id] = None
+        self.messages.append(OutboxMessage(API, applied.event, event.request_id))
+        return ""
+
+    def _transfer(self, event: MoveEvent, stay: int) -> None:
+        uuid = event.instance_uuid
+        move, instance = self.moves.get(event.request_id), self.instances[event.instance_uuid]
+        event = replace(event, sequence=max(event.sequence, instance.sequence))
+        gone = transfer(event, self.builds[uuid], move if move is not None and move.instance_uuid == uuid else None)
+        self.builds[uuid], self.departed[uuid] = gone.build, gone.cell
+        if gone.move is not None:
+            self.moves[event.request_id] = gone.move
+            self.changed[event.request_id] = None
+        self.instances[uuid] = replace(instance, sequence=event.sequence, stay=stay)
+        left = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what="departed", detail=gone.cell)
+        self.timelines.setdefault(uuid, []).append(left)
+        self.messages += [OutboxMessage(gone.cell, command, event.request_id) for command in gone.commands]

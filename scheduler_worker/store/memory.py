@@ -26,7 +26,7 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
-from scheduler_worker.store import rows
+from scheduler_worker.store import tables
 from scheduler_worker.store.memory_units import (
     MemoryBuildRows,
     MemoryBuildTable,
@@ -222,7 +222,7 @@ class MemoryBuilds(FlushedStore):
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""
         async with self._session.transaction():
-            found = self._of_query(query)[: rows.MAX_SEARCHED if is_search(query) else query.limit]
+            found = self._of_query(query)[: tables.MAX_SEARCHED if is_search(query) else query.limit]
             found = [_as_it_is(record, self._table.instances.get(record.instance_uuid)) for record in found]
         return [
             record
@@ -243,7 +243,7 @@ class MemoryBuilds(FlushedStore):
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""
         async with self._session.transaction():
             found = self._of_query(query)
-        return _newest(found[rows.MAX_SEARCHED - 1]) if len(found) >= rows.MAX_SEARCHED else None
+        return _newest(found[tables.MAX_SEARCHED - 1]) if len(found) >= tables.MAX_SEARCHED else None
 
     def _of_query(self, query: BuildQuery) -> list[BuildRecord]:
         """Newest first, by what PostgreSQL has indexes for."""

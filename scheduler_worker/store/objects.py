@@ -37,8 +37,7 @@ from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, Obj
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
 from scheduler_worker.store.port import ProjectsGroup
-from scheduler_worker.store.rows import clean
-from scheduler_worker.store.tables import build_requests, moves, object_log
+from scheduler_worker.store.tables import build_requests, clean, moves, object_log
 
 # Entries of the log of changes that are kept; the oldest go.
 MAX_LOG_ENTRIES = 100_000

@@ -33,7 +33,7 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
-from scheduler_worker.store import objects, rows
+from scheduler_worker.store import objects, tables
 from scheduler_worker.store.port import (
     FIRST_UUID,
     BuildUnit,
@@ -49,24 +49,24 @@ log = structlog.get_logger(__name__)
 
 MIGRATIONS = "scheduler_worker.store.migrations"
 
-INSERT = rows.numbered(rows.INSERT)
-DECIDE = rows.numbered(rows.DECIDE)
-UPDATE = rows.numbered(rows.UPDATE)
-INSERT_MOVE = rows.numbered(rows.INSERT_MOVE)
-UPDATE_MOVE = rows.numbered(rows.UPDATE_MOVE)
-PUT_INSTANCE = rows.numbered(rows.PUT_INSTANCE)
+INSERT = tables.numbered(tables.INSERT)
+DECIDE = tables.numbered(tables.DECIDE)
+UPDATE = tables.numbered(tables.UPDATE)
+INSERT_MOVE = tables.numbered(tables.INSERT_MOVE)
+UPDATE_MOVE = tables.numbered(tables.UPDATE_MOVE)
+PUT_INSTANCE = tables.numbered(tables.PUT_INSTANCE)
 
-READ_VERSIONS = f"SELECT xmin, {rows.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
+READ_VERSIONS = f"SELECT xmin, {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
 LOCK = (
-    f"SELECT {rows.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
+    f"SELECT {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 )
 
 # The order does not depend on the plan that an UPDATE gets: for a large batch it may scan the table, and lock in that
 # order.
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
-READ = f"SELECT {rows.BUILD}, digest FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
+READ = f"SELECT {tables.BUILD}, digest FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
 # Along an index, whose order is that of the answer; builds that were requested together have one time. For a column
 # without an index a bounded number of builds is examined.
@@ -79,13 +79,13 @@ WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_
 ORDER BY created_at DESC, instance_uuid DESC
 """
 BUILDS = f"""
-SELECT {rows.RECORD} FROM ({OF_QUERY} LIMIT $8) b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
+SELECT {tables.RECORD} FROM ({OF_QUERY} LIMIT $8) b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
 WHERE ($10::text IS NULL OR cell = $10) AND ($11::text IS NULL OR host = $11)
   AND ($12::text IS NULL OR coalesce(nullif(i.flavor, ''), b.flavor) = $12) AND ($13::text IS NULL OR code = $13)
 ORDER BY created_at DESC, b.instance_uuid DESC LIMIT $9
 """
 BUILDS_NAMED = f"""
-SELECT {rows.RECORD} FROM (SELECT * FROM build_requests WHERE instance_uuid = ANY($1::uuid[])) b
+SELECT {tables.RECORD} FROM (SELECT * FROM build_requests WHERE instance_uuid = ANY($1::uuid[])) b
 LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
 """
 SEARCHED_TO = f"SELECT created_at, instance_uuid::text FROM ({OF_QUERY} OFFSET $8 - 1 LIMIT 1) b"
@@ -116,9 +116,9 @@ SELECT instance_uuid FROM build_requests
 WHERE host_uuid = ANY($1::uuid[]) AND state = 'active' AND instance_uuid > $3
 ORDER BY instance_uuid LIMIT $2
 """
-MOVES_OF = f"SELECT {rows.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
+MOVES_OF = f"SELECT {tables.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
 OPEN_MOVES = f"""
-SELECT {rows.MOVE} FROM moves WHERE NOT terminal AND cell IS NOT NULL AND request_id > $1
+SELECT {tables.MOVE} FROM moves WHERE NOT terminal AND cell IS NOT NULL AND request_id > $1
 ORDER BY request_id LIMIT $2
 """
 # Along the index on created_at, as PURGE: an index on the state would make every write of a build dearer.
@@ -131,20 +131,20 @@ SELECT created_at, instance_uuid, (SELECT count(*) FROM page),
 FROM page ORDER BY created_at DESC, instance_uuid DESC LIMIT 1
 """
 OPEN_BUILDS = f"""
-SELECT {rows.BUILD} FROM build_requests b
+SELECT {tables.BUILD} FROM build_requests b
 WHERE instance_uuid = ANY($1::uuid[]) AND state = ANY($2::text[]) AND NOT (state = 'deleting'
     AND EXISTS (SELECT FROM instances i WHERE i.instance_uuid = b.instance_uuid AND i.under_way IS NOT NULL))
 ORDER BY instance_uuid
 """
 REQUESTS_OF = f"""
-SELECT {rows.BUILD}, digest, request, gang, gang_min, created_at, count(*) OVER (PARTITION BY gang) AS size
+SELECT {tables.BUILD}, digest, request, gang, gang_min, created_at, count(*) OVER (PARTITION BY gang) AS size
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
    OR gang IN (SELECT gang FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) AND gang IS NOT NULL)
 ORDER BY gang NULLS FIRST, instance_uuid <> gang, instance_uuid
 """
 IS_HANDLED = "SELECT EXISTS (SELECT FROM handled WHERE handler = $1 AND message_id = $2)"
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
-INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
+INSTANCES_OF = f"SELECT {tables.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
 
 
 class PostgresBuildRows:
@@ -157,23 +157,23 @@ class PostgresBuildRows:
         """Records with the versions of their rows, without locks."""
         async with self._database.single() as connection:
             found = await connection.fetch(READ_VERSIONS, keys)
-        return {row["instance_uuid"]: (row["xmin"], rows.recorded(row)) for row in found}
+        return {row["instance_uuid"]: (row["xmin"], tables.recorded(row)) for row in found}
 
     async def write(self, writes: BuildWrites) -> Committed:
         """Write all of it or nothing, in one statement. Raises Conflict."""
         statement, now = GuardedStatement(), writes.at
         if writes.inserts:
             inserts = sorted(writes.inserts, key=lambda new: new.build.instance_uuid)
-            statement.expect(rows.ARE_NEW, [new.build.instance_uuid for new in inserts])
-            statement.add("inserted", rows.INSERT, *await rows.insert_columns(inserts), now, rows=len(inserts))
+            statement.expect(tables.ARE_NEW, [new.build.instance_uuid for new in inserts])
+            statement.add("inserted", tables.INSERT, *await tables.insert_columns(inserts), now, rows=len(inserts))
         if writes.decisions:
             decisions = sorted(writes.decisions, key=lambda one: one.build.instance_uuid)
-            statement.add("decided", rows.DECIDE, *await rows.decide_columns(decisions), now, rows=len(decisions))
+            statement.add("decided", tables.DECIDE, *await tables.decide_columns(decisions), now, rows=len(decisions))
         updates = writes.updates
         guard = statement.hold("build_requests", "instance_uuid", writes.versions, updates=len(updates))
         if updates:
-            columns = await rows.update_columns(updates)
-            statement.add("updated", f"{rows.UPDATE} AND {guard} RETURNING 1", *columns, now, rows=len(updates))
+            columns = await tables.update_columns(updates)
+            statement.add("updated", f"{tables.UPDATE} AND {guard} RETURNING 1", *columns, now, rows=len(updates))
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
         async with self._database.single() as connection:
@@ -200,14 +200,14 @@ class PostgresBuildUnit:
         if not builds:
             return set()
         ordered = sorted(builds, key=lambda new: new.build.instance_uuid)
-        return {row[0] for row in await self._connection.fetch(INSERT, *await rows.insert_columns(ordered), now)}
+        return {row[0] for row in await self._connection.fetch(INSERT, *await tables.insert_columns(ordered), now)}
 
     async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
         """Without locks."""
         if not instances:
             return {}
         return {
-            row["instance_uuid"]: BuildStatus(rows.recorded(row), row["digest"])
+            row["instance_uuid"]: BuildStatus(tables.recorded(row), row["digest"])
             for row in await self._connection.fetch(READ, instances)
         }
 
@@ -221,20 +221,20 @@ class PostgresBuildUnit:
         ordered = sorted(decisions, key=lambda one: one.build.instance_uuid)
         if len(ordered) > 1:
             await self._connection.execute(LOCK_ONLY, [one.build.instance_uuid for one in ordered])
-        written = {row[0] for row in await self._connection.fetch(DECIDE, *await rows.decide_columns(ordered), now)}
+        written = {row[0] for row in await self._connection.fetch(DECIDE, *await tables.decide_columns(ordered), now)}
         self._cache.invalidate(written)
         return written
 
     async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """In uuid order."""
         found = await self._connection.fetch(LOCK, sorted(set(instances)))
-        return {row["instance_uuid"]: rows.recorded(row) for row in found}
+        return {row["instance_uuid"]: tables.recorded(row) for row in found}
 
     async def update(self, updates: Sequence[BuildUpdate], now: float) -> None:
         """Rows that this unit has locked."""
         if updates:
             self._cache.invalidate([update.build.instance_uuid for update in updates])
-            await self._connection.execute(UPDATE, *await rows.update_columns(updates), now)
+            await self._connection.execute(UPDATE, *await tables.update_columns(updates), now)
 
     def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""
@@ -256,7 +256,7 @@ class PostgresOperationUnit(PostgresBuildUnit):
         """By the instances' builds, locked in uuid order before anything else is read."""
         uuids = sorted(set(requests.values()))
         builds = await self._connection.fetch(
-            f"SELECT {rows.BUILD}, request FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) "
+            f"SELECT {tables.BUILD}, request FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) "
             f"ORDER BY instance_uuid{' FOR UPDATE' if lock else ''}",
             uuids,
         )
@@ -265,10 +265,10 @@ class PostgresOperationUnit(PostgresBuildUnit):
         named = await self._connection.fetch(NAMED_BUILDS, list(requests))
         return known_of(
             requests,
-            moves={row["request_id"]: rows.move(row) for row in moves},
-            builds={row["instance_uuid"]: rows.recorded(row) for row in builds},
-            requested={row["instance_uuid"]: rows.build_request(row["request"]) for row in builds},
-            instances={row["instance_uuid"]: rows.instance(row) for row in instances},
+            moves={row["request_id"]: tables.move(row) for row in moves},
+            builds={row["instance_uuid"]: tables.recorded(row) for row in builds},
+            requested={row["instance_uuid"]: tables.build_request(row["request"]) for row in builds},
+            instances={row["instance_uuid"]: tables.instance(row) for row in instances},
             named={row["instance_uuid"] for row in named},
         )
 
@@ -276,19 +276,19 @@ class PostgresOperationUnit(PostgresBuildUnit):
         """In order of the ids, so that two schedulers with the same requests never deadlock."""
         new = set()
         for one in sorted(moves, key=lambda move: move.request_id):
-            if await self._connection.fetchval(INSERT_MOVE, *rows.move_row(one, now)) is not None:
+            if await self._connection.fetchval(INSERT_MOVE, *tables.move_row(one, now)) is not None:
                 new.add(one.request_id)
         return new
 
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
         """The columns of an instance that a cell can change."""
         for one in moves:
-            await self._connection.execute(UPDATE_MOVE, *rows.announced_row(one, now))
+            await self._connection.execute(UPDATE_MOVE, *tables.announced_row(one, now))
 
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """One statement an instance."""
         for one in instances:
-            await self._connection.execute(PUT_INSTANCE, *rows.instance_row(one))
+            await self._connection.execute(PUT_INSTANCE, *tables.instance_row(one))
 
     async def lock_objects(self) -> RecordedObjects:
         """By the row of their revision."""
@@ -403,12 +403,12 @@ class PostgresBuilds(FlushedStore):
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """Along the index that suits the query."""
         async with self._database.raw() as connection:
-            return [rows.move_record(row) for row in await fetch(connection, objects.moves_of(query))]
+            return [tables.move_record(row) for row in await fetch(connection, objects.moves_of(query))]
 
     async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
         """Along the index of those under way."""
         async with self._database.raw() as connection:
-            return [rows.move(row) for row in await connection.fetch(OPEN_MOVES, after, limit)]
+            return [tables.move(row) for row in await connection.fetch(OPEN_MOVES, after, limit)]
 
     async def open_builds(
         self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
@@ -420,12 +420,12 @@ class PostgresBuilds(FlushedStore):
             uuids = {*watched, *(page[3] if page is not None else ())}
             found = await connection.fetch(OPEN_BUILDS, sorted(uuids), states) if uuids else ()
         last = (page[0], page[1]) if page is not None and page[2] == limit else None
-        return OpenBuilds([rows.recorded(one) for one in found], last)
+        return OpenBuilds([tables.recorded(one) for one in found], last)
 
     async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:
         """By the primary key and the index on gangs."""
         async with self._database.raw() as connection:
-            return [rows.new_build(row) for row in await connection.fetch(REQUESTS_OF, instances)]
+            return [tables.new_build(row) for row in await connection.fetch(REQUESTS_OF, instances)]
 
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """A scan: an index on a column that changes would make every write of a build dearer."""
@@ -434,22 +434,22 @@ class PostgresBuilds(FlushedStore):
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build with its whole timeline; a page of many comes with it too, at most `limit`."""
-        most = rows.MAX_SEARCHED if is_search(query) else query.limit
-        named = [name and rows.clean(name) for name in (query.cell, query.host, query.flavor, query.code)]
+        most = tables.MAX_SEARCHED if is_search(query) else query.limit
+        named = [name and tables.clean(name) for name in (query.cell, query.host, query.flavor, query.code)]
         async with self._database.raw() as connection:
             found = await connection.fetch(BUILDS, *_of_query(query), most, query.limit, *named)
-        return [rows.record(row) for row in found]
+        return [tables.record(row) for row in found]
 
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
         """By the primary keys, without a transaction around it."""
         async with self._database.single() as connection:
             found = await connection.fetch(BUILDS_NAMED, instances)
-        return {row["instance_uuid"]: rows.record(row) for row in found}
+        return {row["instance_uuid"]: tables.record(row) for row in found}
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""
         async with self._database.raw() as connection:
-            found = await connection.fetchrow(SEARCHED_TO, *_of_query(query), rows.MAX_SEARCHED)
+            found = await connection.fetchrow(SEARCHED_TO, *_of_query(query), tables.MAX_SEARCHED)
         return None if found is None else (found["created_at"], found["instance_uuid"])
 
 

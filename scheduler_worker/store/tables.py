@@ -5,6 +5,11 @@ Times are seconds since the epoch, where their type is a number.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import msgspec
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -22,7 +27,12 @@ from sqlalchemy import (
     true,
 )
 
-from bus.persistence.tables import FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
+from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, FunnelStep, TimelineEntry
+from bus.contracts.moves import CellMove, MoveRecord
+from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
+from bus.turns import InParts
+from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
+from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
 
 METADATA = MetaData()
 
@@ -166,3 +176,232 @@ drain_moves = Table(
 
 outbox_tables(METADATA)
 identity_table(METADATA)
+
+
+# --- The rows of builds, of requests about instances, and of instances: their columns, and the statements that write
+# them. A record's fields have the names of their columns. `{}` stands for a value.
+
+T = TypeVar("T")
+NUL = "\x00"
+Columns = tuple[Sequence[Any], ...]
+
+_MOVE, _INSTANCE = RecordedMove.__struct_fields__, InstanceRecord.__struct_fields__
+
+# The columns of each record, and of each statement that writes a part of one.
+BUILD = ", ".join(RecordedBuild.__struct_fields__)
+DECIDED = ("instance_uuid", "state", "sequence", "attempt", "terminal", "cell", "host", "host_uuid", "code", "reason")
+ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run")
+REQUESTED = ("flavor", "name")
+MOVE = ", ".join(_MOVE)
+ANNOUNCED = ("state", "sequence", "terminal", "cell", "host", "host_uuid", "code", "reason", "history", "command")
+INSTANCE = ", ".join(_INSTANCE)
+
+_encode = msgspec.json.Encoder().encode
+_timelines = msgspec.json.Decoder(TimelineEntry)
+build_request = msgspec.json.Decoder(BuildRequest).decode
+# Columns of JSON. NULL or '': the record has its default.
+_JSON: Mapping[str, Callable[[str], Any]] = {
+    "command": msgspec.json.Decoder(CellMove).decode,
+    "funnel": msgspec.json.Decoder(tuple[FunnelStep, ...]).decode,
+    "history": msgspec.json.Decoder(tuple[AttemptRecord, ...]).decode,
+    "image_properties": msgspec.json.Decoder(dict[str, dict[str, str]]).decode,
+    "timeline": lambda text: tuple(_timelines.decode_lines(text)),
+}
+_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, InstanceRecord)
+_JSON_OF = {kind: [name for name in kind.__struct_fields__ if name in _JSON] for kind in _READ}
+
+ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::uuid[]))"
+
+# The builds that a search examines, the newest first, for a column without an index.
+MAX_SEARCHED = 100_000
+
+RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
+       code, reason, funnel, history, timeline, created_at, updated_at, coalesce(i.condition, '') AS condition,
+       i.under_way, gang, coalesce(gang_min, 0) AS gang_min"""
+
+MAX_VALUES = 20
+ROWS_AT_ONCE = 64  # made in one turn of the event loop
+
+
+def numbered(statement: str) -> str:
+    """A statement with numbered placeholders, to send alone."""
+    return statement.format(*(f"${number}" for number in range(1, 1 + MAX_VALUES)), met="true")
+
+
+def _named(columns: Sequence[str]) -> str:
+    return ", ".join(columns)
+
+
+def _insert(table: Table, columns: Sequence[str]) -> str:
+    """An INSERT of one row."""
+    return f"INSERT INTO {table.name} ({_named(columns)}) VALUES ({_named(['{}'] * len(columns))})"
+
+
+def _assigned(columns: Sequence[str], of: str) -> str:
+    return _named([f"{name} = {of}.{name}" for name in columns])
+
+
+def _arrays(columns: Sequence[str]) -> str:
+    """An array of each column, one value a build."""
+    kinds = [build_requests.c[name].type.compile(dialect=DIALECT) for name in columns]
+    return _named([f"{{}}::{kind}[]" for kind in kinds])
+
+
+def _update(assigned: Sequence[str], *compared: str) -> str:
+    """An UPDATE of many builds, which appends to their timelines. compared: columns that stay, and are as given."""
+    given = (*assigned, *compared, "timeline")
+    return f"""
+UPDATE build_requests
+SET {_assigned(assigned[1:], "n")}, timeline = build_requests.timeline || n.timeline, updated_at = t.now
+FROM unnest({_arrays(given)}) n({_named(given)}), (SELECT {{}}::float8 AS now) t
+WHERE {" AND ".join(f"build_requests.{name} = n.{name}" for name in ("instance_uuid", *compared))} AND {{met}}
+"""
+
+
+_INSERTED = (*ACCEPTED, *REQUESTED, "request", "digest", "timeline", "gang", "gang_min")
+INSERT = f"""
+INSERT INTO build_requests ({_named(_INSERTED)}, created_at, updated_at)
+SELECT n.*, t.now, t.now FROM unnest({_arrays(_INSERTED)}) n, (SELECT {{}}::float8 AS now) t
+WHERE {{met}} ON CONFLICT (instance_uuid) DO NOTHING
+RETURNING instance_uuid
+"""
+# If the statement is planned by key, as in an optimistic unit, the values are looked up one by one: rows are locked in
+# the order of the values (tests/integration/scheduler/test_lock_order.py). A locking unit locks them before.
+DECIDE = (
+    _update((*DECIDED, "funnel"), "run")
+    + "  AND build_requests.state = 'accepted' RETURNING build_requests.instance_uuid"
+)
+# project_id: of a tombstone that becomes the record of another project's delete.
+UPDATE = _update((*DECIDED, "history", "project_id"))
+INSERT_MOVE = f"{_insert(moves, (*_MOVE, 'updated_at'))} ON CONFLICT (request_id) DO NOTHING RETURNING request_id"
+UPDATE_MOVE = f"UPDATE moves SET {_named([f'{name} = {{}}' for name in (*ANNOUNCED, 'updated_at')])}" + (
+    " WHERE request_id = {}"
+)
+PUT_INSTANCE = (
+    f"{_insert(instances, _INSTANCE)} ON CONFLICT (instance_uuid) DO UPDATE SET {_assigned(_INSTANCE[1:], 'excluded')}"
+)
+
+
+async def insert_columns(builds: Sequence[NewBuild]) -> Columns:
+    """The columns of INSERT."""
+    return await _columns(_insert_row, builds)
+
+
+async def decide_columns(decisions: Sequence[BuildDecision]) -> Columns:
+    """The columns of DECIDE."""
+    return await _columns(_decide_row, decisions)
+
+
+async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
+    """The columns of UPDATE."""
+    return await _columns(_update_row, updates)
+
+
+async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -> Columns:
+    found = [row_of(one) async for part in InParts(items, ROWS_AT_ONCE) for one in part]
+    return tuple(zip(*found, strict=True))
+
+
+_accepted, _requested = attrgetter(*ACCEPTED), attrgetter(*REQUESTED)
+_decided, _announced = attrgetter(*DECIDED), attrgetter(*ANNOUNCED)
+_move, _instance = attrgetter(*_MOVE), attrgetter(*_INSTANCE)
+
+
+def _insert_row(new: NewBuild) -> tuple[Any, ...]:
+    request, gang = new.request, new.gang
+    members = (None, None) if gang is None else (gang.uuid, gang.min_count)
+    written = _values((*_accepted(new.build), *_requested(request), request, new.digest))
+    return (*written, timeline_text(new.timeline), *members)
+
+
+def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
+    build = decision.build
+    return (*_values((*_decided(build), decision.funnel, build.run)), timeline_text(decision.timeline))
+
+
+def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
+    build = update.build
+    return (*_values((*_decided(build), build.history, build.project_id)), timeline_text(update.timeline))
+
+
+def move_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
+    """The values of INSERT_MOVE. now: when it is written."""
+    return (*_values(_move(one)), now)
+
+
+def announced_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
+    """The values of UPDATE_MOVE."""
+    return (*_values(_announced(one)), now, one.request_id)
+
+
+def instance_row(one: InstanceRecord) -> tuple[Any, ...]:
+    """The values of PUT_INSTANCE."""
+    return tuple(_values(_instance(one)))
+
+
+_PLAIN = (int, float, bytes, type(None))
+
+
+def _values(fields: Sequence[object]) -> list[Any]:
+    """Fields as their columns have them: what PostgreSQL has no type for is JSON. In one expression: a boot pays it."""
+    return [
+        one.replace(NUL, "") if isinstance(one, str) else one if isinstance(one, _PLAIN) else _encode(one).decode()
+        for one in fields
+    ]
+
+
+def timeline_text(lines: Sequence[TimelineEntry]) -> str:
+    """Timeline lines as they are appended."""
+    return "".join(_encode(line).decode() + "\n" for line in lines)
+
+
+def clean(text: str) -> str:
+    """Text without the NUL character, which PostgreSQL does not store."""
+    return text.replace(NUL, "")
+
+
+def _read(row: Mapping[str, Any], kind: type[T]) -> T:
+    """The record of a row that has at least its columns."""
+    fields = dict(row)
+    for name in _JSON_OF[kind]:
+        text = fields.pop(name)
+        if text:
+            fields[name] = _JSON[name](text)
+    return msgspec.convert(fields, kind)
+
+
+def recorded(row: Mapping[str, Any]) -> RecordedBuild:
+    """A row of BUILD."""
+    return _read(row, RecordedBuild)
+
+
+def new_build(row: Mapping[str, Any]) -> NewBuild:
+    """A build with its request, as it was put on record. size: of its gang."""
+    gang = row["gang"]
+    return NewBuild(
+        request=build_request(row["request"]),
+        digest=row["digest"],
+        build=recorded(row),
+        gang=None if gang is None else Gang(uuid=gang, size=row["size"], min_count=row["gang_min"]),
+        created_at=row["created_at"],
+    )
+
+
+def record(row: Mapping[str, Any]) -> BuildRecord:
+    """A row of RECORD."""
+    return _read(row, BuildRecord)
+
+
+def move(row: Mapping[str, Any]) -> RecordedMove:
+    """A row of MOVE."""
+    return _read(row, RecordedMove)
+
+
+def move_record(row: Mapping[str, Any]) -> MoveRecord:
+    """A row of `moves`, as it is answered to queries."""
+    return _read(row, MoveRecord)
+
+
+def instance(row: Mapping[str, Any]) -> InstanceRecord:
+    """A row of INSTANCE."""
+    return _read(row, InstanceRecord)

@@ -22,7 +22,7 @@ from bus.contracts.cell import InstanceSpec, Selection, Spawn
 from bus.contracts.objects import ObjectKind, ObjectLogPage, ObjectLogQuery
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.store.rows import INSERT, columns, numbered
+from cell_conductor.store.tables import INSERT, columns, numbered
 from compute_sim.config import ComputeConfig
 from tests.system.worker_processes import Rig, rig
 

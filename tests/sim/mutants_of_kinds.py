@@ -33,7 +33,7 @@ from placement_worker.handlers import CellFollower
 from scheduler_worker import engine as scheduler_engine
 from scheduler_worker import keepers as scheduler_cells
 from scheduler_worker import placing
-from scheduler_worker.domain import decisions, gangs, transfers
+from scheduler_worker.domain import decisions, gangs, recorded_moves
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildDecision, ProjectsBuild, RecordedBuild, effects
 from scheduler_worker.domain.decisions import NO_HOST, given_up
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
@@ -288,13 +288,13 @@ def former_cell_keeps_it() -> AbstractContextManager[Any]:
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
     """The map of instances to cells is not changed when one leaves."""
-    original = transfers.transfer
+    original = recorded_moves.transfer
 
     def transfer(event: MoveEvent, build: Any, move: Any) -> Any:
         gone = original(event, build, move)
         return replace(gone, build=replace(gone.build, cell=build.cell))
 
-    return patch.object(transfers, "transfer", transfer)
+    return patch.object(recorded_moves, "transfer", transfer)
 
 
 def leaves_with_its_machine() -> AbstractContextManager[Any]:
@@ -332,7 +332,7 @@ def delete_does_not_follow() -> AbstractContextManager[Any]:
 
     Without the watch of builds, which repeats a delete until it has ended, and so mends this.
     """
-    original = transfers.transfer
+    original = recorded_moves.transfer
 
     def transfer(event: MoveEvent, *arguments: Any) -> Any:
         gone = original(event, *arguments)
@@ -340,7 +340,7 @@ def delete_does_not_follow() -> AbstractContextManager[Any]:
 
     patches = ExitStack()
     patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
-    patches.enter_context(patch.object(transfers, "transfer", transfer))
+    patches.enter_context(patch.object(recorded_moves, "transfer", transfer))
     return patches
 
 

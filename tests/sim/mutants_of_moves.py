@@ -16,7 +16,6 @@ from bus.contracts.placement import Claim, Release
 from cell_conductor import engine, placement_requests
 from cell_conductor.domain import (
     delete_rules,
-    evacuations,
     move_events,
     move_rules,
     move_steps,
@@ -315,7 +314,7 @@ def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
 
 def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
     """An instance is built elsewhere though the service of its host is up."""
-    why = evacuations.why_not_evacuated
+    why = move_steps.why_not_evacuated
 
     def unproved(instance: Any, context: Any, *, fenced: bool, force: bool) -> Any:
         found = why(instance, context, fenced=fenced, force=force)

@@ -65,7 +65,7 @@ def record(
                 pickle.dump((instance, event, context, digest_of(stepped)), file)
             return stepped
 
-        with patch("cell_conductor.engine.step", step), patch("cell_conductor.domain.fence_steps.step", step):
+        with patch("cell_conductor.engine.step", step), patch("cell_conductor.domain.table.step", step):
             for seed in range(first_seed, first_seed + seeds):
                 simulate(seed, frozenset(only or WIDENED))
     typer.echo(

@@ -51,7 +51,7 @@ from bus.contracts.placement import (
     ReleaseResult,
 )
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.store.rows import INSERT, columns, numbered
+from cell_conductor.store.tables import INSERT, columns, numbered
 from compute_sim.config import ComputeConfig
 from compute_sim.fleet import Guest
 from tests.kit.waiting import until

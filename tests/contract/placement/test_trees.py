@@ -367,6 +367,35 @@ async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followe
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
+async def test_a_device_is_its_former_hosts_again_when_another_one_has_had_it(
+    store: ResourceBook, at_once: bool
+) -> None:
+    """Of one transaction the former host's report passed for what the book holds, and was not read when repeated."""
+    ours, theirs = host(A, 2, device(DEVICES[0], A)), host(B, 2, device(DEVICES[0], B))
+    for updates in [[ours, theirs]] if at_once else [[ours], [theirs]]:
+        assert await outcomes(store, *updates) == ["applied"] * len(updates)
+    assert await outcomes(store, host(B, 3)) == ["applied"], "it is nobody's"
+    assert await outcomes(store, host(A, 3, device(DEVICES[0], A))) == ["applied"]
+    assert DEVICES[0] in {state.uuid for state in (await store.snapshot(None, 1000)).providers}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
+async def test_what_moves_to_a_device_that_another_source_takes_out_is_stranded_there(
+    store: ResourceBook, at_once: bool
+) -> None:
+    """Of one transaction this broke an invariant, which ends the worker: usage past the capacity of the device."""
+    assert await outcomes(store, report(node(A, VGPU=2), version=2)) == ["applied"]
+    assert await claimed(store, VMS[0], A, VGPU=2) == "claimed"
+    moves = report(node(A, VCPU=8), node(DEVICES[0], A, takes_from=A, VGPU=2), version=3)
+    ends = taken_out(A, 1, source="other")
+    for updates in [[moves, ends]] if at_once else [[moves], [ends]]:
+        assert await outcomes(store, *updates) == ["applied"] * len(updates)
+    states = {state.uuid: state for state in (await store.snapshot(None, 1000)).providers}
+    assert states[DEVICES[0]].used == {"VGPU": 2} and states[DEVICES[0]].inventories["VGPU"][0] == 0
+    assert (await store.apply([Release(consumer=VMS[0])]))[0].outcome == "released"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
 async def test_a_claim_chosen_for_a_provider_that_was_made_anew_has_raced(store: ResourceBook, at_once: bool) -> None:
     """It had SGX, it went, it came back without: the claim was chosen for another host."""
     sgx, new = DEVICES[0], VMS[0]

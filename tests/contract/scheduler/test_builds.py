@@ -217,7 +217,7 @@ async def test_an_optimistic_unit_inserts_in_several_steps(store: SchedulerStore
 async def test_a_search_reads_a_bounded_number_of_builds_and_returns_its_position(
     store: SchedulerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_worker.store.rows.MAX_SEARCHED", 2)
+    monkeypatch.setattr("scheduler_worker.store.tables.MAX_SEARCHED", 2)
     for at, uuid in enumerate((A, B, C)):
         await insert(store, new(uuid), now=float(at))
     await decide(store, placed(A))

@@ -34,7 +34,7 @@ from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.placement_requests import PlacementRequests, due_questions
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
-from cell_conductor.store.rows import INSERT, columns, numbered
+from cell_conductor.store.tables import INSERT, columns, numbered
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.audit import generations

@@ -18,9 +18,9 @@ from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
-from cell_conductor.domain.evacuations import STILL_RUNNING
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.move_steps import STILL_RUNNING
 from cell_conductor.fences import ANNOUNCE_S, RELOAD_S, FenceKeeper
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.waiting import until

@@ -13,14 +13,13 @@ from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.evacuations import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
-from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import Fence, RunningAfterFence
 from cell_conductor.domain.instance import FENCED, Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.move_steps import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import step
+from cell_conductor.domain.table import FenceSteps, step
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of
 from tests.unit.conductor.test_instance_table import BUILT, CONTEXT, IN_PLACE, fences, moved
 

@@ -12,14 +12,13 @@ from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain import way_back
 from cell_conductor.domain.breaker import pages
-from cell_conductor.domain.evacuations import is_evacuated_from
-from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import Fence, losses_of
 from cell_conductor.domain.instance import NOT_TRIED, Instance, Phase, State, summary_of
 from cell_conductor.domain.move_events import DONE, MoveEnd, close
+from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import question_of, step
+from cell_conductor.domain.table import FenceSteps, question_of, step
 from tests.unit.conductor.move_scenario import (
     SERVICE_DOWN,
     Scenario,

@@ -43,7 +43,7 @@ from scheduler_worker.domain.view import HostsView, Peers, RequestSpec, room_for
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.placing import ANSWERS_AT_ONCE, BUILDS_AT_ONCE
-from scheduler_worker.store import rows
+from scheduler_worker.store import tables
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -389,13 +389,13 @@ async def test_item_16_rows_are_made_so_many_a_turn(monkeypatch: pytest.MonkeyPa
     author = Author("scheduler", 1.0)
     builds = [cluster.pending(cluster.hosts.request()).first_record(author) for _ in range(BATCH)]
     decided = [BuildDecision(build=one.build, timeline=one.timeline) for one in builds]
-    steps = Turns(monkeypatch, (rows, "_insert_row"), (rows, "_decide_row"))
+    steps = Turns(monkeypatch, (tables, "_insert_row"), (tables, "_decide_row"))
     async with steps.counting():
-        inserted, written = await rows.insert_columns(builds), await rows.decide_columns(decided)
+        inserted, written = await tables.insert_columns(builds), await tables.decide_columns(decided)
     assert [len(column) for column in inserted] == [BATCH] * 15 and len(written[0]) == BATCH
     assert list(inserted[0]) == list(written[0]) == [one.build.instance_uuid for one in builds]
     for name in ("_insert_row", "_decide_row"):
-        assert steps.total(name) == BATCH and steps.most(name) <= rows.ROWS_AT_ONCE
+        assert steps.total(name) == BATCH and steps.most(name) <= tables.ROWS_AT_ONCE
 
 
 # --- The cost of a decision in function calls, which no other program on the machine can change.

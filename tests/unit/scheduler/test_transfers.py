@@ -47,9 +47,11 @@ from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.announcements import CellAsksHandler
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.objects import ChangeAuthor
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import (
+from scheduler_worker.domain.recorded_moves import (
     AnnouncedMoves,
+    InstanceRecord,
+    MoveContext,
+    RecordedMove,
     answered,
     handed_on,
     may_ask,
