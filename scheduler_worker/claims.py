@@ -131,7 +131,7 @@ class HeldClaims:
         when placement does not answer, RequestRefused when it refuses to.
         """
         held: dict[str, HeldAllocation] = {}
-        for answer in await self._claims.holding(list(instances)) if instances else ():
+        for answer in await self._claims.holding(sorted(instances)) if instances else ():
             if (one := answered(answer)) is not None:
                 announced = (cell for host in one.hosts if (cell := self._cell_of_host(host)) is not None)
                 held[one.consumer] = replace(one, cell=one.cell or next(announced, None))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from bus.contracts.build import BuildState
 from bus.contracts.placement import InventoryUpdate
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.memory import MemoryInstances
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from lab.simulation.load import Client
 from lab.simulation.plan import SIZES, Action, Order
 from lab.simulation.rest import unclearable
@@ -15,6 +18,7 @@ from lab.simulation.world import World
 
 POLL_S = 1.0
 GO_S = 12.0  # an operator looks at what tripped a breaker for so long
+LOOK_S = 60.0  # ... and at a machine that a delete waits for: longer than a delete tries to find out by itself
 
 
 class Operator:
@@ -53,6 +57,29 @@ class Operator:
                         world.breaker_watch.go(breaker)
                         store = MemoryInstances(table.session())
                         await store.safety.reset(service, "operator", world.clock.time())
+
+    async def release_quarantine(self) -> None:
+        """Decide about what is in quarantine of an instance whose delete has waited long enough: destroy it, or, on
+        what has burnt down, keep it (`berth quarantine release`). The cell decides nothing by itself. Until cancelled.
+        """
+        world, since = self._world, dict[tuple[str, str], float]()
+        while True:
+            await asyncio.sleep(POLL_S)
+            for table in world.cells.values():
+                for place, one in list(table.unexplained.items()):
+                    build, is_kept = (
+                        world.builds.recorded.get(place[1]),
+                        one.machine.kind is UnexplainedKind.QUARANTINED,
+                    )
+                    waits = is_kept and build is not None and build.state is BuildState.DELETING and not one.verdict
+                    if not waits:
+                        since.pop(place, None)
+                    elif world.now() - since.setdefault(place, world.now()) >= LOOK_S:
+                        verdict = KEEP if one.service in world.dead else DESTROY
+                        world.event_log.record("order", f"release {place[1]} {verdict}")
+                        machine = DecidedMachine(place[1], place[0], one.machine.attempt)
+                        safety = MemoryInstances(table.session()).safety
+                        await safety.decide([machine], verdict, "operator", world.clock.time())
 
     async def _carry_out(self, order: Order) -> None:
         self._world.event_log.record("order", f"{order.action} {order.service} {order.host} {order.size}")

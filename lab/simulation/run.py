@@ -155,8 +155,9 @@ class _Runner:
         if are_ordered or {Widening.MOVES, Widening.DRAINS, Widening.FENCES} & set(plan.widenings):
             await mover.open()
         operator, others, chaos = Operator(world, self._client), OtherTenants(world, self._client), Chaos(world)
+        self._deciding = [asyncio.create_task(operator.release_quarantine(), name="quarantine")]
         if plan.breaker_limit:
-            self._going = asyncio.create_task(operator.reset_breakers(), name="breakers")
+            self._deciding.append(asyncio.create_task(operator.reset_breakers(), name="breakers"))
         doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
         for order in plan.orders:
             who: Client | OtherTenants | Operator | Mover = others if order.action in OTHERS else operator

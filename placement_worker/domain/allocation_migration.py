@@ -66,15 +66,22 @@ def usage_after(
 
 
 def between(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
-    """Return the old and the new providers and inventories together, so that allocations can move between them."""
+    """Return the old and the new providers and inventories together, so that allocations can move between them. An
+    inventory that is closed by now has room for what has moved there before.
+    """
     both = {uuid: _with_old(before.get(uuid), provider) for uuid, provider in after.items()}
     return {**both, **{uuid: provider for uuid, provider in before.items() if uuid not in after}}
 
 
 def _with_old(old: Provider | None, new: Provider) -> Provider:
-    if old is None or old.inventories.keys() <= new.inventories.keys():
+    former = {} if old is None else old.inventories
+    stocks = new.inventories.items()
+    roomy = {
+        name: replace(one, capacity=new.used[name]) for name, one in stocks if new.used.get(name, 0) > one.capacity
+    }
+    if old is new or not (roomy or former.keys() - new.inventories.keys()):
         return new
-    return replace(new, inventories={**old.inventories, **new.inventories})
+    return replace(new, inventories={**former, **new.inventories, **roomy})
 
 
 def migrated(

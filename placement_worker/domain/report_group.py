@@ -84,7 +84,7 @@ class ReportGroup:
         self.results: dict[int, InventoryResult | ReportRefusal] = {}
         self._written: dict[Key, ReportSource] = {}
         self.repeated: dict[Key, int] = {}  # the versions of settled reports of the same content
-        self._changed: dict[str, list[str]] = {}  # by root: the sources whose reports have changed its tree
+        self._changed: dict[str, set[Key]] = {}  # by root: the reports that have changed its tree
         self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
@@ -194,17 +194,16 @@ class ReportGroup:
             if number in self._taken_over:
                 root, owner = self.keys[number][0], self._taken_over[number]
                 self._written[root, owner] = ReportSource(self._sources[root, owner].version, b"", False, ())
-            if result.changed:
-                root, source = self.keys[number]
-                self._changed.setdefault(root, []).append(source)
+            for root in (self.keys[number][0], *result.left) if result.changed else ():
+                self._changed.setdefault(root, set()).add(self.keys[number])
 
     def written(self) -> dict[Key, ReportSource]:
-        """The sources to write. A report no longer proves what the book holds when another source of the group has
-        changed the tree.
+        """The sources to write. A report no longer proves what the book holds when another one of the group has changed
+        the tree.
         """
         return {
-            (root, source): replace(row, settled=False) if {*self._changed.get(root, ())} - {source} else row
-            for (root, source), row in self._written.items()
+            key: replace(row, settled=False) if self._changed.get(key[0], set()) - {key} else row
+            for key, row in self._written.items()
         }
 
     def source(self, number: int) -> ReportSource:

@@ -50,12 +50,14 @@ HOLDERS_BUSY = "inventory.holders_busy"  # the report is applied a moment later
 class Applied(Struct, frozen=True):
     """An update that was applied: the reported providers, the stranded ones, and whether anything changed.
 
-    stranded: a provider's uuid, or `uuid/CLASS` where a class of a reported provider is stranded.
+    stranded: a provider's uuid, or `uuid/CLASS` where a class of a reported provider is stranded. left: the roots of
+    other trees, which it has taken providers from.
     """
 
     reported: tuple[str, ...]
     stranded: tuple[str, ...]
     changed: bool
+    left: Collection[str] = ()
 
 
 class ReportPlan(Struct, frozen=True):
@@ -249,7 +251,8 @@ class _Draft:
             f"{u}/{n}" for u in reported for n in sorted(n for n, one in touched[u].inventories.items() if one.stranded)
         ]
         self.moved.update(moved)
-        return Applied(reported, (*stranded, *classes), self._commit(touched, gone))
+        changed = self._commit(touched, gone)
+        return Applied(reported, (*stranded, *classes), bool(changed), changed - {update.root_uuid})
 
     def _cell(self, uuid: str) -> str | None:
         """The cell that a provider belongs to, which is the cell of its root."""
@@ -352,8 +355,9 @@ class _Draft:
                 if provider.root != top.uuid:
                     touched[uuid] = replace(provider, root=top.uuid)
 
-    def _commit(self, touched: Mapping[str, Provider], gone: set[str]) -> bool:
-        changed = bool(gone)
+    def _commit(self, touched: Mapping[str, Provider], gone: set[str]) -> set[str]:
+        """Return the roots of the trees that were changed."""
+        changed = {self.providers[uuid].root for uuid in gone}
         for uuid in gone:
             provider = self.providers.pop(uuid)
             self._generations[uuid] = provider.generation
@@ -364,7 +368,7 @@ class _Draft:
             before = self.providers.get(uuid)
             if before == provider:
                 continue
-            changed = True
+            changed |= {provider.root, provider.root if before is None else before.root}
             # A provider that one update removes and another one reports continues its generation, so that older states
             # can be recognised.
             generation = provider.generation if before is not None else self._generations.get(uuid, 0)

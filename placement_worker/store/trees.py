@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -23,6 +23,8 @@ from placement_worker.store.rows import ProviderRows
 from placement_worker.store.tables import inventories, providers, sources
 
 ONE_WRITER_OF_TREES = sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended("berth.placement.trees", 0)))
+
+Member = TypeVar("Member")
 
 # Functions of 0001_functions.sql.
 LOCK_SOURCES = """
@@ -143,16 +145,21 @@ def _add_parts(
         for name, inventory in new.inventories.items()
         if old.inventories.get(name) != inventory
     ]
-    lost, won = difference(old.traits, new.traits)
-    lasting = set(new.lasting)
-    rows["lost"] += [{"provider_id": number, "member": trait_ids[trait]} for trait in lost]
-    rows["won"] += [{"provider_id": number, "member": trait_ids[one], "lasting": one in lasting} for one in won]
+    lost, won = difference(_marked(old), _marked(new))
+    rows["lost"] += [{"provider_id": number, "member": trait_ids[trait]} for trait, _ in lost]
+    rows["won"] += [{"provider_id": number, "member": trait_ids[one], "lasting": lasts} for one, lasts in won]
     left, joined = difference(old.aggregates, new.aggregates)
     rows["left"] += [{"provider_id": number, "member": aggregate} for aggregate in left]
     rows["joined"] += [{"provider_id": number, "member": aggregate} for aggregate in joined]
 
 
-def difference(before: Sequence[str], after: Sequence[str]) -> tuple[list[str], list[str]]:
+def _marked(provider: Provider) -> list[tuple[str, bool]]:
+    """The traits, each with whether it is lasting."""
+    lasting = set(provider.lasting)
+    return [(trait, trait in lasting) for trait in provider.traits]
+
+
+def difference(before: Sequence[Member], after: Sequence[Member]) -> tuple[list[Member], list[Member]]:
     """Return (the traits or aggregates to delete, those to insert)."""
     if before == after:
         return [], []

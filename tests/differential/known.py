@@ -26,6 +26,8 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
         return "text with a NUL"
     if ours.status_code == 400 and (LINE_END in json.dumps(body) or "%0a" in call.path.lower()):
         return "a name with a line end after it"
+    if any(name != name.lower() for name in _consumers_of(call, body)):
+        return "an upper-case consumer uuid: another consumer to the real one"
     nothing = real.status_code == 200 and EMPTY & {*_lists(data_of(real))}
     if nothing and ours.status_code == 400 and "No such " in wording(ours):
         return "a name that does not exist, where the real one has found nothing before it looks"
@@ -39,6 +41,12 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
         if _ignores_trees(call, data_of(real), data_of(ours)):
             return "the real one does not look at in_tree of a group without resources"
     return None
+
+
+def _consumers_of(call: Call, body: Any) -> list[str]:
+    """The consumers that a body names by key, as it spells them."""
+    named = body.get("allocations") if isinstance(body, dict) and call.path == "/reshaper" else body
+    return list(named) if isinstance(named, dict) and call.path in ("/allocations", "/reshaper") else []
 
 
 def _requires_nothing(call: Call) -> bool:

@@ -26,7 +26,7 @@ from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reports import ReportRefusal
-from placement_worker.domain.trees import CreateProvider, DeleteTree
+from placement_worker.domain.trees import CreateProvider, DeleteTree, SetTraits
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory_rows import MemoryBookRows
@@ -364,6 +364,50 @@ async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followe
     row = book.row_of(A)
     assert row is not None
     assert book.traits_of(row) == ("CUSTOM_HEIR",)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
+async def test_a_device_is_its_former_hosts_again_when_another_one_has_had_it(
+    store: ResourceBook, at_once: bool
+) -> None:
+    """Of one transaction the former host's report passed for what the book holds, and was not read when repeated."""
+    ours, theirs = host(A, 2, device(DEVICES[0], A)), host(B, 2, device(DEVICES[0], B))
+    for updates in [[ours, theirs]] if at_once else [[ours], [theirs]]:
+        assert await outcomes(store, *updates) == ["applied"] * len(updates)
+    assert await outcomes(store, host(B, 3)) == ["applied"], "it is nobody's"
+    assert await outcomes(store, host(A, 3, device(DEVICES[0], A))) == ["applied"]
+    assert DEVICES[0] in {state.uuid for state in (await store.snapshot(None, 1000)).providers}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
+async def test_a_trait_that_a_client_has_set_ends_with_its_provider(store: ResourceBook, at_once: bool) -> None:
+    """Of one transaction its mark stayed, and no report of the provider that followed took the trait away."""
+    assert await outcomes(store, host(A, 2, traits=("CUSTOM_OWN",))) == ["applied"]
+    for traits in ((), ("CUSTOM_OWN",)):
+        (written,) = await store.write_trees([SetTraits(A, traits)])
+        assert isinstance(written, Provider) and written.lasting == traits
+    gone, back = taken_out(A, 3), host(A, 1, source="heir", traits=("CUSTOM_OWN",))
+    for updates in [[gone, back]] if at_once else [[gone], [back]]:
+        assert await outcomes(store, *updates) == ["applied"] * len(updates)
+    assert await outcomes(store, host(A, 2, source="heir")) == ["applied"]
+    (state,) = (await store.snapshot(None, 1000)).providers
+    assert state.traits == ()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
+async def test_what_moves_to_a_device_that_another_source_takes_out_is_stranded_there(
+    store: ResourceBook, at_once: bool
+) -> None:
+    """Of one transaction this broke an invariant, which ends the worker: usage past the capacity of the device."""
+    assert await outcomes(store, report(node(A, VGPU=2), version=2)) == ["applied"]
+    assert await claimed(store, VMS[0], A, VGPU=2) == "claimed"
+    moves = report(node(A, VCPU=8), node(DEVICES[0], A, takes_from=A, VGPU=2), version=3)
+    ends = taken_out(A, 1, source="other")
+    for updates in [[moves, ends]] if at_once else [[moves], [ends]]:
+        assert await outcomes(store, *updates) == ["applied"] * len(updates)
+    states = {state.uuid: state for state in (await store.snapshot(None, 1000)).providers}
+    assert states[DEVICES[0]].used == {"VGPU": 2} and states[DEVICES[0]].inventories["VGPU"][0] == 0
+    assert (await store.apply([Release(consumer=VMS[0])]))[0].outcome == "released"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
