@@ -35,15 +35,15 @@ def forgotten_have_ends(world: World, stranded: Collection[str]) -> Iterator[str
     """A build, or a delete, of which a restored database knows an old truth may have a second end, and has one.
 
     Not one that no scheduler has on record, or whose cell waits for a host that burnt down (`stranded`). Nor a delete
-    that its cell has no record of while a machine of it has the mark of another deployment, or is in quarantine on a
-    host that burnt down (seed 9415): that one is not destroyed, and an operator decides about it.
+    that its cell has no record of while a machine of it has the mark of another deployment: that one is never
+    destroyed, and an operator decides about it.
     """
     ended = {uuid for (uuid, _), event in world.listener.events.items() if event.terminal}
     for uuid in sorted({*world.taken_back, *world.listener.exempt}):
         build = world.builds.recorded.get(uuid)
         if build is None or uuid in stranded:
             continue
-        if build.state is BuildState.DELETING and build.cell is not None and _is_operators(world, build.cell, uuid):
+        if build.state is BuildState.DELETING and build.cell is not None and _is_anothers(world, build.cell, uuid):
             continue
         if build.state in OPEN:
             yield f"one_terminal_event: {uuid} is {build.state} at the top"
@@ -51,7 +51,6 @@ def forgotten_have_ends(world: World, stranded: Collection[str]) -> Iterator[str
             yield f"one_terminal_event: {uuid} is {build.state} at the top, and clients have had no end"
 
 
-def _is_operators(world: World, cell: str, uuid: str) -> bool:
+def _is_anothers(world: World, cell: str, uuid: str) -> bool:
     records = world.cells[cell].unexplained.values()
-    of = [one.machine for one in records if one.machine.uuid == uuid]
-    return any(one.kind is UnexplainedKind.FOREIGN or world.left.get(one.host_uuid) == "dead" for one in of)
+    return any(one.machine.uuid == uuid and one.machine.kind is UnexplainedKind.FOREIGN for one in records)
