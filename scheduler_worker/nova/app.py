@@ -82,10 +82,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         recorder=calls,
     )
     relay = _relay(env, config) if config.fallback_url or config.shadow else None
-    if relay is not None:
-        service.add_bus_check("bus fallback", lambda: relay.unavailable_reason)
-    if config.shadow:
-        assert relay is not None
+    if relay is not None and config.shadow:
         shadow = ShadowedRelay(destinations, relay, selector.book, env.clock, calls)
         service.add_counts(shadow.counts)
         server = _server(env, config, transport, StockDecides(destinations), shadow)
@@ -101,7 +98,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         service.add_preparation(ready.wait)
         service.add_check(name, ready.is_set)
     service.add_bus_check("bus api", lambda: api.unavailable_reason)
-    _add_server(service, server)
+    _add_server(service, server, relay)
     announce_presence(service, env, api, NAME)
     return service
 
@@ -111,7 +108,7 @@ def _selector(table: HostTable, scheduler: SchedulerConfig) -> Selector:
     return Selector(Book(), table, scheduler, flavors={}, filters=filters, weighings=weighings)
 
 
-def _add_server(service: Service, server: RpcServer) -> None:
+def _add_server(service: Service, server: RpcServer, relay: StockRelay | None) -> None:
     """Calls are taken once all else is prepared."""
     started = asyncio.Event()
     service.add_resource(server.open, server.close)
@@ -119,6 +116,8 @@ def _add_server(service: Service, server: RpcServer) -> None:
     service.add_preparation(partial(_start, server, started))
     service.add_drain(server.drain)
     service.add_bus_check("bus nova", lambda: server.unavailable_reason)
+    if relay is not None:
+        service.add_bus_check("bus fallback", lambda: relay.unavailable_reason)
 
 
 def configure(selector: Selector, facts: NovaFacts, config: SchedulerConfig) -> None:
