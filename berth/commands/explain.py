@@ -81,7 +81,7 @@ def _show(one: CallExplained) -> None:
         if one.scores:
             render_scores([one.scores], out)
     elif one.event == NOT_DECIDED:
-        print_line(f"  left to a stock nova-scheduler: {one.reason} {one.detail}".rstrip())
+        print_line(f"  not decided by berth, but by the fallback, if there is one: {one.reason} {one.detail}".rstrip())
     else:
         print_line(f"  {one.reason}")
         render_funnel([FunnelStep(step=s.step, remaining=s.remaining, rejected=s.rejected) for s in one.funnel], out)

@@ -22,6 +22,7 @@ from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 
 TOKEN = "X-Auth-Token"
+JSON = {"Content-Type": "application/json"}
 SUBJECT = "X-Subject-Token"
 # A token is not used in its last moments: the request it goes with has a way before it.
 RENEW_EARLY_S = 60.0
@@ -85,7 +86,10 @@ class KeystoneAuth(httpx.Auth):
         self.url = (
             checked_address(login.auth_url, setting=f"{setting}.auth_url").removesuffix("/v3") + "/v3/auth/tokens"
         )
-        self._body = _identity(login, setting)
+        try:
+            self._body = msgspec.json.encode(_identity(login, setting))
+        except UnicodeEncodeError:
+            raise SettingsError(setting, f"{setting} has a name or a secret that is not UTF-8") from None
         self._clock = clock
         self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=False)
@@ -116,7 +120,7 @@ class KeystoneAuth(httpx.Auth):
         async with self._signing_in:
             if self._token == stale:
                 try:
-                    answer = await self._client.post(self.url, json=self._body)
+                    answer = await self._client.post(self.url, content=self._body, headers=JSON)
                 except (httpx.HTTPError, httpx.InvalidURL) as error:  # the caller would take it for Ironic's
                     text = f"Keystone at {self.url}: {unanswered(error, self._timeout_s)}"
                     raise SignInUnavailable(text) from error

@@ -81,12 +81,12 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         lacking=lacking,
         recorder=calls,
     )
-    if config.shadow:
-        shadow = ShadowedRelay(destinations, _relay(env, config), selector.book, env.clock, calls)
+    relay = _relay(env, config) if config.fallback_url or config.shadow else None
+    if relay is not None and config.shadow:
+        shadow = ShadowedRelay(destinations, relay, selector.book, env.clock, calls)
         service.add_counts(shadow.counts)
         server = _server(env, config, transport, StockDecides(destinations), shadow)
     else:
-        relay = _relay(env, config) if config.fallback_url else None
         server = _server(env, config, transport, destinations, relay, recorder=calls)
     service.add_resource(api.open, api.close)
     service.add_resource(follower.start, follower.close)
@@ -98,7 +98,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         service.add_preparation(ready.wait)
         service.add_check(name, ready.is_set)
     service.add_bus_check("bus api", lambda: api.unavailable_reason)
-    _add_server(service, server)
+    _add_server(service, server, relay)
     announce_presence(service, env, api, NAME)
     return service
 
@@ -108,7 +108,7 @@ def _selector(table: HostTable, scheduler: SchedulerConfig) -> Selector:
     return Selector(Book(), table, scheduler, flavors={}, filters=filters, weighings=weighings)
 
 
-def _add_server(service: Service, server: RpcServer) -> None:
+def _add_server(service: Service, server: RpcServer, relay: StockRelay | None) -> None:
     """Calls are taken once all else is prepared."""
     started = asyncio.Event()
     service.add_resource(server.open, server.close)
@@ -116,6 +116,8 @@ def _add_server(service: Service, server: RpcServer) -> None:
     service.add_preparation(partial(_start, server, started))
     service.add_drain(server.drain)
     service.add_bus_check("bus nova", lambda: server.unavailable_reason)
+    if relay is not None:
+        service.add_bus_check("bus fallback", lambda: relay.unavailable_reason)
 
 
 def configure(selector: Selector, facts: NovaFacts, config: SchedulerConfig) -> None:
@@ -169,13 +171,14 @@ def _relay(env: Environment, config: NovaConfig) -> StockRelay:
     if not config.fallback_url:
         reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
         raise SettingsError("nova.shadow_fallback", reason)
-    if _place(config.fallback_url) == _place(config.transport_url):
+    if _is_one_place(config.fallback_url, config.transport_url):
         reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
         raise SettingsError("nova.fallback_url", reason)
     return StockRelay(
         _transport(env.process, "fallback_url", config.fallback_url, config.rabbit),
         control_exchange=config.control_exchange,
         unique=f"{env.rng.getrandbits(128):032x}",
+        clock=env.clock,
     )
 
 
@@ -218,13 +221,15 @@ def _server(
     )
 
 
-def _place(url: str) -> object:
-    """Which virtual host of which broker it is; None: the URL is none, as its transport says."""
+def _is_one_place(one: str, other: str) -> bool:
+    """Whether two URLs name a virtual host of one broker, of whose nodes each may name others. False: one of them is no
+    URL, as its transport says.
+    """
     try:
-        address = parse_bus_url(as_amqp(url))
+        first, second = parse_bus_url(as_amqp(one)), parse_bus_url(as_amqp(other))
     except BadBusUrl:
-        return None
-    return frozenset(address.hosts), address.vhost
+        return False
+    return first.vhost == second.vhost and not set(first.hosts).isdisjoint(second.hosts)
 
 
 def _transport(process: str, setting: str, url: str, options: RabbitOptions) -> RabbitTransport:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 import sqlalchemy
+import structlog
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from bus.clock import Clock
@@ -16,8 +17,10 @@ from bus.service.settings import SettingsError
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.nova_rest import NovaUnavailable
 
+log = structlog.get_logger("nova")
+
 AGAIN_S = 1.0  # between two reads of the database for hosts that the one before did not find
-RARELY_S = 30.0  # from a read that failed, or that found all but hosts of disabled cells, to the next
+RARELY_S = 30.0  # from a read that failed, or that found all but hosts of disabled cells, to the next at least
 MAX_MAPPINGS = 1_000_000
 MAX_SAID = 200  # characters of what the database's driver says of a fault
 READ_S = 10.0  # that a read of the database is waited for
@@ -60,7 +63,9 @@ class ConfiguredCells:
 
 
 class DatabaseCells:
-    """By Nova's API database, which is read at the start and while a host is not in what was read last."""
+    """By Nova's API database, which is read at the start, rarely (a cell may be disabled), and while a host is not in
+    what was read last.
+    """
 
     def __init__(self, url: str, clock: Clock) -> None:
         """Raises SettingsError."""
@@ -84,12 +89,15 @@ class DatabaseCells:
         missing = {host for host in hosts if known.get(host) is None}
         # Before the first read no host is in a cell: that is no answer, so each question reads until one succeeds.
         is_new = self._absent is not None and not missing <= self._absent
-        if missing and (self._known is None or is_new or now_s >= self._again_s):
+        if self._known is None or is_new or now_s >= self._again_s:
             try:
                 async with asyncio.timeout(READ_S):
                     known = self._known = await self._next_read()
             except Exception as error:  # some drivers raise errors of their own, as of an option or a library
                 self._absent, self._again_s = None, now_s + RARELY_S
+                if not missing:  # what is known counts
+                    log.warning("nova.cells_unavailable", reason=self._said(error))
+                    return {host: str(known[host]) for host in hosts}
                 reason = f"Nova's API database: {type(error).__name__}: {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
             self._absent = {host for host in missing if known.get(host) is None}

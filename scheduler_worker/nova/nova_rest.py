@@ -322,6 +322,8 @@ class NovaRest:
             return None
         if answer.status_code >= 500 or answer.status_code in BUSY:
             raise NovaUnavailable(f"{url}: HTTP {answer.status_code}")
+        if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
+            self._version = None  # another Nova answers than the one that named its versions: older, or one of two
         if answer.status_code != httpx.codes.OK:
             text = error_text(body)
             reason = f"{url}: HTTP {answer.status_code}{': ' if text else ''}{text}"

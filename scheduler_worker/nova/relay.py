@@ -15,10 +15,12 @@ from typing import Protocol
 
 import structlog
 
+from bus.clock import Clock
 from bus.faults import Fault
 from bus.port import BusError, BusUnavailable, Delivery, Outgoing
 from bus.rabbitmq.transport import RabbitTransport
-from scheduler_worker.nova.envelope import REPLY_QUEUES, Call, CallUnreadable, parse_reply, readdressed
+from scheduler_worker.nova.entrance import LOOK_AGAIN_S
+from scheduler_worker.nova.envelope import CALL_LIMIT_S, REPLY_QUEUES, Call, CallUnreadable, parse_reply, readdressed
 from scheduler_worker.nova.metrics import RELAYED
 from scheduler_worker.nova.queues import TOPIC
 
@@ -80,11 +82,13 @@ class StockRelay:
         *,
         control_exchange: str,
         unique: str,
+        clock: Clock,
         in_flight: int = IN_FLIGHT,
     ) -> None:
         self._transport = transport
         self._exchange = control_exchange
         self._reply_queue = f"{REPLY_QUEUES}{unique}"
+        self._clock = clock
         self._in_flight = in_flight
         self._waiting: dict[str, _Awaited] = {}  # by message id
         self._reasons: set[str] = set()
@@ -113,8 +117,8 @@ class StockRelay:
     async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
         """As RelayPort has it. It may be cancelled.
 
-        Raises RelayFailed: no scheduler takes it, too many wait already, or none gave a sign of life for as long as the
-        client would wait.
+        Raises RelayFailed: no broker or scheduler takes it, too many wait already, or none gave a sign of life for as
+        long as the client would wait.
         """
         outcome = "cancelled"
         try:
@@ -140,16 +144,25 @@ class StockRelay:
     async def _relayed(self, call: Call, part_with: Callable[[], Awaitable[None]]) -> bytes:
         if call.message_id in self._waiting:
             raise RelayFailed("a call of the same id is under way")
-        if self.unavailable_reason:
-            raise RelayFailed(self.unavailable_reason)
         if len(self._waiting) >= self._in_flight:
             raise RelayFailed(f"{self._in_flight} calls wait for it already")
         awaited = self._waiting[call.message_id] = _Awaited()
         try:
+            await self._until_available(call, awaited)
             await part_with()
             return await self._answer_to(call, awaited)
         finally:
             del self._waiting[call.message_id]
+
+    async def _until_available(self, call: Call, awaited: _Awaited) -> None:
+        """Wait for the fallback's broker as for the front's own, as long as the client waits for a sign of life. Raises
+        RelayFailed.
+        """
+        until_s = self._clock.monotonic() + (call.patience_s or CALL_LIMIT_S)
+        while reason := self.unavailable_reason:
+            if awaited.given_up or self._clock.monotonic() >= until_s:
+                raise RelayFailed(reason)
+            await self._clock.sleep(LOOK_AGAIN_S)
 
     async def _answer_to(self, call: Call, awaited: _Awaited) -> bytes:
         message = Outgoing(

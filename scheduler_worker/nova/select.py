@@ -167,7 +167,7 @@ class Destinations:
         """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient."""
         if call.method in CASTS:
             return self._source.apply_cast(call.method, call.arguments)
-        if call.method != METHOD:
+        if call.method != METHOD or not call.is_answered:  # for nobody, a cast would claim
             raise no_such_method(call.method)
         asked = _arguments(call.arguments)
         request = parse_request_spec(asked.spec_obj)
@@ -493,9 +493,11 @@ def _arguments(arguments: Mapping[str, object]) -> SelectArguments:
 
 
 def _word(value: object, name: str) -> str:
-    """An id as the book takes one."""
-    if not isinstance(value, str) or not _WORD.fullmatch(value):
-        raise SpecRefused(f"{name}: 1 to 64 letters, digits, _ and -")
+    """An id as the book takes one. Raises NotDecided: one of another form, as a directory may give users."""
+    if not isinstance(value, str) or not value:
+        raise SpecRefused(f"{name}: a text")
+    if not _WORD.fullmatch(value):
+        raise NotDecided(name, "berth takes ids of 1 to 64 letters, digits, _ and -")
     return value
 
 

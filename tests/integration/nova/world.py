@@ -68,18 +68,21 @@ async def front(
     url: str, dispatcher: Instructed, *, stock: str = "", name: str = "front", **options: Any
 ) -> AsyncIterator[RpcServer]:
     """A server of the topic. stock: the URL of the fallback's virtual host."""
-    relay = None
-    if stock:
-        relay = StockRelay(RabbitTransport(stock, name="stock"), control_exchange=EXCHANGE, unique=uuid.uuid4().hex)
+    relay = stock_relay(stock) if stock else None
     async with _served(url, dispatcher, relay, name, **options) as server:
         yield server
+
+
+def stock_relay(url: str) -> StockRelay:
+    """To the stock scheduler of a virtual host."""
+    transport = RabbitTransport(url, name="stock")
+    return StockRelay(transport, control_exchange=EXCHANGE, unique=uuid.uuid4().hex, clock=SystemClock())
 
 
 @contextlib.asynccontextmanager
 async def shadow(url: str, stock: str, dispatcher: Instructed) -> AsyncIterator[ShadowedRelay]:
     """A server whose calls the stock scheduler decides, and the dispatcher beside it."""
-    behind = StockRelay(RabbitTransport(stock, name="stock"), control_exchange=EXCHANGE, unique=uuid.uuid4().hex)
-    relay = ShadowedRelay(dispatcher, behind, Book(), SystemClock())
+    relay = ShadowedRelay(dispatcher, stock_relay(stock), Book(), SystemClock())
     async with _served(url, StockDecides(dispatcher), relay, "shadow"):
         yield relay
 

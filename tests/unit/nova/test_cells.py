@@ -90,6 +90,26 @@ async def test_a_disabled_cell_has_the_database_read_rarely(tmp_path: Path, monk
     assert await found.of_hosts(["h1", "h2"]) == {"h1": CELL1, "h2": CELL2}
 
 
+async def test_a_cell_that_is_disabled_later_takes_no_more_builds(tmp_path: Path) -> None:
+    clock = MovedClock()
+    found = DatabaseCells(database(tmp_path / "nova_api"), clock)
+    assert await found.of_hosts(["h1"]) == {"h1": CELL1}
+    with sqlite3.connect(tmp_path / "nova_api") as changed:
+        changed.execute("UPDATE cell_mappings SET disabled = 1")
+    clock.now += cells.RARELY_S
+    assert await found.of_hosts(["h1"]) == {}
+
+
+async def test_a_database_that_fails_takes_nothing_away_that_is_known(tmp_path: Path) -> None:
+    clock = MovedClock()
+    found = DatabaseCells(database(tmp_path / "nova_api"), clock)
+    assert await found.of_hosts(["h1"]) == {"h1": CELL1}
+    (tmp_path / "nova_api").unlink()
+    (tmp_path / "nova_api").mkdir()
+    clock.now += cells.RARELY_S
+    assert await found.of_hosts(["h1"]) == {"h1": CELL1}
+
+
 async def test_a_database_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> None:
     clock = MovedClock()
     found = DatabaseCells(database(tmp_path / "nova_api"), clock)

@@ -62,6 +62,26 @@ def unreadable(name: str) -> float:
     return REGISTRY.get_sample_value("berth_nova_unreadable_rows_total", {"list": name}) or 0.0
 
 
+async def test_a_version_that_nova_has_no_more_is_negotiated_anew() -> None:
+    """It was rolled back, or another process of it is older."""
+    newest = "2.104"
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/compute/v2.1/":
+            return httpx.Response(200, json={"version": {"version": newest, "min_version": "2.1"}})
+        is_known = request.headers["OpenStack-API-Version"] == f"compute {newest}"
+        return httpx.Response(200, json={"aggregates": []}) if is_known else httpx.Response(406)
+
+    config = NovaApiConfig(url="http://nova/compute/v2.1", token="t")
+    nova = NovaRest(config, clock=SystemClock(), setting="nova", transport=httpx.MockTransport(handle))
+    assert await nova.aggregates() == []
+    newest = "2.96"
+    with pytest.raises(NovaRefused) as refused:
+        await nova.aggregates()
+    assert refused.value.code == "nova.http_406"
+    assert await nova.aggregates() == []
+
+
 @pytest.mark.parametrize(
     ("newest", "asked"), [("2.104", "2.104"), ("2.110", "2.104"), ("2.96", "2.96"), ("2.88", "2.88")]
 )

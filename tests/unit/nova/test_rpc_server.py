@@ -98,9 +98,8 @@ class Transport:
     and these acknowledgements.
     """
 
-    connected = True
-
     def __init__(self) -> None:
+        self.connected = True
         self.blocked = ""
         self.consumed: dict[str, Consumption] = {}
         self.published: list[Outgoing] = []
@@ -218,7 +217,11 @@ class World:
     def __init__(self, *, in_flight: int = 100, **options: Any) -> None:
         self.nova, self.stock, self.dispatcher = Transport(), Transport(), Undecided()
         relay = StockRelay(
-            cast(RabbitTransport, self.stock), control_exchange=EXCHANGE, unique="r", in_flight=in_flight
+            cast(RabbitTransport, self.stock),
+            control_exchange=EXCHANGE,
+            unique="r",
+            clock=SystemClock(),
+            in_flight=in_flight,
         )
         self.server = RpcServer(
             cast(RabbitTransport, self.nova),
@@ -310,6 +313,29 @@ async def test_no_cast_waits_for_a_fallback_that_takes_nothing() -> None:
             world.nova.call(number, world.nova.fanout, method="update_instance_info", _msg_id=None)
         await asyncio.sleep(1)
         assert len(world.dispatcher.calls) == 9
+
+
+@pytest.mark.parametrize("reason", ["memory", ""])
+@on_virtual_time
+async def test_a_call_waits_for_the_broker_of_the_fallback(reason: str) -> None:
+    """It is away after a restart that the front's own is back from."""
+    async with World().started() as world:
+        world.stock.blocked, world.stock.connected = reason, bool(reason)
+        world.nova.call(1)
+        await asyncio.sleep(SILENT_S - 5)
+        assert world.server.in_hand == 1 and not world.nova.failures()
+        world.stock.blocked, world.stock.connected = "", True
+        await asyncio.sleep(1)
+        assert len(world.stock.sent_to(TOPIC)) == 1
+
+
+@on_virtual_time
+async def test_a_call_that_no_broker_takes_for_the_fallback_fails() -> None:
+    async with World().started() as world:
+        world.stock.connected = False
+        world.nova.call(1)
+        await asyncio.sleep(SILENT_S + 1)
+        assert world.server.in_hand == 0 and len(world.nova.failures()) == 1
 
 
 @on_virtual_time

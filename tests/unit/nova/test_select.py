@@ -27,6 +27,7 @@ from tests.unit.nova.world import CELLS, FLAVOR, PLENTY, Cloud, destination, gro
 
 MANY = [f"d0000000-0000-4000-8000-{n:012}" for n in range(MAX_NAMED + 1)]
 VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
+ASKED: Any = {"message_id": "1", "reply_queue": "reply"}  # a call whose client waits
 ONE = {"VCPU": 1, "MEMORY_MB": 65536, "DISK_GB": 1000}
 
 
@@ -55,10 +56,10 @@ async def test_a_boot_is_claimed_and_answered_with_alternates_of_its_cell() -> N
 async def test_conductors_that_ask_for_less_get_less() -> None:
     here = await cloud()
     arguments = {"spec_obj": request_spec(), "instance_uuids": [VMS[0]]}
-    call = Call(method="select_destinations", arguments=arguments, unique_id="r")
+    call = Call(method="select_destinations", arguments=arguments, unique_id="r", **ASKED)
     (plain,) = await here.destinations.call(call)  # type: ignore[misc]
     assert plain.keys() == {"host", "nodename", "limits"}
-    call = Call(method="select_destinations", arguments=arguments | {"return_objects": True}, unique_id="r")
+    call = Call(method="select_destinations", arguments=arguments | {"return_objects": True}, unique_id="r", **ASKED)
     (selections,) = await here.destinations.call(call)  # type: ignore[misc]
     assert hosts_of([selections]) == [[plain["host"]]], "the same call adopts its claim"
 
@@ -465,7 +466,8 @@ async def test_a_rebuild_is_checked_on_its_host_and_claims_nothing() -> None:
         ({"spec_obj": request_spec(), "instance_uuids": []}, SpecRefused),
         ({"spec_obj": request_spec(), "instance_uuids": ["x" * 36]}, SpecRefused),
         ({"spec_obj": request_spec(), "instance_uuids": VMS[:1] * 1001}, SpecRefused),
-        ({"spec_obj": request_spec(project_id="a b"), "instance_uuids": VMS[:1]}, SpecRefused),
+        ({"spec_obj": request_spec(project_id="a b"), "instance_uuids": VMS[:1]}, NotDecided),
+        ({"spec_obj": request_spec(user_id="jane.doe@example.org"), "instance_uuids": VMS[:1]}, NotDecided),
         ({"spec_obj": request_spec(project_id=None), "instance_uuids": VMS[:1]}, SpecRefused),
         ({"spec_obj": request_spec(), "instance_uuids": None}, NotDecided),
         ({"spec_obj": request_spec(instance_group=group("odd", [])), "instance_uuids": VMS[:1]}, NotDecided),
@@ -485,7 +487,7 @@ async def test_what_is_no_request_is_refused_and_claims_nothing(
 ) -> None:
     here = await cloud()
     with pytest.raises(expected):
-        await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r"))
+        await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r", **ASKED))
     assert here.claims.submitted == []
 
 
@@ -494,8 +496,16 @@ async def test_casts_go_to_the_facts_and_other_methods_nowhere() -> None:
     await here.destinations.call(Call(method="update_aggregates", fanout=True))
     assert here.casts == ["update_aggregates"]
     with pytest.raises(RemoteFault) as caught:
-        await here.destinations.call(Call(method="run_instance"))
+        await here.destinations.call(Call(method="run_instance", **ASKED))
     assert caught.value.class_name == "NoSuchMethod"
+
+
+async def test_nothing_is_claimed_for_a_call_that_nobody_waits_for() -> None:
+    here = await cloud()
+    arguments = {"spec_obj": request_spec(), "instance_uuids": VMS[:1]}
+    with pytest.raises(RemoteFault) as caught:
+        await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r"))
+    assert caught.value.class_name == "NoSuchMethod" and here.claims.submitted == []
 
 
 @pytest.mark.parametrize("unique", ["", "x" * 65, "a/b"])

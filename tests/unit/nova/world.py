@@ -239,6 +239,8 @@ class Cloud:
             },
             version="4.5",
             unique_id=run,
+            message_id="1",
+            reply_queue="reply",
             redelivered=redelivered,
             timeout_s=60,
             context={"request_id": "req-1", "user_id": "u", "timestamp": requested_at},
