@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lab.simulation.plan import Order
@@ -16,7 +17,6 @@ CLASSES = ("CUSTOM_SITE_A", "CUSTOM_SITE_B")
 TRAITS = ("CUSTOM_SITE_FAST", "CUSTOM_SITE_NEAR")
 RENAMES = "1.6"  # the last version in which PUT of a class gives it another name
 MAX_AMOUNT = 4
-STALE_SHARE = 0.25  # of the reshapes
 HELD = "VCPU"  # what consumers hold of the tree, and what a reshape moves
 LISTS = (
     *("/resource_providers", "/resource_classes", "/traits?associated=true", f"/resource_providers?in_tree={ROOT}"),
@@ -43,6 +43,8 @@ class RestOperator:
             "race": self._equip_while_removed,
             "hold": self._hold,
             "reshape": self._reshape,
+            "reshape-stale": partial(self._reshape, is_stale=True),
+            "move-provider": self._move_provider,
             "lists": self._list,
         }
 
@@ -65,10 +67,13 @@ class RestOperator:
             await self._request("DELETE", f"/resource_providers/{uuid}", None, 204, 404, 409)
 
     async def _rename_provider(self, _order: Order, rng: random.Random) -> None:
-        uuid, named = rng.choice((ROOT, CHILD)), dict[str, str | None](name=f"site-{rng.randrange(3)}")
-        if uuid == CHILD and rng.random() < 0.6:  # out of the tree, or into it again
-            named["parent_provider_uuid"] = rng.choice((ROOT, None))
-        await self._request("PUT", f"/resource_providers/{uuid}", named, 200, 400, 404, 409)
+        named = {"name": f"site-{rng.randrange(3)}"}
+        await self._request("PUT", f"/resource_providers/{rng.choice((ROOT, CHILD))}", named, 200, 404, 409)
+
+    async def _move_provider(self, _order: Order, rng: random.Random) -> None:
+        """Out of the tree, or into it again."""
+        named = {"name": "site-child", "parent_provider_uuid": rng.choice((ROOT, None))}
+        await self._request("PUT", f"/resource_providers/{CHILD}", named, 200, 400, 404, 409)
 
     async def _put(self, uuid: str, what: str, value: Any) -> None:
         path = f"/resource_providers/{uuid}/{what}"
@@ -122,9 +127,9 @@ class RestOperator:
                 await self._request("PUT", f"/allocations/{order.uuid}", held, 204, 400, 409)
                 return
 
-    async def _reshape(self, _order: Order, rng: random.Random) -> None:
-        """What one provider of the tree has, and what consumers hold of it, passes to the other one, in one write; or
-        nothing does, as the write names a generation that is not the provider's.
+    async def _reshape(self, _order: Order, rng: random.Random, *, is_stale: bool = False) -> None:
+        """What one provider of the tree has, and what consumers hold of it, passes to the other one, in one write.
+        is_stale: or nothing does, as the write names a generation that is not the provider's.
         """
         source, target = (ROOT, CHILD) if rng.random() < 0.5 else (CHILD, ROOT)
         read = [
@@ -158,7 +163,6 @@ class RestOperator:
             }
             for uuid, body in offered.items()
         }
-        is_stale = rng.random() < STALE_SHARE
         inventories[target]["resource_provider_generation"] += 1000 * is_stale
         body = {"inventories": inventories, "allocations": allocations}
         answer = await self._request("POST", "/reshaper", body, *((400, 409) if is_stale else (204, 400, 409)))

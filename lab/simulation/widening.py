@@ -331,7 +331,7 @@ def _rest(rng: random.Random, plan: Plan) -> Plan:
 
 OPERATOR_VERBS = (
     *("tree", "hold", "reshape", "reshape", "equip", "race") * 2,
-    *("name", "unname", "rename-class", "rename-provider", "fell", "lists"),
+    *("name", "unname", "rename-class", "rename-provider", "fell", "lists", "move-provider", "reshape-stale"),
 )
 
 

@@ -21,6 +21,7 @@ from lab.simulation.watch import Breach
 from lab.simulation.widening import Widening
 from placement_worker import book
 from placement_worker.domain.refusal import WriteRefusal
+from placement_worker.replica.catch_up import PAGE
 from tests.sim.mutants import MUTANTS, UNPROVEN
 from tests.sim.mutants_of_moves import FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
 
@@ -112,7 +113,7 @@ def calm() -> Plan:
         Order(at=4.0 + number, action=Action.REST, verb=verb, host=number, uuid=f"00000000-0000-4000-9000-{number:012}")
         for number, verb in enumerate(ACTS)
     ]
-    return replace(plan, orders=tuple(sorted((*builds, *acts), key=lambda one: one.at)), load_s=25.0)
+    return replace(plan, orders=tuple(sorted((*builds, *acts), key=lambda one: one.at)), load_s=25.0, page=PAGE)
 
 
 def reshape_leaves_the_holders() -> AbstractContextManager[Any]:
