@@ -50,7 +50,7 @@ class RelayPort(Protocol):
         """Close; calls under way get no answer from here."""
 
     async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
-        """The body of the answer to a call. part_with: awaited once, just before the call leaves; when it raises
+        """The body of the answer to a call. part_with: awaited once, before the call leaves; when it raises
         BusError, this does, and the call has not left. Raises RelayFailed.
         """
 
@@ -148,8 +148,8 @@ class StockRelay:
             raise RelayFailed(f"{self._in_flight} calls wait for it already")
         awaited = self._waiting[call.message_id] = _Awaited()
         try:
+            await part_with()  # first: what waits here holds no slot of the topic
             await self._until_available(call, awaited)
-            await part_with()
             return await self._answer_to(call, awaited)
         finally:
             del self._waiting[call.message_id]

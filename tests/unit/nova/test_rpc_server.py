@@ -330,6 +330,21 @@ async def test_a_call_waits_for_the_broker_of_the_fallback(reason: str) -> None:
 
 
 @on_virtual_time
+async def test_calls_that_wait_for_the_broker_of_the_fallback_hold_no_slot_of_the_topic() -> None:
+    """One project's requests that berth does not decide would stop everybody's."""
+    async with World().started() as world:
+        world.stock.connected = False
+        for number in range(2 * PREFETCH):
+            world.nova.call(number)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1)
+        assert len(world.dispatcher.calls) == 2 * PREFETCH and not world.nova.consumed[TOPIC].paused
+        world.stock.connected = True
+        await asyncio.sleep(1)
+        assert len(world.stock.sent_to(TOPIC)) == 2 * PREFETCH
+
+
+@on_virtual_time
 async def test_a_call_that_no_broker_takes_for_the_fallback_fails() -> None:
     async with World().started() as world:
         world.stock.connected = False
