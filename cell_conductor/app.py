@@ -144,7 +144,6 @@ def _search_of(  # noqa: PLR0917  (one caller)
         up=keeper.up,
         down=keeper.down,
         fenced=lambda: fences.known,
-        unexplained=lambda: hosts().unexplained,
         forgotten=keeper.forgotten,
         listers=lambda host: hosts().listers(host),
         listed=lambda services: hosts().listed(services),

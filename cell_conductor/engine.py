@@ -250,9 +250,10 @@ class Engine:
         steps: Counter[tuple[State, str]] = Counter()
         ended, unsearched = list[Instance](), list[InstanceEvent]()
         context, ended_by = self._context_now(), FenceSteps()
+        unexplained = await _unexplained(transaction, incoming)
         for instance_event in incoming:
             before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
-            if is_unsearched(before, event, context.set_back, self._search.is_unexplained):
+            if is_unsearched(before, event, context.set_back, unexplained):
                 unsearched.append(instance_event)
                 continue
             stepped = step(before, event, context)
@@ -397,6 +398,12 @@ class Engine:
         clear = {one.instance.uuid: one for one in questions if one.instance.uuid not in held}
         known = await self.known(clear)
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
+
+
+async def _unexplained(transaction: Transaction, incoming: Sequence[InstanceEvent]) -> set[str]:
+    """The instances, of those that are to be built, of which a host has a machine that no record explains."""
+    builds = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and one.event.found is None}
+    return {one.machine.uuid for one in await transaction.unexplained(builds)} if builds else set()
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

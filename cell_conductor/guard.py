@@ -10,7 +10,7 @@ keeper of its leases, notifies the owner of such a host, or releases the hosts.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 import structlog
@@ -36,7 +36,15 @@ from .config import ConductorConfig
 from .domain.breaker import Finding, Listings, RecentFindings, ScanFindings, assess, misreserved, pages, reserved_on
 from .domain.events import Event, InstanceEvent
 from .domain.instance import Instance
-from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind, is_ordered
+from .domain.report import (
+    MAX_SERVICES,
+    Differences,
+    RecordedInstance,
+    Unexplained,
+    UnexplainedKind,
+    is_ordered,
+    over_by_record,
+)
 from .domain.set_back import SetBack
 from .store.port import InstanceStore
 from .store.safety import ADOPT, DESTROY, KEEP, MachineKey, UnexplainedRecord
@@ -77,12 +85,6 @@ class Guard:
         self._known: dict[Unexplained, None] = {}
         self._recorded: dict[MachineKey, str] = {}  # {machine: service} as on record
         self._read_at: SetBack | None = None  # the set-back of the database that they were read of; None: not read yet
-        self._instances: frozenset[str] = frozenset()  # of these
-
-    @property
-    def unexplained(self) -> frozenset[str]:
-        """Instances of which a host has a machine that no record explains."""
-        return self._instances
 
     async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
         """The events that may take effect, of those that this page, with the earlier pages of the same scan, found to
@@ -102,18 +104,12 @@ class Guard:
             return ()
         return await self._decide(report, scan)
 
-    async def kept(self, report: ComputeHosts, deployment: str) -> frozenset[MachineKey]:
-        """The machines with our mark on this page that an operator keeps, whatever their records have come to since."""
-        await self._read()
-        own = {
-            (host.uuid, one.instance_uuid)
-            for host in report.hosts
-            for one in host.running or ()
-            if one.deployment == deployment
-        }
-        if own.isdisjoint(self._recorded):
+    async def kept(self, report: ComputeHosts, recorded: Iterable[RecordedInstance]) -> frozenset[MachineKey]:
+        """The machines on this page that an operator keeps, of those that their records prove to be over."""
+        if not (over := over_by_record(report, recorded, self._store.deployment)):
             return frozenset()
-        return frozenset(one.place for one in await self._store.safety.records() if one.verdict == KEEP)
+        async with self._store.transaction() as transaction:
+            return frozenset(one.place for one in await transaction.unexplained(over) if one.verdict == KEEP)
 
     async def is_open(self, service: str) -> bool:
         """Whether the breaker of this service holds all harmful events back."""
@@ -184,7 +180,6 @@ class Guard:
             await self._store.safety.delete(gone)
             for place in gone:
                 del self._recorded[place]
-            self._instances = frozenset(uuid for _, uuid in self._recorded)
         free_slots = MAX_FOREIGN - sum(service == report.service for service in self._recorded.values())
         kept: list[Unexplained] = []
         for one in machines:
@@ -197,7 +192,6 @@ class Guard:
             return []
         records = await self._store.safety.record(report.service, kept, self._clock.time())
         self._recorded.update({row.place: report.service for row in records})
-        self._instances |= {row.machine.uuid for row in records}
         quarantined = [row for row in records if row.machine.kind is UnexplainedKind.QUARANTINED]
         for row in quarantined:
             if row.verdict == DESTROY:
@@ -218,7 +212,6 @@ class Guard:
         if self._read_at == set_back:
             return
         self._recorded = {record.place: record.service for record in await self._store.safety.records()}
-        self._instances = frozenset(uuid for _, uuid in self._recorded)
         self._read_at = set_back
 
     async def _announce(self, report: ComputeHosts, new: Sequence[Unexplained]) -> None:

@@ -270,11 +270,6 @@ class HostHandlers:
         self._bus = bus
         self._owners = HostOwners(bus, self._listings, leases)
 
-    @property
-    def unexplained(self) -> frozenset[str]:
-        """Instances of which a host has a machine that no record explains."""
-        return self._guard.unexplained
-
     def listed(self, services: Collection[str]) -> set[str]:
         """The hosts that these services have reported."""
         return self._listings.hosts_of(services)
@@ -311,7 +306,7 @@ class HostHandlers:
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
                 may_have=self._may_have,
-                kept=await self._guard.kept(report, self._store.deployment),
+                kept=await self._guard.kept(report, briefs),
             )
         else:
             found = Differences()

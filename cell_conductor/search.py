@@ -56,6 +56,11 @@ class Searched(Struct, frozen=True):
         found = tuple(one for one in self.machines.get(uuid, ()) if (one.host_uuid, uuid) not in kept)
         return found if found or not self.missing else None
 
+    def of_move(self, uuid: str) -> tuple[FoundMachine, ...]:
+        """The machines that a move in doubt may end unless they are complete: none that an operator keeps."""
+        ended = self.of(uuid, to_delete=True) or ()
+        return tuple(one for one in self.machines.get(uuid, ()) if one.built or one in ended)
+
     def is_unexplained(self, uuid: str) -> bool:
         """Whether a host has a machine of this instance that no record explains, that no service has by our mark, and
         that no operator keeps.
@@ -116,15 +121,14 @@ class MachineSearch:
         config: ConductorConfig,
         up: Callable[[], Collection[str] | None],
         down: Callable[[], Collection[str]],
-        unexplained: Callable[[], AbstractSet[str]],
         forgotten: Callable[[], Collection[str]],
         listers: Callable[[str], Collection[str]],
         listed: Callable[[Collection[str]], Collection[str]],
         fenced: Callable[[], Collection[str]],
     ) -> None:
-        """`down()`: the services that are not up. `unexplained()`: instances of which a host has a machine that no
-        record explains. `listers(host)`: the services that have reported this host; `listed(services)`: the hosts that
-        these have. `forgotten()`: services that are gone for good, as an operator has stated. `fenced()`: hosts.
+        """`down()`: the services that are not up. `listers(host)`: the services that have reported this host;
+        `listed(services)`: the hosts that these have. `forgotten()`: services that are gone for good, as an operator
+        has stated. `fenced()`: hosts.
         """
         self._down = down
         self._fenced = fenced
@@ -136,11 +140,6 @@ class MachineSearch:
         self._clock = clock
         self._config = config
         self._up = up
-        self._unexplained = unexplained
-
-    def is_unexplained(self, uuid: str) -> bool:
-        """Whether a host has a machine of this instance that no record explains."""
-        return uuid in self._unexplained()
 
     async def before(self, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
         """The search for the instance of each of these requests, before they are taken."""
@@ -210,12 +209,10 @@ class MachineSearch:
         return {one.machine.uuid for one in await self._on_record(uuids) if one.verdict != KEEP}
 
     async def _on_record(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
-        """The machines of these instances that no record explains. They are read anew: a host that is gone does not
-        report what was decided about its machines.
-        """
-        if self._unexplained().isdisjoint(uuids):
+        if not uuids:
             return []
-        return [one for one in await self._store.safety.records() if one.machine.uuid in uuids]
+        async with self._store.transaction() as transaction:
+            return await transaction.unexplained(uuids)
 
     async def see_sources(self, sources: Mapping[str, SourceQuery]) -> dict[str, SourceAnswered]:
         """Query the services that have the hosts of these machines, by the record or by their reports, whether the
@@ -268,12 +265,12 @@ class MachineSearch:
             self.find(over, self._asked(down=False)),
             self.find(moved, asked, thorough=True),
         )
-        found = {uuid: tuple(machines) for uuid, machines in thorough.machines.items()}
+        found = {uuid: ended for uuid in thorough.machines if (ended := thorough.of_move(uuid))}
         unseen = set(self._listed(asked or ())) - thorough.hosts - set(self._fenced()) if moved else ()
-        held = set(moved) if thorough.missing or unseen else found.keys() & moved.keys()
+        held = set(moved) if thorough.missing or unseen else thorough.machines.keys() & moved.keys()
         metrics.HELD_MOVES.inc(len(held))
         for uuid in sorted(held)[:LOGGED_MOVES]:
-            _log_held(moved[uuid], found.get(uuid, ()), thorough.missing, unseen)
+            _log_held(moved[uuid], thorough.machines.get(uuid, ()), thorough.missing, unseen)
         for uuid in sorted(builds):
             seen = beyond if uuid in over else searched
             if forgotten := forgotten_machines(doubted[uuid], seen.machines.get(uuid, ())):

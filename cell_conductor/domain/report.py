@@ -311,6 +311,20 @@ def differences(
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans), tuple(harmful_rescans))
 
 
+def over_by_record(report: ComputeHosts, recorded: Iterable[RecordedInstance], deployment: str) -> set[str]:
+    """The instances of which this report has a machine with our mark that the record proves to be over."""
+    by_uuid = {record.uuid: record for record in recorded}
+    return {
+        record.uuid
+        for host in report.hosts
+        for one in host.running or ()
+        if one.deployment == deployment
+        and not one.destroying
+        and (record := by_uuid.get(one.instance_uuid)) is not None
+        and is_over(record, one.attempt, host.uuid)
+    }
+
+
 def _not_listed(
     service: str,
     records: Iterable[RecordedInstance],

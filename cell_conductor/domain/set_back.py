@@ -6,7 +6,7 @@ Nothing else reads when that was (`tests/test_house.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Protocol
 
 from msgspec import Struct
@@ -84,20 +84,18 @@ def is_outdated(record: AtRest, set_back: SetBack) -> bool:
     return desire_of(record).ends and (record.doubted or is_old)
 
 
-def is_unsearched(
-    instance: Instance, event: Event, set_back: SetBack, is_unexplained: Callable[[str], bool] = lambda _: False
-) -> bool:
+def is_unsearched(instance: Instance, event: Event, set_back: SetBack, unexplained: Collection[str] = ()) -> bool:
     """Whether the cell's services are to be queried about the instance before a request is taken, and were not: it may
     begin, or end, what the database has no record of.
 
-    is_unexplained: whether a host has a machine of this instance that no record explains.
+    unexplained: instances of which a host has a machine that no record explains.
     """
     if not isinstance(event, BuildRequested | DeleteRequested | MoveRequested) or event.found is not None:
         return False
     if isinstance(event, MoveRequested):
         return is_begun_by(event) and is_outdated(instance, set_back)
     if isinstance(event, BuildRequested) and not event.is_query:
-        return is_doubted_request(event, set_back) or is_unexplained(instance.uuid)
+        return is_doubted_request(event, set_back) or instance.uuid in unexplained
     if isinstance(event, BuildRequested):
         return instance.spec is None
     return (event.begun or set_back.has_been) and (instance.spec is None or has_come_back(instance, event))

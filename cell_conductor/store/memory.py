@@ -122,6 +122,11 @@ class MemoryTransaction:
         await self._transaction.lock([("instance", uuid) for _, uuid in due])
         return [self._table.instances[uuid] for _, uuid in due]
 
+    async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+        """Without locks."""
+        await self._transaction.statement()
+        return [one for _, one in sorted(self._table.unexplained.items()) if one.machine.uuid in uuids]
+
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
         if not instances:
@@ -182,6 +187,8 @@ class MemoryInstanceRows:
                 fresh = await transaction.first_time(HANDLER, writes.message_ids)
                 if len(fresh) != len(writes.message_ids):
                     raise PreconditionFailed
+            if not {uuid for _, uuid in table.unexplained}.isdisjoint(writes.explained):
+                raise PreconditionFailed
             await transaction.lock([_key(uuid) for uuid in sorted(writes.versions)])
             if any(uuid not in table.instances for uuid in writes.versions):
                 raise PreconditionFailed

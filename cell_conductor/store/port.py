@@ -16,7 +16,7 @@ from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.set_back import SetBack
 
-from .safety import FenceStore, LeaseStore, Safety
+from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord
 
 
 class Brief(Struct, frozen=True):
@@ -99,6 +99,12 @@ class Transaction(Protocol):
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
         """The instances on record among these, locked until the end."""
+
+    async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+        """The machines of these instances that no record of an instance explains, by host and instance.
+
+        An optimistic transaction expects none, compares at its end, and raises Conflict there.
+        """
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
@@ -199,9 +205,12 @@ class InstanceStore(Flushed, Protocol):
 
 
 class InstanceWrites(WriteSet, kw_only=True):
-    """The writes of one transaction: message ids must be new, inserts must be absent."""
+    """The writes of one transaction: message ids must be new, inserts must be absent, and no host may have a machine of
+    an instance of `explained` that no record explains.
+    """
 
     message_ids: Sequence[str] = ()
+    explained: Sequence[str] = ()
     inserts: Sequence[Instance] = ()
     updates: Sequence[Instance] = ()
 
@@ -240,6 +249,11 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
         """As cached, else as read, unless expected to be absent; compared at the end."""
         return await self._read(uuids, absent=self._absent)
+
+    async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+        """Expected to be none; compared at the end."""
+        self.writes.explained = sorted(uuids)
+        return []
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Kept for the end."""

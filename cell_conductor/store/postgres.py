@@ -40,7 +40,18 @@ from cell_conductor.domain.set_back import SET_BACK_GAP, SetBack
 
 from . import tables
 from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
-from .safety import HOLD, LOSE, PostgresFences, PostgresLeases, PostgresSafety, loss_columns
+from .safety import (
+    EXPLAINED,
+    HOLD,
+    LOSE,
+    RECORDS_OF,
+    PostgresFences,
+    PostgresLeases,
+    PostgresSafety,
+    UnexplainedRecord,
+    loss_columns,
+    record_of,
+)
 
 MIGRATIONS = "cell_conductor.store.migrations"
 
@@ -144,6 +155,8 @@ class PostgresInstanceRows:
         if writes.message_ids:
             statement.expect(tables.NEVER_SEEN, writes.message_ids)
             statement.add("seen", tables.SEEN, writes.message_ids, rows=len(writes.message_ids))
+        if writes.explained:
+            statement.expect(EXPLAINED, writes.explained)
         updates = writes.updates
         guard = statement.hold("instances", "uuid", writes.versions, updates=len(updates))
         if writes.inserts:
@@ -192,6 +205,10 @@ class PostgresTransaction:
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, locked, without waiting for another lock."""
         return [tables.decode(row[0]) for row in await self._connection.fetch(LOCK_DUE, now, limit)]
+
+    async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+        """One statement, without locks."""
+        return [record_of(row) for row in await self._connection.fetch(RECORDS_OF, sorted(uuids))]
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""

@@ -131,7 +131,10 @@ ON CONFLICT (host_uuid, instance_uuid) DO UPDATE SET
     verdict = CASE WHEN (u.attempt, u.kind) = (excluded.attempt, excluded.kind) THEN u.verdict ELSE '' END
 RETURNING {_ROW}, {_WORD}, xmax = 0 AS is_new
 """
-RECORDS = f"SELECT {_ROW}, {_WORD}, false FROM unexplained ORDER BY host_uuid, instance_uuid"
+_RECORDS = f"SELECT {_ROW}, {_WORD}, false FROM unexplained {{}} ORDER BY host_uuid, instance_uuid"
+RECORDS = _RECORDS.format("")
+RECORDS_OF = _RECORDS.format("WHERE instance_uuid = ANY($1::uuid[])")
+EXPLAINED = "NOT EXISTS (SELECT FROM unexplained WHERE instance_uuid = ANY({}::uuid[]))"
 DELETE_UNEXPLAINED = """
 DELETE FROM unexplained u USING unnest($1::uuid[], $2::uuid[]) AS n (h, i)
 WHERE (u.host_uuid, u.instance_uuid) = (n.h, n.i)
@@ -164,11 +167,11 @@ class PostgresSafety(PostgresKeyed):
         """One statement."""
         rows = {(one.host_uuid, one.uuid): one for one in machines}.values()
         *places, why = columns(rows, "host_uuid", "uuid", "attempt", "kind", "why")
-        return [_record_of(row) for row in await self._fetch(RECORD, *places, service, now, why)]
+        return [record_of(row) for row in await self._fetch(RECORD, *places, service, now, why)]
 
     async def records(self) -> list[UnexplainedRecord]:
         """One statement."""
-        return [_record_of(row) for row in await self._fetch(RECORDS)]
+        return [record_of(row) for row in await self._fetch(RECORDS)]
 
     async def delete(self, places: Sequence[MachineKey]) -> None:
         """One statement."""
@@ -202,7 +205,8 @@ class PostgresSafety(PostgresKeyed):
         return True
 
 
-def _record_of(row: Sequence[object]) -> UnexplainedRecord:
+def record_of(row: Sequence[object]) -> UnexplainedRecord:
+    """Of a row of these statements."""
     host, instance, attempt, service, kind, why, first, last, verdict, by, at, is_new = row
     return msgspec.convert(
         {

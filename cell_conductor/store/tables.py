@@ -83,6 +83,7 @@ unexplained = Table(
     needed("verdict", Text, default=""),
     needed("decided_by", Text, default=""),
     needed("decided_at", Double, default=ZERO),
+    Index("unexplained_instance", "instance_uuid"),
 )
 
 # The breakers of compute services.

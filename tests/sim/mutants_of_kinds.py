@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -172,11 +172,9 @@ def search_finds_nothing() -> AbstractContextManager[Any]:
 def deletes_are_not_searched() -> AbstractContextManager[Any]:
     """A delete of an instance without a record is one that came before its build."""
 
-    def unsearched(
-        instance: Instance, event: Event, set_back: SetBack, is_unexplained: Callable[[str], bool] = lambda _: False
-    ) -> bool:
+    def unsearched(instance: Instance, event: Event, set_back: SetBack, unexplained: Collection[str] = ()) -> bool:
         is_delete = isinstance(event, DeleteRequested)
-        return not is_delete and is_unsearched(instance, event, set_back, is_unexplained)
+        return not is_delete and is_unsearched(instance, event, set_back, unexplained)
 
     return patch.object(conductor_engine, "is_unsearched", unsearched)
 

@@ -369,6 +369,40 @@ async def test_a_word_about_one_host_is_not_for_the_others(safety: Safety) -> No
     assert {one.machine.host_uuid: one.verdict for one in await safety.records()} == {HOST: ADOPT, B: ""}
 
 
+async def test_the_machines_of_some_instances_are_read_with_the_words_about_them(instances: InstanceStore) -> None:
+    safety = instances.safety
+    await safety.record("s", [OURS, replace(OURS, host_uuid=B), FOREIGN], 1.0)
+    await safety.decide([DecidedMachine(A, B)], KEEP, "op", 2.0)
+    async with instances.transaction() as transaction:
+        found = await transaction.unexplained({A, HOST})
+        assert await transaction.unexplained({HOST}) == []
+    assert sorted((one.place, one.verdict) for one in found) == sorted([((HOST, A), ""), ((B, A), KEEP)])
+    assert found == [one for one in await safety.records() if one.machine.uuid == A]
+
+
+@pytest.mark.parametrize("asked", [A, HOST])
+async def test_an_optimistic_transaction_expects_that_no_machine_is_unexplained(
+    instances: InstanceStore, asked: str
+) -> None:
+    """As its build would be a second one; a machine that comes later is found by its record."""
+    made = Instance(uuid=asked, spec=InstanceSpec(instance_uuid=asked, project_id="p"))
+    await instances.safety.record("s", [OURS], 1.0)
+
+    async def build() -> None:
+        async with instances.optimistic({asked}) as transaction:
+            await transaction.lock([asked])
+            assert await transaction.unexplained({asked}) == []
+            await transaction.insert([made])
+
+    if asked == A:
+        with pytest.raises(Conflict):
+            await build()
+        await instances.safety.delete([(HOST, A)])
+    await build()
+    async with instances.transaction() as transaction:
+        assert set(await transaction.lock([asked])) == {asked}
+
+
 async def test_a_breaker_is_reset_once(safety: Safety) -> None:
     assert await safety.breaker("s") is None and not await safety.reset("s", "op", 1.0)
     tripped = Breaker(service="s", tripped_at=1.0, lost=6, machines=("x@y",))

@@ -258,7 +258,9 @@ async def test_a_request_that_is_taken_again_unsearched_holds_its_batch_and_reco
 async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_whenever_it_was_sent() -> None:
     """A client that requests its build again, after a restore, has sent it since."""
     services = Services(s1=(replace(machine(), service="s1"),))
-    conductor = Conductor(services, ("s1",), unexplained={UUID})
+    conductor = Conductor(services, ("s1",))
+    await conductor.store.open()
+    await conductor.keep(3)
     await conductor.take(replace(BUILD, requested_at=SystemClock().time() + 3600.0), set_back=False)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)
@@ -363,7 +365,7 @@ DELETE = CellDelete(instance_uuid=UUID, project_id=SPEC.project_id)
 async def test_a_delete_releases_nothing_while_an_unexplained_machine_is_there(found: tuple[FoundMachine, ...]) -> None:
     """Its service was down: after a set-back the claim was released while the machine ran on."""
     services = Services(s1=found)
-    conductor = Conductor(services, ("s1",), unexplained={UUID})
+    conductor = Conductor(services, ("s1",))
     conductor.forgotten = {"s9"}
     await conductor.store.open()
     await conductor.keep(9)
@@ -378,7 +380,7 @@ async def test_a_delete_releases_nothing_while_an_unexplained_machine_is_there(f
 
 
 async def test_an_unexplained_machine_that_its_host_has_is_deleted() -> None:
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",), unexplained={UUID})
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
     await conductor.store.open()
     await conductor.keep(1)
     assert isinstance(await conductor.take(DELETE), Done)
@@ -391,7 +393,7 @@ async def test_a_delete_neither_waits_for_nor_destroys_a_machine_that_an_operato
     found: tuple[FoundMachine, ...],
 ) -> None:
     """It held its instance's delete up for ever, or was destroyed with it."""
-    conductor = Conductor(Services(s1=found), ("s1",), unexplained={UUID})
+    conductor = Conductor(Services(s1=found), ("s1",))
     await conductor.store.open()
     await conductor.keep(1, KEEP)
     assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
@@ -402,7 +404,7 @@ async def test_a_delete_neither_waits_for_nor_destroys_a_machine_that_an_operato
 @pytest.mark.parametrize("is_kept", [True, False])
 async def test_a_build_of_a_deleted_instance_is_a_delete_to_the_machines_that_are_found(is_kept: bool) -> None:
     """It destroyed the machine that an operator keeps, which the delete before it had left."""
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",), unexplained={UUID})
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
     await conductor.store.open()
     assert isinstance(await conductor.take(DELETE, set_back=False), Done)
     await conductor.keep(1, KEEP if is_kept else "")
@@ -413,7 +415,7 @@ async def test_a_build_of_a_deleted_instance_is_a_delete_to_the_machines_that_ar
 
 
 async def test_a_build_of_a_deleted_instance_releases_nothing_while_an_unexplained_machine_is_there() -> None:
-    conductor = Conductor(Services(s1=()), ("s1",), unexplained={UUID})
+    conductor = Conductor(Services(s1=()), ("s1",))
     await conductor.store.open()
     assert isinstance(await conductor.take(DELETE, set_back=False), Done)
     await conductor.keep(1)
@@ -435,7 +437,7 @@ async def test_a_service_that_is_down_is_missed_without_a_query() -> None:
 
 async def test_a_machine_that_an_operator_keeps_stays_when_its_instance_is_deleted() -> None:
     """The next report listed it, and its record, which was deleted by then, proved it to be over."""
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",), unexplained={UUID})
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
     await conductor.store.open()
     await conductor.keep(1, KEEP)
     assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
@@ -450,6 +452,26 @@ async def test_a_machine_that_an_operator_keeps_stays_when_its_instance_is_delet
     await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
     await hosts.hosts([Received(listing("s1", 1, runs=(own,), sequence=2), Meta(id="s"), "c1", "conductor.hosts.p")])
     assert [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)] == [Destroy]
+
+
+async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an_operator_keeps() -> None:
+    """It had not seen the machine come into quarantine, and by its deleted record it was over."""
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
+    await conductor.store.open()
+    other = Conductor(Services(s1=()), ("s1",), table=conductor.table)
+    await other.store.open()
+    bus: Any = Quiet()
+    hosts = hosts_of(other.engine, other.store, SystemClock(), ConductorConfig(), bus)
+    await hosts.hosts([Received(listing("s1", 1), Meta(id="r"), "c1", "conductor.hosts.p")])
+    await conductor.keep(1, KEEP)
+    assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
+    own = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    for sequence in (2, 3):
+        report = listing("s1", 1, runs=(own,), sequence=sequence)
+        await hosts.hosts([Received(report, Meta(id=str(sequence)), "c1", "conductor.hosts.p")])
+        assert not other.relay.sent
+        (record,) = await conductor.store.safety.records()
+        assert (record.place, record.verdict) == ((host(1), UUID), KEEP)
 
 
 def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:

@@ -115,9 +115,9 @@ def test_requests_that_the_services_were_not_queried_about(
 
 
 def test_a_machine_that_no_record_explains_has_a_build_searched_for_and_nothing_else() -> None:
-    assert is_unsearched(KNOWN, AFTER, NEVER, lambda uuid: uuid == UUID)
-    assert not is_unsearched(KNOWN, replace(AFTER, found=()), NEVER, lambda _: True)
-    assert not any(is_unsearched(KNOWN, event, NEVER, lambda _: True) for event in (DELETE, QUERY, spawned()))
+    assert is_unsearched(KNOWN, AFTER, NEVER, {UUID})
+    assert not is_unsearched(KNOWN, replace(AFTER, found=()), NEVER, {UUID})
+    assert not any(is_unsearched(KNOWN, event, NEVER, {UUID}) for event in (DELETE, QUERY, spawned()))
 
 
 OLD = replace(KNOWN, state=State.ACTIVE, since=AT)

@@ -32,6 +32,7 @@ from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
 from cell_conductor.search import LOGGED_MOVES
+from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import (
     MOVE,
     OTHER,
@@ -353,6 +354,16 @@ def test_a_complete_machine_of_an_arrival_is_the_instances(how: str) -> None:
     assert there.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
 
 
+@pytest.mark.parametrize("is_built", [False, True])
+async def test_a_move_in_doubt_ends_no_machine_that_an_operator_keeps(is_built: bool) -> None:
+    """It became the destination that is given up; one that is complete is the instance's, as no order ends it."""
+    conductor = Conductor(Services(s1=(), s2=(machine(9, built=is_built),)), ("s1", "s2"))
+    await conductor.store.open()
+    await conductor.keep(3, KEEP)
+    machines, waits = await conductor.search.find_forgotten({UUID: held().instance})
+    assert waits == {UUID} and bool(machines) is is_built
+
+
 @pytest.mark.parametrize("how", ["nothing", "found", "silent", "down", "unknown", "unseen", "fenced"])
 async def test_placement_is_requested_once_all_services_have_answered_that_they_have_none(how: str) -> None:
     services = Services(s1=(), s2=(machine(9),) if how == "found" else ())
@@ -497,7 +508,7 @@ async def test_a_cell_with_a_machine_in_quarantine_does_not_answer_that_the_inst
     record: Instance | None, is_query: bool
 ) -> None:
     """The record of the arrival was lost, its machine ran, and the former cell had its claim given back."""
-    conductor, bus = Conductor(Services(s1=()), ("s1",), unexplained={UUID}), Quiet()
+    conductor, bus = Conductor(Services(s1=()), ("s1",)), Quiet()
     await conductor.store.open()
     await conductor.keep(1)
     if record is not None:

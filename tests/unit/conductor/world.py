@@ -98,10 +98,6 @@ class Alone:
         """No service is."""
         return False
 
-    def is_unexplained(self, uuid: str) -> bool:
-        """No machine is."""
-        return False
-
     async def unexplained(self, uuids: object) -> Mapping[str, Any]:
         """No machine is."""
         return {}
@@ -129,7 +125,7 @@ def hosts_of(*parts: Any, **named: Any) -> HostHandlers:
 def search_of(store: Any, bus: Any, **parts: Any) -> MachineSearch:
     """A search that is told of nothing but these."""
     nothing: Any = {
-        **dict.fromkeys(("down", "unexplained", "forgotten", "fenced"), frozenset),
+        **dict.fromkeys(("down", "forgotten", "fenced"), frozenset),
         **dict.fromkeys(("listers", "listed"), lambda _: ()),
     }
     return MachineSearch(store, bus, **{**nothing, **parts})
@@ -176,8 +172,15 @@ class Services:
 class Conductor:
     """Takes requests over a database that was set back just now."""
 
-    def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
-        self.table = MemoryInstanceTable(clock := SystemClock())
+    def __init__(
+        self,
+        services: Services,
+        up: Collection[str] | None,
+        table: MemoryInstanceTable | None = None,
+    ) -> None:
+        """`table`: another conductor's."""
+        clock = SystemClock()
+        self.table = table if table is not None else MemoryInstanceTable(clock)
         self.table.made_at = 0.0  # long before every request
         self.listed = set(services.hosts)
         self.up = up
@@ -192,7 +195,6 @@ class Conductor:
             clock=clock,
             config=ConductorConfig(),
             up=lambda: self.up,
-            unexplained=lambda: frozenset(unexplained),
             listed=lambda _services: self.listed,
             down=lambda: self.down,
             fenced=lambda: self.fenced,
