@@ -85,10 +85,12 @@ def removed_cells(decisions: Decisions) -> dict[str, StoredObject]:
 
 
 def removal_of(present: Objects, name: str) -> CellDecision | None:
-    """The operator's decision on record that this cell is removed; None: there is none."""
+    """The decision that this cell, which is not in use here, is removed; None: an operator has entered it again. One
+    without an object was removed, and its object deleted: if the settings named it, it would be in use.
+    """
     stored = present.get((ObjectKind.CELL, name))
-    decision = None if stored is None else cell_decision(stored)
-    return decision if decision is not None and decision.state is CellState.REMOVED else None
+    decision = CellDecision(state=CellState.REMOVED) if stored is None else cell_decision(stored)
+    return decision if decision.state is CellState.REMOVED else None
 
 
 def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> Refusal | None:

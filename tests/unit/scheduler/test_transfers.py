@@ -423,24 +423,33 @@ async def asked_of(
 
 
 @pytest.mark.parametrize(
-    ("stay", "code", "abandoned"), [(2, NOT_ARRIVED, True), (3, ARRIVED, True), (3, ARRIVED, False)]
+    ("stay", "code", "state", "abandoned"),
+    [
+        (2, NOT_ARRIVED, CellState.REMOVED, True),
+        (3, ARRIVED, CellState.REMOVED, True),
+        (3, ARRIVED, CellState.REMOVED, False),
+        (3, ARRIVED, None, False),
+    ],
 )
 async def test_a_check_about_a_cell_that_was_removed_is_answered_by_the_schedulers(
-    stay: int, code: str, abandoned: bool
+    stay: int, code: str, state: CellState | None, abandoned: bool
 ) -> None:
-    """It lay in the outbox for good, and the cell that was set back asked for ever."""
-    ((bus, answered_),) = await asked_of(CellState.REMOVED, {}, abandoned=abandoned, stay=stay)
+    """It lay in the outbox for good, and the cell that was set back asked for ever, also if its object is gone."""
+    ((bus, answered_),) = await asked_of(state, {}, abandoned=abandoned, stay=stay)
     assert (bus, answered_.cell, answered_.answer.code, answered_.answer.done) == ("c1", "c2", code, False)
     assert answered_.asked_by == answered_.answer.asked_by == ASKED
 
 
-async def test_that_nothing_has_arrived_in_a_removed_cell_is_not_known_by_the_record_alone() -> None:
+@pytest.mark.parametrize("state", [CellState.REMOVED, None], ids=str)
+async def test_that_nothing_has_arrived_in_a_removed_cell_is_not_known_by_the_record_alone(
+    state: CellState | None,
+) -> None:
     """Schedulers that were set back to before the departure answered so, though the instance ran there."""
-    assert await asked_of(CellState.REMOVED, {}, abandoned=False) == []
+    assert await asked_of(state, {}, abandoned=False) == []
 
 
 @pytest.mark.parametrize(
-    ("state", "cells"), [(None, {}), (CellState.ENABLED, {}), (CellState.REMOVED, {"c2": None})], ids=str
+    ("state", "cells"), [(None, {"c2": None}), (CellState.ENABLED, {}), (CellState.REMOVED, {"c2": None})], ids=str
 )
 async def test_a_cell_that_is_in_use_or_entered_again_answers_a_check_itself(
     state: CellState | None, cells: Mapping[str, Any]
