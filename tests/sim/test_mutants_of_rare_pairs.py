@@ -24,7 +24,7 @@ NODE_POWER = frozenset({Widening.NODE_POWER})
 # {defect: the kind of the world, and a seed that finds it}
 FOUND_BY: dict[Mutant, tuple[frozenset[Widening], int]] = {
     old_error_ends_a_power_order: (NODE_POWER, 15),
-    refused_while_another_bus_is_away: (BUSES_APART, 110),
+    refused_while_another_bus_is_away: (BUSES_APART, 113),
 }
 
 
