@@ -54,6 +54,8 @@ CREATE TABLE unexplained (
     PRIMARY KEY (host_uuid, instance_uuid)
 );
 
+CREATE INDEX unexplained_instance ON unexplained (instance_uuid);
+
 CREATE TABLE breakers (
     service TEXT NOT NULL,
     record JSON NOT NULL,

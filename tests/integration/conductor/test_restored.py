@@ -190,13 +190,12 @@ async def test_a_delete_of_what_an_emptied_cell_had_announced_is_answered(cell: 
 
 
 async def test_a_delete_of_an_instance_whose_machine_has_another_databases_mark_leaves_machine_and_claim(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
+    cell: Cell,
 ) -> None:
     """It is not ours to destroy, and its room is not free: the delete is logged, and has no end."""
     uuid, _ = await _active(cell)
     theirs = Unexplained(uuid, 1, cell.host(2), UnexplainedKind.FOREIGN, "another deployment's")
     await cell.store.safety.record("s1", [theirs], 1.0)
-    monkeypatch.setattr(cell.search, "_unexplained", lambda: {uuid})
     held = dict(cell.around.held)
     cell.around.running.clear()
     async with cell.database.raw() as connection:
