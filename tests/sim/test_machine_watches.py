@@ -5,60 +5,48 @@ of a name.
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
 
 import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import ComputeOutcome, ComputeResult, Selection
 from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import UNSURE, Unexplained, UnexplainedKind
 from cell_conductor.store.memory import MemoryInstanceTable
-from cell_conductor.store.safety import UnexplainedRecord
-from compute_sim.fleet import Fleet, Guest
-from lab.simulation import loop as virtual
+from compute_sim.fleet import Fleet
 from lab.simulation.breaker_watch import BreakerWatch
 from lab.simulation.draw import plan_of
-from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
 from lab.simulation.load import Client
-from lab.simulation.loop import Process, SimClock
+from lab.simulation.loop import SimClock
 from lab.simulation.other_tenants import OtherTenants
 from lab.simulation.plan import Action, Order
-from lab.simulation.rest import _breaches, _leftovers, _running, facts_of
-from lab.simulation.watch import SENT_AGAIN_S, Breach, MachineWatch
-from lab.simulation.world import World
-from tests.sim.test_invariant_watches import HERE, INSTANCE, LEFT
+from lab.simulation.rest import _breaches, _leftovers, facts_of
+from lab.simulation.watch import SENT_AGAIN_S, MachineWatch
+from tests.kit.virtual_time import on_virtual_time
+from tests.sim.stage import HERE, INSTANCE, LEFT, Stage, breach, by, chosen, destroyed, guest, instance
 
 
 @pytest.mark.parametrize("set_back", [True, False])
-def test_a_breaker_that_its_cell_has_forgotten_holds_nothing(*, set_back: bool) -> None:
+@on_virtual_time
+async def test_a_breaker_that_its_cell_has_forgotten_holds_nothing(*, set_back: bool) -> None:
     """Seed 81373: the cell's database was set back to before the breaker opened."""
     now = 100.0
-
-    async def main() -> None:
-        nonlocal now
-        watch = BreakerWatch(replace(plan_of(1), breaker_limit=2, fault_events=()), lambda: now)
-        table, other = MemoryInstanceTable(SimClock()), MemoryInstanceTable(SimClock())
-        chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
-        active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
-        table.instances[INSTANCE] = active
-        table.breakers["s"] = Breaker(service="s", tripped_at=now)
+    watch = BreakerWatch(replace(plan_of(1), breaker_limit=2, fault_events=()), lambda: now)
+    table, other = MemoryInstanceTable(SimClock()), MemoryInstanceTable(SimClock())
+    table.instances[INSTANCE] = active = instance()
+    table.breakers["s"] = Breaker(service="s", tripped_at=now)
+    watch.committed(table, ())
+    watch.committed(other, ())  # of another cell
+    if set_back:
+        del table.breakers["s"]
         watch.committed(table, ())
-        watch.committed(other, ())  # of another cell
-        if set_back:
-            del table.breakers["s"]
-            watch.committed(table, ())
-        now += RACE_S + 1.0
-        table.instances[INSTANCE] = replace(active, state=State.FAILED, code="instance.lost")
-        with nullcontext() if set_back else pytest.raises(Breach, match="breaker_holds"):
-            watch.committed(table, ())
-
-    virtual.run(main, on_unseen=pytest.fail)
+    now += RACE_S + 1.0
+    table.instances[INSTANCE] = replace(active, state=State.FAILED, code="instance.lost")
+    with breach("breaker_holds", when=not set_back):
+        watch.committed(table, ())
 
 
 @pytest.mark.parametrize(
@@ -72,27 +60,23 @@ def test_a_breaker_that_its_cell_has_forgotten_holds_nothing(*, set_back: bool) 
         pytest.param((), 0.0, True, id="it was never taken away"),
     ],
 )
-def test_what_was_lost_when_its_host_looked_may_be_there_again(
+@on_virtual_time
+async def test_what_was_lost_when_its_host_looked_may_be_there_again(
     owners: tuple[str | None, ...], late_s: float, *, breaks: bool
 ) -> None:
-    async def main() -> None:
-        world = World(next(plan for seed in range(1, 40) if (plan := plan_of(seed)).metal), EventLog())
-        assert world.ironic is not None
-        pool = world.ironic.pool
-        node = next(one for one in pool.nodes.values() if one["instance_uuid"] is None)
-        mark = {"berth": {"instance": INSTANCE}}
-        pool._change(node, instance_uuid=INSTANCE, provision_state="active", instance_info=mark)
-        for owner in owners:
-            pool._change(node, instance_uuid=owner)
-        chosen = Selection(host_uuid=node["uuid"], host="h", service="m0", allocations={})
-        active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=0, selections=(chosen,))
-        world.machines.instances("c1", {INSTANCE: active})
-        await asyncio.sleep(late_s)
-        lost = replace(active, state=State.FAILED, code="instance.lost")
-        with pytest.raises(Breach, match="lost_was_lost") if breaks else nullcontext():
-            world.machines.instances("c1", {INSTANCE: lost})
-
-    virtual.run(main, on_unseen=pytest.fail)
+    stage = Stage(next(plan for seed in range(1, 40) if (plan := plan_of(seed)).metal))
+    assert stage.world.ironic is not None
+    pool = stage.world.ironic.pool
+    node = next(one for one in pool.nodes.values() if one["instance_uuid"] is None)
+    mark = {"berth": {"instance": INSTANCE}}
+    pool._change(node, instance_uuid=INSTANCE, provision_state="active", instance_info=mark)
+    for owner in owners:
+        pool._change(node, instance_uuid=owner)
+    active = instance(on=chosen(node["uuid"], "m0"), attempt=0)
+    stage.show(active)
+    await asyncio.sleep(late_s)
+    with breach("lost_was_lost", when=breaks):
+        stage.show(replace(active, state=State.FAILED, code="instance.lost"))
 
 
 @pytest.mark.parametrize(
@@ -103,34 +87,26 @@ def test_what_was_lost_when_its_host_looked_may_be_there_again(
         pytest.param(False, 4.7, True, id="it was there all the time"),
     ],
 )
-def test_what_was_lost_may_be_back_with_its_hosts_disks(late_s: float, *, gone: bool, breaks: bool) -> None:
-    async def main() -> None:
-        world = World(replace(plan_of(1), metal=None), EventLog())
-        world.harm.requested[INSTANCE] = None
-        service = world.plan.services[0][1]
-        fleet = world.fleets[service]
-        host = next(iter(fleet.hosts)).plan
-        tenants = OtherTenants(world, Client(world))
-        fleet.put(host.uuid, Guest(INSTANCE, 1, {host.uuid: {"VCPU": 1}}, deployment="d"))
-        chosen = Selection(host_uuid=host.uuid, host="h", service=service, allocations={})
-        active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
-        world.machines.instances("c1", {INSTANCE: active})
-        await tenants._copy(Order(at=0.0, action=Action.COPY, uuid="copy", service=service))
-        if gone:
-            fleet.lose(host.uuid)
-        await tenants._bring_back(Order(at=0.0, action=Action.BRING_BACK, uuid="copy", service=service))
-        await asyncio.sleep(late_s)
-        lost = replace(active, state=State.FAILED, code="instance.lost")
-        with pytest.raises(Breach, match="lost_was_lost") if breaks else nullcontext():
-            world.machines.instances("c1", {INSTANCE: lost})
-
-    virtual.run(main, on_unseen=pytest.fail)
+@on_virtual_time
+async def test_what_was_lost_may_be_back_with_its_hosts_disks(late_s: float, *, gone: bool, breaks: bool) -> None:
+    stage = Stage()
+    tenants = OtherTenants(stage.world, Client(stage.world))
+    stage.fleet.put(stage.host, guest(stage.host))
+    active = instance(on=stage.selection())
+    stage.show(active)
+    copied = Order(at=0.0, action=Action.COPY, uuid="copy", service=stage.service)
+    await tenants._copy(copied)
+    if gone:
+        stage.fleet.lose(stage.host)
+    await tenants._bring_back(replace(copied, action=Action.BRING_BACK))
+    await asyncio.sleep(late_s)
+    with breach("lost_was_lost", when=breaks):
+        stage.show(replace(active, state=State.FAILED, code="instance.lost"))
 
 
 def went_on(code: str) -> tuple[Instance, Instance]:
     """(active, as its restored record has it a while later: built elsewhere because its attempt ended with this)."""
-    chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
-    active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
+    active = instance()
     ended = AttemptRecord(attempt=1, host="h", outcome="failed", code=code, at=1.0)
     return active, replace(active, state=State.CLAIMING, then=State.BUILDING, history=(ended,))
 
@@ -147,9 +123,8 @@ def test_the_history_of_a_restored_build_gives_a_reason(code: str, *, breaks: bo
     active, reclaiming = went_on(code)
     for record in (active, replace(active, state=State.BUILDING, doubted=True), reclaiming):
         harm.record({INSTANCE: record})
-    guest = Guest(INSTANCE, 1, {HERE: {"VCPU": 1}}, deployment="d")
-    with pytest.raises(Breach, match="was active as attempt 1") if breaks else nullcontext():
-        harm.destroyed(HERE, guest)
+    with breach("was active as attempt 1", when=breaks):
+        harm.destroyed(HERE, guest())
 
 
 @pytest.mark.parametrize(
@@ -168,8 +143,7 @@ def test_an_attempt_that_is_active_again_may_be_destroyed_by_an_earlier_command(
 ) -> None:
     harm = HarmWatch(lambda: 0.0)
     harm.requested[INSTANCE] = None
-    chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
-    building = Instance(uuid=INSTANCE, state=State.BUILDING, attempt=1, selections=(chosen, chosen))
+    building = replace(instance(State.BUILDING), selections=(chosen(), chosen()))
     tried = AttemptRecord(attempt=1, host="h", outcome=outcome, code="spawn.timeout")
     if went_on is State.BUILDING:
         harm.record({INSTANCE: replace(building, attempt=2, position=1, history=(tried,))})
@@ -179,19 +153,19 @@ def test_an_attempt_that_is_active_again_may_be_destroyed_by_an_earlier_command(
         harm.taken_back = {INSTANCE}
     harm.record({INSTANCE: building})
     harm.record({INSTANCE: replace(building, state=State.ACTIVE)})
-    with pytest.raises(Breach, match="was active as attempt 1") if breaks else nullcontext():
-        harm.destroyed(HERE, Guest(INSTANCE, 1, {HERE: {"VCPU": 1}}, deployment="d"))
+    with breach("was active as attempt 1", when=breaks):
+        harm.destroyed(HERE, guest())
 
 
 @pytest.mark.parametrize("runs", [None, 1])
 def test_what_a_restored_build_has_lost_does_not_run(runs: int | None) -> None:
     active, reclaiming = went_on("instance.lost")
     watch = MachineWatch()
-    watch.put(HERE, Guest(INSTANCE, 1, {HERE: {"VCPU": 1}}, deployment="d"))
+    watch.put(HERE, guest())
     watch.instances("c1", {INSTANCE: active})
     watch.instances("c1", {INSTANCE: replace(active, state=State.BUILDING, doubted=True)})
     watch.runs = lambda _host, _instance: runs
-    with pytest.raises(Breach, match="lost_was_lost") if runs else nullcontext():
+    with breach("lost_was_lost", when=runs is not None):
         watch.instances("c1", {INSTANCE: reclaiming})
     if runs is None:  # it is known by then, and its machine may be brought back
         watch.runs = lambda _host, _instance: 1
@@ -210,17 +184,15 @@ def test_what_was_moved_before_a_restore_is_searched_for_before_it_is_lost(
     on: str, *, searched: bool, ended: bool
 ) -> None:
     """Seed 7, steered: the record is older than the move, and its old host has reported it lost."""
-    watch, active = MachineWatch(), {}
+    watch = MachineWatch()
     for attempt, host in ((1, HERE), (2, LEFT)):
-        watch.put(host, Guest(INSTANCE, attempt, {host: {"VCPU": 1}}, deployment="d"))
-        chosen = Selection(host_uuid=host, host="h", service="s", allocations={})
-        active[attempt] = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=attempt, selections=(chosen,))
-        watch.instances("c1", {INSTANCE: active[attempt]})
+        watch.put(host, guest(host, attempt))
+        watch.instances("c1", {INSTANCE: instance(on=chosen(host), attempt=attempt)})
     watch.runs = lambda host, _instance: {HERE: 1, LEFT: 2}[host] if host == on else None
-    lost = replace(active[1], state=State.RELEASING, then=State.FAILED, doubted=True, code="instance.lost")
-    with pytest.raises(Breach, match="lost_was_lost") if searched else nullcontext():
+    lost = instance(State.RELEASING, then=State.FAILED, doubted=True, code="instance.lost")
+    with breach("lost_was_lost", when=searched):
         watch.instances("c1", {INSTANCE: lost})
-    with pytest.raises(Breach, match="lost_was_lost") if ended and not searched else nullcontext():
+    with breach("lost_was_lost", when=ended and not searched):
         watch.instances("c1", {INSTANCE: replace(lost, state=State.FAILED, then=None)})
 
 
@@ -231,75 +203,48 @@ def test_what_was_moved_before_a_restore_is_searched_for_before_it_is_lost(
         pytest.param("compute", True, id="the next life of the process"),
     ],
 )
-def test_what_another_process_of_the_name_answered_for_may_stay_half_built(other: str, *, breaks: bool) -> None:
-    async def main() -> None:
-        world = World(replace(plan_of(1), metal=None), EventLog())
-        service = world.plan.services[0][1]
-        host = next(iter(world.fleets[service].hosts)).plan.uuid
-        guest = Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d", complete=False)
-        Process(f"compute-{service}").context.run(world.fleets[service].put, host, guest)
-        result = ComputeResult(
-            instance_uuid=INSTANCE, attempt=1, host_uuid=host, service=service, outcome=ComputeOutcome.DESTROYED
-        )
-        Process(f"{other}-{service}").context.run(world.machines.result, result)
-        assert any("half-built" in words for words in _leftovers(world)) is breaks
-
-    virtual.run(main, on_unseen=pytest.fail)
+@on_virtual_time
+async def test_what_another_process_of_the_name_answered_for_may_stay_half_built(other: str, *, breaks: bool) -> None:
+    stage = Stage()
+    by(f"compute-{stage.service}", stage.fleet.put, stage.host, guest(stage.host, complete=False))
+    by(f"{other}-{stage.service}", stage.world.machines.result, destroyed(stage.host, stage.service))
+    assert any("half-built" in words for words in _leftovers(stage.world)) is breaks
 
 
 @pytest.mark.parametrize(("loser", "breaks"), [("c1", False), ("c2", True)])
 def test_what_one_cell_has_lost_may_run_in_another(loser: str, *, breaks: bool) -> None:
     """Seed 1795360373: schedulers had forgotten a lost instance, and its request came again and led to another cell."""
     watch = MachineWatch()
-    active = {}
-    for cell, host in (("c1", HERE), ("c2", LEFT)):
-        watch.put(host, Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d"))
-        chosen = Selection(host_uuid=host, host="h", service="s", allocations={})
-        active[cell] = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
+    active = {cell: instance(on=chosen(host)) for cell, host in (("c1", HERE), ("c2", LEFT))}
+    for host in (HERE, LEFT):
+        watch.put(host, guest(host))
     lost = {cell: replace(one, state=State.FAILED, code="instance.lost") for cell, one in active.items()}
     watch.instances("c1", {INSTANCE: active["c1"]})
     watch.instances("c1", {INSTANCE: lost["c1"]})
     watch.runs = lambda host, _: 1 if host == LEFT else None
     watch.instances("c2", {INSTANCE: active["c2"]})
-    with pytest.raises(Breach, match="lost_was_lost") if breaks else nullcontext():
+    with breach("lost_was_lost", when=breaks):
         watch.instances(loser, {INSTANCE: lost[loser]})
 
 
 @pytest.mark.parametrize(
     ("first_died", "has_name", "machines"), [(True, False, 1), (False, False, 1), (False, True, 2)]
 )
-def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain(
+@on_virtual_time
+async def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain(
     *, first_died: bool, has_name: bool, machines: int
 ) -> None:
     """Seed 35 at daf09d6: the next process of the name answered that nothing is there, and another host built it.
 
     Seed 1795425616: the first one was alive, and had lost the name with its connection.
     """
-
-    async def main() -> None:
-        world = World(replace(plan_of(1), metal=None), EventLog())
-        service = world.plan.services[0][1]
-        world.start_duplicate(service)
-        host, other = (one.plan.uuid for one in list(world.fleets[service].hosts)[:2])
-        first = Process("twin")
-        guest = Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d")
-        first.context.run(world.duplicates[service].put, host, guest)
-        first.dead = first_died
-        world.duplicates[service].has_name = lambda _process: has_name
-        world.machines.result(
-            ComputeResult(
-                instance_uuid=INSTANCE,
-                attempt=1,
-                host_uuid=host,
-                service=service,
-                outcome=ComputeOutcome.DESTROYED,
-            )
-        )
-        again = Guest(INSTANCE, 2, {other: {"VCPU": 1}}, deployment="d")
-        Process("compute").context.run(world.fleets[service].put, other, again)
-        assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines
-
-    virtual.run(main, on_unseen=pytest.fail)
+    stage = Stage(duplicate=True)
+    twin = stage.world.duplicates[stage.service]
+    by("twin", twin.put, stage.host, guest(stage.host)).dead = first_died
+    twin.has_name = lambda _process: has_name
+    stage.world.machines.result(destroyed(stage.host, stage.service))
+    by("compute", stage.fleet.put, stage.other, guest(stage.other, 2))
+    assert stage.running() == machines
 
 
 @pytest.mark.parametrize(
@@ -318,61 +263,46 @@ def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain
         pytest.param(True, False, None, False, (1, 2), 2, id="another attempt"),
     ],
 )
-def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
+@on_virtual_time
+async def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
     *, first_died: bool, has_name: bool, active_s: float | None, forgot: bool, attempts: tuple[int, int], machines: int
 ) -> None:
     """The command came again, to the next process of the name, on other machines: neither could know of the first.
 
     active_s: for how long its record has been active by then.
     """
-
-    async def main() -> None:
-        world = World(replace(plan_of(1), metal=None), EventLog())
-        service = world.plan.services[0][1]
-        world.start_duplicate(service)
-        host = next(iter(world.fleets[service].hosts)).plan.uuid
-        first, second = Process("twin"), Process("compute")
-        guests = [Guest(INSTANCE, attempt, {host: {"VCPU": 1}}, deployment="d") for attempt in attempts]
-        first.context.run(world.duplicates[service].put, host, guests[0])
-        if active_s is not None:
-            chosen = Selection(host_uuid=host, host="h", service=service, allocations={})
-            active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
-            world.machines.instances("c1", {INSTANCE: active})
-            await asyncio.sleep(active_s)
-        first.dead = first_died
-        world.cells[world.cell_of(service).name].taken_back = int(forgot)
-        if has_name:
-            cell = world.cell_of(service).name
-            connection = MemoryTransport(world.brokers[cell], first.name)
-            name = QueuePlan(name=f"compute.control.{service}", durable=False, exclusive=True, max_length=1)
-            world.brokers[cell].declare(name, connection)
-        second.context.run(world.fleets[service].put, host, guests[1])
-        assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines
-
-    virtual.run(main, on_unseen=pytest.fail)
+    stage = Stage(duplicate=True)
+    first = by("twin", stage.world.duplicates[stage.service].put, stage.host, guest(stage.host, attempts[0]))
+    if active_s is not None:
+        stage.show(instance(on=stage.selection()))
+        await asyncio.sleep(active_s)
+    first.dead = first_died
+    stage.table.taken_back = int(forgot)
+    if has_name:
+        broker = stage.world.brokers[stage.cell]
+        name = QueuePlan(name=f"compute.control.{stage.service}", durable=False, exclusive=True, max_length=1)
+        broker.declare(name, MemoryTransport(broker, first.name))
+    by("compute", stage.fleet.put, stage.host, guest(stage.host, attempts[1]))
+    assert stage.running() == machines
 
 
 @pytest.mark.parametrize(("burnt", "machines"), [(True, 0), (False, 2)])
-def test_an_attempt_on_a_burnt_host_does_not_bring_a_second_services_machines_back(
+@on_virtual_time
+async def test_an_attempt_on_a_burnt_host_does_not_bring_a_second_services_machines_back(
     *, burnt: bool, machines: int
 ) -> None:
     """Seed 1795422970: the first attempt's service died for good, and the second was built by a second service of a
     name, whose machines are not seen any more once it has gone.
     """
-
-    async def main() -> None:
-        plan = next(plan for seed in range(1, 50) if len((plan := replace(plan_of(seed), metal=None)).services) > 1)
-        world = World(plan, EventLog())
-        (_, lost), (_, name) = world.plan.services[:2]
-        world.start_duplicate(name)
-        first, second = (next(iter(world.fleets[service].hosts)).plan.uuid for service in (lost, name))
-        Fleet.put(world.fleets[lost], first, Guest(INSTANCE, 1, {first: {"VCPU": 1}}, deployment="d"))
-        Fleet.put(world.duplicates[name], second, Guest(INSTANCE, 2, {second: {"VCPU": 1}}, deployment="d"))
-        if burnt:
-            world.dead.add(lost)
-        assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines
-
-    virtual.run(main, on_unseen=pytest.fail)
+    stage = Stage(next(plan for seed in range(1, 50) if len((plan := replace(plan_of(seed), metal=None)).services) > 1))
+    world, (_, name) = stage.world, stage.world.plan.services[1]
+    world.start_duplicate(name)
+    second = next(iter(world.fleets[name].hosts)).plan.uuid
+    Fleet.put(stage.fleet, stage.host, guest(stage.host))
+    Fleet.put(world.duplicates[name], second, guest(second, 2))
+    if burnt:
+        world.dead.add(stage.service)
+    assert stage.running() == machines
 
 
 @pytest.mark.parametrize(
@@ -385,33 +315,20 @@ def test_an_attempt_on_a_burnt_host_does_not_bring_a_second_services_machines_ba
         pytest.param(True, True, True, 2, True, id="another attempt"),
     ],
 )
-def test_a_machine_of_a_build_given_up_in_doubt_may_run_beside_a_second_service(
+@on_virtual_time
+async def test_a_machine_of_a_build_given_up_in_doubt_may_run_beside_a_second_service(
     *, has_second: bool, doubted: bool, quarantined: bool, attempt: int, breaks: bool
 ) -> None:
     """Seed 1795370018: the cell was set back amid a build whose record the backup had as it was. A second service of
     the name answered that it has no machine, so the build failed, and the first one came back with its machine.
     """
-
-    async def main() -> None:
-        world = World(replace(plan_of(1), metal=None), EventLog())
-        world.harm.requested[INSTANCE] = None
-        service = world.plan.services[0][1]
-        if has_second:
-            world.start_duplicate(service)
-        host = next(iter(world.fleets[service].hosts)).plan.uuid
-        Fleet.put(world.fleets[service], host, Guest(INSTANCE, attempt, {host: {"VCPU": 1}}, deployment="d"))
-        chosen = Selection(host_uuid=host, host="h", service=service, allocations={})
-        failed = Instance(uuid=INSTANCE, state=State.FAILED, attempt=1, selections=(chosen,), doubted=doubted)
-        table = world.cells[world.cell_of(service).name]
-        table.instances[INSTANCE] = failed
-        if quarantined:
-            machine = Unexplained(INSTANCE, attempt, host, UnexplainedKind.QUARANTINED, UNSURE)
-            record = UnexplainedRecord(machine=machine, service=service, first_seen=1.0, last_seen=1.0)
-            table.unexplained[record.place] = record
-        runs = f"hosts_instances_allocations_agree: {INSTANCE}: runs, but is no active instance"
-        assert (runs in _breaches(facts_of(world, [], ()))) is breaks
-
-    virtual.run(main, on_unseen=pytest.fail)
+    stage = Stage(duplicate=has_second)
+    Fleet.put(stage.fleet, stage.host, guest(stage.host, attempt))
+    stage.table.instances[INSTANCE] = instance(State.FAILED, stage.selection(), doubted=doubted)
+    if quarantined:
+        stage.quarantine(attempt)
+    runs = f"hosts_instances_allocations_agree: {INSTANCE}: runs, but is no active instance"
+    assert (runs in _breaches(facts_of(stage.world, [], ()))) is breaks
 
 
 @pytest.mark.parametrize("state", [State.ACTIVE, State.FAILED])
@@ -425,36 +342,20 @@ def test_a_machine_of_a_build_given_up_in_doubt_may_run_beside_a_second_service(
         pytest.param(True, 1, True, False, True, id="not an attempt of the record"),
     ],
 )
-def test_a_machine_that_a_build_in_doubt_has_left_for_an_alternate_may_run_beside_a_second_service(
+@on_virtual_time
+async def test_a_machine_that_a_build_in_doubt_has_left_for_an_alternate_may_run_beside_a_second_service(
     *, state: State, has_second: bool, reused_from: int, quarantined: bool, tried: bool, breaks: bool
 ) -> None:
     """As in seed 1795370018, with an alternate: the record goes on as attempt 2, and proves nothing about attempt 1."""
-
-    async def main() -> None:
-        world = World(replace(plan_of(1), metal=None), EventLog())
-        world.harm.requested[INSTANCE] = None
-        (cell, service), other = world.plan.services[0], world.plan.services[1][1]
-        if has_second:
-            world.start_duplicate(service)
-        host = next(iter(world.fleets[service].hosts)).plan
-        Fleet.put(world.fleets[service], host.uuid, Guest(INSTANCE, 1, {host.uuid: {"VCPU": 1}}, deployment="d"))
-        second = Selection(host_uuid="elsewhere", host="other", service=other, allocations={})
-        history = (
-            AttemptRecord(attempt=1, host=host.name if tried else "h", outcome="timed_out", code="spawn.timeout"),
-        )
-        record = Instance(
-            uuid=INSTANCE, state=state, attempt=2, selections=(second,), history=history, reused_from=reused_from
-        )
-        table = world.cells[cell]
-        table.instances[INSTANCE] = record
-        if quarantined:
-            machine = Unexplained(INSTANCE, 1, host.uuid, UnexplainedKind.QUARANTINED, UNSURE)
-            kept = UnexplainedRecord(machine=machine, service=service, first_seen=1.0, last_seen=1.0)
-            table.unexplained[kept.place] = kept
-        counted = [one for one in facts_of(world, [], ()).running or () if one.instance_uuid == INSTANCE]
-        assert bool(counted) is breaks
-
-    virtual.run(main, on_unseen=pytest.fail)
+    stage = Stage(duplicate=has_second)
+    Fleet.put(stage.fleet, stage.host, guest(stage.host))
+    name = next(iter(stage.fleet.hosts)).plan.name
+    left = AttemptRecord(attempt=1, host=name if tried else "h", outcome="timed_out", code="spawn.timeout")
+    second = chosen("elsewhere", stage.world.plan.services[1][1])
+    stage.table.instances[INSTANCE] = instance(state, second, 2, history=(left,), reused_from=reused_from)
+    if quarantined:
+        stage.quarantine()
+    assert stage.counted() is breaks
 
 
 @pytest.mark.parametrize(
@@ -465,26 +366,13 @@ def test_a_machine_that_a_build_in_doubt_has_left_for_an_alternate_may_run_besid
         pytest.param("compute", True, True, id="the next life of the process"),
     ],
 )
-def test_a_machine_built_after_another_process_of_the_name_answered_may_run_in_quarantine(
+@on_virtual_time
+async def test_a_machine_built_after_another_process_of_the_name_answered_may_run_in_quarantine(
     answered_by: str, *, quarantined: bool, breaks: bool
 ) -> None:
-    async def main() -> None:
-        world = World(replace(plan_of(1), metal=None), EventLog())
-        world.harm.requested[INSTANCE] = None
-        cell, service = world.plan.services[0]
-        world.start_duplicate(service)
-        host = next(iter(world.fleets[service].hosts)).plan.uuid
-        result = ComputeResult(
-            instance_uuid=INSTANCE, attempt=1, host_uuid=host, service=service, outcome=ComputeOutcome.DESTROYED
-        )
-        Process(f"{answered_by}-{service}").context.run(world.machines.result, result)
-        guest = Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d")
-        Process(f"compute-{service}").context.run(world.fleets[service].put, host, guest)
-        if quarantined:
-            machine = Unexplained(INSTANCE, 1, host, UnexplainedKind.QUARANTINED, UNSURE)
-            kept = UnexplainedRecord(machine=machine, service=service, first_seen=1.0, last_seen=1.0)
-            world.cells[cell].unexplained[kept.place] = kept
-        counted = [one for one in facts_of(world, [], ()).running or () if one.instance_uuid == INSTANCE]
-        assert bool(counted) is breaks
-
-    virtual.run(main, on_unseen=pytest.fail)
+    stage = Stage(duplicate=True)
+    by(f"{answered_by}-{stage.service}", stage.world.machines.result, destroyed(stage.host, stage.service))
+    by(f"compute-{stage.service}", stage.fleet.put, stage.host, guest(stage.host))
+    if quarantined:
+        stage.quarantine()
+    assert stage.counted() is breaks

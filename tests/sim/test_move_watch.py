@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.cell import Selection
 from bus.contracts.moves import MoveKind, MoveState
 from bus.contracts.placement import Inventory
 from cell_conductor.domain.instance import EndedMove, Instance, Move, Power, State
@@ -23,13 +21,11 @@ from lab.simulation.watch import Breach
 from lab.simulation.widening import Widening
 from lab.simulation.world import World
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
+from placement_worker.domain.values import ConsumerState, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow
+from tests.sim.stage import INSTANCE, SPEC, breach, chosen, instance, provider
 
-UUID = "00000000-0000-4000-9000-000000000001"
 REQUEST, OTHER = (f"00000000-0000-4000-a000-00000000000{n}" for n in range(2))
-SPEC = InstanceSpec(instance_uuid=UUID, project_id="red")
-AMOUNTS = {"VCPU": 1}
 
 
 class Deployment:
@@ -40,13 +36,11 @@ class Deployment:
         self.places = [(fleet, host.plan.uuid) for fleet in world.fleets.values() for host in fleet.hosts][:2]
         assert len(self.places) == 2
         for _, host in self.places:
-            world.book.providers[host] = Provider(
-                uuid=host, name="h", parent=None, root=host, generation=1, shape=1,
-                inventories={"VCPU": stored_inventory(Inventory(total=4))}, used={}, traits=(), aggregates=(),
-            )  # fmt: skip
-        self.active = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(self.selection(0),), attempt=1)
-        self.watch.instances({UUID: self.active})
-        self.hold(UUID, 0)
+            inventories = {"VCPU": stored_inventory(Inventory(total=4))}
+            world.book.providers[host] = provider(host, inventories=inventories)
+        self.active = instance(on=self.selection(0), spec=SPEC)
+        self.watch.instances({INSTANCE: self.active})
+        self.hold(INSTANCE, 0)
         self.run(0)
 
     @property
@@ -54,22 +48,21 @@ class Deployment:
         return self.world.move_watch
 
     def selection(self, at: int) -> Selection:
-        host = self.places[at][1]
-        return Selection(host_uuid=host, host="h", service="s", allocations={host: AMOUNTS})
+        return chosen(self.places[at][1])
 
     def hold(self, consumer: str, at: int, kind: str = "INSTANCE") -> None:
-        state = ConsumerState(1, 1, "red", "u", kind, {self.places[at][1]: AMOUNTS})
+        state = ConsumerState(1, 1, "red", "u", kind, {self.places[at][1]: {"VCPU": 1}})
         self.world.book.consumers[consumer] = ConsumerRow(state, None, 0.0, 0.0)
 
     def run(self, at: int, attempt: int = 1, *, runs: bool = True) -> Guest:
         """A machine that is there already."""
-        guest = Guest(UUID, attempt, {}, True, None, runs)
+        guest = Guest(INSTANCE, attempt, {}, True, None, runs)
         Fleet.put(self.places[at][0], self.places[at][1], guest)
         return guest
 
     def start(self, at: int, attempt: int) -> None:
         """A driver starts it. Raises Breach."""
-        self.watch.put(self.places[at][1], Guest(UUID, attempt, {}, True))
+        self.watch.put(self.places[at][1], Guest(INSTANCE, attempt, {}, True))
 
     def moving(self, state: State, kind: MoveKind = MoveKind.MIGRATE, then: State | None = None) -> Instance:
         move = Move(request_id=REQUEST, kind=kind, source=self.selection(0), source_attempt=1, spec=SPEC)
@@ -83,10 +76,10 @@ async def deployment() -> Deployment:
 
 
 async def test_the_destination_starts_when_the_source_has_stopped(deployment: Deployment) -> None:
-    deployment.watch.instances({UUID: deployment.moving(State.FINISHING)})
-    deployment.hold(UUID, 1)
+    deployment.watch.instances({INSTANCE: deployment.moving(State.FINISHING)})
+    deployment.hold(INSTANCE, 1)
     deployment.hold(REQUEST, 0, MIGRATION_TYPE)
-    with pytest.raises(Breach, match="never_two_running"):
+    with breach("never_two_running"):
         deployment.start(1, 2)
     deployment.run(0, runs=False)
     deployment.start(1, 2)
@@ -94,10 +87,10 @@ async def test_the_destination_starts_when_the_source_has_stopped(deployment: De
 
 async def test_what_runs_is_claimed(deployment: Deployment) -> None:
     deployment.watch.book()
-    deployment.hold(UUID, 1)  # the source is claimed by none
-    with pytest.raises(Breach, match="never_running_unclaimed"):
+    deployment.hold(INSTANCE, 1)  # the source is claimed by none
+    with breach("never_running_unclaimed"):
         deployment.watch.book()
-    deployment.watch.instances({UUID: deployment.moving(State.PREPARING)})
+    deployment.watch.instances({INSTANCE: deployment.moving(State.PREPARING)})
     deployment.hold(REQUEST, 0, MIGRATION_TYPE)
     deployment.watch.book()
 
@@ -107,47 +100,47 @@ async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(
     deployment: Deployment, *, undone: str
 ) -> None:
     deployment.run(0, runs=False)
-    deployment.watch.instances({UUID: deployment.moving(State.FINISHING, MoveKind.EVACUATE)})
+    deployment.watch.instances({INSTANCE: deployment.moving(State.FINISHING, MoveKind.EVACUATE)})
     if undone:  # no other host could: it stays where it is, and a client may start it
         back = replace(deployment.active, power=Power.STOPPED)
         if undone == "reverting":  # its fence is lifted, and its host starts it (seed 1795482690127)
             back = deployment.moving(State.REVERTING, MoveKind.EVACUATE)
             deployment.hold(REQUEST, 0, MIGRATION_TYPE)
-        deployment.watch.instances({UUID: back})
+        deployment.watch.instances({INSTANCE: back})
         deployment.start(0, 1)
         return
-    with pytest.raises(Breach, match="fenced_never_runs"):
+    with breach("fenced_never_runs"):
         deployment.start(0, 1)
 
 
 async def test_what_is_refused_is_unchanged(deployment: Deployment) -> None:
     ended = EndedMove(REQUEST, MoveKind.STOP, MoveState.REFUSED, "instance.busy")
     refused = replace(deployment.active, ended=(ended,))
-    deployment.watch.instances({UUID: refused})
-    with pytest.raises(Breach, match="refused_is_unchanged"):  # it is begun after all
-        deployment.watch.instances({UUID: deployment.moving(State.CLAIMING, then=State.PREPARING)})
+    deployment.watch.instances({INSTANCE: refused})
+    with breach("refused_is_unchanged"):  # it is begun after all
+        deployment.watch.instances({INSTANCE: deployment.moving(State.CLAIMING, then=State.PREPARING)})
     deployment.hold(REQUEST, 1, MIGRATION_TYPE)
-    with pytest.raises(Breach, match="refused_is_unchanged"):
+    with breach("refused_is_unchanged"):
         deployment.watch.book()
-    deployment.watch.exempt = {UUID: None}  # seed 1795424381: its cell was set back to before the refusal
+    deployment.watch.exempt = {INSTANCE: None}  # seed 1795424381: its cell was set back to before the refusal
     deployment.watch.book()
     deployment.watch.exempt = {}
     stopped = replace(refused, power=Power.STOPPED, ended=(ended, replace(ended, request_id=OTHER)))
-    deployment.watch.instances({UUID: refused})
-    with pytest.raises(Breach, match="refused_is_unchanged"):
-        deployment.watch.instances({UUID: stopped})
+    deployment.watch.instances({INSTANCE: refused})
+    with breach("refused_is_unchanged"):
+        deployment.watch.instances({INSTANCE: stopped})
 
 
 async def test_on_a_host_that_was_set_back_what_runs_again_is_no_breach(deployment: Deployment) -> None:
-    deployment.hold(UUID, 1)
+    deployment.hold(INSTANCE, 1)
     with pytest.raises(Breach):
         deployment.watch.book()
-    deployment.watch.brought_back.add((deployment.places[0][1], UUID, 1))
+    deployment.watch.brought_back.add((deployment.places[0][1], INSTANCE, 1))
     deployment.watch.book()
 
 
 async def test_of_two_hosts_of_one_uuid_either_may_be_meant(deployment: Deployment) -> None:
-    deployment.hold(UUID, 1)
+    deployment.hold(INSTANCE, 1)
     service = next(name for name, fleet in deployment.world.fleets.items() if fleet is deployment.places[0][0])
     deployment.world.duplicates[service] = deployment.world.fleets[service]
     deployment.watch.book()
@@ -168,7 +161,7 @@ def test_a_host_that_is_drained_hands_over_what_it_runs() -> None:
 
 
 async def test_a_migration_whose_move_is_over_owns_nothing(deployment: Deployment) -> None:
-    deployment.watch.instances({UUID: deployment.moving(State.RELEASING, then=State.ACTIVE)})
+    deployment.watch.instances({INSTANCE: deployment.moving(State.RELEASING, then=State.ACTIVE)})
     deployment.hold(REQUEST, 0, MIGRATION_TYPE)
     assert any("claims_have_owners" in words for words in deployment.watch.unsettled(set()))
 
@@ -180,13 +173,13 @@ async def test_what_runs_is_not_given_up_for_a_source_whose_service_is_down(depl
     harm._now = lambda: now
     resized = deployment.moving(State.RESIZED)
     if case != "nothing there":
-        Fleet.put(deployment.places[1][0], deployment.places[1][1], Guest(UUID, 2, {}, True))
+        Fleet.put(deployment.places[1][0], deployment.places[1][1], Guest(INSTANCE, 2, {}, True))
     if case != "up":
         harm.down_since["s"] = now - (1.0 if case == "just died" else LATE_REPORT_S + 1.0)
     if case == "deleted":
-        harm.delete(UUID)
+        harm.delete(INSTANCE)
     if case == "set back":
-        deployment.world.taken_back[UUID] = None
-    harm.record({UUID: resized})
-    with pytest.raises(Breach, match="destroyed_with_reason") if case == "down" else nullcontext():
-        harm.record({UUID: replace(resized, state=State.DESTROYING, then=State.REVERTING)})
+        deployment.world.taken_back[INSTANCE] = None
+    harm.record({INSTANCE: resized})
+    with breach("destroyed_with_reason", when=case == "down"):
+        harm.record({INSTANCE: replace(resized, state=State.DESTROYING, then=State.REVERTING)})
