@@ -22,8 +22,6 @@ from lab.simulation.widening import Widening
 from placement_worker import book
 from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.replica.catch_up import PAGE
-from tests.sim.mutants import MUTANTS, UNPROVEN
-from tests.sim.mutants_of_moves import FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
 
 # --- the actions of others, in plans made for them: each holds. Its defects: `test_mutants_of_other_tenants.py`
 
@@ -140,15 +138,3 @@ def test_every_act_is_carried_out_and_every_invariant_holds() -> None:
 def test_it_finds_allocations_that_a_reshape_leaves_behind() -> None:
     with reshape_leaves_the_holders():
         assert run(calm()).breach == "rest_reads_writes"
-
-
-# --- no deliberate defect is stale: each finds what it replaces. Whether it is found takes minutes (`scripts/mutants`)
-
-
-ALL = {**MUTANTS, **UNPROVEN, **{one.__name__: one for one in (*MUTANTS_OF_MOVES, *FOUND_BY_THE_TABLE)}}
-
-
-@pytest.mark.parametrize("name", sorted(ALL))
-def test_a_defect_can_be_planted(name: str) -> None:
-    with ALL[name]():
-        pass

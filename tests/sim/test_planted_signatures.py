@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,7 +24,7 @@ def planted() -> Iterator[Any]:
         for one in vars(module).values():
             if not inspect.isfunction(one) or one.__module__ != name or inspect.signature(one).parameters:
                 continue
-            if "AbstractContextManager" in str(inspect.signature(one).return_annotation):
+            if re.search(r"AbstractContextManager|Iterator\[None\]", str(inspect.signature(one).return_annotation)):
                 yield pytest.param(one, id=f"{name.rpartition('.')[2]}.{one.__name__}")
 
 

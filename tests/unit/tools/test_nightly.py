@@ -15,9 +15,6 @@ from tests.executed import STEPS, Untold, executed
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.doors import DOORS
 from tests.kit.distribution import FOLDERS, LONGEST
-from tests.sim.mutants import MUTANTS, UNPROVEN, Mutant
-from tests.sim.mutants_of_moves import FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
-from tests.sim.mutants_of_other_tenants import breaker_never_trips, survived_machine_kept
 
 # --- the steps of scripts/nightly and of .ci/run: none is left out, and none is named that is not there
 
@@ -299,27 +296,6 @@ def test_each_door_takes_what_is_invented_for_it(name: str) -> None:
     result = fuzz.tried(name, DOORS[name](), 1, INPUTS, math.inf)
     assert result["inputs"] == len(INPUTS)
     assert [defect for defect in result["defects"] if "ms of processor time" not in defect["wrong"]] == []
-
-
-# --- the simulation's deliberate defects stay applicable
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        *MUTANTS.values(),
-        *UNPROVEN.values(),
-        *MUTANTS_OF_MOVES,
-        *FOUND_BY_THE_TABLE,
-        survived_machine_kept,
-        breaker_never_trips,
-    ],
-    ids=lambda mutant: mutant.__name__,
-)
-def test_a_deliberate_defect_replaces_what_there_is(mutant: Mutant) -> None:
-    """`patch` raises for a name that is not there (any more)."""
-    with mutant():
-        pass
 
 
 # --- the servers that scripts/test installs before the tests that need them
