@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,18 +33,8 @@ def write(root: Path, path: str, text: str) -> None:
 
 def commit(root: Path) -> str:
     git(root, "add", "--all")
-    git(
-        root,
-        "-c",
-        "user.name=t",
-        "-c",
-        "user.email=t@localhost",
-        "commit",
-        "-q",
-        "--allow-empty",
-        "--message",
-        "Change",
-    )
+    author = ("-c", "user.name=t", "-c", "user.email=t@localhost")
+    git(root, *author, "commit", "-q", "--allow-empty", "--message", "Change")
     return git(root, "rev-parse", "HEAD")
 
 
@@ -80,60 +69,39 @@ def test_a_commit_on_which_all_agree_is_a_release(clone: Path) -> None:
     assert broken(clone) == []
 
 
-def _uncommitted(root: Path) -> None:
-    write(root, SCHEMA, "three")
-
-
-def _fragment(root: Path) -> None:
-    write(root, "changelog.d/thing.added.md", "A thing.\n")
-    commit(root)
-
-
-def _undated(root: Path) -> None:
-    write(root, "CHANGELOG.md", f"# Changelog\n\n## {VERSION} (not released yet)\n")
-    commit(root)
-
-
-def _other_version(root: Path) -> None:
-    write(root, "pyproject.toml", '[project]\nname = "berth"\nversion = "0.1.9"\n')
-    commit(root)
-
-
-def _edited_migration(root: Path) -> None:
-    write(root, f"{MIGRATIONS}/0001_initial.py", "METADATA, and another")
-    commit(root)
-
-
-def _first_gone(root: Path) -> None:
-    (root / MIGRATIONS / "0001_initial.py").unlink()
-    commit(root)
-
-
-def _no_migration(root: Path) -> None:
-    (root / MIGRATIONS / "0002_more.py").unlink()
-    commit(root)
-
-
-def _tagged(root: Path) -> None:
-    git(root, "tag", f"v{VERSION}", "v0.1.0")
+FIRST, SECOND = f"{MIGRATIONS}/0001_initial.py", f"{MIGRATIONS}/0002_more.py"
 
 
 @pytest.mark.parametrize(
-    ("spoil", "found"),
+    ("path", "text", "found"),
     [
-        (_uncommitted, ["the tree is the commit"]),
-        (_fragment, ["no fragment of the changelog is left"]),
-        (_undated, ["CHANGELOG.md begins with it and its day"]),
-        (_other_version, ["pyproject.toml has it"]),
-        (_edited_migration, ["no released migration is another"]),
-        (_first_gone, ["no released migration is another"]),
-        (_no_migration, ["each changed schema has a migration"]),
-        (_tagged, ["no tag has it", "it is above the last release"]),
+        ("changelog.d/thing.added.md", "A thing.\n", "no fragment of the changelog is left"),
+        (
+            "CHANGELOG.md",
+            f"# Changelog\n\n## {VERSION} (not released yet)\n",
+            "CHANGELOG.md begins with it and its day",
+        ),
+        ("pyproject.toml", '[project]\nname = "berth"\nversion = "0.1.9"\n', "pyproject.toml has it"),
+        (FIRST, "METADATA, and another", "no released migration is another"),
+        (FIRST, None, "no released migration is another"),
+        (SECOND, None, "each changed schema has a migration"),
     ],
 )
-def test_each_mistake_is_found(clone: Path, spoil: Callable[[Path], None], found: list[str]) -> None:
-    spoil(clone)
-    assert broken(clone) == found
+def test_each_mistake_that_is_committed_is_found(clone: Path, path: str, text: str | None, found: str) -> None:
+    if text is None:
+        (clone / path).unlink()
+    else:
+        write(clone, path, text)
+    commit(clone)
+    assert broken(clone) == [found]
+
+
+def test_a_tree_that_is_not_the_commit_and_a_version_that_has_a_tag_are_found(clone: Path) -> None:
+    git(clone, "tag", f"v{VERSION}", "v0.1.0")
+    assert broken(clone) == ["no tag has it", "it is above the last release"]
+    git(clone, "tag", "--delete", f"v{VERSION}")
+    write(clone, SCHEMA, "three")
+    assert broken(clone) == ["the tree is the commit"]
 
 
 @pytest.mark.parametrize("version", ["0.1.0", "0.0.9", "v0.2.0", "0.2", "0.2.0rc1"])
