@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -14,38 +15,36 @@ from bus.contracts.build import BuildEvent, BuildRecord, BuildState
 from bus.contracts.drains import DrainMoveState, DrainRecord, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
 from cell_conductor.domain.leases import Lease, LeaseTable
-from lab.simulation import loop as virtual
 from lab.simulation import rest
 from lab.simulation.draw import plan_of
-from lab.simulation.event_log import EventLog
 from lab.simulation.gang_watch import GangWatch
 from lab.simulation.moves import DRAIN, FENCE
 from lab.simulation.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
-from lab.simulation.run import Result, run, simulate
+from lab.simulation.run import Result, run
 from lab.simulation.watch import Listener
 from lab.simulation.widening import Widening
 from lab.simulation.wiring import BUILD_TIMEOUT_S
-from lab.simulation.world import World
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.domain.values import ConsumerState
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.domain.drains import DrainMove
 from tests.kit.cases import nightly
+from tests.kit.virtual_time import on_virtual_time
 from tests.sim.mutants_of_kinds import CELLS_FOUND_BY
-from tests.sim.plans import plan_of_case
+from tests.sim.plans import builds_of, held, plan_of_case
+from tests.sim.stage import Stage
 
 # --- a service's hosts die, an operator fences them, and they come back: it holds
 
 
 VERBS = tuple(kind.value for kind in MoveKind)
-DIED_AGAIN = (15, *nightly(7))
 
 
 def hosts_are_fenced(seed: int) -> Plan:
     """The builds of this seed without any fault; one fence; and a third of the builds is deleted just after it."""
     plan = plan_of(seed).without_faults()
     service, _ = plan.cells[0].services[0]
-    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 20.0]
+    builds = builds_of(plan, before_s=20.0)
     uuid = "f0000000-0000-4000-8000-000000000001"
     fence = Order(at=20.0, action=Action.MOVE, verb=FENCE, service=service, seconds=10.0, uuid=uuid)
     deletes = [replace(order, at=20.2, action=Action.DELETE) for order in builds[::3]]
@@ -59,23 +58,11 @@ def hosts_burn_while_fenced(seed: int) -> Plan:
     return replace(plan, orders=(*plan.orders, Order(at=25.0, action=Action.DIE, service=service)))
 
 
-@pytest.mark.parametrize("seed", [1, *nightly(4)])
-def test_it_holds_when_fenced_hosts_have_burnt_down(seed: int) -> None:
-    held = run(hosts_burn_while_fenced(seed))
-    assert held.breach == "", held.detail
-
-
-@pytest.mark.parametrize("seed", [1, *nightly(4)])
-def test_it_holds(seed: int) -> None:
-    held = run(hosts_are_fenced(seed))
-    assert held.breach == "", held.detail
-
-
 def hosts_die_again(seed: int) -> Plan:
     """Moves of every kind while hosts die, are fenced, are back at once, die again, and are drained."""
     rng = random.Random(f"hosts die again {seed}")
     plan = plan_of(seed).without_faults()
-    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 14.0]
+    builds = builds_of(plan, before_s=14.0)
     (first, second), at = (rng.choices([name for _, name in plan.services], k=2)), rng.uniform(16.0, 20.0)
     gap = rng.choice((0.2, 1.0, 4.0, 12.0))
 
@@ -99,13 +86,20 @@ def hosts_die_again(seed: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", DIED_AGAIN)
-def test_it_holds_when_hosts_are_back_at_once_and_die_again(seed: int) -> None:
-    held = run(hosts_die_again(seed))
-    assert held.breach == "", held.detail
+@pytest.mark.parametrize(
+    ("plan", "seed"),
+    [
+        (hosts_are_fenced, 1),
+        (hosts_burn_while_fenced, 1),
+        (hosts_die_again, 15),
+        *nightly((hosts_are_fenced, 4), (hosts_burn_while_fenced, 4), (hosts_die_again, 7)),
+    ],
+)
+def test_it_holds(plan: Callable[[int], Plan], seed: int) -> None:
+    held(plan(seed))
 
 
-# --- schedulers empty hosts in the simulation: it holds. Its defects: `test_mutants_of_drains.py`
+# --- schedulers empty hosts in the simulation: it holds. Its defects: `test_mutants_of_cases.py`
 
 
 DRAINS = frozenset({Widening.DRAINS})
@@ -114,8 +108,7 @@ SEED = 25
 
 def test_the_plan_has_schedulers_empty_hosts() -> None:
     assert plan_of(SEED, DRAINS).drains_by_schedulers
-    held = simulate(SEED, DRAINS)
-    assert held.breach == "", held.detail
+    held(plan_of(SEED, DRAINS))
 
 
 @pytest.mark.parametrize(
@@ -126,20 +119,18 @@ def test_the_plan_has_schedulers_empty_hosts() -> None:
         pytest.param(DrainMoveState.WAITING, True, True, id="its move has not begun"),
     ],
 )
-def test_a_drain_waits_for_the_fence_of_a_host_that_its_move_has_begun_on(
+@on_virtual_time
+async def test_a_drain_waits_for_the_fence_of_a_host_that_its_move_has_begun_on(
     state: DrainMoveState, monkeypatch: pytest.MonkeyPatch, *, burnt: bool, breaks: bool
 ) -> None:
-    async def main() -> None:
-        world = World(replace(plan_of(1), metal=None), EventLog())
-        made = {"target": DrainTarget.HOST, "kind": MoveKind.LIVE_MIGRATE, "by": "operator", "started_at": 1.0}
-        record = DrainRecord(name="h", state=DrainState.RUNNING, **made)
-        monkeypatch.setattr(rest, "drains_of", lambda _objects: {"d": record})
-        row = {"source_uuid": "u", "kind": MoveKind.LIVE_MIGRATE, "position": 0}
-        move = DrainMove(drain="d", instance_uuid="i", state=state, **row)
-        world.builds.drain_moves[("d", "i")] = move
-        assert bool(list(rest._drains_have_ended(world, {"i"} if burnt else set()))) is breaks
-
-    virtual.run(main, on_unseen=pytest.fail)
+    world = Stage().world
+    made = {"target": DrainTarget.HOST, "kind": MoveKind.LIVE_MIGRATE, "by": "operator", "started_at": 1.0}
+    record = DrainRecord(name="h", state=DrainState.RUNNING, **made)
+    monkeypatch.setattr(rest, "drains_of", lambda _objects: {"d": record})
+    row = {"source_uuid": "u", "kind": MoveKind.LIVE_MIGRATE, "position": 0}
+    move = DrainMove(drain="d", instance_uuid="i", state=state, **row)
+    world.builds.drain_moves[("d", "i")] = move
+    assert bool(list(rest._drains_have_ended(world, {"i"} if burnt else set()))) is breaks
 
 
 # --- the rules of gangs as the simulation judges them: a part of a gang, and members that were deleted
@@ -170,16 +161,13 @@ def test_a_member_that_was_deleted_after_its_claim_was_started(deletes: list[str
 # --- two compute services with hosts of the same uuids: the second one builds nothing; a host is re-homed all the same
 
 
-BUILDS = tuple(
-    Order(
-        at=2.0 + number,
-        action=Action.BUILD,
-        uuid=f"a0000000-0000-4000-8000-{number:012d}",
-        flavor="m1.tiny",
-        project="red",
-    )
-    for number in range(24)
-)
+def builds(count: int, at: float, apart_s: float, first: str) -> tuple[Order, ...]:
+    uuids = [f"{first}-0000-4000-8000-{number:012d}" for number in range(count)]
+    build = Order(at=0.0, action=Action.BUILD, flavor="m1.tiny", project="red")
+    return tuple(replace(build, at=at + number * apart_s, uuid=uuid) for number, uuid in enumerate(uuids))
+
+
+BUILDS = builds(24, 2.0, 1.0, "a0000000")
 LATE = tuple(replace(one, at=one.at + 26.0, uuid=one.uuid.replace("a", "b", 1)) for one in BUILDS)
 SECOND = Order(at=4.0, action=Action.SECOND_SERVICE, service="s00", seconds=40.0)
 
@@ -193,12 +181,6 @@ def plan(*orders: Order, faults: tuple[FaultEvent, ...] = ()) -> Plan:
         faults,
         builds_s=1.0,
     )
-
-
-def held(planned: Plan) -> Result:
-    result = run(planned)
-    assert result.breach == "", result.detail
-    return result
 
 
 def test_a_second_service_builds_nothing_and_changes_no_inventory() -> None:
@@ -243,20 +225,10 @@ BUILDS_S = 2.0  # a build takes so long at most
 
 def services_plan(seed: int, kind: FaultType, seconds: float, *, target: str = "compute-s00") -> Plan:
     """Two services; twelve builds around the moment when one of them falls silent."""
-    builds = tuple(
-        Order(
-            at=SILENT_AT - 2.0 + number / 4,
-            action=Action.BUILD,
-            uuid=f"{seed:08x}-0000-4000-8000-{number:012d}",
-            flavor="m1.tiny",
-            project="red",
-        )
-        for number in range(12)
-    )
     return plan_of_case(
         seed,
         (Cell(name="cell0", conductors=2, services=(("s00", 3), ("s01", 3))),),
-        builds,
+        builds(12, SILENT_AT - 2.0, 0.25, f"{seed:08x}"),
         (FaultEvent(at=SILENT_AT, kind=kind, target=target, seconds=seconds),),
         builds_s=BUILDS_S,
     )
@@ -325,5 +297,4 @@ KINDS = frozenset({Widening.DECIDED_CELLS})
 
 
 def test_it_holds_with_cells() -> None:
-    result = simulate(min(CELLS_FOUND_BY.values()), KINDS)
-    assert result.breach == "", result.detail
+    held(plan_of(min(CELLS_FOUND_BY.values()), KINDS))

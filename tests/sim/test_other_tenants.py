@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +21,15 @@ from lab.simulation.run import run
 from lab.simulation.watch import Breach
 from lab.simulation.widening import Widening
 from placement_worker import book
+from placement_worker.domain import allocations
 from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.replica.catch_up import PAGE
+from placement_worker.rest import groups, providers
+from placement_worker.store.memory_reads import MemoryReads
+from tests.sim.mutants import Mutant
+from tests.sim.plans import builds_of, held, in_order
 
-# --- the actions of others, in plans made for them: each holds. Its defects: `test_mutants_of_other_tenants.py`
+# --- the actions of others, in plans made for them: each holds. Its defects: `test_mutants_of_cases.py`
 
 
 NODE = "00000000-0000-4000-8000-000000000001"
@@ -33,7 +39,7 @@ def hosts_come_back(*, lost: bool) -> Plan:
     """One service's hosts are set back, with what was destroyed since; or, with its records, what was lost since."""
     plan = plan_of(1).without_faults()
     service, hosts = plan.cells[0].services[0]
-    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 35.0]
+    builds = builds_of(plan, before_s=35.0)
     copied = Order(at=40.0, action=Action.COPY, service=service, uuid="copy")
     back = replace(copied, at=75.0, action=Action.BRING_BACK, size=int(lost), seconds=1.0)
     if lost:
@@ -55,7 +61,7 @@ def nodes_come_again() -> Plan:
 def machines_are_lost_at_once() -> Plan:
     """A service loses all that its hosts run, and its conductors end one at most without an operator's word."""
     plan = plan_of(1).without_faults()
-    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 35.0]
+    builds = builds_of(plan, before_s=35.0)
     losses = [
         Order(at=40.0, action=Action.LOSE, service=service, host=host)
         for cell in plan.cells
@@ -75,8 +81,7 @@ def machines_are_lost_at_once() -> Plan:
     ],
 )
 def test_it_holds(plan: Plan) -> None:
-    held = run(plan)
-    assert held.breach == "", held.detail
+    held(plan)
 
 
 @pytest.mark.parametrize(("listed_at", "breaks"), [(99.0, False), (101.0, True)])
@@ -94,24 +99,93 @@ def test_a_page_made_before_a_404_does_not_contradict_it(listed_at: float, *, br
     assert [one.name for one in found] == ["removed_on_fresh_word"] * breaks
 
 
-# --- an operator of the REST API in the simulation: its run holds, and finds the defects that it is there for
+# --- a client and an operator of the REST API: each run holds, and finds the defects that it is there for
 
 
-ACTS = (
+CLIENTS_ACTS = (
+    *("reserve", "reserve-host", "change", "swap", "release", "host-aggregates"),
+    *("inventories", "traits", "aggregates", "reserve", "release"),
+)
+OPERATORS_ACTS = (
     *("tree", "name", "equip", "race", "hold", "hold", "reshape", "reshape", "lists"),
     *("name", "equip", "rename-class", "rename-provider", "unname", "race", "reshape", "race", "fell"),
 )
 
 
-def calm() -> Plan:
-    """Every act of the operator, one after the other, beside builds on a good day."""
-    plan = plan_of(1).without_faults()
-    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 20.0]
-    acts = [
-        Order(at=4.0 + number, action=Action.REST, verb=verb, host=number, uuid=f"00000000-0000-4000-9000-{number:012}")
-        for number, verb in enumerate(ACTS)
+def acts(verbs: Sequence[str], at: float, series: str) -> list[Order]:
+    """One a second."""
+    act = Order(at=at, action=Action.REST)
+    return [
+        replace(act, at=at + n, verb=verb, host=n, uuid=f"00000000-0000-4000-{series}-{n:012}")
+        for n, verb in enumerate(verbs)
     ]
-    return replace(plan, orders=tuple(sorted((*builds, *acts), key=lambda one: one.at)), load_s=25.0, page=PAGE)
+
+
+def client() -> Plan:
+    """Every act of the client, one after the other, beside builds on a good day."""
+    plan = plan_of(1).without_faults()
+    made = [Order(at=4.0 + number, action=Action.REST, verb="provider", host=number) for number in range(2)]
+    return in_order(plan, *builds_of(plan, before_s=20.0), *made, *acts(CLIENTS_ACTS, 10.0, "8000"), load_s=25.0)
+
+
+def operator() -> Plan:
+    """Every act of the operator."""
+    plan = plan_of(1).without_faults()
+    orders = (*builds_of(plan, before_s=20.0), *acts(OPERATORS_ACTS, 4.0, "9000"))
+    return in_order(plan, *orders, load_s=25.0, page=PAGE)
+
+
+def set_back() -> Plan:
+    """The book is set back to before a reservation, which its client deletes afterwards."""
+    plan, consumer = client(), "00000000-0000-4000-8000-00000000000a"
+    backup = "e0000000-0000-4000-8000-000000000001"
+    acts = (
+        Order(at=11.0, action=Action.BACKUP, service="placement", uuid=backup),
+        Order(at=12.0, action=Action.REST, verb="reserve", host=1, uuid=consumer),
+        Order(at=14.0, action=Action.RESTORE, service="placement", uuid=backup, seconds=1.0),
+        Order(at=18.0, action=Action.REST, verb="release", host=2, uuid=consumer),
+    )
+    made = [order for order in plan.orders if order.verb == "provider"]
+    return replace(plan, orders=(*made, *acts), widenings=(Widening.BOOK_RESTORED,))
+
+
+def swap_leaves_its_source() -> AbstractContextManager[Any]:
+    """An amount that one consumer gives another in a swap is held by that one."""
+    whole = allocations.replace
+
+    def replaced(ledger: Any, writes: Any) -> Any:
+        return whole(ledger, [write for write in writes if write.holding])
+
+    return patch.object(allocations, "replace", replaced)
+
+
+def release_answered_unwritten() -> AbstractContextManager[Any]:
+    """DELETE /allocations is answered, and nothing is written."""
+    submit = groups.Groups.submit
+
+    async def unwritten(self: Any, item: Any) -> Any:
+        return None if isinstance(item, allocations.Remove) else await submit(self, item)
+
+    return patch.object(groups.Groups, "submit", unwritten)
+
+
+def aggregates_never_written() -> AbstractContextManager[Any]:
+    """PUT of aggregates moves the generation alone."""
+    kind = providers.SetAggregates
+
+    def without(uuid: str, aggregates: Any, generation: Any) -> Any:
+        return kind(uuid, (), generation)
+
+    return patch.object(providers, "SetAggregates", without)
+
+
+def read_fails() -> AbstractContextManager[Any]:
+    """A handler raises what no check foresaw."""
+
+    async def failing(_self: Any, _uuid: str) -> Any:
+        raise KeyError(_uuid)
+
+    return patch.object(MemoryReads, "allocations_of_consumer", failing)
 
 
 def reshape_leaves_the_holders() -> AbstractContextManager[Any]:
@@ -125,16 +199,40 @@ def reshape_leaves_the_holders() -> AbstractContextManager[Any]:
     return patch.object(book, "reshape", without)
 
 
-def test_every_act_is_carried_out_and_every_invariant_holds() -> None:
-    result = run(calm(), event_log=EventLog(keep=True))
-    assert result.breach == "", result.detail
-    answers = [line.split("rest-answer ")[1].split() for line in result.lines if "rest-answer " in line]
-    wrote = {(method, path.split("/")[1], status) for method, path, status in answers if method != "GET"}
-    assert {("POST", "reshaper", "204"), ("PUT", "resource_classes", "200"), ("DELETE", "traits", "204")} <= wrote
-    assert {("PUT", "allocations", "204"), ("DELETE", "resource_classes", "204")} <= wrote
+def wrote(plan: Plan) -> list[tuple[str, str, str]]:
+    """(method, resource, status) of each write of a run that holds."""
+    result = held(plan, event_log=EventLog(keep=True))
     assert result.states["active"] > 0
+    answers = [line.split("rest-answer ")[1].split() for line in result.lines if "rest-answer " in line]
+    return [(method, path.split("/")[1], status) for method, path, status in answers if method != "GET"]
 
 
-def test_it_finds_allocations_that_a_reshape_leaves_behind() -> None:
-    with reshape_leaves_the_holders():
-        assert run(calm()).breach == "rest_reads_writes"
+def test_every_act_of_the_client_is_carried_out() -> None:
+    seen = {(method, status) for method, _, status in wrote(client())}
+    assert {("PUT", "200"), ("PUT", "204"), ("POST", "204"), ("DELETE", "204")} <= seen
+
+
+def test_every_act_of_the_operator_is_carried_out() -> None:
+    seen = set(wrote(operator()))
+    assert {("POST", "reshaper", "204"), ("PUT", "resource_classes", "200"), ("DELETE", "traits", "204")} <= seen
+    assert {("PUT", "allocations", "204"), ("DELETE", "resource_classes", "204")} <= seen
+
+
+def test_a_reservation_that_a_restore_took_is_not_missed_after_its_delete() -> None:
+    result = held(set_back(), event_log=EventLog(keep=True))
+    assert any("DELETE /allocations" in line and line.endswith("404") for line in result.lines)
+
+
+@pytest.mark.parametrize(
+    ("plan", "mutant", "breach"),
+    [
+        (client, swap_leaves_its_source, "rest_reads_writes"),
+        (client, release_answered_unwritten, "rest_reads_writes"),
+        (client, aggregates_never_written, "rest_reads_writes"),
+        (client, read_fails, "rest_answers"),
+        (operator, reshape_leaves_the_holders, "rest_reads_writes"),
+    ],
+)
+def test_it_finds_a_defect(plan: Callable[[], Plan], mutant: Mutant, breach: str) -> None:
+    with mutant():
+        assert run(plan()).breach == breach

@@ -1,0 +1,177 @@
+"""Deliberate defects are found in plans made for them: of deadlines, drains, fences, others' actions and forgotten
+requests, and those that need two rare things at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from msgspec.structs import replace
+
+from bus.consuming import in_flight
+from cell_conductor.domain import departure_rules, move_events
+from cell_conductor.domain.rules import Step
+from lab.simulation import drain_watch
+from lab.simulation.draw import plan_of
+from lab.simulation.moves import DRAIN
+from lab.simulation.plan import Action, Cell, Order, Plan
+from lab.simulation.run import run, simulate
+from lab.simulation.steering import deleted_amid
+from lab.simulation.widening import Widening
+from scheduler_worker import drains
+from scheduler_worker.unanswered import UnansweredRequests
+from tests.sim import mutants_of_cases as defects
+from tests.sim.mutants import Mutant
+from tests.sim.mutants_of_disks import unwatched
+from tests.sim.plans import held, plan_of_case
+from tests.sim.test_fences import DRAINS, SEED, hosts_are_fenced, hosts_burn_while_fenced
+from tests.sim.test_forgotten_builds import CELL_RESTORED, a_cell_forgets, requesters_give_up
+from tests.sim.test_other_tenants import hosts_come_back, machines_are_lost_at_once, nodes_come_again
+
+
+def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
+    """A request that was begun is acknowledged as done when its client has stopped waiting.
+
+    Without the watch of builds, which carries it on, and so mends this.
+    """
+    patches = ExitStack()
+    patches.enter_context(patch.object(in_flight, "ENDED_BY_LETTER", frozenset()))
+    patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
+    return patches
+
+
+def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
+    """The end of a move that a drain has begun is never read."""
+    step = drains.step
+
+    def unfollowed(found: Any, known: Any, *more: Any) -> Any:
+        return step(found, {uuid: replace(context, move=None) for uuid, context in known.items()}, *more)
+
+    return patch.object(drains, "step", unfollowed)
+
+
+def drains_never_end() -> AbstractContextManager[Any]:
+    """A drain of which nothing is left stays as it is."""
+    return patch.object(drains, "end_of", lambda found, now: None)
+
+
+def drains_end_without_a_look_at_their_hosts() -> AbstractContextManager[Any]:
+    """A drain is done as soon as the instances of its plan have been moved."""
+
+    async def unseen(*_arguments: Any, **_named: Any) -> bool:
+        return False
+
+    return patch.object(drains.DrainKeeper, "_review", unseen)
+
+
+def cells_are_not_queried() -> AbstractContextManager[Any]:
+    """A scheduler waits for the end of a request however long."""
+
+    async def look(self: UnansweredRequests) -> None:
+        return None
+
+    return patch.object(UnansweredRequests, "look", look)
+
+
+def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
+    """A cell that has no record of a request does not answer."""
+    right = departure_rules.answer_query
+
+    def answer(instance: Any, event: Any, context: Any) -> Step:
+        answered = right(instance, event, context)
+        is_lost = any(getattr(one, "code", "") == move_events.MOVE_LOST for one in answered.commands)
+        return Step(instance) if is_lost else answered
+
+    return patch.object(departure_rules, "answer_query", answer)
+
+
+AGREE = "hosts_instances_allocations_agree"
+DRAINED = partial(plan_of, SEED, DRAINS)
+DEFECTS: list[tuple[Callable[[], Plan], Mutant, str]] = [
+    (partial(requesters_give_up, 1), requests_end_with_their_requesters, "liveness"),
+    (DRAINED, drains_never_end, "drains_end"),
+    (DRAINED, moves_of_drains_are_not_followed, "drains_end"),
+    (partial(hosts_are_fenced, 1), defects.fence_never_lifted, "fences_are_lifted"),
+    (partial(hosts_are_fenced, 1), defects.losses_never_forgotten, "fences_are_lifted"),
+    (partial(hosts_are_fenced, 1), defects.delete_on_a_fenced_host_keeps_its_claim, AGREE),
+    (partial(hosts_are_fenced, 9), defects.choice_never_released, "replica_agrees"),
+    # Where a host comes back soon, nothing else shows it; one that has burnt down stays fenced.
+    (partial(hosts_burn_while_fenced, 1), defects.fence_acknowledged_and_not_recorded, "fences_are_on_record"),
+    (partial(hosts_come_back, lost=True), defects.failed_machine_left_running, AGREE),
+    (partial(hosts_come_back, lost=False), defects.survived_machine_kept_for_good, AGREE),
+    (machines_are_lost_at_once, defects.breaker_never_trips, "breaker_holds"),
+    (nodes_come_again, defects.overtaken_404_accepted, "removed_on_fresh_word"),
+    (partial(a_cell_forgets, 2), cells_are_not_queried, "one_terminal_event"),
+    (partial(a_cell_forgets, 2), lost_requests_are_not_ended, "one_terminal_event"),
+    (partial(CELL_RESTORED, 7), cells_are_not_queried, "one_terminal_event"),  # a build waits for ever
+    (partial(CELL_RESTORED, 20), cells_are_not_queried, "one_terminal_event"),  # a delete
+]
+
+
+@pytest.mark.parametrize(("plan", "mutant", "breach"), DEFECTS, ids=[one.__name__ for _, one, _ in DEFECTS])
+def test_a_defect_is_found(plan: Callable[[], Plan], mutant: Mutant, breach: str) -> None:
+    with mutant():
+        assert run(plan()).breach == breach
+
+
+def a_build_comes_to_a_host_that_is_being_drained() -> Plan:
+    """Builds every millisecond around the start of a drain: of some, the claim comes after its plan."""
+    cell = Cell(name="cell0", conductors=1, services=(("s00", 1), ("s01", 6)), metal=())
+    uuids = [f"a0000000-0000-4000-8000-0000000000{number:02}" for number in range(34)]
+    build = Order(at=5.0, action=Action.BUILD, flavor="m1.tiny", project="red")
+    early = [replace(build, uuid=uuid) for uuid in uuids[:14]]
+    late = [replace(build, uuid=uuid, at=40.0 + number * 0.001) for number, uuid in enumerate(uuids[14:])]
+    uuid = "d0000000-0000-4000-8000-000000000001"
+    drain = Order(at=40.0, action=Action.MOVE, verb=DRAIN, service="s00", uuid=uuid, seconds=60.0)
+    plan = plan_of_case(1, (cell,), (*early, *late, drain), (), builds_s=0.5)
+    return replace(plan, widenings=(Widening.DRAINS,), drains_by_schedulers=True, load_s=110.0)
+
+
+def test_a_drain_that_does_not_look_at_its_hosts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch grants a move that was dispatched before ten seconds; nothing moves here but by the drain."""
+    monkeypatch.setattr(drain_watch, "LOOKED_S", 0.1)
+    held(a_build_comes_to_a_host_that_is_being_drained())
+    with drains_end_without_a_look_at_their_hosts():
+        assert run(a_build_comes_to_a_host_that_is_being_drained()).breach == "drained_hosts_hold_nothing"
+
+
+MOVES = frozenset({Widening.MOVES})
+BUSES_APART = frozenset({Widening.BUSES_APART})
+MOST_SEEDS = 60
+NODE_POWER = frozenset({Widening.NODE_POWER})
+# {defect: the kind of the world, and a seed that finds it}
+FOUND_BY: dict[Mutant, tuple[frozenset[Widening], int]] = {
+    defects.old_error_ends_a_power_order: (NODE_POWER, 15),
+    defects.refused_while_another_bus_is_away: (BUSES_APART, 113),
+}
+
+
+@pytest.mark.parametrize("mutant", FOUND_BY, ids=lambda mutant: mutant.__name__)
+def test_a_defect_of_a_rare_pair_is_found(mutant: Mutant) -> None:
+    kinds, seed = FOUND_BY[mutant]
+    held(plan_of(seed, kinds))
+    with mutant():
+        assert simulate(seed, kinds).breach
+
+
+@pytest.mark.timeout(900)
+def test_a_release_under_the_number_of_a_revert_is_found_by_a_run_steered_to_reverts() -> None:
+    """By the seed and the draw on record, or another of the first ones."""
+    for seed, draw in ((25, 0), *((seed, draw) for seed in range(1, MOST_SEEDS) for draw in range(4))):
+        plan = plan_of(seed, MOVES)
+        if Widening.MOVES not in plan.widenings or plan.placements < 2:
+            continue
+        steered = deleted_amid(plan, run(plan).seen.stays, "reverting", random.Random(draw))
+        with defects.release_under_the_reverts_number():
+            found = run(steered).breach
+        if found:
+            clean = run(steered)
+            assert (found, clean.breach) == ("hosts_instances_allocations_agree", ""), clean.detail
+            return
+    pytest.fail(f"it was not found in {MOST_SEEDS} seeds")
