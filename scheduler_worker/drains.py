@@ -250,9 +250,7 @@ class DrainKeeper:
         if not looked_at:
             return False
         there = [host for uuid, host in hosts.items() if uuid in looked_at]
-        held = await self._holders.held_on(there)
-        if is_last:
-            held += await self._holders.active_on(there, MAX_PLANNED)
+        held = await self._holders.held_on(there, MAX_PLANNED if is_last else 0)
         now = self._clock.time()
         async with self._store.operation() as unit:
             found = await unit.lock_drain(drain, now, 0)

@@ -308,24 +308,25 @@ def is_migration(holder: TreeHolder) -> bool:
     return holder.attempt > 0 and holder.consumer_type.startswith("MIGRATION")
 
 
-def held_on(host: DrainedHost, known: MoveContext, by: RecordedMove | None = None) -> HeldInstance | None:
+def held_on(
+    host: DrainedHost, known: MoveContext, by: RecordedMove | None = None, holder: TreeHolder | None = None
+) -> HeldInstance | None:
     """The instance of which a host holds something; None: it is no instance on record.
 
     by: the request that holds it, by its migration or because it brings the instance there; None: the instance's own
-    allocation.
+    allocation. holder: by the book. Of a migration whose records are lost the move is unconfirmed; where its request is
+    not on record either, the migration is named.
     """
     build = known.build
-    if build is None:
+    if build is not None:
+        code, reason = _why_held(host, known, build, by)
+        uuid, project_id = build.instance_uuid, build.project_id
+    elif holder is not None and is_migration(holder):
+        code, reason = UNCONFIRMED, f"migration {holder.consumer} keeps a source here, and its request is not on record"
+        uuid, project_id = holder.consumer if by is None else by.instance_uuid, holder.project_id
+    else:
         return None
-    code, reason = _why_held(host, known, build, by)
-    return HeldInstance(
-        instance_uuid=build.instance_uuid,
-        project_id=build.project_id,
-        source=host,
-        code=code,
-        reason=reason,
-        known=known,
-    )
+    return HeldInstance(instance_uuid=uuid, project_id=project_id, source=host, code=code, reason=reason, known=known)
 
 
 def _why_held(host: DrainedHost, known: MoveContext, build: RecordedBuild, by: RecordedMove | None) -> tuple[str, str]:
@@ -347,19 +348,6 @@ def _why_held(host: DrainedHost, known: MoveContext, build: RecordedBuild, by: R
     if known.now.condition is Condition.RESIZED:
         return UNCONFIRMED, f"{by.kind} {by.request_id} to {build.host} awaits confirm or revert"
     return UNRELEASED, f"the source of {by.kind} {by.request_id} is not released yet"
-
-
-def held_by_unknown(host: DrainedHost, holder: TreeHolder, by: RecordedMove | None) -> HeldInstance:
-    """The instance whose source a migration keeps on this host, and whose record is lost: its move is unconfirmed. by:
-    the migration's request; where that is not on record any more, the migration is named.
-    """
-    return HeldInstance(
-        instance_uuid=holder.consumer if by is None else by.instance_uuid,
-        project_id=holder.project_id,
-        source=host,
-        code=UNCONFIRMED,
-        reason=f"migration {holder.consumer} keeps a source here, and its request is not on record",
-    )
 
 
 class LookedAt(Struct, frozen=True, kw_only=True):

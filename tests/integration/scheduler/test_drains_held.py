@@ -290,8 +290,8 @@ async def test_a_look_that_a_command_has_overtaken_changes_nothing(
     await waits(world, begun, build.instance_uuid)
     held_on, stopped = DrainHolders.held_on, list[str]()
 
-    async def overtaken(self: DrainHolders, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
-        found = await held_on(self, hosts)
+    async def overtaken(self: DrainHolders, hosts: Sequence[DrainedHost], *most: int) -> list[HeldInstance]:
+        found = await held_on(self, hosts, *most)
         if hosts and not stopped:
             stopped.append(begun.id)
             await command(world, begun, DrainAction.STOP)

@@ -37,7 +37,6 @@ from scheduler_worker.domain.drains import (
     commanded,
     drained,
     end_of,
-    held_by_unknown,
     held_on,
     is_migration,
     retried,
@@ -384,9 +383,8 @@ def test_an_instance_whose_source_a_migration_keeps_is_named(
 ) -> None:
     holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=1)
     assert is_migration(holder)
-    held = None if known is None else held_on(DRAINED, known, move)
-    held = held or held_by_unknown(DRAINED, holder, move)
-    assert (held.instance_uuid, held.code) == found
+    held = held_on(DRAINED, known or MoveContext(), move, holder)
+    assert held is not None and (held.instance_uuid, held.code) == found
 
 
 @pytest.mark.parametrize(("consumer_type", "attempt"), [("MIGRATION", 0), ("INSTANCE", 2), ("INSTANCE", 0)])
