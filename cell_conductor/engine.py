@@ -31,15 +31,20 @@ from .domain.desires import desire_of
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
+    Event,
+    HostRuns,
     InstanceEvent,
     MachineFound,
     MoveRequested,
+    Spawned,
+    SpawnFailed,
     TimedOut,
 )
 from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
+from .domain.report import is_over
 from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
 from .domain.table import FenceSteps, question_of, step
@@ -54,7 +59,7 @@ from .placement_requests import (
 )
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
-from .store.safety import UnexplainedRecord
+from .store.safety import KEEP, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -250,10 +255,13 @@ class Engine:
         steps: Counter[tuple[State, str]] = Counter()
         ended, unsearched = list[Instance](), list[InstanceEvent]()
         context, ended_by = self._context_now(), FenceSteps()
-        unexplained = await _unexplained(transaction, incoming)
+        asked = {one.uuid for one in incoming if reads_unexplained(known.get(one.uuid), one.event)}
+        unexplained = await transaction.unexplained(asked) if asked else []
+        machines_of = {one.machine.uuid for one in unexplained}
+        context = replace(context, kept={one.place: one.machine.attempt for one in unexplained if one.verdict == KEEP})
         for instance_event in incoming:
             before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
-            if is_unsearched(before, event, context.set_back, unexplained):
+            if is_unsearched(before, event, context.set_back, machines_of):
                 unsearched.append(instance_event)
                 continue
             stepped = step(before, event, context)
@@ -400,10 +408,14 @@ class Engine:
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
 
 
-async def _unexplained(transaction: Transaction, incoming: Sequence[InstanceEvent]) -> set[str]:
-    """The instances, of those that are to be built, of which a host has a machine that no record explains."""
-    builds = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and one.event.found is None}
-    return {one.machine.uuid for one in await transaction.unexplained(builds)} if builds else set()
+def reads_unexplained(record: Instance | None, event: Event) -> bool:
+    """Whether the machines of its instance that no record explains are read before this step: it may begin another one,
+    or destroy one of them. A usual result does neither.
+    """
+    if isinstance(event, BuildRequested):
+        return True
+    is_result = isinstance(event, HostRuns | Spawned | SpawnFailed)
+    return record is not None and is_result and is_over(record, event.attempt, event.host_uuid)
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

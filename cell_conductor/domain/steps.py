@@ -31,6 +31,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
     marked. down: compute services that take no builds now, so that none is begun there while another host can be tried.
     fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
     reported it, the machines that run there all the same. set_back: when the database came to be older than the world.
+    kept: {(host, instance): attempt} of machines that an operator keeps: nothing destroys them, nor begins another one
+    in their place. They are read of the instances that `engine.reads_unexplained` names.
     """
 
     cell: str
@@ -39,6 +41,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     fences: Mapping[str, Fence] = {}
     still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
     set_back: SetBack = SetBack()
+    kept: Mapping[tuple[str, str], int] = {}
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
     destroy_retry_s: float = 30.0

@@ -12,7 +12,15 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Message, Meta
-from bus.contracts.cell import CellDelete, Destroy, FindMachines, FoundMachine, Running
+from bus.contracts.cell import (
+    CellDelete,
+    ComputeOutcome,
+    ComputeResult,
+    Destroy,
+    FindMachines,
+    FoundMachine,
+    Running,
+)
 from bus.contracts.moves import AskedBy, CellBook, CellMove, ChangeMachine, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.faults import Transient
@@ -451,6 +459,22 @@ async def test_a_machine_that_an_operator_keeps_stays_when_its_instance_is_delet
     assert (record.place, record.verdict) == ((host(1), UUID), KEEP)
     await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
     await hosts.hosts([Received(listing("s1", 1, runs=(own,), sequence=2), Meta(id="s"), "c1", "conductor.hosts.p")])
+    assert [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)] == [Destroy]
+
+
+@pytest.mark.parametrize("outcome", [ComputeOutcome.ACTIVE, ComputeOutcome.FAILED])
+async def test_a_machine_that_an_operator_keeps_stays_when_its_host_answers_late(outcome: ComputeOutcome) -> None:
+    """It was not complete yet: the result of its build was the proof, and no report was asked."""
+    conductor = Conductor(Services(s1=(replace(OWN, built=False),)), ("s1",))
+    await conductor.store.open()
+    await conductor.keep(1, KEEP)
+    assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
+    conductor.relay.sent.clear()
+    late = ComputeResult(instance_uuid=UUID, attempt=1, host_uuid=host(1), service="s1", outcome=outcome)
+    await conductor.requests.results([Received(late, Meta(id="r"), "c1", "conductor.results")])
+    assert not conductor.relay.sent
+    await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
+    await conductor.requests.results([Received(late, Meta(id="s"), "c1", "conductor.results")])
     assert [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)] == [Destroy]
 
 
