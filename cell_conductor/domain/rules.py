@@ -32,7 +32,7 @@ from .events import (
 )
 from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
-from .set_back import doubted_from, is_doubted_request, numbered_on
+from .set_back import doubted_from, numbered_on
 from .steps import Step, StepContext
 
 # The code of a doubted build whose host stayed silent.
@@ -53,9 +53,9 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
     adopted = with_request(instance, event)
-    if is_doubted_request(event, context.set_back):
-        # It may have been handed in before, to a record that the database has lost. Whatever becomes of it, this
-        # record's actions do not prove that a machine is over.
+    if event.found is not None:
+        # It was searched for (`set_back.is_unsearched`): it may have been handed in before, to a record that the
+        # database has lost. Whatever becomes of it, this record's actions do not prove that a machine is over.
         adopted = replace(numbered_on(adopted, event), doubted=True, reused_from=1)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)

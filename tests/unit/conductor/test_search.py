@@ -263,6 +263,20 @@ async def test_a_request_that_is_taken_again_unsearched_holds_its_batch_and_reco
     assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)
 
 
+async def test_a_build_that_is_begun_beside_a_machine_in_quarantine_proves_nothing_about_it() -> None:
+    """A later attempt of it, on the same host, proved the machine to be over."""
+    services = Services(s1=(), s2=(machine(),))
+    services.silent = {"s2"}
+    conductor = Conductor(services, ("s1", "s2"))
+    await conductor.store.open()
+    await conductor.keep(3)
+    build = replace(BUILD, requested_at=SystemClock().time() + 3600.0)
+    assert isinstance(await conductor.take(build, set_back=False, attempt=RETRIES), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is State.BUILDING
+    assert recorded.doubted and recorded.reused_from == 1
+
+
 async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_whenever_it_was_sent() -> None:
     """A client that requests its build again, after a restore, has sent it since."""
     services = Services(s1=(replace(machine(), service="s1"),))
