@@ -40,7 +40,7 @@ from .domain.events import (
     SpawnFailed,
     TimedOut,
 )
-from .domain.fences import Fence, Loss, RunningAfterFence
+from .domain.fences import Fence, Loss, RunningAfterFence, fenced_hosts
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
@@ -255,7 +255,7 @@ class Engine:
         steps: Counter[tuple[State, str]] = Counter()
         ended, unsearched = list[Instance](), list[InstanceEvent]()
         context, ended_by = self._context_now(), FenceSteps()
-        asked = {one.uuid for one in incoming if reads_unexplained(known.get(one.uuid), one.event)}
+        asked = {one.uuid for one in incoming if reads_unexplained(known.get(one.uuid), one.event, context)}
         unexplained = await transaction.unexplained(asked) if asked else []
         machines_of = {one.machine.uuid for one in unexplained}
         context = replace(context, kept={one.place: one.machine.attempt for one in unexplained if one.verdict == KEEP})
@@ -408,14 +408,15 @@ class Engine:
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
 
 
-def reads_unexplained(record: Instance | None, event: Event) -> bool:
+def reads_unexplained(record: Instance | None, event: Event, context: StepContext) -> bool:
     """Whether the machines of its instance that no record explains are read before this step: it may begin another one,
-    or destroy one of them. A usual result does neither.
+    or destroy one of them, or give one up as a loss of a fenced host. A usual result does none of these.
     """
-    if isinstance(event, BuildRequested):
+    if record is None or isinstance(event, BuildRequested):
+        return isinstance(event, BuildRequested)
+    if isinstance(event, HostRuns | Spawned | SpawnFailed) and is_over(record, event.attempt, event.host_uuid):
         return True
-    is_result = isinstance(event, HostRuns | Spawned | SpawnFailed)
-    return record is not None and is_result and is_over(record, event.attempt, event.host_uuid)
+    return bool(fenced_hosts(record, context.fences))
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

@@ -4,7 +4,7 @@ hosts on which nothing is begun now: fenced ones, and those of a compute service
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -68,8 +68,14 @@ class RunningAfterFence(Struct, frozen=True):
     attempts: Mapping[str, int]
 
 
-def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:
-    """The machines of an instance that this host may have by the previous record, and that the new record gave up."""
+def losses_of(
+    before: Instance, after: Instance, host_uuid: str, at: float, kept: Container[tuple[str, str]] = ()
+) -> tuple[Loss, ...]:
+    """The machines of an instance that this host may have by the previous record, and that the new record gave up; none
+    where an operator keeps one (`StepContext.kept`).
+    """
+    if (host_uuid, before.uuid) in kept:
+        return ()
     machines = []
     if before.host_uuid == host_uuid:
         machines.append((before.attempt, before.here.service))
