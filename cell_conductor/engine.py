@@ -254,14 +254,10 @@ class Engine:
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended, unsearched = list[Instance](), list[InstanceEvent]()
-        context, ended_by = self._context_now(), FenceSteps()
-        asked = {one.uuid for one in incoming if reads_unexplained(known.get(one.uuid), one.event, context)}
-        unexplained = await transaction.unexplained(asked) if asked else []
-        machines_of = {one.machine.uuid for one in unexplained}
-        context = replace(context, kept={one.place: one.machine.attempt for one in unexplained if one.verdict == KEEP})
+        context, ended_by = await self._context_of(transaction, known, incoming), FenceSteps()
         for instance_event in incoming:
             before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
-            if is_unsearched(before, event, context.set_back, machines_of):
+            if is_unsearched(before, event, context.set_back, context.unexplained):
                 unsearched.append(instance_event)
                 continue
             stepped = step(before, event, context)
@@ -290,8 +286,10 @@ class Engine:
         await transaction.send_later(outgoing)
         return Transition(now, outgoing, steps, ended, ended_by.losses)
 
-    def _context_now(self) -> StepContext:
-        return replace(
+    async def _context_of(
+        self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
+    ) -> StepContext:
+        context = replace(
             self._context,
             deployment=self._store.deployment,
             set_back=self._store.set_back,
@@ -299,6 +297,10 @@ class Engine:
             fences=self._fences.known,
             still_running=self._fences.still_running,
         )
+        asked = {one.uuid for one in incoming if reads_unexplained(known.get(one.uuid), one.event, context)}
+        found = await transaction.unexplained(asked) if asked else []
+        kept = {one.place: one.machine.attempt for one in found if one.verdict == KEEP}
+        return replace(context, unexplained={one.machine.uuid for one in found}, kept=kept)
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count the committed changes."""
@@ -412,11 +414,12 @@ def reads_unexplained(record: Instance | None, event: Event, context: StepContex
     """Whether the machines of its instance that no record explains are read before this step: it may begin another one,
     or destroy one of them, or give one up as a loss of a fenced host. A usual result does none of these.
     """
-    if record is None or isinstance(event, BuildRequested):
-        return isinstance(event, BuildRequested)
+    if record is None or isinstance(event, BuildRequested | MoveRequested):
+        return isinstance(event, BuildRequested | MoveRequested)
     if isinstance(event, HostRuns | Spawned | SpawnFailed) and is_over(record, event.attempt, event.host_uuid):
         return True
-    return bool(fenced_hosts(record, context.fences))
+    goes_on = bool(record.alternates) and not isinstance(event, HostRuns | Spawned)
+    return goes_on or bool(fenced_hosts(record, context.fences))
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

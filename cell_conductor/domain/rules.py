@@ -30,7 +30,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
+from .instance import FENCED, KEPT, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
 from .set_back import doubted_from, numbered_on
 from .steps import Step, StepContext
@@ -51,7 +51,9 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
 
 
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
+    """The first selection is commanded; unless it is fenced or has a machine that an operator keeps, or its service is
+    down and another's is not.
+    """
     adopted = with_request(instance, event)
     if event.found is not None:
         # It was searched for (`set_back.is_unsearched`): it may have been handed in before, to a record that the
@@ -59,10 +61,10 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
         adopted = replace(numbered_on(adopted, event), doubted=True, reused_from=1)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)
-    if adopted.doubted:  # its host is queried, and its answer awaited, also if its service is down
-        return _spawn(adopted, event.at, context)
     closed = context.closed(adopted).why(adopted.here)
-    if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, context)):
+    if closed is None or (adopted.doubted and closed.code != KEPT):
+        return _spawn(adopted, event.at, context)  # in doubt its answer is awaited, also if its service is down
+    if closed.code not in (FENCED, KEPT) and not _has_somewhere_to_go(adopted, context):
         return _spawn(adopted, event.at, context)
     # This record has commanded nothing there, so nothing has to be destroyed. If a machine of attempt 1 is there
     # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.

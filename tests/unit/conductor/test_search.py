@@ -20,6 +20,7 @@ from bus.contracts.cell import (
     FindMachines,
     FoundMachine,
     Running,
+    Spawn,
 )
 from bus.contracts.moves import AskedBy, CellBook, CellMove, ChangeMachine, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
@@ -490,6 +491,57 @@ async def test_a_machine_that_an_operator_keeps_stays_when_its_host_answers_late
     await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
     await conductor.requests.results([Received(late, Meta(id="s"), "c1", "conductor.results")])
     assert [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)] == [Destroy]
+
+
+async def test_no_move_leads_to_a_host_that_has_a_machine_which_an_operator_keeps() -> None:
+    """The machine of a later attempt took its place there."""
+    conductor = Conductor(Services(), ())
+    await conductor.store.open()
+    await conductor.keep(1, KEEP)
+    up = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(2),), attempt=5)
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([up])
+    move = replace(UNSHELVE, kind=MoveKind.MIGRATE, selections=(selection(1), selection(3)))
+    assert isinstance(await conductor.request(move), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.move is not None
+    assert [one.host for one in recorded.alternates] == ["host-3"]
+    assert [(one.host, one.outcome, one.code) for one in recorded.move.history] == [
+        ("host-1", "not_tried", "host.machine_kept")
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2], ids=["its first host", "its alternate"])
+async def test_no_build_leads_to_a_host_that_has_a_machine_which_an_operator_keeps(n: int) -> None:
+    services = Services()
+    conductor = Conductor(services, ())
+    await conductor.store.open()
+    await conductor.keep(n, KEEP)
+    build = replace(BUILD, attempt=2)
+    assert isinstance(await conductor.take(build, set_back=False, attempt=RETRIES), Done)
+    if n == 2:
+        failed = ComputeResult(
+            instance_uuid=UUID, attempt=2, host_uuid=host(1), service="s1", outcome=ComputeOutcome.FAILED
+        )
+        await conductor.requests.results([Received(failed, Meta(id="r"), "c1", "conductor.results")])
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.doubted
+    expected = ((State.CLAIMING, State.BUILDING), ["host-2"]) if n == 1 else ((State.RELEASING, State.FAILED), [])
+    assert (recorded.phase, [one.host for one in recorded.alternates]) == expected
+    codes = [one.code for one in recorded.history if one.host == f"host-{n}"]
+    assert codes == ["host.machine_kept"]
+    started = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    assert host(n) not in {one.host_uuid for one in started if isinstance(one, Spawn)}
+
+
+async def test_the_build_of_a_machine_that_an_operator_keeps_is_repeated_on_its_host() -> None:
+    """Its host has that attempt, and only answers."""
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
+    await conductor.store.open()
+    await conductor.keep(1, KEEP)
+    assert isinstance(await conductor.take(set_back=False), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.state, recorded.attempt) == (State.BUILDING, 1)
 
 
 async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an_operator_keeps() -> None:
