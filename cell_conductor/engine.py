@@ -59,7 +59,7 @@ from .placement_requests import (
 )
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
-from .store.safety import KEEP, UnexplainedRecord
+from .store.safety import ADOPT, KEEP
 
 log = structlog.get_logger(__name__)
 
@@ -142,7 +142,7 @@ class Engine:
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
         self._unsearched: dict[str, PendingQuestion] = {}
-        self._decided: dict[str, UnexplainedRecord] = {}  # machines in quarantine to adopt, by instance
+        self._decided: set[str] = set()  # instances with a machine in quarantine to adopt
         self._search_due = asyncio.Event()
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = StepContext(
@@ -319,7 +319,7 @@ class Engine:
         await self._search_due.wait()
         self._search_due.clear()
         questions, self._unsearched = list(self._unsearched.values()), {}
-        decided, self._decided = self._decided, {}
+        decided, self._decided = self._decided, set()
         if seen := await self._see_sources(questions):
             await self._ask_placement(await self._apply(seen))
         questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
@@ -353,12 +353,13 @@ class Engine:
         if events:
             await self._ask_placement(await self._apply(events))
 
-    def adopt(self, record: UnexplainedRecord) -> None:
-        """Have the next search look for this machine in quarantine, and for others of its instance, and give it to the
-        instance if it is the only one. It comes again with each report of its host.
+    def adopt(self, instance: str) -> None:
+        """Have the next search look for the machine in quarantine that is this instance's by an operator's word, and
+        for others of it, and give it to the instance if it is the only one. It comes again with each report of its
+        host.
         """
         if len(self._decided) < MAX_UNSEARCHED:
-            self._decided[record.machine.uuid] = record
+            self._decided.add(instance)
             self._search_due.set()
 
     async def _see_sources(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
@@ -367,8 +368,14 @@ class Engine:
         found = await self._search.see_sources(sources)
         return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
 
-    async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:
-        known = await self.known(decided)
+    async def _find_decided(self, instances: Collection[str]) -> list[InstanceEvent]:
+        """The machines of these that are theirs by the word that stands now."""
+        if not instances:
+            return []
+        async with self._store.transaction() as transaction:
+            known = await transaction.lock(sorted(instances))
+            unexplained = await transaction.unexplained(instances)
+        decided = {one.machine.uuid: one for one in unexplained if one.verdict == ADOPT}
         found = await self._search.find_decided(decided, known)
         now = self._clock.time()
         return [

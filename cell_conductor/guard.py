@@ -71,9 +71,9 @@ class Guard:
         config: ConductorConfig,
         *,
         effective: Effective,
-        adopt: Callable[[UnexplainedRecord], None],
+        adopt: Callable[[str], None],
     ) -> None:
-        """`adopt(record)`: give this machine to its instance, as an operator has decided."""
+        """`adopt(uuid)`: give the machine of this instance to it, as an operator has decided."""
         self._adopt = adopt
         self._store = store
         self._effective = effective
@@ -197,7 +197,7 @@ class Guard:
             if row.verdict == DESTROY:
                 await self._destroy(row)
             elif row.verdict == ADOPT:
-                self._adopt(row)
+                self._adopt(row.machine.uuid)
         await self._announce(report, [row.machine for row in records if row.is_new])
         new = [row.machine for row in quarantined if row.is_new]
         if new:

@@ -37,7 +37,7 @@ from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
-from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_transfers import held, leaving
@@ -542,6 +542,26 @@ async def test_the_build_of_a_machine_that_an_operator_keeps_is_repeated_on_its_
     assert isinstance(await conductor.take(set_back=False), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and (recorded.state, recorded.attempt) == (State.BUILDING, 1)
+
+
+@pytest.mark.parametrize("word", [ADOPT, KEEP])
+async def test_a_machine_is_given_to_its_instance_by_the_word_that_stands_when_it_is_searched_for(word: str) -> None:
+    """The word that its last report was read with was carried out, though it was another by then."""
+    conductor = Conductor(Services(s1=(), s2=(machine(),)), ("s1", "s2"))
+    await conductor.store.open()
+    await conductor.keep(3, ADOPT)
+    up = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=2, reused_from=1)
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([up])
+    own = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    bus: Any = Quiet()
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), bus)
+    await hosts.hosts([Received(listing("s2", 3, runs=(own,)), Meta(id="r"), "c1", "conductor.hosts.p")])
+    await conductor.store.safety.decide([DecidedMachine(UUID)], word, "ann", 3.0)
+    await conductor.engine.search()
+    recorded = await conductor.recorded()
+    expected = (State.CLAIMING, State.ACTIVE) if word == ADOPT else (State.ACTIVE, None)
+    assert recorded is not None and recorded.phase == expected
 
 
 async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an_operator_keeps() -> None:
