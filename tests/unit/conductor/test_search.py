@@ -564,6 +564,29 @@ async def test_a_machine_is_given_to_its_instance_by_the_word_that_stands_when_i
     assert recorded is not None and recorded.phase == expected
 
 
+async def test_a_report_of_a_machine_whose_delete_is_under_way_begins_no_transaction() -> None:
+    """Each page of a drain paid for one, to ask whether an operator keeps the machine."""
+    conductor = Conductor(Services(), ())
+    await conductor.store.open()
+    leaving = Instance(
+        uuid=UUID, state=State.DESTROYING, then=State.DELETED, spec=SPEC, selections=(selection(1),), attempt=1
+    )
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([leaving])
+    begun, begin = list[None](), conductor.store.transaction
+
+    def counted() -> Any:
+        begun.append(None)
+        return begin()
+
+    conductor.store.transaction = counted  # type: ignore[method-assign]
+    own = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    bus: Any = Quiet()
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), bus)
+    await hosts.hosts([Received(listing("s1", 1, runs=(own,)), Meta(id="r"), "c1", "conductor.hosts.p")])
+    assert not begun
+
+
 async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an_operator_keeps() -> None:
     """It had not seen the machine come into quarantine, and by its deleted record it was over."""
     conductor = Conductor(Services(s1=(OWN,)), ("s1",))
