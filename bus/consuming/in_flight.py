@@ -28,10 +28,9 @@ from bus.wire import Malformed
 # has some, so a message waits for one delivery of each other lane at most, however many wait there.
 
 # The unacknowledged messages of each lane that the broker delivers ahead: with 32 requests each, as a busy client sends
-# them, two batches under way and two that wait; with fewer a batch is taken from what has just arrived, and is small.
-# With bodies of a megabyte, the bound of a client's, a lane has 64 MiB of them at the very most: a broker that is short
-# of memory reads nothing of a connection that publishes, so it does not hear of a pause either.
-LANE_PREFETCH = 64
+# them, two batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
+# broker that is short of memory reads nothing of a connection that publishes, so it does not hear of a pause either.
+LANE_PREFETCH = 32
 
 # The bytes of bodies that a consumer has of one lane, waiting or being handled, before the broker is to deliver no
 # more of it; it delivers again when half of them are settled. Messages on their way by then still come: no more than
