@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
@@ -174,13 +175,13 @@ class DrainHolders:
         return [one for one in held if one is not None]
 
     async def _known(self, uuids: Iterable[str]) -> dict[str, MoveContext]:
-        """The records of these instances, and of the requests with these ids."""
+        """The records of these instances, and of the requests with these ids. No request is made under them."""
         found: dict[str, MoveContext] = {}
         ordered = sorted(uuids)
         for start in range(0, len(ordered), PAGE):
             async with self._store.operation() as unit:
                 found |= await unit.known({uuid: uuid for uuid in ordered[start : start + PAGE]})
-        return found
+        return {uuid: replace(one, names_instance=False) for uuid, one in found.items()}
 
     async def _holders(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeHolder]]:
         """By the book. Raises PlacementUnavailable, or RequestRefused."""
