@@ -56,7 +56,7 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     if is_doubted_request(event, context.set_back):
         # It may have been handed in before, to a record that the database has lost. Whatever becomes of it, this
         # record's actions do not prove that a machine is over.
-        adopted = replace(numbered_on(adopted, event), doubted=True, reused_from=1)
+        adopted = replace(numbered_on(adopted, context.set_back, event), doubted=True, reused_from=1)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)
     if adopted.doubted:  # its host is queried, and its answer awaited, also if its service is down
