@@ -64,15 +64,15 @@ def passed_on(
     this cell's own. No record is changed; None: it leads to none.
 
     unexplained: instances of which a host has a machine that no record explains. The arrival of one may have been lost
-    here, so that it has not arrived is not answered.
+    here, so that it has not arrived is not answered, and no host is checked for it.
     """
     if isinstance(message, CellCheck) and message.answer is None and (change := message.change) is not None:
         uuid = change.spec.instance_uuid
         arrived = has_arrived(known.get(uuid), message)
-        if not arrived and not message.is_query:
-            return change
         if not arrived and uuid in unexplained:
             return None
+        if not arrived and not message.is_query:
+            return change
         answer = MachineChanged(
             instance_uuid=uuid,
             attempt=change.attempt,

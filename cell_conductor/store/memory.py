@@ -32,7 +32,7 @@ from cell_conductor.domain.set_back import SetBack, numbered_on
 from . import memory_safety
 from .memory_safety import Keeper, MemoryFences, MemoryLeases, MemorySafety
 from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
-from .safety import UnexplainedRecord
+from .safety import KEEP, UnexplainedRecord
 
 HANDLER = "conductor"
 
@@ -272,7 +272,7 @@ class MemoryInstances(SeenStore):
             await transaction.statement()
             hosts, named = frozenset(host_uuids), frozenset(instance_uuids)
             return [
-                _brief(one)
+                _brief(one, self._table)
                 for one in self._table.instances.values()
                 if one.uuid in named
                 or (one.phase in EXPECTED_HERE and one.host_uuid in hosts)
@@ -317,8 +317,9 @@ class MemoryInstances(SeenStore):
             return len(gone)
 
 
-def _brief(instance: Instance) -> Brief:
-    brief = convert(instance, Brief, from_attributes=True)
+def _brief(instance: Instance, table: MemoryInstanceTable) -> Brief:
+    kept = [host for (host, uuid), one in table.unexplained.items() if uuid == instance.uuid and one.verdict == KEEP]
+    brief = replace(convert(instance, Brief, from_attributes=True), kept=kept)
     return brief if instance.phase in REFUSED else replace(brief, code="")
 
 

@@ -43,6 +43,7 @@ from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, Optimist
 from .safety import (
     EXPLAINED,
     HOLD,
+    KEEP,
     LOSE,
     RECORDS_OF,
     PostgresFences,
@@ -93,8 +94,11 @@ SELECT uuid, state, host_uuid,
         AS first_not_tried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
     coalesce((record ->> 'reused_from')::integer, 0) AS reused_from,
-    CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code
-FROM instances
+    CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
+    coalesce(k.hosts, '{{}}') AS kept
+FROM instances LEFT JOIN (
+    SELECT instance_uuid, array_agg(host_uuid::text) AS hosts FROM unexplained WHERE verdict = '{KEEP}'
+    GROUP BY instance_uuid) AS k ON k.instance_uuid = uuid
 """
 # The states are a partial index's condition, here and in PURGE.
 BRIEFS_OF_HOSTS = f"""

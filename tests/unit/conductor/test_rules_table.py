@@ -62,12 +62,14 @@ UNDESTROYED = e.SpawnFailed(at=220.0, attempt=2, host_uuid=host(2), code="destro
 
 
 def build(*services: str, **other: Any) -> e.BuildRequested:
-    return replace(on(*(services or ("s1",))), **other)
+    """One that may be forgotten was searched for (`set_back.is_unsearched`)."""
+    is_searched = other.get("attempt", 1) > 1 or other.get("is_query", False)
+    return replace(on(*(services or ("s1",))), **{"found": () if is_searched else None, **other})
 
 
 def gives_up(code: str = "x", *, query: bool = False, **other: Any) -> e.BuildRequested:
     why = Refusal(code=code, reason="y")
-    return build(given_up=why, is_query=query, found=() if query else None, **other)
+    return build(given_up=why, is_query=query, **other)
 
 
 def doubted(state: State = S.BUILDING, then: State | None = None, **other: Any) -> Instance:
@@ -90,7 +92,7 @@ STARTS: list[Case] = [
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2)),
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2, context=DOWN_1)),
     case(ABSENT, build("s1", "s2", attempt=2), "building", "spawn 2@1", "build: building", context=DOWN_1),
-    case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=DOWN_IN_DOUBT),
+    case(ABSENT, build("s1", "s2", found=()), "building", "spawn 1@1", "build: building", context=DOWN_IN_DOUBT),
     case(ABSENT, gives_up(), "releasing/failed"),
     case(ABSENT, gives_up("build.machine_exists"), "releasing/failed"),
     case(ABSENT, gives_up("build.machine_exists", query=True), "failed", "build: failed build.machine_exists"),
