@@ -45,7 +45,7 @@ from .move_events import (
     report_progress,
 )
 from .move_steps import adopt, finish, try_next, undo
-from .set_back import SET_BACK_GAP
+from .set_back import numbered_on
 from .steps import Step, StepContext
 
 
@@ -192,8 +192,7 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     move = replace(move_of(begun), book_attempt=arrival.newest, began=arrival.at, answered=has_ended(here, request_id))
     begun = replace(begun, position=1, attempt=arrival.newest, move=move)
     if context.set_back.may_lack(arrival.at):
-        number = begun.sequence + SET_BACK_GAP
-        doubted = replace(begun, doubted=True, reused_from=arrival.newest, sequence=number)
+        doubted = replace(numbered_on(begun, context.set_back), doubted=True, reused_from=arrival.newest)
         return undo(doubted, event.at, context, IN_DOUBT, WHY)
     if move.answered or event.is_query:
         return undo(begun, event.at, context, MOVE_LOST, "its next cell has no record of the request")

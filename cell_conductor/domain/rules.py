@@ -58,7 +58,7 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     if event.found is not None:
         # It was searched for (`set_back.is_unsearched`): it may have been handed in before, to a record that the
         # database has lost. Whatever becomes of it, this record's actions do not prove that a machine is over.
-        adopted = replace(numbered_on(adopted, event), doubted=True, reused_from=1)
+        adopted = replace(numbered_on(adopted, context.set_back, event), doubted=True, reused_from=1)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)
     closed = context.closed(adopted).why(adopted.here)

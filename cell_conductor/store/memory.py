@@ -92,7 +92,7 @@ class MemoryTransaction:
         self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back.at))
         under_way = sorted(uuid for uuid, one in table.instances.items() if one.phase in IN_DOUBT_AFTER_SET_BACK)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
-        doubted = [replace(numbered_on(table.instances[uuid]), doubted=True) for uuid in under_way]
+        doubted = [replace(numbered_on(table.instances[uuid], self._seen.set_back), doubted=True) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
         self._write(doubted)
         return DatabaseChange(table.deployment, len(doubted))
