@@ -236,8 +236,16 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
 
 
 def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
-    """An alternate is claimed: command it under the next attempt."""
-    return _spawn(_taken(instance, event), event.at, context)
+    """An alternate is claimed: command it under the next attempt.
+
+    If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
+    instead. In doubt the claim may have waited an hour for the search.
+    """
+    taken = _taken(instance, event)
+    if context.closed(taken).why(taken.here) is None or not _has_somewhere_to_go(taken, context):
+        return _spawn(taken, event.at, context)
+    again = replace(instance, newest=event.attempt, consumer_generation=event.consumer_generation)
+    return Step(replace(_without_closed(again, event.at, context), deadline=event.at + context.claim_retry_s))
 
 
 def release_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:

@@ -55,6 +55,7 @@ DOWN_1, DOWN_2 = (
     replace(PATIENCE, down={name: Lease(service=name, epoch=1, state=LeaseState.SILENT)}) for name in ("s1", "s2")
 )
 DOWN_IN_DOUBT = replace(DOWN_1, set_back=IN_DOUBT.set_back)
+THEN_2 = (ON_1, ON_2, ON_3, replace(selection(4), service="s2"))
 OTHER_2 = (ON_1, ON_2, replace(ON_3, service="s2"))
 LATE = e.TimedOut(at=170.0)
 LOST = e.ServiceLost(at=220.0, service="s1", code="service.silent")
@@ -190,6 +191,9 @@ def test_what_does_not_answer_or_is_gone(
 CLAIMS: list[Case] = [
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "building", "spawn 5@3", "build: building"),
     case(record(S.CLAIMING, S.BUILDING), claimed(4), "claiming/building"),
+    case(record(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
+    case(doubted(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
+    case(record(S.CLAIMING, S.BUILDING), claimed(5), "building", "spawn 5@3", "build: building", context=DOWN_1),
     case(
         record(S.CLAIMING, S.BUILDING, selections=(ON_1, ON_2, ON_3, ON_1)),
         claimed(5, option=1),
@@ -315,6 +319,9 @@ PASSED = (*FAILS["history"], tried(3, "not_tried", "host.fenced", attempt=5, at=
          {"state": S.BUILDING, "then": None, "since": 111.0, "deadline": 171.0, "position": 3, "attempt": 5,
           "consumer_generation": 9, "queried": False, "sequence": 21, "build_sequence": 20,
           "history": (tried(3, "not_claimed", "full", attempt=5, at=111.0),)}),
+        (record(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), DOWN_1,
+         {"newest": 5, "consumer_generation": 9, "deadline": 126.0, "selections": (ON_1, ON_2, THEN_2[3]),
+          "history": (tried(3, "not_tried", "service.silent", attempt=6, at=111.0),)}),
         (record(S.CLAIMING, S.BUILDING), replace(refused(5), reason="the quota", outcomes=()), PATIENCE,
          {"state": S.RELEASING, "then": S.FAILED, "since": 111.0, "deadline": 126.0, "code": "max_retries_exceeded",
           "reason": "0 of 3 hosts tried, none is left. "}),
