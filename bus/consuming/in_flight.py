@@ -88,8 +88,10 @@ class ConsumerLane:
 # once, a large delivery would take so long that it might never end on an unstable bus.
 SUSPECT_FROM = 2
 
-# The most that the clocks of a publisher and of a consumer are assumed to differ.
-CLOCKS_APART_S = 30.0
+# The most that the clocks of a publisher and of a consumer are assumed to differ: minutes. A copy that is dropped by
+# the clocks while its requester waits is never answered, however often that repeats it; one that had waited in its
+# queue, as no consumer was there, is begun this much too late at the most.
+CLOCKS_APART_S = 300.0
 
 
 def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
