@@ -27,8 +27,8 @@ from bus.wire import Malformed
 # Each queue is a lane. The consumer takes the deliveries of one lane in their order, one at a time from each lane that
 # has some, so a message waits for one delivery of each other lane at most, however many wait there.
 
-# The unacknowledged messages of each lane that the broker delivers ahead: with 32 requests each, as a busy client sends
-# them, two batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
+# The unacknowledged messages of each lane that the broker delivers ahead: with 64 requests each, as a busy client sends
+# them, four batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
 # broker that is short of memory reads nothing of a connection that publishes, so it does not hear of a pause either.
 LANE_PREFETCH = 32
 
