@@ -31,15 +31,20 @@ from .domain.desires import desire_of
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
+    Event,
+    HostRuns,
     InstanceEvent,
     MachineFound,
     MoveRequested,
+    Spawned,
+    SpawnFailed,
     TimedOut,
 )
-from .domain.fences import Fence, Loss, RunningAfterFence
+from .domain.fences import Fence, Loss, RunningAfterFence, fenced_hosts
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
+from .domain.report import is_over
 from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
 from .domain.table import FenceSteps, question_of, step
@@ -54,7 +59,7 @@ from .placement_requests import (
 )
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
-from .store.safety import UnexplainedRecord
+from .store.safety import ADOPT, KEEP
 
 log = structlog.get_logger(__name__)
 
@@ -137,7 +142,7 @@ class Engine:
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
         self._unsearched: dict[str, PendingQuestion] = {}
-        self._decided: dict[str, UnexplainedRecord] = {}  # machines in quarantine to adopt, by instance
+        self._decided: set[str] = set()  # instances with a machine in quarantine to adopt
         self._search_due = asyncio.Event()
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = StepContext(
@@ -249,11 +254,10 @@ class Engine:
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended, unsearched = list[Instance](), list[InstanceEvent]()
-        context, ended_by = self._context_now(), FenceSteps()
-        unexplained = await _unexplained(transaction, incoming)
+        context, ended_by = await self._context_of(transaction, known, incoming), FenceSteps()
         for instance_event in incoming:
             before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
-            if is_unsearched(before, event, context.set_back, unexplained):
+            if is_unsearched(before, event, context.set_back, context.unexplained):
                 unsearched.append(instance_event)
                 continue
             stepped = step(before, event, context)
@@ -282,8 +286,10 @@ class Engine:
         await transaction.send_later(outgoing)
         return Transition(now, outgoing, steps, ended, ended_by.losses)
 
-    def _context_now(self) -> StepContext:
-        return replace(
+    async def _context_of(
+        self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
+    ) -> StepContext:
+        context = replace(
             self._context,
             deployment=self._store.deployment,
             set_back=self._store.set_back,
@@ -291,6 +297,10 @@ class Engine:
             fences=self._fences.known,
             still_running=self._fences.still_running,
         )
+        asked = {one.uuid for one in incoming if reads_unexplained(known.get(one.uuid), one.event, context)}
+        found = await transaction.unexplained(asked) if asked else []
+        kept = {one.place: one.machine.attempt for one in found if one.verdict == KEEP}
+        return replace(context, unexplained={one.machine.uuid for one in found}, kept=kept)
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count the committed changes."""
@@ -309,7 +319,7 @@ class Engine:
         await self._search_due.wait()
         self._search_due.clear()
         questions, self._unsearched = list(self._unsearched.values()), {}
-        decided, self._decided = self._decided, {}
+        decided, self._decided = self._decided, set()
         if seen := await self._see_sources(questions):
             await self._ask_placement(await self._apply(seen))
         questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
@@ -343,12 +353,13 @@ class Engine:
         if events:
             await self._ask_placement(await self._apply(events))
 
-    def adopt(self, record: UnexplainedRecord) -> None:
-        """Have the next search look for this machine in quarantine, and for others of its instance, and give it to the
-        instance if it is the only one. It comes again with each report of its host.
+    def adopt(self, instance: str) -> None:
+        """Have the next search look for the machine in quarantine that is this instance's by an operator's word, and
+        for others of it, and give it to the instance if it is the only one. It comes again with each report of its
+        host.
         """
         if len(self._decided) < MAX_UNSEARCHED:
-            self._decided[record.machine.uuid] = record
+            self._decided.add(instance)
             self._search_due.set()
 
     async def _see_sources(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
@@ -357,8 +368,14 @@ class Engine:
         found = await self._search.see_sources(sources)
         return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
 
-    async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:
-        known = await self.known(decided)
+    async def _find_decided(self, instances: Collection[str]) -> list[InstanceEvent]:
+        """The machines of these that are theirs by the word that stands now."""
+        if not instances:
+            return []
+        async with self._store.transaction() as transaction:
+            known = await transaction.lock(sorted(instances))
+            unexplained = await transaction.unexplained(instances)
+        decided = {one.machine.uuid: one for one in unexplained if one.verdict == ADOPT}
         found = await self._search.find_decided(decided, known)
         now = self._clock.time()
         return [
@@ -400,10 +417,16 @@ class Engine:
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
 
 
-async def _unexplained(transaction: Transaction, incoming: Sequence[InstanceEvent]) -> set[str]:
-    """The instances, of those that are to be built, of which a host has a machine that no record explains."""
-    builds = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and one.event.found is None}
-    return {one.machine.uuid for one in await transaction.unexplained(builds)} if builds else set()
+def reads_unexplained(record: Instance | None, event: Event, context: StepContext) -> bool:
+    """Whether the machines of its instance that no record explains are read before this step: it may begin another one,
+    or destroy one of them, or give one up as a loss of a fenced host. A usual result does none of these.
+    """
+    if record is None or isinstance(event, BuildRequested | MoveRequested):
+        return isinstance(event, BuildRequested | MoveRequested)
+    if isinstance(event, HostRuns | Spawned | SpawnFailed) and is_over(record, event.attempt, event.host_uuid):
+        return True
+    goes_on = bool(record.alternates) and not isinstance(event, HostRuns | Spawned)
+    return goes_on or bool(fenced_hosts(record, context.fences))
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

@@ -10,7 +10,7 @@ keeper of its leases, notifies the owner of such a host, or releases the hosts.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -39,15 +39,13 @@ from .domain.instance import Instance
 from .domain.report import (
     MAX_SERVICES,
     Differences,
-    RecordedInstance,
     Unexplained,
     UnexplainedKind,
     is_ordered,
-    over_by_record,
 )
 from .domain.set_back import SetBack
 from .store.port import InstanceStore
-from .store.safety import ADOPT, DESTROY, KEEP, MachineKey, UnexplainedRecord
+from .store.safety import ADOPT, DESTROY, MachineKey, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -71,9 +69,9 @@ class Guard:
         config: ConductorConfig,
         *,
         effective: Effective,
-        adopt: Callable[[UnexplainedRecord], None],
+        adopt: Callable[[str], None],
     ) -> None:
-        """`adopt(record)`: give this machine to its instance, as an operator has decided."""
+        """`adopt(uuid)`: give the machine of this instance to it, as an operator has decided."""
         self._adopt = adopt
         self._store = store
         self._effective = effective
@@ -103,13 +101,6 @@ class Guard:
         if not scan.findings and not scan.quarantined:
             return ()
         return await self._decide(report, scan)
-
-    async def kept(self, report: ComputeHosts, recorded: Iterable[RecordedInstance]) -> frozenset[MachineKey]:
-        """The machines on this page that an operator keeps, of those that their records prove to be over."""
-        if not (over := over_by_record(report, recorded, self._store.deployment)):
-            return frozenset()
-        async with self._store.transaction() as transaction:
-            return frozenset(one.place for one in await transaction.unexplained(over) if one.verdict == KEEP)
 
     async def is_open(self, service: str) -> bool:
         """Whether the breaker of this service holds all harmful events back."""
@@ -197,7 +188,7 @@ class Guard:
             if row.verdict == DESTROY:
                 await self._destroy(row)
             elif row.verdict == ADOPT:
-                self._adopt(row)
+                self._adopt(row.machine.uuid)
         await self._announce(report, [row.machine for row in records if row.is_new])
         new = [row.machine for row in quarantined if row.is_new]
         if new:

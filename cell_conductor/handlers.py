@@ -306,7 +306,6 @@ class HostHandlers:
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
                 may_have=self._may_have,
-                kept=await self._guard.kept(report, briefs),
             )
         else:
             found = Differences()

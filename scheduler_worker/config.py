@@ -215,7 +215,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     concurrency: Positive = 2
     """Batches of requests under way: one decides while another waits for its claims."""
     prefetch: Positive = 512
-    """Unacknowledged messages of a cell that the broker delivers ahead of a queue. Of a lane of requests: 64."""
+    """Unacknowledged messages of a cell that the broker delivers ahead of a queue. Of a lane of requests: 32."""
     max_funnel_nearest: Positive = 3
     """The number of nearest misses that the explanation of a failed request names."""
 

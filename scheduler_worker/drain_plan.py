@@ -37,7 +37,6 @@ from scheduler_worker.domain.drains import (
     UNCONFIRMED,
     DrainedHost,
     HeldInstance,
-    held_by_unknown,
     held_on,
     is_migration,
 )
@@ -143,69 +142,46 @@ class DrainHolders:
         hosts = {uuid: self.host(uuid) for uuid in self._selector.table.hosts_of_drain(drain)}
         return {uuid: host for uuid, host in hosts.items() if host.code != HOST_FENCED}
 
-    async def held_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+    async def held_on(self, hosts: Sequence[DrainedHost], most_active: int = 0) -> list[HeldInstance]:
         """The instances of which these hosts hold something, or are about to. Raises Transient, or RequestRefused.
 
         The requests are read before the book, so that one that ends in between is seen in one of the two. A build has
-        its allocation before it is on record as scheduled.
+        its allocation before it is on record as scheduled. most_active: so many that the record has as active there
+        are searched for, by uuid, whatever the book has of them.
         """
         if not hosts:
             return []
-        found = await self._arriving(hosts)
-        holders = await self._holders(hosts)
-        known = await self._known({one.consumer for _, one in holders if not is_migration(one)})
-        own = [held_on(host, known[one.consumer]) for host, one in holders if not is_migration(one)]
-        return [*found, *filter(None, own), *await self._by_migrations(holders)]
-
-    async def kept_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
-        """The instances of which these hosts keep the source of an unconfirmed move, by uuid. A fenced host is not
-        drained. Raises Transient, or RequestRefused.
-        """
-        holders = await self._holders([host for host in hosts if host.code != HOST_FENCED])
-        found = {one.instance_uuid: one for one in await self._by_migrations(holders) if one.code == UNCONFIRMED}
-        return [found[uuid] for uuid in sorted(found)]
-
-    async def active_on(self, hosts: Sequence[DrainedHost], limit: int) -> list[HeldInstance]:
-        """The instances that the record has as active on these hosts, by uuid, up to a bound. Raises Transient."""
         there = {host.uuid: host for host in hosts}
-        uuids = await self._store.active_on(sorted(there), limit)
-        known = await self._known(uuids)
-        builds = [(known[uuid].build, replace(known[uuid], names_instance=False)) for uuid in uuids]
-        hosts_of = [(there.get(build.host_uuid or ""), context) for build, context in builds if build is not None]
-        return [held for host, context in hosts_of if host is not None and (held := held_on(host, context)) is not None]
-
-    async def _by_migrations(self, holders: Sequence[tuple[DrainedHost, TreeHolder]]) -> list[HeldInstance]:
-        kept = [(host, one) for host, one in holders if is_migration(one)]
-        requests = await self._known({one.consumer for _, one in kept})
-        moves = {uuid: context.move for uuid, context in requests.items()}
-        known = await self._known({move.instance_uuid for move in moves.values() if move is not None})
-        found = []
-        for host, one in kept:
-            move = moves[one.consumer]
-            held = None if move is None else held_on(host, known[move.instance_uuid], move)
-            found.append(held or held_by_unknown(host, one, move))
-        return found
-
-    async def _arriving(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
-        """By the requests under way, along their index."""
-        there = {host.uuid: host for host in hosts}
-        moves: list[RecordedMove] = []
+        found: list[tuple[DrainedHost | None, str, RecordedMove | None, TreeHolder | None]] = []
         after = FIRST_UUID
         while page := await self._store.open_moves(after, PAGE):
-            moves += [one for one in page if one.host_uuid in there]
+            found += [
+                (there[one.host_uuid or ""], one.instance_uuid, one, None) for one in page if one.host_uuid in there
+            ]
             after = page[-1].request_id
-        known = await self._known({one.instance_uuid for one in moves})
-        found = [held_on(there[one.host_uuid or ""], known[one.instance_uuid], one) for one in moves]
-        return [one for one in found if one is not None and one.code]
+        holders = await self._holders(hosts)
+        requests = await self._known({one.consumer for _, one in holders if is_migration(one)})
+        for host, one in holders:
+            by = requests[one.consumer].move if is_migration(one) else None
+            found.append((host, one.consumer if by is None else by.instance_uuid, by, one))
+        if most_active:
+            found += [(None, uuid, None, None) for uuid in await self._store.active_on(sorted(there), most_active)]
+        known = await self._known({uuid for _, uuid, _, _ in found})
+        held: list[HeldInstance | None] = []
+        for at, uuid, by, holder in found:
+            build = known[uuid].build
+            source = at or there.get("" if build is None else build.host_uuid or "")
+            held.append(None if source is None else held_on(source, known[uuid], by, holder))
+        return [one for one in held if one is not None]
 
     async def _known(self, uuids: Iterable[str]) -> dict[str, MoveContext]:
-        """The records of these instances, and of the requests with these ids."""
+        """The records of these instances, and of the requests with these ids. No request is made under them."""
         found: dict[str, MoveContext] = {}
         ordered = sorted(uuids)
         for start in range(0, len(ordered), PAGE):
             async with self._store.operation() as unit:
                 found |= await unit.known({uuid: uuid for uuid in ordered[start : start + PAGE]})
-        return found
+        return {uuid: replace(one, names_instance=False) for uuid, one in found.items()}
 
     async def _holders(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeHolder]]:
         """By the book. Raises PlacementUnavailable, or RequestRefused."""
@@ -336,8 +312,9 @@ class DrainPlanner:
             return found
         target, hosts = found
         self._selector.holds.settle()
-        instances = await self._holders.active_on(hosts, query.limit + 1)
-        instances, more = instances[: query.limit], len(instances) > query.limit
+        held = await self._holders.held_on(hosts, query.limit + 1)
+        active = {one.instance_uuid: one for one in held if not one.code}
+        instances = [active[uuid] for uuid in sorted(active)[: query.limit]]
         instances.sort(key=self._order)
         moves: list[PlannedMove] = []
         choices = _Choices(self._selector)
@@ -345,9 +322,12 @@ class DrainPlanner:
         for start in range(0, len(instances), SLICE):
             moves += await self._slice(instances[start : start + SLICE], query.kind, drained, choices)
             await next_turn()
-        active = {one.instance_uuid for one in instances}
-        kept = [one for one in await self._holders.kept_on(hosts) if one.instance_uuid not in active]
-        more = more or len(instances) + len(kept) > query.limit
+        # A fenced host is not drained, and what it keeps is no concern of the drain.
+        unconfirmed = {
+            one.instance_uuid: one for one in held if one.code == UNCONFIRMED and one.source.code != HOST_FENCED
+        }
+        kept = [unconfirmed[uuid] for uuid in sorted(unconfirmed.keys() - active)]
+        more = len(active) + len(kept) > query.limit
         kept = kept[: query.limit - len(instances)]
         single = hosts[0] if target is DrainTarget.HOST else None
         plan = DrainPlan(

@@ -47,17 +47,17 @@ from scheduler_worker.domain.drains import (
     DONE,
     HOST_FENCED,
     LEFT,
-    DrainedHost,
     DrainMove,
-    LookedAt,
+    DrainStep,
+    Look,
+    OpenDrain,
     commanded,
     drain_of,
     drained,
     end_of,
-    is_held,
+    looked,
     new_row,
     retried,
-    reviewed,
     step,
 )
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
@@ -211,57 +211,48 @@ class DrainKeeper:
 
     async def _pass(self, drain: str) -> bool:
         """Look at one drain once; returns whether the next look is due soon. Raises Transient."""
-        now = self._clock.time()
-        async with self._store.operation() as unit:
-            found = await unit.lock_drain(drain, now, 2 * MAX_AT_ONCE)
-            if found is None or found.record.state is DrainState.ENDED:
-                return False
-            ids = {one.request_id: one.instance_uuid for one in found.open}
-            known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
-            hosts = self._holders.of_drain(drain)  # after all that was waited for: a host may have left it meanwhile
-            done = step(found, known, hosts, now)
-            await unit.put_drain_moves(done.changed)
-            for request in done.requests:
-                unit.emit(OutboxMessage(API, request, request.request_id))
-        if done.changed or done.requests:
+        passed = await self._step(drain, Look(drain))
+        if passed is None or passed[1].changed:
+            return passed is not None
+        found, done = passed
+        code = end_of(found, self._clock.time())
+        if code in (DONE, LEFT, None) and await self._review(drain, None if code else done.unclear):
             return True
-        code = end_of(found, now)
-        if code in (DONE, LEFT):
-            if await self._review(drain, hosts, set(hosts), is_last=True):
-                return True
-        elif code is None and found.record.state is DrainState.RUNNING:
-            await self._review(drain, hosts, {row.source_uuid for row in found.open if is_held(row)})
         if code is not None:
             await self._end(drain, code)
         return found.record.state is not DrainState.PAUSED or bool(found.counts.get(DrainMoveState.UNDER_WAY))
 
-    async def _review(
-        self,
-        drain: str,
-        hosts: Mapping[str, DrainedHost],
-        looked_at: Collection[str],
-        *,
-        is_last: bool = False,
-    ) -> bool:
-        """Look at hosts that may still hold something of instances, and at all of them before the drain ends.
-
-        is_last: those that the plan's bound left out count too, by the record. Returns whether the drain has to go on.
-        """
-        if not looked_at:
-            return False
-        there = [host for uuid, host in hosts.items() if uuid in looked_at]
-        held = await self._holders.held_on(there)
-        if is_last:
-            held += await self._holders.active_on(there, MAX_PLANNED)
+    async def _step(self, drain: str, look: Look) -> tuple[OpenDrain, DrainStep] | None:
+        """Decide by the records and a look; None: the drain has ended."""
         now = self._clock.time()
         async with self._store.operation() as unit:
-            found = await unit.lock_drain(drain, now, 0)
-            if found is None or found.record.state is not DrainState.RUNNING:
-                return False
-            look = LookedAt(drain=drain, kind=found.record.kind, uuids=looked_at, at=now)
-            changed = reviewed(look, await unit.drain_moves(drain, NO_LIMIT), held)
-            await unit.put_drain_moves(changed)
-        return bool(changed)
+            found = await unit.lock_drain(drain, now, 2 * MAX_AT_ONCE)
+            if found is None or found.record.state is DrainState.ENDED:
+                return None
+            ids = {one.request_id: one.instance_uuid for one in found.open}
+            known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
+            if look.held:
+                others = await unit.drain_moves(drain, NO_LIMIT)
+                others = [one for one in others if one.instance_uuid in look.held and one.instance_uuid not in known]
+                found = replace(found, open=(*found.open, *others))
+            hosts = self._holders.of_drain(drain)  # after all that was waited for: a host may have left it meanwhile
+            done = step(found, known, hosts, look, now)
+            await unit.put_drain_moves(done.changed)
+            for request in done.requests:
+                unit.emit(OutboxMessage(API, request, request.request_id))
+        return found, done
+
+    async def _review(self, drain: str, unclear: Collection[str] | None) -> bool:
+        """Look at these hosts, and go on by what they hold. Returns whether there was anything.
+
+        unclear: None: at all of them before the drain ends; then those that the plan's bound left out count too.
+        """
+        there = [host for uuid, host in self._holders.of_drain(drain).items() if unclear is None or uuid in unclear]
+        if not there:
+            return False
+        held = await self._holders.held_on(there, MAX_PLANNED if unclear is None else 0)
+        passed = await self._step(drain, looked(drain, {host.uuid for host in there}, held))
+        return passed is not None and bool(passed[1].changed)
 
     async def _end(self, drain: str, code: str) -> None:
         now = self._clock.time()

@@ -27,11 +27,10 @@ from bus.wire import Malformed
 # Each queue is a lane. The consumer takes the deliveries of one lane in their order, one at a time from each lane that
 # has some, so a message waits for one delivery of each other lane at most, however many wait there.
 
-# The unacknowledged messages of each lane that the broker delivers ahead: with 32 requests each, as a busy client sends
-# them, two batches under way and two that wait; with fewer a batch is taken from what has just arrived, and is small.
-# With bodies of a megabyte, the bound of a client's, a lane has 64 MiB of them at the very most: a broker that is short
-# of memory reads nothing of a connection that publishes, so it does not hear of a pause either.
-LANE_PREFETCH = 64
+# The unacknowledged messages of each lane that the broker delivers ahead: with 64 requests each, as a busy client sends
+# them, four batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
+# broker that is short of memory reads nothing of a connection that publishes, so it does not hear of a pause either.
+LANE_PREFETCH = 32
 
 # The bytes of bodies that a consumer has of one lane, waiting or being handled, before the broker is to deliver no
 # more of it; it delivers again when half of them are settled. Messages on their way by then still come: no more than
@@ -89,8 +88,10 @@ class ConsumerLane:
 # once, a large delivery would take so long that it might never end on an unstable bus.
 SUSPECT_FROM = 2
 
-# The most that the clocks of a publisher and of a consumer are assumed to differ.
-CLOCKS_APART_S = 30.0
+# The most that the clocks of a publisher and of a consumer are assumed to differ: minutes. A copy that is dropped by
+# the clocks while its requester waits is never answered, however often that repeats it; one that had waited in its
+# queue, as no consumer was there, is begun this much too late at the most.
+CLOCKS_APART_S = 300.0
 
 
 def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:

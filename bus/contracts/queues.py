@@ -155,9 +155,9 @@ def _queues_of(row: QueueRow) -> tuple[QueueRow, ...]:
 # requests are answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
 MAX_WAITING_BYTES = 2 * 2**20
 MAX_WAITING_MESSAGES = 20_000
-# A scheduler takes a few hundred broker messages ahead. With few requests in each it does not take the queue's whole
-# backlog into its own hands, where no bound but this one holds.
-MAX_REQUESTS_PER_MESSAGE = 32
+# A scheduler takes 32 broker messages of a lane ahead: four full batches of such messages, so that two wait while two
+# are under way. With 32 requests in each none waited, and a batch began with what had just come.
+MAX_REQUESTS_PER_MESSAGE = 64
 
 RETRY_S = (0.2, 1.0, 5.0, 20.0)  # the delays of every bus; a queue's retries take some of them
 BUILD_EVENTS = "build.events"  # the events of `build.event.<state>.<project>`, in batches

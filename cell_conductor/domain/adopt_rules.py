@@ -71,7 +71,8 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     is_new = is_held and any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or is_new:
         return rules.start_build(instance, event, context)
-    return adopt_found(replace(numbered_on(requested, event), reused_from=1), event.found, event.at, context)
+    adopted = replace(numbered_on(requested, context.set_back, event), reused_from=1)
+    return adopt_found(adopted, event.found, event.at, context)
 
 
 def is_released(instance: Instance, event: BuildRequested) -> bool:
@@ -133,7 +134,7 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
     if instance.state is State.ACTIVE and is_here:
         return Step(instance)
     decided = replace(
-        numbered_on(instance),
+        numbered_on(instance, context.set_back),
         newest=max(found.attempt, instance.last_attempt) + FORGOTTEN_ATTEMPTS,
         order=instance.order + FORGOTTEN_ATTEMPTS,
         reused_from=instance.reused_from or unproved_from(instance, context),

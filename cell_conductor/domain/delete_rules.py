@@ -48,7 +48,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     own.sort(key=lambda one: (one.built, one.attempt, one.host_uuid), reverse=True)
     last = max((one.attempt for one in own), default=0)
     forgotten = replace(
-        numbered_on(instance),
+        numbered_on(instance, context.set_back),
         spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
         selections=tuple(
             Selection(

@@ -45,7 +45,7 @@ from .move_events import (
     report_progress,
 )
 from .move_steps import adopt, finish, try_next, undo
-from .set_back import SET_BACK_GAP
+from .set_back import numbered_on
 from .steps import Step, StepContext
 
 
@@ -64,15 +64,15 @@ def passed_on(
     this cell's own. No record is changed; None: it leads to none.
 
     unexplained: instances of which a host has a machine that no record explains. The arrival of one may have been lost
-    here, so that it has not arrived is not answered.
+    here, so that it has not arrived is not answered, and no host is checked for it.
     """
     if isinstance(message, CellCheck) and message.answer is None and (change := message.change) is not None:
         uuid = change.spec.instance_uuid
         arrived = has_arrived(known.get(uuid), message)
-        if not arrived and not message.is_query:
-            return change
         if not arrived and uuid in unexplained:
             return None
+        if not arrived and not message.is_query:
+            return change
         answer = MachineChanged(
             instance_uuid=uuid,
             attempt=change.attempt,
@@ -192,8 +192,7 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     move = replace(move_of(begun), book_attempt=arrival.newest, began=arrival.at, answered=has_ended(here, request_id))
     begun = replace(begun, position=1, attempt=arrival.newest, move=move)
     if context.set_back.may_lack(arrival.at):
-        number = begun.sequence + SET_BACK_GAP
-        doubted = replace(begun, doubted=True, reused_from=arrival.newest, sequence=number)
+        doubted = replace(numbered_on(begun, context.set_back), doubted=True, reused_from=arrival.newest)
         return undo(doubted, event.at, context, IN_DOUBT, WHY)
     if move.answered or event.is_query:
         return undo(begun, event.at, context, MOVE_LOST, "its next cell has no record of the request")

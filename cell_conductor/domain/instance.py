@@ -70,6 +70,7 @@ FIRST_SEQUENCE = 10
 # Why a build is refused: it has a machine already that is not proved to be its project's; an operator decides about it.
 MACHINE_EXISTS = "build.machine_exists"
 FENCED = "host.fenced"  # the code of what ended because its host was fenced
+KEPT = "host.machine_kept"  # the code of a host that was passed over, as an operator keeps a machine of the instance
 # Of an alternate, or a first host, whose service was down when its turn came.
 NOT_TRIED = "not_tried"
 

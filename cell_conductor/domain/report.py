@@ -5,7 +5,7 @@ Compare a compute service's report of what its hosts run with what is on record 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 from uuid import UUID, uuid5
@@ -202,6 +202,10 @@ class RecordedInstance(InstanceFacts, Protocol):
     def source_service(self) -> str:
         """That of the source's host ("": it is none but the current one)."""
 
+    @property
+    def kept(self) -> Collection[str]:
+        """The hosts on which an operator keeps a machine of it."""
+
 
 class UnexplainedKind(StrEnum):
     """Why no record explains a machine."""
@@ -257,13 +261,11 @@ def differences(
     now: float,
     grace_s: float,
     may_have: Callable[[str, str], bool] = lambda _service, _host: False,
-    kept: Container[tuple[str, str]] = frozenset(),
 ) -> Differences:
     """The disagreements of a report and the record. The state machine decides about them; most reports agree.
 
     may_have(service, host): whether that service is up, and lists the host or has not listed all its hosts. Then the
     report of another service shows nothing about the machines there: they may have two hosts of one uuid.
-    kept: (host, instance) of the machines that an operator keeps.
     grace_s: a record that is younger causes no scan, because most of what such a report lacks is under way.
     This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     """
@@ -289,7 +291,7 @@ def differences(
                     unexplained.append(
                         Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.FOREIGN, NO_MARK)
                     )
-            elif not one.destroying and (why := _unexplained(record, one, host_uuid, kept)):
+            elif not one.destroying and (why := _unexplained(record, one, host_uuid)):
                 unexplained.append(
                     Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
                 )
@@ -309,20 +311,6 @@ def differences(
             into = harmful if is_harmful else events
             into.append((record.uuid, _missing(report, place, now)))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans), tuple(harmful_rescans))
-
-
-def over_by_record(report: ComputeHosts, recorded: Iterable[RecordedInstance], deployment: str) -> set[str]:
-    """The instances of which this report has a machine with our mark that the record proves to be over."""
-    by_uuid = {record.uuid: record for record in recorded}
-    return {
-        record.uuid
-        for host in report.hosts
-        for one in host.running or ()
-        if one.deployment == deployment
-        and not one.destroying
-        and (record := by_uuid.get(one.instance_uuid)) is not None
-        and is_over(record, one.attempt, host.uuid)
-    }
 
 
 def _not_listed(
@@ -363,13 +351,11 @@ def _is_deleting(record: RecordedInstance) -> bool:
     return desire_of(record).here is Wish.DESTROY and record.phase in DELETE_REQUESTED
 
 
-def _unexplained(
-    record: RecordedInstance | None, one: Running, host_uuid: str, kept: Container[tuple[str, str]]
-) -> str:
+def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) -> str:
     """Why the record does not explain a machine that carries our mark; "": it does."""
     if record is None or record.state is State.ABSENT:
         return NO_RECORD
-    if (host_uuid, one.instance_uuid) in kept and is_over(record, one.attempt, host_uuid):
+    if host_uuid in record.kept and is_over(record, one.attempt, host_uuid):
         return KEPT
     if is_untried(record, one.attempt) and not is_over(record, one.attempt, host_uuid):
         return UNTRIED

@@ -30,9 +30,9 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
+from .instance import FENCED, KEPT, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
-from .set_back import doubted_from, is_doubted_request, numbered_on
+from .set_back import doubted_from, numbered_on
 from .steps import Step, StepContext
 
 # The code of a doubted build whose host stayed silent.
@@ -51,18 +51,20 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
 
 
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
+    """The first selection is commanded; unless it is fenced or has a machine that an operator keeps, or its service is
+    down and another's is not.
+    """
     adopted = with_request(instance, event)
-    if is_doubted_request(event, context.set_back):
-        # It may have been handed in before, to a record that the database has lost. Whatever becomes of it, this
-        # record's actions do not prove that a machine is over.
-        adopted = replace(numbered_on(adopted, event), doubted=True, reused_from=1)
+    if event.found is not None:
+        # It was searched for (`set_back.is_unsearched`): it may have been handed in before, to a record that the
+        # database has lost. Whatever becomes of it, this record's actions do not prove that a machine is over.
+        adopted = replace(numbered_on(adopted, context.set_back, event), doubted=True, reused_from=1)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)
-    if adopted.doubted:  # its host is queried, and its answer awaited, also if its service is down
-        return _spawn(adopted, event.at, context)
     closed = context.closed(adopted).why(adopted.here)
-    if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, context)):
+    if closed is None or (adopted.doubted and closed.code != KEPT):
+        return _spawn(adopted, event.at, context)  # in doubt its answer is awaited, also if its service is down
+    if closed.code not in (FENCED, KEPT) and not _has_somewhere_to_go(adopted, context):
         return _spawn(adopted, event.at, context)
     # This record has commanded nothing there, so nothing has to be destroyed. If a machine of attempt 1 is there
     # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.
@@ -135,9 +137,9 @@ def destroy_leftover(instance: Instance, event: SpawnFailed, context: StepContex
 def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, context: StepContext) -> Step:
     """An attempt runs that the record proves to be over: it is destroyed on its host.
 
-    A machine without such a proof is kept.
+    A machine without such a proof is kept, and so is one that an operator keeps.
     """
-    if not is_over(instance, event.attempt, event.host_uuid):
+    if not is_over(instance, event.attempt, event.host_uuid) or (event.host_uuid, instance.uuid) in context.kept:
         return Step(instance)
     if isinstance(event, HostRuns) and instance.phase not in DELETE_REQUESTED and not is_later(event, instance):
         return Step(instance)  # it may be gone by now
@@ -234,8 +236,16 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
 
 
 def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
-    """An alternate is claimed: command it under the next attempt."""
-    return _spawn(_taken(instance, event), event.at, context)
+    """An alternate is claimed: command it under the next attempt.
+
+    If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
+    instead. In doubt the claim may have waited an hour for the search.
+    """
+    taken = _taken(instance, event)
+    if context.closed(taken).why(taken.here) is None or not _has_somewhere_to_go(taken, context):
+        return _spawn(taken, event.at, context)
+    again = replace(instance, newest=event.attempt, consumer_generation=event.consumer_generation)
+    return Step(replace(_without_closed(again, event.at, context), deadline=event.at + context.claim_retry_s))
 
 
 def release_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:

@@ -19,8 +19,6 @@ from .instance import Instance
 # The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
 # after a restore is doubted needlessly: it waits longer for a silent host.
 CLOCKS_APART_S = 30.0
-# A record that was set back continues this much higher: above every number of its forgotten announcements.
-SET_BACK_GAP = 1_000_000
 # Of an instance that the record has forgotten: so many attempts may have been made of it since.
 FORGOTTEN_ATTEMPTS = 1000
 
@@ -43,6 +41,13 @@ class SetBack(Struct, frozen=True):
         anew. The latter has no allowance for clocks: the first moves of a new system would be in doubt.
         """
         return (self.has_been and at <= self.at + CLOCKS_APART_S) or 0 < at <= self.made_at
+
+    @property
+    def first_number(self) -> int:
+        """Above the numbers of all announcements from before, of records that were set back several times too: those
+        after a set-back begin with its time in ms, and a record has fewer than one in each.
+        """
+        return int(max(self.at, self.made_at) * 1000)
 
     def doubted_for_s(self, since: float, now: float) -> float:
         """For how long services could have answered for a record that is as it is since then. Another set-back begins
@@ -106,10 +111,12 @@ def has_come_back(instance: Instance, event: DeleteRequested) -> bool:
     return desire_of(instance).elsewhere and event.stay > instance.stay
 
 
-def numbered_on(instance: Instance, event: BuildRequested | None = None) -> Instance:
-    """The record of an instance whose announcements may be lost: schedulers ignore numbers that they have had."""
+def numbered_on(instance: Instance, set_back: SetBack, event: BuildRequested | None = None) -> Instance:
+    """The record of an instance whose announcements may be lost: schedulers and clients ignore numbers that they have
+    had.
+    """
     known = 0 if event is None else event.sequence
-    return replace(instance, sequence=max(instance.sequence + SET_BACK_GAP, known + 1))
+    return replace(instance, sequence=max(instance.sequence, set_back.first_number, known + 1))
 
 
 def marked_reused(instance: Instance, set_back: SetBack) -> Instance:
@@ -130,4 +137,5 @@ def doubted_from(instance: Instance, set_back: SetBack) -> Instance:
     """
     if instance.doubted or not set_back.may_lack(instance.since):
         return instance
-    return replace(numbered_on(instance), doubted=True, reused_from=instance.reused_from or instance.next_attempt)
+    reused_from = instance.reused_from or instance.next_attempt
+    return replace(numbered_on(instance, set_back), doubted=True, reused_from=reused_from)

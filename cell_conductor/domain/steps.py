@@ -7,6 +7,7 @@ waits for placement, order a destroy, and announce a state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -31,6 +32,9 @@ class StepContext(Struct, frozen=True, kw_only=True):
     marked. down: compute services that take no builds now, so that none is begun there while another host can be tried.
     fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
     reported it, the machines that run there all the same. set_back: when the database came to be older than the world.
+    unexplained: instances of which a host has a machine that no record explains. kept: {(host, instance): attempt} of
+    those machines that an operator keeps: nothing destroys them, nor begins another one in their place. Both are read
+    where `engine.reads_unexplained`.
     """
 
     cell: str
@@ -39,6 +43,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
     fences: Mapping[str, Fence] = {}
     still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
     set_back: SetBack = SetBack()
+    unexplained: AbstractSet[str] = frozenset()
+    kept: Mapping[tuple[str, str], int] = {}
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
     destroy_retry_s: float = 30.0
@@ -47,9 +53,13 @@ class StepContext(Struct, frozen=True, kw_only=True):
     live_copy_mb_s: float = 0.0
 
     def closed(self, instance: Instance) -> ClosedHosts:
-        """The hosts on which nothing is begun with it now. A service's name is unique within its cell only."""
+        """The hosts on which nothing is begun with it now. A service's name is unique within its cell only. The host of
+        its own attempt has that machine, and is only sent its command once more.
+        """
         is_to_leave = instance.move is not None and instance.move.to_cell is not None
-        return ClosedHosts({} if is_to_leave else self.down, self.fences)
+        own = instance.host_uuid, instance.attempt
+        kept = {host for (host, uuid), attempt in self.kept.items() if uuid == instance.uuid and (host, attempt) != own}
+        return ClosedHosts({} if is_to_leave else self.down, self.fences, frozenset(kept))
 
 
 class Step(Struct, frozen=True):

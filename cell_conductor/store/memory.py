@@ -32,7 +32,7 @@ from cell_conductor.domain.set_back import SetBack, numbered_on
 from . import memory_safety
 from .memory_safety import Keeper, MemoryFences, MemoryLeases, MemorySafety
 from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
-from .safety import UnexplainedRecord
+from .safety import KEEP, UnexplainedRecord
 
 HANDLER = "conductor"
 
@@ -92,7 +92,7 @@ class MemoryTransaction:
         self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back.at))
         under_way = sorted(uuid for uuid, one in table.instances.items() if one.phase in IN_DOUBT_AFTER_SET_BACK)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
-        doubted = [replace(numbered_on(table.instances[uuid]), doubted=True) for uuid in under_way]
+        doubted = [replace(numbered_on(table.instances[uuid], self._seen.set_back), doubted=True) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
         self._write(doubted)
         return DatabaseChange(table.deployment, len(doubted))
@@ -272,7 +272,7 @@ class MemoryInstances(SeenStore):
             await transaction.statement()
             hosts, named = frozenset(host_uuids), frozenset(instance_uuids)
             return [
-                _brief(one)
+                _brief(one, self._table)
                 for one in self._table.instances.values()
                 if one.uuid in named
                 or (one.phase in EXPECTED_HERE and one.host_uuid in hosts)
@@ -317,8 +317,9 @@ class MemoryInstances(SeenStore):
             return len(gone)
 
 
-def _brief(instance: Instance) -> Brief:
-    brief = convert(instance, Brief, from_attributes=True)
+def _brief(instance: Instance, table: MemoryInstanceTable) -> Brief:
+    kept = [host for (host, uuid), one in table.unexplained.items() if uuid == instance.uuid and one.verdict == KEEP]
+    brief = replace(convert(instance, Brief, from_attributes=True), kept=kept)
     return brief if instance.phase in REFUSED else replace(brief, code="")
 
 

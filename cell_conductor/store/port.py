@@ -26,7 +26,7 @@ class Brief(Struct, frozen=True):
     them.
     first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
     was set back while it was being built or moved. reused_from, then: as Instance has them, and code of one that has
-    failed or is to be deleted.
+    failed or is to be deleted. kept: the hosts on which an operator keeps a machine of it.
     """
 
     uuid: str
@@ -43,6 +43,7 @@ class Brief(Struct, frozen=True):
     doubted: bool = False
     reused_from: int = 0
     code: str = ""
+    kept: Sequence[str] = ()
     then: State | None = None
 
     @property

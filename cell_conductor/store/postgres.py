@@ -36,13 +36,14 @@ from cell_conductor.domain.instance import (
     NOT_TRIED,
     Instance,
 )
-from cell_conductor.domain.set_back import SET_BACK_GAP, SetBack
+from cell_conductor.domain.set_back import SetBack
 
 from . import tables
 from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
 from .safety import (
     EXPLAINED,
     HOLD,
+    KEEP,
     LOSE,
     RECORDS_OF,
     PostgresFences,
@@ -74,7 +75,7 @@ NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 DOUBT = f"""
 UPDATE instances SET record = (record::jsonb || jsonb_build_object('doubted', true,
-    'sequence', coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}) + {SET_BACK_GAP}))::json
+    'sequence', greatest(coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}), $2)))::json
 WHERE state = ANY($1)
 """
 
@@ -93,8 +94,11 @@ SELECT uuid, state, host_uuid,
         AS first_not_tried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
     coalesce((record ->> 'reused_from')::integer, 0) AS reused_from,
-    CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code
-FROM instances
+    CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
+    coalesce(k.hosts, '{{}}') AS kept
+FROM instances LEFT JOIN (
+    SELECT instance_uuid, array_agg(host_uuid::text) AS hosts FROM unexplained WHERE verdict = '{KEEP}'
+    GROUP BY instance_uuid) AS k ON k.instance_uuid = uuid
 """
 # The states are a partial index's condition, here and in PURGE.
 BRIEFS_OF_HOSTS = f"""
@@ -190,7 +194,8 @@ class PostgresTransaction:
         if not is_elsewhere:
             return None
         seen.set_back = replace(seen.set_back, at=await self._connection.fetchval(NOTE_SET_BACK))
-        status: str = await self._connection.execute(DOUBT, [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK])
+        doubted = [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK]
+        status: str = await self._connection.execute(DOUBT, doubted, seen.set_back.first_number)
         return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:

@@ -105,6 +105,8 @@ class MessageWatch:
         self._world.peer_watch.sent(build)
 
     def _claimed(self, claim: Claim) -> None:
+        if claim.consumer in self._world.taken_back:  # rest does not wait for it: its hosts were chosen before
+            return
         for option in claim.options:
             # A request that comes again checks with a claim that fits nowhere whether it holds something already: that
             # claim names any host of the book and leads no build there.

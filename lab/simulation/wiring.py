@@ -110,8 +110,8 @@ def scheduler(plan: Plan) -> SchedulerConfig:
 
 
 class CalmedHypervisors(Hypervisors):
-    """A driver whose changes do not hang any more when faults have ended: a chain of them has no bound in time,
-    because the command is repeated less and less often (seeds 1795406056, 1795406988).
+    """A driver whose changes neither hang nor fail any more when faults have ended: a chain of them has no bound in
+    time, because the command is repeated less and less often (seeds 1795406056, 1795406988, 4300346).
     """
 
     network_faults: NetworkFaults
@@ -119,7 +119,7 @@ class CalmedHypervisors(Hypervisors):
     async def change(self, change: ChangeOrder) -> ChangeResult:
         """Change a machine."""
         if self.network_faults.is_calm:
-            self._faults = replace(self._faults, change_hang_rate=0.0)
+            self._faults = replace(self._faults, change_fail_rate=0.0, change_break_rate=0.0, change_hang_rate=0.0)
         return await super().change(change)
 
 

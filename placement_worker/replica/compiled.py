@@ -133,10 +133,11 @@ class CompiledRequest:
 
     def _sums(self) -> list[ResourceFit]:
         """The free amounts by class that a provider needs to give all slots."""
-        sums: dict[str, int] = {}
+        sums: dict[str, ResourceFit] = {}
         for fit in self._all_fits:
-            sums[fit.name] = sums.get(fit.name, 0) + fit.amount
-        return [ResourceFit(self.book, name, amount) for name, amount in sums.items()]
+            one = sums.get(fit.name)
+            sums[fit.name] = fit if one is None else ResourceFit(self.book, fit.name, one.amount + fit.amount)
+        return list(sums.values())
 
     # --- anchors: the requirements on the root itself
 

@@ -45,6 +45,7 @@ class Application:
         self._policy = policy
         self.opened = True  # until the book is open every answer is 503
         self._gathering = 0  # bytes of incomplete bodies
+        metrics.GATHERING.set_function(lambda: self._gathering)
         self._router = Router()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +128,7 @@ class Application:
                 message = await self._next(receive, min(config.body_timeout_s, until - clock.monotonic()))
                 part = message.get("body", b"")
                 size += len(part)
-                self._gather(len(part))
+                self._gathering += len(part)
                 if size > limit:
                     raise _too_large(limit)
                 if self._gathering > config.max_bodies_bytes:
@@ -135,12 +136,8 @@ class Application:
                 parts.append(part)
                 more = message.get("more_body", False)
         finally:
-            self._gather(-size)
+            self._gathering -= size
         return b"".join(parts)
-
-    def _gather(self, size: int) -> None:
-        self._gathering += size
-        metrics.GATHERING.set(self._gathering)
 
     async def _next(self, receive: Receive, timeout_s: float) -> Message:
         try:

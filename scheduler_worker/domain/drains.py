@@ -5,14 +5,15 @@ Any number of schedulers carry out a drain together. Each pass locks the drain's
 with the requests that follow, so a scheduler may end between any two passes. The id of a request follows from the
 drain, the instance and the number of the try.
 
-A drain does not end as done before its hosts hold nothing: an instance of which the book has an allocation on one of
-them although nothing can be moved away now, or to which a move is under way, waits as a row with a code of HELD, and is
-looked at again.
+What becomes of an instance follows from one read each time (`next_of`): its row, what is on record of it, and, unless
+it is on record as active on its host, what the hosts of the drain hold of it. So a drain does not end as done before
+its hosts hold nothing: of what cannot be moved away yet the row waits, and is looked at again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import inf
 from uuid import UUID, uuid5
 
 import msgspec
@@ -34,7 +35,6 @@ from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
 MAX_FAILURES = 4  # tries of one instance; then it has failed
-MAX_LOOKS = 14  # looks at what should be released by now: some nine minutes; then it has failed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
 # Codes of instances that wait because a host of the drain holds something of them while they are not active there.
 BUILDING = "instance.building"  # a build on the host is in progress
@@ -43,7 +43,17 @@ RELEASING = "instance.releasing"  # it is being deleted
 UNRELEASED = "instance.unreleased"  # it is deleted, or has moved away, and its resources are not released yet
 UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
 MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one
-HELD = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, UNCONFIRMED, MISPLACED})
+# How often each is looked at until it has failed. The first three are in progress and end by themselves. What is not
+# released should be soon: some nine minutes. A client's confirm may never come, and nothing ends what is misplaced.
+LOOKS: dict[str, float] = {
+    BUILDING: inf,
+    ARRIVING: inf,
+    RELEASING: inf,
+    UNRELEASED: 14,
+    UNCONFIRMED: MAX_FAILURES,
+    MISPLACED: MAX_FAILURES,
+}
+LOOK_S = 2.0  # between two looks at what ends by itself
 BURST_S = 1.0  # with a rate, no more begin at once than in this time, however long none could
 AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
@@ -111,44 +121,75 @@ class OpenDrain(Struct, frozen=True, kw_only=True):
     last_begun_at: float
 
 
+class HeldInstance(Struct, frozen=True, kw_only=True):
+    """An instance, and a host that holds something of it. code, reason: why it cannot be moved away now; "": it is
+    active there. known: what is on record of it.
+    """
+
+    instance_uuid: str
+    project_id: str
+    source: DrainedHost
+    code: str = ""
+    reason: str = ""
+    known: MoveContext = MoveContext()
+
+
+class Look(Struct, frozen=True):
+    """One look at hosts of a drain, or none yet. uuids: of the hosts. held: by instance, what these hold of it."""
+
+    drain: str
+    uuids: Collection[str] = ()
+    held: Mapping[str, HeldInstance] = {}
+
+
+def looked(drain: str, uuids: Collection[str], held: Sequence[HeldInstance]) -> Look:
+    """Of several hosts that hold something of an instance the first counts."""
+    found: dict[str, HeldInstance] = {}
+    for one in held:
+        found.setdefault(one.instance_uuid, one)
+    return Look(drain, uuids, found)
+
+
 class DrainStep(Struct, frozen=True):
-    """The changes of one pass: rows to write, requests to publish."""
+    """The changes of one pass: rows to write, requests to publish. unclear: hosts (uuids) that have to be looked at."""
 
     changed: tuple[DrainMove, ...] = ()
     requests: tuple[MoveRequest, ...] = ()
+    unclear: frozenset[str] = frozenset()
 
 
-def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, DrainedHost], now: float) -> DrainStep:
-    """One pass. known: by instance, the record of the move that the row requested, or of its next one. hosts: those
-    that are in the drain now, by uuid.
+def step(
+    drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, DrainedHost], look: Look, now: float
+) -> DrainStep:
+    """One pass. known: by instance, the record of the move that the row requested, or of its next one. Of another row
+    it is as old as the look: it waits, and is moved by a later pass. hosts: those that are in the drain now, by uuid.
     """
+    rows = {row.instance_uuid: row for row in drain.open}
+    unknown, size = [one for uuid, one in look.held.items() if uuid not in rows], sum(drain.counts.values())
+    new = [new_row(look.drain, drain.record.kind, one, size + at) for at, one in enumerate(unknown)]
     changed: list[DrainMove] = []
     requests: list[MoveRequest] = []
-    under_way = 0
-    for row in drain.open:
-        if row.state is not State.UNDER_WAY:
+    unclear: set[str] = set()
+    under_way = begun = 0
+    for row in (*drain.open, *new):
+        was_under_way = row.state is State.UNDER_WAY
+        if not was_under_way and drain.record.state is not DrainState.RUNNING:
             continue
-        context = known[row.instance_uuid]
-        after = _followed(row, context, now)
-        if after is None:  # it is not on record yet, and was sent long ago
-            after = replace(row, begun_at=now)
-            requests.append(_request(after, context))
-        under_way += after.state is State.UNDER_WAY
-        if after != row:
-            changed.append(after)
-    free_slots = _free_slots(drain, under_way, now)
-    for row in drain.open if drain.record.state is DrainState.RUNNING else ():
-        if row.state is not State.WAITING or row.due_at > now or is_held(row):
+        context = known.get(row.instance_uuid) or look.held[row.instance_uuid].known
+        after = next_of(row, context, hosts, look, now)
+        if after is None:
+            unclear.add(row.source_uuid)
             continue
-        context = known[row.instance_uuid]
-        after = _not_begun(row, context, hosts.get(row.source_uuid), now)
-        if after is None and free_slots > 0:
-            free_slots -= 1
-            after = replace(row, state=State.UNDER_WAY, tries=row.tries + 1, begun_at=now)
-            requests.append(_request(after, context))
-        if after is not None:
+        is_due = after.state is State.WAITING and after.due_at <= now and row.instance_uuid in known
+        if was_under_way:
+            under_way += after.state is State.UNDER_WAY
+        elif is_due and begun < _free_slots(drain, under_way, now):
+            begun += 1
+            after = replace(after, state=State.UNDER_WAY, tries=after.tries + 1, begun_at=now)
+        if after != rows.get(row.instance_uuid):
             changed.append(after)
-    return DrainStep(tuple(changed), tuple(requests))
+            requests += [_request(after, context)] if after.state is State.UNDER_WAY else []
+    return DrainStep(tuple(changed), tuple(requests), frozenset(unclear))
 
 
 def end_of(drain: OpenDrain, now: float) -> str | None:
@@ -218,13 +259,35 @@ def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
     return free_slots
 
 
-def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove | None:
-    """The end of a request's move, applied to its row. None: the request is to be sent again."""
+def next_of(
+    row: DrainMove, known: MoveContext, hosts: Mapping[str, DrainedHost], look: Look, now: float
+) -> DrainMove | None:
+    """What becomes of an instance now. One that waits, and is due, can be moved. None: its host has to be looked at.
+
+    hosts: those that are in the drain now. Where it is active the record tells, which may be newer than the look.
+    """
+    if row.state is State.UNDER_WAY:
+        return _followed(row, known, now)
+    if row.state is State.FAILED or (row.state is State.WAITING and row.due_at > now):
+        return row
+    host = hosts.get(row.source_uuid)
+    there = None if known.build is None else hosts.get(known.build.host_uuid or "")
+    held = None if there is None else held_on(there, known)
+    if held is None or held.code:
+        held = look.held.get(row.instance_uuid)
+        held = held if held is not None and held.code and held.source.uuid in hosts else None
+    if held is not None:
+        return _waiting(row, held, now)
+    return None if host is not None and host.uuid not in look.uuids else _done_with(row, known, host)
+
+
+def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove:
+    """The end of a request's move, applied to its row."""
     move = known.move
     if known.build is None:
         return replace(row, state=State.LEFT, code="instance.deleted")
-    if move is None:
-        return None if now - row.begun_at >= AGAIN_S else row
+    if move is None:  # it is not on record yet; sent long ago, it is sent again
+        return replace(row, begun_at=now) if now - row.begun_at >= AGAIN_S else row
     if not move.terminal:
         return row
     if move.state is MoveState.DONE:
@@ -236,35 +299,48 @@ def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove | Non
     return failed(row, move.code, move.reason, now)
 
 
-def is_held(row: DrainMove) -> bool:
-    """Whether its host holds something of it while it is not active there: there is nothing to move yet."""
-    return row.state is State.WAITING and row.code in HELD
+def _waiting(row: DrainMove, one: HeldInstance, now: float) -> DrainMove:
+    """The row, waiting on the host that holds it. The host where the drain has moved it stays known."""
+    host = one.source
+    is_tried = row.state is State.WAITING and row.code not in LOOKS  # and not looked at
+    row = replace(
+        row,
+        state=State.WAITING,
+        source_uuid=host.uuid,
+        host_uuid=row.host_uuid if row.source_uuid == host.uuid else None,
+        failures=row.failures if (row.code == one.code if one.code else is_tried) else 0,
+        code=one.code,
+        reason=one.reason,
+        due_at=0.0,
+    )
+    if not one.code:
+        if one.known.now.under_way is not None:
+            return failed(row, BUSY, "another request about it is under way", now)
+        return failed(row, host.code, host.reason, now) if host.code else row
+    if host.code:
+        return failed(row, one.code, f"{one.reason}; {host.name}: {host.code}", now)
+    most = LOOKS[one.code]
+    if most == inf:  # what other schedulers have counted of it stays: they may not reach its service
+        return replace(row, due_at=now + LOOK_S)
+    return failed(row, one.code, one.reason, now, most)
 
 
-def failed(row: DrainMove, code: str, reason: str, now: float, most: int = MAX_FAILURES) -> DrainMove:
-    """The row after a failure. It waits for its next try, or has failed for good. most: failures until then."""
-    failures = row.failures + 1
-    state = State.FAILED if failures >= most else State.WAITING
-    due_at = now + doubled_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, row.failures)
-    return replace(row, state=state, failures=failures, due_at=due_at, code=code, reason=reason[:MAX_REASON])
-
-
-def _not_begun(row: DrainMove, known: MoveContext, host: DrainedHost | None, now: float) -> DrainMove | None:
-    """The row of an instance that waits and is not requested now; None: it can be moved. host: of the row; None: it is
-    not in the drain any more.
-    """
+def _done_with(row: DrainMove, known: MoveContext, host: DrainedHost | None) -> DrainMove:
+    """The row of an instance of which its host holds nothing, or is drained no more."""
     build = known.build
     if build is None or build.state is not BuildState.ACTIVE:
         return replace(row, state=State.LEFT, code="instance.deleted")
     if row.host_uuid is not None and build.host_uuid == row.host_uuid:
         return replace(row, state=State.MOVED, code="", reason="")
-    if host is None:
-        return replace(row, state=State.LEFT, code="host.left_drain")
-    if build.host_uuid != host.uuid:
-        return replace(row, state=State.LEFT, code="instance.elsewhere")
-    if known.now.under_way is not None:
-        return failed(row, BUSY, "another request about it is under way", now)
-    return failed(row, host.code, host.reason, now) if host.code else None
+    return replace(row, state=State.LEFT, code="host.left_drain" if host is None else "instance.elsewhere")
+
+
+def failed(row: DrainMove, code: str, reason: str, now: float, most: float = MAX_FAILURES) -> DrainMove:
+    """The row after a failure. It waits for its next try, or has failed for good. most: failures until then."""
+    failures = row.failures + 1
+    state = State.FAILED if failures >= most else State.WAITING
+    due_at = now + doubled_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, row.failures)
+    return replace(row, state=state, failures=failures, due_at=due_at, code=code, reason=reason[:MAX_REASON])
 
 
 def _request(row: DrainMove, known: MoveContext) -> MoveRequest:
@@ -280,25 +356,7 @@ def _request(row: DrainMove, known: MoveContext) -> MoveRequest:
     )
 
 
-LOOK_S = 2.0  # between two looks at an instance that waits for others
-# Each of these is in progress and ends by itself. A client's confirm may never come, and nothing in progress ends what
-# is misplaced; what is not released should be soon.
-_PASSING = frozenset({BUILDING, ARRIVING, RELEASING})
 _UNBUILT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
-_OPEN_TO_REVIEW = frozenset({DrainMoveState.WAITING, DrainMoveState.MOVED, DrainMoveState.LEFT})
-
-
-class HeldInstance(Struct, frozen=True, kw_only=True):
-    """An instance, and a host that holds something of it. code, reason: why it cannot be moved away now; "": it is
-    active there. known: what is on record of it.
-    """
-
-    instance_uuid: str
-    project_id: str
-    source: DrainedHost
-    code: str = ""
-    reason: str = ""
-    known: MoveContext = MoveContext()
 
 
 def is_migration(holder: TreeHolder) -> bool:
@@ -308,24 +366,25 @@ def is_migration(holder: TreeHolder) -> bool:
     return holder.attempt > 0 and holder.consumer_type.startswith("MIGRATION")
 
 
-def held_on(host: DrainedHost, known: MoveContext, by: RecordedMove | None = None) -> HeldInstance | None:
+def held_on(
+    host: DrainedHost, known: MoveContext, by: RecordedMove | None = None, holder: TreeHolder | None = None
+) -> HeldInstance | None:
     """The instance of which a host holds something; None: it is no instance on record.
 
     by: the request that holds it, by its migration or because it brings the instance there; None: the instance's own
-    allocation.
+    allocation. holder: by the book. Of a migration whose records are lost the move is unconfirmed; where its request is
+    not on record either, the migration is named.
     """
     build = known.build
-    if build is None:
+    if build is not None:
+        code, reason = _why_held(host, known, build, by)
+        uuid, project_id = build.instance_uuid, build.project_id
+    elif holder is not None and is_migration(holder):
+        code, reason = UNCONFIRMED, f"migration {holder.consumer} keeps a source here, and its request is not on record"
+        uuid, project_id = holder.consumer if by is None else by.instance_uuid, holder.project_id
+    else:
         return None
-    code, reason = _why_held(host, known, build, by)
-    return HeldInstance(
-        instance_uuid=build.instance_uuid,
-        project_id=build.project_id,
-        source=host,
-        code=code,
-        reason=reason,
-        known=known,
-    )
+    return HeldInstance(instance_uuid=uuid, project_id=project_id, source=host, code=code, reason=reason, known=known)
 
 
 def _why_held(host: DrainedHost, known: MoveContext, build: RecordedBuild, by: RecordedMove | None) -> tuple[str, str]:
@@ -349,89 +408,7 @@ def _why_held(host: DrainedHost, known: MoveContext, build: RecordedBuild, by: R
     return UNRELEASED, f"the source of {by.kind} {by.request_id} is not released yet"
 
 
-def held_by_unknown(host: DrainedHost, holder: TreeHolder, by: RecordedMove | None) -> HeldInstance:
-    """The instance whose source a migration keeps on this host, and whose record is lost: its move is unconfirmed. by:
-    the migration's request; where that is not on record any more, the migration is named.
-    """
-    return HeldInstance(
-        instance_uuid=holder.consumer if by is None else by.instance_uuid,
-        project_id=holder.project_id,
-        source=host,
-        code=UNCONFIRMED,
-        reason=f"migration {holder.consumer} keeps a source here, and its request is not on record",
-    )
-
-
-class LookedAt(Struct, frozen=True, kw_only=True):
-    """One look at hosts of a drain. uuids: of the hosts."""
-
-    drain: str
-    kind: MoveKind
-    uuids: Collection[str]
-    at: float
-
-
-def reviewed(look: LookedAt, rows: Sequence[DrainMove], held: Sequence[HeldInstance]) -> list[DrainMove]:
-    """The rows of a drain that change after a look at its hosts. held: all that these hold something of.
-
-    An instance that is active there waits for its move. One that nothing in progress ends is looked at a number of
-    times, as a move is tried a few times, and has then failed; so is one whose host is down. Of one that is not held
-    any more `step` decides.
-    """
-    known = {row.instance_uuid: row for row in rows}
-    found: dict[str, HeldInstance] = {}
-    for one in held:
-        if one.instance_uuid not in found or not one.code:
-            found[one.instance_uuid] = one
-    changed: list[DrainMove] = []
-    for one in found.values():
-        row = known.get(one.instance_uuid)
-        if row is None or _is_due(row, look.at):
-            row = row or new_row(look.drain, look.kind, one, len(rows) + len(changed))
-            changed.append(_waiting(row, one, look.at))
-    free = [row for row in rows if is_held(row) and row.due_at <= look.at and row.instance_uuid not in found]
-    changed += [
-        replace(row, code="", reason="", failures=0, due_at=0.0) for row in free if row.source_uuid in look.uuids
-    ]
-    return changed
-
-
-def _is_due(row: DrainMove, now: float) -> bool:
-    """Whether a look may change it: not one that is tried, or has failed, or that another scheduler has looked at."""
-    if row.state is DrainMoveState.WAITING:
-        return is_held(row) and row.due_at <= now
-    return row.state in _OPEN_TO_REVIEW
-
-
 def new_row(drain: str, kind: MoveKind, one: HeldInstance, position: int) -> DrainMove:
     """The row of an instance that the drain did not have yet. It waits."""
-    return DrainMove(
-        drain=drain,
-        instance_uuid=one.instance_uuid,
-        position=position,
-        source_uuid=one.source.uuid,
-        kind=kind,
-        code=one.code,
-        reason=one.reason,
-    )
-
-
-def _waiting(row: DrainMove, one: HeldInstance, now: float) -> DrainMove:
-    """Its row, waiting on the host that holds it. The host where the drain has moved it stays known."""
-    host = one.source
-    row = replace(
-        row,
-        state=DrainMoveState.WAITING,
-        source_uuid=host.uuid,
-        host_uuid=row.host_uuid if row.source_uuid == host.uuid else None,
-        failures=row.failures if one.code and row.code == one.code else 0,
-        code=one.code,
-        reason=one.reason,
-        due_at=now + LOOK_S if one.code else 0.0,
-    )
-    # What other schedulers have counted of one that passes stays: they may not reach its service.
-    if not one.code or (one.code in _PASSING and not host.code):
-        return row
-    reason = f"{one.reason}; {host.name}: {host.code}" if host.code else one.reason
-    most = MAX_LOOKS if one.code == UNRELEASED and not host.code else MAX_FAILURES
-    return failed(row, one.code, reason, now, most)
+    uuid, source = one.instance_uuid, one.source.uuid
+    return DrainMove(drain=drain, instance_uuid=uuid, position=position, source_uuid=source, kind=kind)

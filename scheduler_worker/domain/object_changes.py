@@ -106,12 +106,13 @@ def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> R
 
 
 def cells_left(settings: Sequence[str], changed: Sequence[ChangedObject]) -> tuple[str, ...]:
-    """The cells that a change takes out of use, if they have instances that prevent it."""
+    """The cells that a change takes out of use, if they have instances that prevent it. One that was removed is in use
+    while it has some (`cells_in_use`), or has its operator's word that they are abandoned, which goes with its object.
+    """
     return tuple(
         one.name
         for one in changed
-        if (_is_removed(one.after) and not _is_removed(one.before))
-        or (one.after is None and one.name not in settings and not _is_removed(one.before))
+        if (_is_removed(one.after) and not _is_removed(one.before)) or (one.after is None and one.name not in settings)
     )
 
 

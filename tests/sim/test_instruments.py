@@ -11,22 +11,51 @@ from coverage import Coverage
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
+from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.moves import ChangeKind
 from bus.contracts.stages import STAGES, durations
 from cell_conductor.domain import adopt_rules
 from cell_conductor.domain.events import BuildRequested, DeleteRequested
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
+from compute_sim.config import ComputeConfig
+from compute_sim.domain.faults import Faults
+from compute_sim.driver import ChangeFault, ChangeOrder
+from compute_sim.fleet import Fleet, Guest
 from lab.simulation import coverage_report
 from lab.simulation.__main__ import read_plan, without_option, written
 from lab.simulation.draw import plan_of
 from lab.simulation.loop import EPOCH
+from lab.simulation.network import NetworkFaults
 from lab.simulation.pairs import Stay
-from lab.simulation.plan import Action, Plan
+from lab.simulation.plan import Action, Plan, Rates
 from lab.simulation.run import Result, run
 from lab.simulation.steering import ACTS, Steering, acts_in
 from lab.simulation.watch import Listener
 from lab.simulation.widening import WIDENED, Widening
+from lab.simulation.wiring import CalmedHypervisors
+
+# --- faults that end
+
+
+async def test_a_change_neither_fails_nor_hangs_when_faults_have_ended() -> None:
+    """Four in a row failed, the last of them 18 minutes after the load (seed 4300346)."""
+    fleet = Fleet.planned(ComputeConfig(hosts=1), "c1", "s1")
+    (host,) = fleet.hosts
+    uuid = "00000000-0000-4000-9000-000000000001"
+    fleet.put(host.plan.uuid, Guest(uuid, 1, {host.plan.uuid: {"VCPU": 1}}))
+    spec = InstanceSpec(instance_uuid=uuid, project_id="p")
+    order = ChangeOrder(kind=ChangeKind.STOP, host_uuid=host.plan.uuid, spec=spec, attempt=1, order=1, allocations={})
+    for faults in (Faults(change_fail_rate=1.0), Faults(change_break_rate=1.0)):
+        driver = CalmedHypervisors(fleet, faults, seed=1, clock=SystemClock())
+        driver.network_faults = NetworkFaults(Rates(), random.Random(1))
+        with pytest.raises(ChangeFault):
+            await driver.change(order)
+        driver.network_faults.calm()
+        assert not (await driver.change(order)).runs
+
 
 # --- runs that are steered to what none has seen: each is the same again, from its seed or from its plan's file
 

@@ -19,7 +19,6 @@ from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
 from cell_conductor.domain.desires import Work, in_text, states_where
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
-from cell_conductor.domain.set_back import SET_BACK_GAP
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -128,8 +127,9 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     doubted = await recorded(other)
     assert {uuid: found.doubted for uuid, found in doubted.items()} == {A: True, B: False, C: True}
     assert replace(doubted[A], doubted=False, sequence=instance(A).sequence) == instance(A)
-    numbers = {uuid: found.sequence - instance(uuid).sequence for uuid, found in doubted.items()}
-    assert numbers == {A: SET_BACK_GAP, B: 0, C: SET_BACK_GAP}, "schedulers have had the next ones already"
+    numbers = {uuid: found.sequence for uuid, found in doubted.items()}
+    above, same = one.set_back.first_number, instance(B).sequence
+    assert numbers == {A: above, B: same, C: above}, "schedulers have had the next ones already"
 
 
 @pytest.mark.parametrize("phase", sorted(states_where(lambda row: row.work is Work.MOVE), key=in_text), ids=in_text)

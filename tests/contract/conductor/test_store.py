@@ -380,6 +380,17 @@ async def test_the_machines_of_some_instances_are_read_with_the_words_about_them
     assert found == [one for one in await safety.records() if one.machine.uuid == A]
 
 
+async def test_a_brief_has_the_hosts_on_which_an_operator_keeps_a_machine(instances: InstanceStore) -> None:
+    await instances.safety.record("s", [OURS, replace(OURS, host_uuid=B), replace(OURS, uuid=HOST)], 1.0)
+    await instances.safety.decide([DecidedMachine(A, B)], KEEP, "op", 2.0)
+    await instances.safety.decide([DecidedMachine(A, HOST)], ADOPT, "op", 2.0)
+    async with instances.transaction() as transaction:
+        await transaction.insert(
+            [Instance(uuid=uuid, spec=InstanceSpec(instance_uuid=uuid, project_id="p")) for uuid in (A, HOST)]
+        )
+    assert {one.uuid: list(one.kept) for one in await instances.briefs([], [A, HOST])} == {A: [B], HOST: []}
+
+
 @pytest.mark.parametrize("asked", [A, HOST])
 async def test_an_optimistic_transaction_expects_that_no_machine_is_unexplained(
     instances: InstanceStore, asked: str

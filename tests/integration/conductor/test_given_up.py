@@ -190,7 +190,7 @@ def known_at_the_top() -> tuple[RecordedBuild, Instance]:
 
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_its_machine_is_kept_and_not_destroyed(attempt: int) -> None:
-    over = run_after(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
+    over = run_after(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt, found=()))
     for record in (over.instance, run_after(RELEASED, start=over.instance).instance):
         known = replace(brief(record), first_not_tried=record.first_not_tried)
         found = differences(report_of(attempt), [known], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
@@ -203,7 +203,7 @@ def test_its_machine_is_kept_and_not_destroyed(attempt: int) -> None:
 def test_its_end_reaches_schedulers_that_have_it_as_active(attempt: int) -> None:
     top, _ = known_at_the_top()
     assert (top.state, top.terminal) == (BuildState.ACTIVE, True)
-    over = run_after(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
+    over = run_after(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt, found=()))
     ended = run_after(RELEASED, start=over.instance)
     (event,) = announced(ended)
     after = announced_to(top, ended)

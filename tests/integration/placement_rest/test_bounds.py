@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
@@ -245,7 +246,7 @@ def begun(size: int, of: int) -> bytes:
 
 
 def gathering() -> float:
-    return float(metrics.GATHERING._value.get())
+    return REGISTRY.get_sample_value("berth_placement_rest_buffered_bytes") or 0.0
 
 
 @pytest.mark.postgres

@@ -13,7 +13,7 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import HostReport
 from bus.contracts.drains import DrainAction, DrainProgress, DrainState
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, MoveState
-from scheduler_worker.domain.drains import DrainedHost, HeldInstance
+from scheduler_worker.domain.drains import LOOKS, UNRELEASED, DrainedHost, HeldInstance
 from scheduler_worker.drain_plan import DrainHolders
 from tests.integration.scheduler.test_drains import (
     AMOUNTS,
@@ -43,7 +43,7 @@ __all__ = ["quick"]  # the fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that has failed is tried again at once; what is not released yet is waited for."""
     monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.01)
-    monkeypatch.setattr("scheduler_worker.domain.drains.MAX_LOOKS", 10**6)
+    monkeypatch.setitem(LOOKS, UNRELEASED, 10**6)
 
 
 async def waits(world: World, drain: DrainProgress, instance: str) -> None:
@@ -238,7 +238,7 @@ async def test_resources_that_are_never_released_are_what_is_left(
 ) -> None:
     """The migration of the drain's own move has leaked. It is released by hand, and the drain resumed."""
     build, begun, sent = await leaving(world)
-    monkeypatch.setattr("scheduler_worker.domain.drains.MAX_LOOKS", 3)
+    monkeypatch.setitem(LOOKS, UNRELEASED, 3)
     await arrives(world, build, sent)
     ended = await drain_is(world, begun, DrainState.ENDED)
     assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
@@ -290,8 +290,8 @@ async def test_a_look_that_a_command_has_overtaken_changes_nothing(
     await waits(world, begun, build.instance_uuid)
     held_on, stopped = DrainHolders.held_on, list[str]()
 
-    async def overtaken(self: DrainHolders, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
-        found = await held_on(self, hosts)
+    async def overtaken(self: DrainHolders, hosts: Sequence[DrainedHost], *most: int) -> list[HeldInstance]:
+        found = await held_on(self, hosts, *most)
         if hosts and not stopped:
             stopped.append(begun.id)
             await command(world, begun, DrainAction.STOP)

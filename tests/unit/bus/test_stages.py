@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from bus.bus import Bus
 from bus.clock import SystemClock, shared_delay_s
 from bus.consuming.consumer import Consumer
-from bus.consuming.outcome import Done, Outcome, Received
+from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.queues import BUILD_EVENTS
 from bus.contracts.stages import STAGES, Stamps, durations
@@ -102,9 +103,12 @@ class Ahead(SystemClock):
         return super().time() + self._ahead_s
 
 
+@pytest.mark.parametrize("retries", [0, 1])
 @pytest.mark.parametrize("ahead_s", [240.0, -240.0])
-async def test_a_request_is_answered_by_a_worker_whose_clock_is_minutes_off(ahead_s: float) -> None:
-    """It was dropped as too late by every worker ahead of the asker by more than the asker's patience."""
+async def test_a_request_is_answered_by_a_worker_whose_clock_is_minutes_off(ahead_s: float, retries: int) -> None:
+    """It was dropped as too late by every worker ahead of the asker by more than the asker's patience; its retried copy
+    by one that was 30 s further ahead (seed 4300188).
+    """
     broker = MemoryBroker(SystemClock())
     asker, server = (
         Bus("api", MemoryTransport(broker, name), process=name, clock=clock, rng=random.Random(1))
@@ -112,7 +116,10 @@ async def test_a_request_is_answered_by_a_worker_whose_clock_is_minutes_off(ahea
     )
 
     async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
-        return [Done(BuildAccepted(instance_uuid=REQUEST.instance_uuid)) for _ in batch]
+        done = Done(BuildAccepted(instance_uuid=REQUEST.instance_uuid))
+        late = Done(Refusal(code="test.late", reason=""))
+        retry = Retry("test.early", "")
+        return [retry if one.meta.attempt < retries else late if one.is_late() else done for one in batch]
 
     await asker.open()
     await server.open()

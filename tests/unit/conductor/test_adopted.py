@@ -26,6 +26,7 @@ from cell_conductor.store.safety import ADOPT, UnexplainedRecord
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.conductor.records import ON_1, ON_2, ON_3, Case, after, case, moving, outcome, record
 from tests.unit.conductor.scenario import (
+    MADE,
     PATIENCE,
     SET_BACK_AT,
     SPEC,
@@ -179,7 +180,7 @@ def test_the_answers_about_a_machine_that_is_adopted(
 HERE = Selection(host_uuid=host(3), host="host-3", service="s1", allocations={host(3): {"VCPU": 3}})
 TAKEN = {"state": S.CLAIMING, "then": S.ACTIVE, "since": 220.0, "deadline": 235.0, "position": 0, "attempt": 5,
          "newest": 5, "found_built": True, "code": ""}  # fmt: skip
-DECIDED_SO = {**TAKEN, "newest": 1005, "order": 1000, "reused_from": 1, "sequence": 1_000_020,
+DECIDED_SO = {**TAKEN, "newest": 1005, "order": 1000, "reused_from": 1, "sequence": 1000,
               "selections": (HERE, ON_2)}  # fmt: skip
 ANSWERED = {"newest": 5, "since": 111.0, "queried": False, "sequence": 21, "build_sequence": 20, "then": None}
 COMES_UP = {**ANSWERED, "state": S.ACTIVE, "deadline": None, "position": 0, "selections": (ON_2,), "answered": True}
@@ -223,7 +224,7 @@ BUILDS = {**ANSWERED, "state": S.BUILDING, "deadline": 171.0, "doubted": True}
 def test_a_step_of_an_adoption_changes_this_of_its_record(
     before: Instance, event: e.Event, changes: dict[str, Any]
 ) -> None:
-    got = step(before, event, PATIENCE).instance
+    got = step(before, event, MADE).instance
     assert replace(got, history=(), reason="") == replace(after(before, changes), history=(), reason="")
 
 

@@ -14,7 +14,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.departure_rules import answer_unbegun, arrive, give_away, refer, refuse_other
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import MAX_ENDED, EndedMove, Instance, Move, Phase, Power, State
-from cell_conductor.domain.set_back import SET_BACK_GAP, SetBack
+from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, request, unbegun
@@ -123,7 +123,7 @@ GOES_BACK = ((State.RELEASING, State.OFFLOADED), MoveState.UNDOING)
             replace(PATIENCE, set_back=SetBack(700.0)),
             (State.DESTROYING, State.REVERTING),
             MoveState.UNDOING,
-            51 + SET_BACK_GAP,
+            700_000,
         ),
         (NEW, ARRIVES, replace(PATIENCE, set_back=SetBack(500.0)), (State.FINISHING, None), MoveState.FINISHING, 51),
         (
@@ -176,7 +176,7 @@ def test_an_arrival_is_on_record_from_then_on(
     assert here.move is not None and here.move.source is None
     has_ended = any(one.request_id == MOVE for one in known.ended)
     assert (here.move.began, here.move.answered) == (600.0, has_ended)
-    is_doubted = sequence > SET_BACK_GAP
+    is_doubted = sequence > 51
     assert (here.doubted, here.reused_from) == (is_doubted, 7 if is_doubted else 0)
     why = "x" if event.given_up else "move.lost" if event.is_query else ""
     assert here.move.lost_code == ("move.in_doubt" if is_doubted else "move.lost" if has_ended else why)

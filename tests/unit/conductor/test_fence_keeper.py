@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
+from bus.contracts.cell import CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
 from bus.contracts.moves import MoveKind
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
@@ -24,10 +24,11 @@ from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
-from tests.unit.conductor.scenario import PATIENCE, UUID, host
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.conductor.test_single_conditions import fences_on
-from tests.unit.conductor.world import engine_of
+from tests.unit.conductor.world import Conductor, Services, engine_of
 
 # --- One conductor's copy of its cell's fences, while reads and decisions overlap.
 
@@ -321,3 +322,23 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     async with store.transaction() as transaction:
         states = {uuid: one.state for uuid, one in (await transaction.lock([UUID, SECOND])).items()}
     assert states == {UUID: State.REVERTING, SECOND: State.FINISHING}
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(is_kept: bool) -> None:
+    """The host was ordered to destroy it once it was back, and the operator's word went with the machine."""
+    conductor = Conductor(Services(), ())
+    await conductor.store.open()
+    await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
+    keeper = keeper_of(HeldReads(conductor.store))
+    await keeper.load()
+    conductor.engine._fences = keeper
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert(
+            [Instance(uuid=UUID, state=State.FAILED, spec=SPEC, selections=(selection(1),), attempt=1, doubted=True)]
+        )
+    await conductor.keep(1, KEEP if is_kept else "")
+    await conductor.request(CellDelete(instance_uuid=UUID, project_id=SPEC.project_id))
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is State.DELETED
+    assert [one.place for one in await conductor.store.fences.losses()] == ([] if is_kept else [(host(1), UUID)])

@@ -32,6 +32,7 @@ from tests.unit.conductor.records import (
     record,
 )
 from tests.unit.conductor.scenario import (
+    MADE,
     PATIENCE,
     RELEASED,
     SPEC,
@@ -54,6 +55,7 @@ DOWN_1, DOWN_2 = (
     replace(PATIENCE, down={name: Lease(service=name, epoch=1, state=LeaseState.SILENT)}) for name in ("s1", "s2")
 )
 DOWN_IN_DOUBT = replace(DOWN_1, set_back=IN_DOUBT.set_back)
+THEN_2 = (ON_1, ON_2, ON_3, replace(selection(4), service="s2"))
 OTHER_2 = (ON_1, ON_2, replace(ON_3, service="s2"))
 LATE = e.TimedOut(at=170.0)
 LOST = e.ServiceLost(at=220.0, service="s1", code="service.silent")
@@ -61,12 +63,14 @@ UNDESTROYED = e.SpawnFailed(at=220.0, attempt=2, host_uuid=host(2), code="destro
 
 
 def build(*services: str, **other: Any) -> e.BuildRequested:
-    return replace(on(*(services or ("s1",))), **other)
+    """One that may be forgotten was searched for (`set_back.is_unsearched`)."""
+    is_searched = other.get("attempt", 1) > 1 or other.get("is_query", False)
+    return replace(on(*(services or ("s1",))), **{"found": () if is_searched else None, **other})
 
 
 def gives_up(code: str = "x", *, query: bool = False, **other: Any) -> e.BuildRequested:
     why = Refusal(code=code, reason="y")
-    return build(given_up=why, is_query=query, found=() if query else None, **other)
+    return build(given_up=why, is_query=query, **other)
 
 
 def doubted(state: State = S.BUILDING, then: State | None = None, **other: Any) -> Instance:
@@ -89,7 +93,7 @@ STARTS: list[Case] = [
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2)),
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2, context=DOWN_1)),
     case(ABSENT, build("s1", "s2", attempt=2), "building", "spawn 2@1", "build: building", context=DOWN_1),
-    case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=DOWN_IN_DOUBT),
+    case(ABSENT, build("s1", "s2", found=()), "building", "spawn 1@1", "build: building", context=DOWN_IN_DOUBT),
     case(ABSENT, gives_up(), "releasing/failed"),
     case(ABSENT, gives_up("build.machine_exists"), "releasing/failed"),
     case(ABSENT, gives_up("build.machine_exists", query=True), "failed", "build: failed build.machine_exists"),
@@ -187,6 +191,9 @@ def test_what_does_not_answer_or_is_gone(
 CLAIMS: list[Case] = [
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "building", "spawn 5@3", "build: building"),
     case(record(S.CLAIMING, S.BUILDING), claimed(4), "claiming/building"),
+    case(record(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
+    case(doubted(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
+    case(record(S.CLAIMING, S.BUILDING), claimed(5), "building", "spawn 5@3", "build: building", context=DOWN_1),
     case(
         record(S.CLAIMING, S.BUILDING, selections=(ON_1, ON_2, ON_3, ON_1)),
         claimed(5, option=1),
@@ -270,19 +277,19 @@ PASSED = (*FAILS["history"], tried(3, "not_tried", "host.fenced", attempt=5, at=
          {"state": S.BUILDING, "spec": SPEC, "selections": (selection(1),), "attempt": 1, "consumer_generation": 7,
           "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 11,
           "build_sequence": 10}),
-        (ABSENT, build(attempt=3), PATIENCE,
+        (ABSENT, build(attempt=3), MADE,
          {"state": S.BUILDING, "spec": SPEC, "selections": (selection(1),), "attempt": 3, "consumer_generation": 7,
-          "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 1_000_011,
-          "build_sequence": 1_000_010, "doubted": True, "reused_from": 1}),
+          "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 1001,
+          "build_sequence": 1000, "doubted": True, "reused_from": 1}),
         (ABSENT, gives_up(), PATIENCE,
          {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 1,
           "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
           "code": "x", "reason": "y", "history": (tried(1, "not_tried", "x", "y", attempt=1, at=100.0),)}),
-        (ABSENT, gives_up(attempt=2), PATIENCE,
+        (ABSENT, gives_up(attempt=2), MADE,
          {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 2,
           "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
           "code": "build.outcome_unknown", "reason": FORGOTTEN, "doubted": True, "reused_from": 1,
-          "sequence": 1_000_010,
+          "sequence": 1000,
           "history": (tried(1, "unknown", "build.outcome_unknown", FORGOTTEN, at=100.0),)}),
         (record(S.BUILDING), GONE, PATIENCE,
          {**NEXT, "history": (tried(2, "timed_out", "spawn.timeout", "no answer within 60 s", at=310.0),)}),
@@ -312,6 +319,9 @@ PASSED = (*FAILS["history"], tried(3, "not_tried", "host.fenced", attempt=5, at=
          {"state": S.BUILDING, "then": None, "since": 111.0, "deadline": 171.0, "position": 3, "attempt": 5,
           "consumer_generation": 9, "queried": False, "sequence": 21, "build_sequence": 20,
           "history": (tried(3, "not_claimed", "full", attempt=5, at=111.0),)}),
+        (record(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), DOWN_1,
+         {"newest": 5, "consumer_generation": 9, "deadline": 126.0, "selections": (ON_1, ON_2, THEN_2[3]),
+          "history": (tried(3, "not_tried", "service.silent", attempt=6, at=111.0),)}),
         (record(S.CLAIMING, S.BUILDING), replace(refused(5), reason="the quota", outcomes=()), PATIENCE,
          {"state": S.RELEASING, "then": S.FAILED, "since": 111.0, "deadline": 126.0, "code": "max_retries_exceeded",
           "reason": "0 of 3 hosts tried, none is left. "}),

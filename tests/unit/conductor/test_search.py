@@ -12,7 +12,16 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Message, Meta
-from bus.contracts.cell import CellDelete, Destroy, FindMachines, FoundMachine, Running
+from bus.contracts.cell import (
+    CellDelete,
+    ComputeOutcome,
+    ComputeResult,
+    Destroy,
+    FindMachines,
+    FoundMachine,
+    Running,
+    Spawn,
+)
 from bus.contracts.moves import AskedBy, CellBook, CellMove, ChangeMachine, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.faults import Transient
@@ -28,7 +37,7 @@ from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
-from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_transfers import held, leaving
@@ -255,6 +264,20 @@ async def test_a_request_that_is_taken_again_unsearched_holds_its_batch_and_reco
     assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)
 
 
+async def test_a_build_that_is_begun_beside_a_machine_in_quarantine_proves_nothing_about_it() -> None:
+    """A later attempt of it, on the same host, proved the machine to be over."""
+    services = Services(s1=(), s2=(machine(),))
+    services.silent = {"s2"}
+    conductor = Conductor(services, ("s1", "s2"))
+    await conductor.store.open()
+    await conductor.keep(3)
+    build = replace(BUILD, requested_at=SystemClock().time() + 3600.0)
+    assert isinstance(await conductor.take(build, set_back=False, attempt=RETRIES), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is State.BUILDING
+    assert recorded.doubted and recorded.reused_from == 1
+
+
 async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_whenever_it_was_sent() -> None:
     """A client that requests its build again, after a restore, has sent it since."""
     services = Services(s1=(replace(machine(), service="s1"),))
@@ -452,6 +475,116 @@ async def test_a_machine_that_an_operator_keeps_stays_when_its_instance_is_delet
     await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
     await hosts.hosts([Received(listing("s1", 1, runs=(own,), sequence=2), Meta(id="s"), "c1", "conductor.hosts.p")])
     assert [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)] == [Destroy]
+
+
+@pytest.mark.parametrize("outcome", [ComputeOutcome.ACTIVE, ComputeOutcome.FAILED])
+async def test_a_machine_that_an_operator_keeps_stays_when_its_host_answers_late(outcome: ComputeOutcome) -> None:
+    """It was not complete yet: the result of its build was the proof, and no report was asked."""
+    conductor = Conductor(Services(s1=(replace(OWN, built=False),)), ("s1",))
+    await conductor.store.open()
+    await conductor.keep(1, KEEP)
+    assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
+    conductor.relay.sent.clear()
+    late = ComputeResult(instance_uuid=UUID, attempt=1, host_uuid=host(1), service="s1", outcome=outcome)
+    await conductor.requests.results([Received(late, Meta(id="r"), "c1", "conductor.results")])
+    assert not conductor.relay.sent
+    await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
+    await conductor.requests.results([Received(late, Meta(id="s"), "c1", "conductor.results")])
+    assert [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)] == [Destroy]
+
+
+async def test_no_move_leads_to_a_host_that_has_a_machine_which_an_operator_keeps() -> None:
+    """The machine of a later attempt took its place there."""
+    conductor = Conductor(Services(), ())
+    await conductor.store.open()
+    await conductor.keep(1, KEEP)
+    up = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(2),), attempt=5)
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([up])
+    move = replace(UNSHELVE, kind=MoveKind.MIGRATE, selections=(selection(1), selection(3)))
+    assert isinstance(await conductor.request(move), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.move is not None
+    assert [one.host for one in recorded.alternates] == ["host-3"]
+    assert [(one.host, one.outcome, one.code) for one in recorded.move.history] == [
+        ("host-1", "not_tried", "host.machine_kept")
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2], ids=["its first host", "its alternate"])
+async def test_no_build_leads_to_a_host_that_has_a_machine_which_an_operator_keeps(n: int) -> None:
+    services = Services()
+    conductor = Conductor(services, ())
+    await conductor.store.open()
+    await conductor.keep(n, KEEP)
+    build = replace(BUILD, attempt=2)
+    assert isinstance(await conductor.take(build, set_back=False, attempt=RETRIES), Done)
+    if n == 2:
+        failed = ComputeResult(
+            instance_uuid=UUID, attempt=2, host_uuid=host(1), service="s1", outcome=ComputeOutcome.FAILED
+        )
+        await conductor.requests.results([Received(failed, Meta(id="r"), "c1", "conductor.results")])
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.doubted
+    expected = ((State.CLAIMING, State.BUILDING), ["host-2"]) if n == 1 else ((State.RELEASING, State.FAILED), [])
+    assert (recorded.phase, [one.host for one in recorded.alternates]) == expected
+    codes = [one.code for one in recorded.history if one.host == f"host-{n}"]
+    assert codes == ["host.machine_kept"]
+    started = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    assert host(n) not in {one.host_uuid for one in started if isinstance(one, Spawn)}
+
+
+async def test_the_build_of_a_machine_that_an_operator_keeps_is_repeated_on_its_host() -> None:
+    """Its host has that attempt, and only answers."""
+    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
+    await conductor.store.open()
+    await conductor.keep(1, KEEP)
+    assert isinstance(await conductor.take(set_back=False), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.state, recorded.attempt) == (State.BUILDING, 1)
+
+
+@pytest.mark.parametrize("word", [ADOPT, KEEP])
+async def test_a_machine_is_given_to_its_instance_by_the_word_that_stands_when_it_is_searched_for(word: str) -> None:
+    """The word that its last report was read with was carried out, though it was another by then."""
+    conductor = Conductor(Services(s1=(), s2=(machine(),)), ("s1", "s2"))
+    await conductor.store.open()
+    await conductor.keep(3, ADOPT)
+    up = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=2, reused_from=1)
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([up])
+    own = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    bus: Any = Quiet()
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), bus)
+    await hosts.hosts([Received(listing("s2", 3, runs=(own,)), Meta(id="r"), "c1", "conductor.hosts.p")])
+    await conductor.store.safety.decide([DecidedMachine(UUID)], word, "ann", 3.0)
+    await conductor.engine.search()
+    recorded = await conductor.recorded()
+    expected = (State.CLAIMING, State.ACTIVE) if word == ADOPT else (State.ACTIVE, None)
+    assert recorded is not None and recorded.phase == expected
+
+
+async def test_a_report_of_a_machine_whose_delete_is_under_way_begins_no_transaction() -> None:
+    """Each page of a drain paid for one, to ask whether an operator keeps the machine."""
+    conductor = Conductor(Services(), ())
+    await conductor.store.open()
+    leaving = Instance(
+        uuid=UUID, state=State.DESTROYING, then=State.DELETED, spec=SPEC, selections=(selection(1),), attempt=1
+    )
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([leaving])
+    begun, begin = list[None](), conductor.store.transaction
+
+    def counted() -> Any:
+        begun.append(None)
+        return begin()
+
+    conductor.store.transaction = counted  # type: ignore[method-assign]
+    own = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    bus: Any = Quiet()
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), bus)
+    await hosts.hosts([Received(listing("s1", 1, runs=(own,)), Meta(id="r"), "c1", "conductor.hosts.p")])
+    assert not begun
 
 
 async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an_operator_keeps() -> None:

@@ -15,7 +15,6 @@ from cell_conductor.domain.desires import in_sql, in_text, states_where
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.set_back import (
     CLOCKS_APART_S,
-    SET_BACK_GAP,
     SetBack,
     doubted_from,
     is_doubted_request,
@@ -24,7 +23,8 @@ from cell_conductor.domain.set_back import (
     marked_reused,
     numbered_on,
 )
-from tests.unit.conductor.scenario import DELETE, SPEC, UUID, queried, selection, spawned
+from cell_conductor.domain.table import step
+from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, queried, selection, spawned
 
 AT = 1000.0
 BACK, NEVER = SetBack(AT), SetBack()
@@ -149,21 +149,29 @@ def test_an_instance_at_rest_may_have_been_moved_since_the_backup(
 
 
 @pytest.mark.parametrize(
-    ("event", "sequence"),
+    ("set_back", "record", "event", "sequence"),
     [
-        (None, 10 + SET_BACK_GAP),
-        (replace(AFTER, sequence=SET_BACK_GAP), 10 + SET_BACK_GAP),
-        (replace(AFTER, sequence=10 + SET_BACK_GAP), 11 + SET_BACK_GAP),
-        (replace(AFTER, sequence=3 * SET_BACK_GAP), 1 + 3 * SET_BACK_GAP),
+        (BACK, 10, None, 1_000_000),
+        (SetBack(made_at=AT), 10, None, 1_000_000),
+        (SetBack(AT, made_at=AT - 1), 10, None, 1_000_000),
+        (SetBack(AT - 1, made_at=AT), 10, None, 1_000_000),
+        (BACK, 1_000_010, None, 1_000_010),
+        (BACK, 10, replace(AFTER, sequence=1_000_000), 1_000_001),
+        (NEVER, 10, None, 10),
+        (NEVER, 10, replace(AFTER, sequence=10), 11),
     ],
 )
-def test_announcements_go_on_above_every_lost_number(event: e.BuildRequested | None, sequence: int) -> None:
-    assert numbered_on(Instance(uuid=UUID, sequence=10), event).sequence == sequence
+def test_announcements_go_on_above_every_lost_number(
+    set_back: SetBack, record: int, event: e.BuildRequested | None, sequence: int
+) -> None:
+    assert numbered_on(Instance(uuid=UUID, sequence=record), set_back, event).sequence == sequence
 
 
-def test_an_event_number_of_a_record_with_none_is_outgrown_by_one() -> None:
-    low = Instance(uuid=UUID, sequence=-SET_BACK_GAP)
-    assert [numbered_on(low, event).sequence for event in (None, replace(AFTER, sequence=5))] == [1, 6]
+def test_what_two_lost_records_announce_has_different_numbers() -> None:
+    """Clients ignore a number that they have had (seed 4300411)."""
+    query = replace(BEFORE, is_query=True, found=(), sequence=2)
+    lost, now = (step(UNKNOWN, query, replace(PATIENCE, set_back=SetBack(AT + ago))) for ago in (0.0, 1.0))
+    assert now.instance.sequence > lost.instance.sequence
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,7 @@ def test_an_instance_that_is_as_before_the_set_back_may_have_been_numbered_on(
         assert after is known
         return
     assert (after.doubted, after.reused_from) == (True, marked)
-    assert (after.newest, after.sequence) == (3, 10 + SET_BACK_GAP)
+    assert (after.newest, after.sequence) == (3, BACK.first_number)
 
 
 # --- Events

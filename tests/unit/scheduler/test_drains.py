@@ -31,17 +31,17 @@ from scheduler_worker.domain.drains import (
     LOOK_S,
     DrainedHost,
     DrainMove,
+    DrainStep,
     HeldInstance,
-    LookedAt,
+    Look,
     OpenDrain,
     commanded,
     drained,
     end_of,
-    held_by_unknown,
     held_on,
     is_migration,
+    looked,
     retried,
-    reviewed,
     step,
 )
 from scheduler_worker.domain.placement import PlacementUnavailable
@@ -59,6 +59,7 @@ UP = {HOST: DrainedHost(HOST, "h1")}
 DOWN = {HOST: DrainedHost(HOST, "h1", "service.down")}
 RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.LIVE_MIGRATE, by="ann")
 NOW = 1000.0
+NOT_LOOKED, EMPTY = Look(DRAIN), Look(DRAIN, (HOST,))  # EMPTY: the host holds nothing
 
 
 def known(
@@ -83,10 +84,11 @@ def passed(
     context: MoveContext,
     record: DrainRecord = RECORD,
     hosts: dict[str, DrainedHost] | None = None,
+    look: Look = NOT_LOOKED,
 ) -> tuple[DrainMove, tuple[MoveRequest, ...]]:
     """The row after one pass, and what was requested."""
     found = OpenDrain(record=record, open=(row,), counts=Counter({row.state: 1}), last_begun_at=0.0)
-    done = step(found, {A: context}, UP if hosts is None else hosts, NOW)
+    done = step(found, {A: context}, UP if hosts is None else hosts, look, NOW)
     return (done.changed or (row,))[0], done.requests
 
 
@@ -102,7 +104,7 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
     assert (request.auto_confirm_s, request.project_id, request.instance_uuid) == (None, "p", A)
     assert passed(after, known()) == (after, ())  # not on record yet
     as_it_is = OpenDrain(record=RECORD, open=(after,), counts={S.UNDER_WAY: 1}, last_begun_at=NOW)
-    assert step(as_it_is, {A: known()}, UP, NOW).changed == (), "a row that stays is not written"
+    assert step(as_it_is, {A: known()}, UP, NOT_LOOKED, NOW).changed == (), "a row that stays is not written"
     again, repeated = passed(replace(after, begun_at=NOW - 61.0), known())
     assert repeated == (request,) and again.begun_at == NOW
     assert replace(after, state=S.WAITING).request_id != after.request_id == ROW.request_id
@@ -111,7 +113,8 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
 # Fields that each decision has to set, or to leave: none as in a new row.
 WAITS = replace(ROW, code="x", reason="y", failures=1, due_at=NOW, tries=1, begun_at=1.0)
 TRIED = replace(WAITS, state=S.UNDER_WAY, begun_at=NOW)
-BEGUN = {"state": S.UNDER_WAY, "tries": 2, "begun_at": NOW}
+READY = {"code": "", "reason": "", "due_at": 0.0}
+BEGUN = READY | {"state": S.UNDER_WAY, "tries": 2, "begun_at": NOW}
 LEFT, MOVED = {"state": S.LEFT}, {"state": S.MOVED, "code": "", "reason": ""}
 DONE = known(H2, MoveState.DONE, code="told", reason="why")
 LOST = known(ended=MoveState.FAILED, code="told", reason="w" * (MAX_REASON + 1))
@@ -125,7 +128,7 @@ TOLD = {"failures": 2, "due_at": NOW + 4.0, "code": "told", "reason": "w" * MAX_
     [
         (WAITS, known(), None, BEGUN, 1),
         (replace(WAITS, due_at=NOW + 0.1), known(), None, {}, 0),
-        (replace(WAITS, code="instance.building"), known(H9), None, {}, 0),
+        (replace(WAITS, code="instance.building"), known(), None, BEGUN | {"failures": 0}, 1),
         (WAITS, MoveContext(), None, LEFT | {"code": "instance.deleted"}, 0),
         (WAITS, ENDS, None, LEFT | {"code": "instance.deleted"}, 0),
         (WAITS, known(H9), None, LEFT | {"code": "instance.elsewhere"}, 0),
@@ -155,11 +158,26 @@ TOLD = {"failures": 2, "due_at": NOW + 4.0, "code": "told", "reason": "w" * MAX_
 def test_what_becomes_of_an_instance(
     row: DrainMove, context: MoveContext, hosts: Any, after: dict[str, Any], requests: int
 ) -> None:
-    found, made = passed(row, context, hosts=hosts)
+    """The look has found that its host holds nothing of it: by the record alone it is active there."""
+    found, made = passed(row, context, hosts=hosts, look=EMPTY)
     same = {"reason"} if "reason" not in after and found.failures > row.failures else set()
     same |= {"due_at"} if found.state is S.FAILED and "due_at" not in after else set()
     assert found == replace(row, **after, **{name: getattr(found, name) for name in same})
     assert len(made) == requests
+
+
+@pytest.mark.parametrize("row", [WAITS, replace(WAITS, code="instance.building"), replace(WAITS, host_uuid=H9)])
+@pytest.mark.parametrize("context", [MoveContext(), ENDS, known(H9), known(None), known(H9, under_way="x")])
+def test_what_is_not_active_on_its_host_is_looked_for_there_before_anything_is_decided(
+    row: DrainMove, context: MoveContext
+) -> None:
+    found = OpenDrain(record=RECORD, open=(row,), counts={}, last_begun_at=0.0)
+    assert step(found, {A: context}, UP, NOT_LOOKED, NOW) == DrainStep(unclear=frozenset({HOST}))
+    (after,) = step(found, {A: context}, {}, NOT_LOOKED, NOW).changed
+    assert after.state in (S.LEFT, S.MOVED), "its host has left the drain"
+    for state in (DrainState.PAUSED, DrainState.STOPPING):
+        stays = replace(found, record=replace(RECORD, state=state))
+        assert step(stays, {A: context}, UP, NOT_LOOKED, NOW) == DrainStep()
 
 
 @pytest.mark.parametrize(
@@ -194,8 +212,10 @@ def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_begun_at: flo
         contexts[rows[-1].instance_uuid] = known(H2, MoveState.DONE)
     else:
         del rows[30:]
-    found = OpenDrain(record=replace(RECORD, **fields), open=tuple(rows), counts={}, last_begun_at=last_begun_at)
-    done = step(found, contexts, UP, NOW)
+    found = OpenDrain(
+        record=replace(RECORD, **fields), open=(*rows[30:], *rows[:30]), counts={}, last_begun_at=last_begun_at
+    )
+    done = step(found, contexts, UP, NOT_LOOKED, NOW)
     assert [one.instance_uuid for one in done.requests] == [row.instance_uuid for row in rows[:begun]]
     states = [S.MOVED] * bool(under_way) + [S.UNDER_WAY] * begun
     assert [row.state for row in done.changed] == states, "the others are as they were"
@@ -204,7 +224,7 @@ def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_begun_at: flo
 def test_what_cannot_move_is_judged_though_no_move_may_begin() -> None:
     rows = (replace(ROW, state=S.UNDER_WAY, instance_uuid=H2, begun_at=NOW), ROW)
     found = OpenDrain(record=replace(RECORD, at_once=1), open=rows, counts={}, last_begun_at=0.0)
-    (after,) = step(found, {H2: known(), A: known(H9)}, UP, NOW).changed
+    (after,) = step(found, {H2: known(), A: known(H9)}, UP, EMPTY, NOW).changed
     assert (after.instance_uuid, after.state) == (A, S.LEFT)
 
 
@@ -307,6 +327,7 @@ async def test_a_query_that_placement_refuses_for_good_refuses_the_plan() -> Non
 B, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "be")
 DRAINED = DrainedHost(HOST, "h1")
 HELD = HeldInstance(instance_uuid=A, project_id="p", source=DRAINED, code="instance.building", reason="its build")
+ACTIVE = replace(HELD, code="", reason="", known=known())
 UNCONFIRMED = replace(HELD, code="instance.unconfirmed")
 UNRELEASED = replace(HELD, code="instance.unreleased")
 PARKED = replace(ROW, code="instance.building", due_at=NOW)
@@ -337,8 +358,13 @@ def request(**more: Any) -> RecordedMove:
     return RecordedMove(request_id=R, instance_uuid=A, project_id="p", digest=b"", sequence=9, **fields)
 
 
-def look(*uuids: str) -> LookedAt:
-    return LookedAt(drain=DRAIN, kind=MoveKind.LIVE_MIGRATE, uuids=uuids or (HOST,), at=NOW)
+def reviewed(rows: Sequence[DrainMove], held: Sequence[HeldInstance], *uuids: str) -> list[DrainMove]:
+    """The rows that change after a look at hosts. No move may begin; what no host holds is on record elsewhere."""
+    counts = Counter(row.state for row in rows)
+    found = OpenDrain(record=replace(RECORD, at_once=0), open=tuple(rows), counts=counts, last_begun_at=0.0)
+    there = UP | {H2: DrainedHost(H2, "h2")} | {one.source.uuid: one.source for one in held}
+    contexts = {row.instance_uuid: known(H9) for row in rows} | {one.instance_uuid: one.known for one in held}
+    return list(step(found, contexts, there, looked(DRAIN, uuids or (HOST,), held), NOW).changed)
 
 
 def down(held: HeldInstance) -> HeldInstance:
@@ -384,9 +410,8 @@ def test_an_instance_whose_source_a_migration_keeps_is_named(
 ) -> None:
     holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=1)
     assert is_migration(holder)
-    held = None if known is None else held_on(DRAINED, known, move)
-    held = held or held_by_unknown(DRAINED, holder, move)
-    assert (held.instance_uuid, held.code) == found
+    held = held_on(DRAINED, known or MoveContext(), move, holder)
+    assert held is not None and (held.instance_uuid, held.code) == found
 
 
 @pytest.mark.parametrize(("consumer_type", "attempt"), [("MIGRATION", 0), ("INSTANCE", 2), ("INSTANCE", 0)])
@@ -406,28 +431,31 @@ def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there()
 
 def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> None:
     moved = replace(ROW, state=S.MOVED, host_uuid=H2)
-    (row,) = reviewed(look(), [moved], [replace(HELD, code="instance.releasing")])
+    (row,) = reviewed([moved], [replace(HELD, code="instance.releasing")])
     assert (row.state, row.code, row.host_uuid) == (S.WAITING, "instance.releasing", H2)
     other = DrainedHost(H2, "h2")
     (row,) = reviewed(
-        look(H2), [replace(ROW, state=S.LEFT, code="instance.elsewhere")], [replace(HELD, source=other, code="")]
+        [replace(ROW, state=S.LEFT, code="instance.elsewhere")], [replace(ACTIVE, source=other, known=known(H2))], H2
     )
     assert (row.state, row.source_uuid, row.due_at) == (S.WAITING, H2, 0.0)
     for state in (S.UNDER_WAY, S.FAILED, S.WAITING):
-        assert reviewed(look(), [replace(ROW, state=state)], [replace(HELD, code="")]) == []
-    assert len(reviewed(look(), [], [UNCONFIRMED, replace(HELD, code="")])) == 1
+        assert reviewed([replace(ROW, state=state, begun_at=NOW)], [ACTIVE]) == []
+    assert len(reviewed([], [UNCONFIRMED, ACTIVE])) == 1
 
 
 COUNTED = replace(PARKED, failures=2, host_uuid=H2)
-FREE = {"code": "", "reason": ""}
 
 
 @pytest.mark.parametrize(
     ("row", "held", "after"),
     [
         (COUNTED, HELD, {"reason": "its build", "due_at": NOW + LOOK_S}),
-        (COUNTED, replace(HELD, code=""), FREE | {"reason": "its build", "failures": 0, "due_at": 0.0}),
-        (COUNTED, down(replace(HELD, code="")), FREE | {"reason": "its build", "failures": 0, "due_at": 0.0}),
+        (COUNTED, ACTIVE, READY | {"failures": 0}),
+        (
+            COUNTED, down(ACTIVE),
+            {"code": "service.down", "reason": DOWN[HOST].reason, "failures": 1, "due_at": NOW + 2.0},
+        ),
+        (replace(COUNTED, code="no_valid_host"), ACTIVE, READY),
         (COUNTED, UNCONFIRMED, {"code": UNCONFIRMED.code, "reason": "its build", "failures": 1, "due_at": NOW + 2.0}),
         (
             COUNTED, down(HELD),
@@ -452,34 +480,63 @@ FREE = {"code": "", "reason": ""}
             {"reason": "its build", "due_at": NOW + LOOK_S, "source_uuid": HOST, "host_uuid": None},
         ),
         (
-            replace(COUNTED, state=S.MOVED, code=""), replace(HELD, code=""),
-            {"reason": "its build", "failures": 0, "due_at": 0.0},
+            replace(COUNTED, state=S.MOVED, code=""), ACTIVE,
+            {"failures": 0, "due_at": 0.0},
         ),
-        (COUNTED, None, FREE | {"failures": 0, "due_at": 0.0}),
+        (COUNTED, None, {"state": S.LEFT, "code": "instance.elsewhere"}),
+        (replace(COUNTED, host_uuid=H9), None, MOVED),
         (replace(COUNTED, due_at=NOW + 0.1), None, None),
-        (replace(COUNTED, code="instance.busy"), None, None),
+        (replace(COUNTED, code="instance.busy"), None, {"state": S.LEFT, "code": "instance.elsewhere"}),
+        (replace(COUNTED, code="instance.busy"), UNRELEASED, {
+            "code": UNRELEASED.code, "reason": "its build", "failures": 1, "due_at": NOW + 2.0,
+        }),
         (replace(COUNTED, state=S.FAILED), None, None),
         (replace(COUNTED, source_uuid=H2), None, None),
     ],
 )  # fmt: skip
 def test_each_row_after_one_look(row: DrainMove, held: HeldInstance | None, after: dict[str, Any] | None) -> None:
-    found = reviewed(look(), [row], [] if held is None else [held])
+    found = reviewed([row], [] if held is None else [held])
     assert found == ([] if after is None else [replace(row, **{"state": S.WAITING, **after})])
 
 
+@pytest.mark.parametrize("row", [PARKED, replace(ROW, state=S.LEFT), replace(ROW, state=S.MOVED, host_uuid=H2)])
+@pytest.mark.parametrize("held", [ACTIVE, HELD, UNRELEASED])
+def test_what_a_look_has_found_on_a_host_that_has_left_the_drain_meanwhile_is_left(
+    row: DrainMove, held: HeldInstance
+) -> None:
+    after, requests = passed(row, known(), hosts={}, look=looked(DRAIN, (HOST,), [held]))
+    assert (after.state, after.code, requests) == (S.LEFT, "host.left_drain", ())
+
+
+def test_of_what_has_moved_since_the_look_the_record_counts() -> None:
+    after, requests = passed(PARKED, known(H9), look=looked(DRAIN, (HOST,), [ACTIVE]))
+    assert (after.state, after.code, requests) == (S.LEFT, "instance.elsewhere", ())
+    both = UP | {H2: DrainedHost(H2, "h2")}
+    after, requests = passed(PARKED, known(H2), hosts=both, look=looked(DRAIN, (HOST,), [HELD]))
+    assert (after.state, after.source_uuid, len(requests)) == (S.UNDER_WAY, H2, 1), "the drain moves it from there"
+
+
+def test_no_move_begins_by_a_look_alone() -> None:
+    for rows in ((), (replace(ROW, state=S.MOVED, host_uuid=H2),), (replace(ROW, state=S.LEFT),)):
+        found = OpenDrain(record=RECORD, open=rows, counts={S.MOVED: 5}, last_begun_at=0.0)
+        done = step(found, {}, UP, looked(DRAIN, (HOST,), [ACTIVE]), NOW)
+        assert done.requests == ()
+        assert [(row.state, row.position) for row in done.changed] == [(S.WAITING, 0 if rows else 5)]
+
+
 def test_of_two_hosts_that_hold_an_instance_the_one_where_it_is_active_counts() -> None:
-    there, elsewhere = replace(HELD, code=""), replace(UNCONFIRMED, source=DrainedHost(H2, "h2"))
+    there, elsewhere = ACTIVE, replace(UNCONFIRMED, source=DrainedHost(H2, "h2"), known=known())
     for held in ([there, elsewhere], [elsewhere, there], [there, there]):
-        (row,) = reviewed(look(), [], held)
+        (row,) = reviewed([], held)
         assert (row.code, row.source_uuid) == ("", HOST)
-    first = reviewed(look(), [], [HELD, elsewhere])
+    first = reviewed([], [HELD, replace(elsewhere, known=HELD.known)])
     assert [one.source_uuid for one in first] == [HOST]
 
 
 def test_new_rows_follow_those_that_the_drain_has() -> None:
     others = [replace(HELD, instance_uuid=uuid) for uuid in (B, H2)]
-    found = reviewed(look(), [PARKED], [HELD, *others])
-    assert [(row.instance_uuid, row.position) for row in found] == [(A, 0), (B, 2), (H2, 3)]
+    found = reviewed([PARKED], [HELD, *others])
+    assert [(row.instance_uuid, row.position) for row in found] == [(A, 0), (B, 1), (H2, 2)]
     assert found[1] == replace(
-        ROW, instance_uuid=B, position=2, code="instance.building", reason="its build", due_at=NOW + LOOK_S
+        ROW, instance_uuid=B, position=1, code="instance.building", reason="its build", due_at=NOW + LOOK_S
     )

@@ -195,7 +195,8 @@ def test_a_cell_is_shown_with_its_link_and_what_was_decided() -> None:
         (ENABLED, ENABLED | {"reason": "r"}, False, False),
         (ENABLED, None, True, False),
         (ENABLED, None, False, True),
-        (REMOVED, None, False, False),
+        (REMOVED, None, False, True),
+        (REMOVED, None, True, False),
     ],
 )
 def test_a_cell_is_taken_out_of_use(before: Any, after: Any, configured: bool, left: bool) -> None:
