@@ -129,9 +129,11 @@ class NodePool:
         return node
 
     async def delete(self, node: dict[str, Any], request_id: str) -> None:
-        """DELETE /v1/nodes/{uuid}. Raises RequestError 409."""
+        """DELETE /v1/nodes/{uuid}. Raises RequestError 409; 404: another request has deleted it meanwhile."""
         self._check_unlocked(node)
         await self._publish(node, "delete", "start", request_id)
+        if self.get(node["uuid"]) is not node:
+            raise RequestError(404, f"Node {node['uuid']} was deleted, and made anew.")
         if node["instance_uuid"] is not None:
             await self._publish(node, "delete", "error", request_id)
             raise RequestError(409, f"Node {node['uuid']} is associated with instance {node['instance_uuid']}.")

@@ -299,3 +299,17 @@ def test_a_file_that_is_no_map_is_refused(tmp_path: Path) -> None:
     assert other.nodes == pool.nodes
     with pytest.raises(RequestError):
         other.get("nobody")
+
+
+async def test_a_node_that_another_request_has_deleted_is_not_found(listener: Listener) -> None:
+    """The simulation ended, without the number of its seed: two operators had deleted it at once."""
+    pool = NodePool(listener, clock=SystemClock(), rng=random.Random(1))
+    node = await pool.create({"name": "n1"}, "req-1")
+    await pool.delete(node, "req-2")
+    with pytest.raises(RequestError) as refused:
+        await pool.delete(node, "req-3")
+    assert refused.value.status == 404
+    again = await pool.create({"uuid": node["uuid"], "name": "n1"}, "req-4")
+    with pytest.raises(RequestError) as refused:
+        await pool.delete(node, "req-5")
+    assert (refused.value.status, pool.get("n1")) == (404, again)
