@@ -72,8 +72,12 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     left = _without_closed(passed, event.at, context)
     if left.alternates:
         return Step(steps.claiming(left, State.BUILDING, event.at, context))
-    over = replace(left, code=NO_HOST, reason=steps.cut(summary_of(left)))
-    return Step(steps.releasing(over, State.FAILED, event.at, context))
+    return _without_host(left, event.at, context)
+
+
+def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
+    over = replace(instance, code=NO_HOST, reason=steps.cut(summary_of(instance)))
+    return Step(steps.releasing(over, State.FAILED, at, context))
 
 
 def _end_unbuilt(instance: Instance, event: BuildRequested, why: Refusal, context: StepContext) -> Step:
@@ -239,13 +243,18 @@ def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate is claimed: command it under the next attempt.
 
     If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
-    instead. In doubt the claim may have waited an hour for the search.
+    instead; without another one the build ends, unless its service is only down. In doubt the claim may have waited an
+    hour for the search.
     """
     taken = _taken(instance, event)
-    if context.closed(taken).why(taken.here) is None or not _has_somewhere_to_go(taken, context):
+    closed = context.closed(taken).why(taken.here)
+    if closed is None or (closed.code not in (FENCED, KEPT) and not _has_somewhere_to_go(taken, context)):
         return _spawn(taken, event.at, context)
     again = replace(instance, newest=event.attempt, consumer_generation=event.consumer_generation)
-    return Step(replace(_without_closed(again, event.at, context), deadline=event.at + context.claim_retry_s))
+    left = _without_closed(again, event.at, context)
+    if left.alternates:
+        return Step(replace(left, deadline=event.at + context.claim_retry_s))
+    return _without_host(left, event.at, context)
 
 
 def release_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:

@@ -183,7 +183,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         TimedOut: ASK_AGAIN,
         Claimed: ByThen(
             {
-                State.BUILDING: Rule(rules.move_on, (State.BUILDING,)),
+                State.BUILDING: Rule(rules.move_on, (State.BUILDING, State.RELEASING)),
                 State.DELETED: Rule(rules.release_alternate, (State.RELEASING,)),
                 State.PREPARING: Rule(
                     move_rules.take_destination, (State.PREPARING, State.HANDING_OVER, State.RESIZING, *UNDONE)

@@ -11,6 +11,7 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State, summary_of
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.steps import StepContext
@@ -54,6 +55,8 @@ ABSENT = Instance(uuid=UUID)
 DOWN_1, DOWN_2 = (
     replace(PATIENCE, down={name: Lease(service=name, epoch=1, state=LeaseState.SILENT)}) for name in ("s1", "s2")
 )
+KEPT_3 = replace(PATIENCE, kept={(host(3), UUID): 1})
+FENCED_3 = replace(PATIENCE, fences={host(3): Fence(host_uuid=host(3), host="host-3", version=1)})
 DOWN_IN_DOUBT = replace(DOWN_1, set_back=IN_DOUBT.set_back)
 THEN_2 = (ON_1, ON_2, ON_3, replace(selection(4), service="s2"))
 OTHER_2 = (ON_1, ON_2, replace(ON_3, service="s2"))
@@ -194,6 +197,8 @@ CLAIMS: list[Case] = [
     case(record(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
     case(doubted(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "building", "spawn 5@3", "build: building", context=DOWN_1),
+    case(record(S.CLAIMING, S.BUILDING), claimed(5), "releasing/failed", context=KEPT_3),
+    case(record(S.CLAIMING, S.BUILDING), claimed(5), "releasing/failed", context=FENCED_3),
     case(
         record(S.CLAIMING, S.BUILDING, selections=(ON_1, ON_2, ON_3, ON_1)),
         claimed(5, option=1),
