@@ -44,7 +44,7 @@ MAX_BODY_BYTES = 16 * 2**20
 MAX_LETTER_BYTES = 16 * 2**10
 # The same where programs that are not berth's publish, and the values of such a body. The decoder is one call in C,
 # during which nothing else runs: 17 ms for a megabyte of these, and 126 ms for one of empty lists where a request may
-# carry any JSON. The largest request by its own bounds has 0.7 MB, and a batch of 32 with the longest lists 25,000
+# carry any JSON. The largest request by its own bounds has 0.7 MB, and a batch of 64 with the longest lists 50,000
 # values.
 MAX_CLIENT_BYTES = 2**20
 MAX_CLIENT_VALUES = 65_536

@@ -112,10 +112,10 @@ class ClosedHosts(Struct, frozen=True):
 
     def why(self, selection: Selection) -> Closed | None:
         """Why nothing is begun on this host now; None: it may be tried."""
+        if selection.host_uuid in self.kept:  # first: what is begun on a fenced host is destroyed when it returns
+            return Closed(KEPT, f"an operator keeps a machine of it on host {selection.host}")
         if (fence := self.fences.get(selection.host_uuid)) is not None:
             return Closed(FENCED, f"host {fence.host} is fenced")
-        if selection.host_uuid in self.kept:
-            return Closed(KEPT, f"an operator keeps a machine of it on host {selection.host}")
         down = self.down.get(selection.service)
         return None if down is None else Closed(down.code, down.reason)
 

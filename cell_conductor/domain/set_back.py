@@ -21,6 +21,8 @@ from .instance import Instance
 CLOCKS_APART_S = 30.0
 # Of an instance that the record has forgotten: so many attempts may have been made of it since.
 FORGOTTEN_ATTEMPTS = 1000
+# The most announcements of a record that a set-back can have lost.
+LOST_NUMBERS = 10_000
 
 
 class SetBack(Struct, frozen=True):
@@ -113,10 +115,11 @@ def has_come_back(instance: Instance, event: DeleteRequested) -> bool:
 
 def numbered_on(instance: Instance, set_back: SetBack, event: BuildRequested | None = None) -> Instance:
     """The record of an instance whose announcements may be lost: schedulers and clients ignore numbers that they have
-    had.
+    had. Where the clock of the database, or of another cell, was ahead of this one, they go on above the record's.
     """
     known = 0 if event is None else event.sequence
-    return replace(instance, sequence=max(instance.sequence, set_back.first_number, known + 1))
+    lost = LOST_NUMBERS if set_back.first_number else 0
+    return replace(instance, sequence=max(instance.sequence + lost, set_back.first_number, known + 1))
 
 
 def marked_reused(instance: Instance, set_back: SetBack) -> Instance:

@@ -36,7 +36,7 @@ from cell_conductor.domain.instance import (
     NOT_TRIED,
     Instance,
 )
-from cell_conductor.domain.set_back import SetBack
+from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
 from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
@@ -75,7 +75,7 @@ NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 DOUBT = f"""
 UPDATE instances SET record = (record::jsonb || jsonb_build_object('doubted', true,
-    'sequence', greatest(coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}), $2)))::json
+    'sequence', greatest(coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}) + {LOST_NUMBERS}, $2)))::json
 WHERE state = ANY($1)
 """
 

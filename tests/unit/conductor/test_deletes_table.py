@@ -257,8 +257,8 @@ def test_a_build_that_begins_anew_gives_out_no_number_of_the_one_before_again() 
 
 
 FORGOTTEN = {
-    "spec": InstanceSpec(instance_uuid=UUID, project_id="p"), "since": 120.0, "sequence": 1001,
-    "build_sequence": 1000, "then": S.DELETED,
+    "spec": InstanceSpec(instance_uuid=UUID, project_id="p"), "since": 120.0, "sequence": 10_011,
+    "build_sequence": 10_010, "then": S.DELETED,
 }  # fmt: skip
 THERE = replace(selection(3), allocations={host(3): {}}, shapes={})
 TAKES = {host(3): {"VCPU": 7}}

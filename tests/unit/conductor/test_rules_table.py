@@ -11,8 +11,8 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
-from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance, State, summary_of
+from cell_conductor.domain.fences import ClosedHosts, Fence
+from cell_conductor.domain.instance import KEPT, Instance, State, summary_of
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
@@ -284,8 +284,8 @@ PASSED = (*FAILS["history"], tried(3, "not_tried", "host.fenced", attempt=5, at=
           "build_sequence": 10}),
         (ABSENT, build(attempt=3), MADE,
          {"state": S.BUILDING, "spec": SPEC, "selections": (selection(1),), "attempt": 3, "consumer_generation": 7,
-          "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 1001,
-          "build_sequence": 1000, "doubted": True, "reused_from": 1}),
+          "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 10_011,
+          "build_sequence": 10_010, "doubted": True, "reused_from": 1}),
         (ABSENT, gives_up(), PATIENCE,
          {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 1,
           "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
@@ -294,7 +294,7 @@ PASSED = (*FAILS["history"], tried(3, "not_tried", "host.fenced", attempt=5, at=
          {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 2,
           "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
           "code": "build.outcome_unknown", "reason": FORGOTTEN, "doubted": True, "reused_from": 1,
-          "sequence": 1000,
+          "sequence": 10_010,
           "history": (tried(1, "unknown", "build.outcome_unknown", FORGOTTEN, at=100.0),)}),
         (record(S.BUILDING), GONE, PATIENCE,
          {**NEXT, "history": (tried(2, "timed_out", "spawn.timeout", "no answer within 60 s", at=310.0),)}),
@@ -396,3 +396,9 @@ def test_the_announcement_of_a_build(before: Instance, event: e.Event, shown: tu
         one for one in step(before, answering(before, event), PATIENCE).commands if isinstance(one, BuildEvent)
     ]
     assert (last.state, last.terminal, last.reason) == shown
+
+
+def test_a_fenced_host_where_an_operator_keeps_a_machine_is_passed_over_in_doubt_too() -> None:
+    """What is begun on a fenced host is destroyed when the host returns, and so is what is kept there."""
+    closed = ClosedHosts(fences=FENCED_3.fences, kept=frozenset({host(3)})).why(selection(3))
+    assert closed is not None and closed.code == KEPT

@@ -155,7 +155,7 @@ def test_an_instance_at_rest_may_have_been_moved_since_the_backup(
         (SetBack(made_at=AT), 10, None, 1_000_000),
         (SetBack(AT, made_at=AT - 1), 10, None, 1_000_000),
         (SetBack(AT - 1, made_at=AT), 10, None, 1_000_000),
-        (BACK, 1_000_010, None, 1_000_010),
+        (BACK, 1_000_010, None, 1_010_010),  # by a clock that is behind the one before
         (BACK, 10, replace(AFTER, sequence=1_000_000), 1_000_001),
         (NEVER, 10, None, 10),
         (NEVER, 10, replace(AFTER, sequence=10), 11),
