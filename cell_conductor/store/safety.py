@@ -186,8 +186,9 @@ class PostgresSafety(PostgresKeyed):
 
     async def delete(self, records: Sequence[UnexplainedRecord]) -> list[MachineKey]:
         """One statement."""
-        named = columns(records, "machine.host_uuid", "machine.uuid", "verdict", "last_seen")
-        return sorted((host, uuid) for host, uuid in await self._fetch(DELETE_UNEXPLAINED, *named))
+        places = list(zip(*(one.place for one in records), strict=True)) or [(), ()]
+        found = await self._fetch(DELETE_UNEXPLAINED, *places, *columns(records, "verdict", "last_seen"))
+        return sorted((host, uuid) for host, uuid in found)
 
     async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """One statement."""
