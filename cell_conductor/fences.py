@@ -31,6 +31,7 @@ from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.report import has_just_changed
 from .engine import Engine
 from .store.port import InstanceStore
+from .store.safety import KEEP
 
 log = structlog.get_logger(__name__)
 
@@ -264,6 +265,13 @@ class FenceKeeper:
                 hosts.append(host)
                 continue
             losses = {loss.instance_uuid: loss for place, loss in self._losses.items() if place[0] == host.uuid}
+            listed = {one.instance_uuid for one in host.running}
+            if lost := losses.keys() & listed:
+                async with self._store.transaction() as transaction:
+                    found = await transaction.unexplained(lost)
+                # What an operator keeps is no loss any more.
+                words = {one.place: one.verdict for one in found}
+                gone += [losses.pop(uuid) for uuid in sorted(lost) if words.get((host.uuid, uuid)) == KEEP]
             kept = await self._destroy_lost(host.running, losses, report.service, deployment)
             if (rescan := self._fences[host.uuid].rescan) in report.rescans:
                 self._note_running(host.uuid, report.service, kept, deployment, has_passed)
@@ -271,7 +279,6 @@ class FenceKeeper:
                 name == report.service or has_passed(host.uuid, name) for name in self._still_running.get(host.uuid, ())
             ):
                 rescans.append((host.uuid, rescan))
-            listed = {one.instance_uuid for one in host.running}
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
                 if loss.service == report.service or has_passed(host.uuid, loss.service):
                     if loss.rescan in report.rescans:
