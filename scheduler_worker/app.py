@@ -61,7 +61,10 @@ def position_of_event(message: Message) -> StreamPosition | None:
 
 def project_of_event(message: Message) -> str:
     """The project that an event is for; "": it is no event."""
-    return message.project_id if isinstance(message, BuildEvent | MoveEvent) else ""
+    return message.project_id if isinstance(message, _EVENTS) else ""
+
+
+_EVENTS = (BuildEvent, MoveEvent)  # each message that is published asks: a union would be made anew each time
 
 
 def build(

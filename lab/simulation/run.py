@@ -90,6 +90,9 @@ def run(plan: Plan, *, event_log: EventLog | None = None, max_turn_cpu_s: float 
         breach, turns, now = found, 0, runner.now
     except (virtual.Deadlock, virtual.Livelock, EndlessTurn) as found:
         breach, turns, now = Breach(STANDSTILLS[type(found)], str(found)), 0, runner.now
+    except Exception as error:
+        error.add_note(f"in the simulation of seed {plan.seed}")
+        raise
     return Result(
         seed=plan.seed,
         breach=breach.name if breach else "",

@@ -118,6 +118,7 @@ class MachineWatch:
         # {instance: {cell: its newest record there that was active or lost}}. A second cell builds an instance that was
         # lost in a first one when schedulers have lost its record and its request comes again.
         self._active: dict[str, dict[str, Instance]] = {}
+        self._last: dict[tuple[str, str], Instance] = {}  # by cell and instance, as last committed
         self.runs: Callable[[str, str], int | None] = lambda _host, _instance: None  # the attempt that runs there now
         self._deployed: set[tuple[str, str]] = set()  # (node, instance): Ironic knows no attempts
         # Of two hosts of one uuid either may have reported that it destroyed an attempt.
@@ -197,13 +198,19 @@ class MachineWatch:
     def instances(self, cell: str, instances: Mapping[str, Instance]) -> None:
         """A conductor of a cell has committed: what is active was built, there and by that attempt."""
         for uuid, instance in instances.items():
-            before = self._active.get(uuid, {}).get(cell)
-            if before is instance:
+            last = self._last.get((cell, uuid))
+            if last is instance:
                 continue
+            self._last[cell, uuid] = instance
+            before = self._active.get(uuid, {}).get(cell)
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":
-                # What a record has forgotten, that was set back, is searched for before it is given up.
+                # What a record has forgotten, that was set back, is searched for before it is given up. Its own machine
+                # is judged when it is found lost: with its host's disks it may come back meanwhile.
                 is_searched = instance.doubted and instance.state is State.RELEASING
-                self._lost(instance if is_searched else before)
+                if last is None or last.code != "instance.lost":
+                    self._lost(instance if is_searched else before)
+                elif not is_searched and before.attempt != instance.attempt:
+                    self._lost(before)
                 if not is_searched:
                     self._active[uuid][cell] = instance
             elif before is not None and _lost_its_attempt(before, instance):

@@ -194,6 +194,10 @@ class CompiledRequest:
             room &= total.column.free[rows] >= total.amount
         return room
 
+    def has_capacity(self, row: int) -> bool:
+        """Whether the sum of all slots is free on this one; each pick asks it, so without numpy's cost of a call."""
+        return all(total.column is not None and total.column.free.item(row) >= total.amount for total in self._totals)
+
     # --- trees and the providers that are shared with them
 
     def patterns(self, roots: Rows, known: dict[bytes, TreePattern], time_budget: TimeBudget | None = None) -> None:

@@ -208,8 +208,10 @@ class RootVerdicts:
         if not self.compiled.stands_alone(root):
             found: list[list[int]] = self.compiled.assignments(root, limit).tolist()
             return found
-        self.refresh()
-        return [[root] * len(self.compiled.slots)] if limit > 0 and self.verdicts[root] == self.passes else []
+        if self._shaped_at != self.book.shape_moves.end:
+            self.refresh()
+        fits = self._by_shape[root] == self.passes and self.compiled.has_capacity(root)
+        return [[root] * len(self.compiled.slots)][:limit] if fits else []
 
     def _affected(self, moved: Rows | None) -> Rows | None:
         """Return the roots to evaluate again when these have changed; None: all roots. A sharing provider that has

@@ -118,7 +118,7 @@ KEPT_HOSTS = 20_000
 class Scale(Struct, frozen=True):
     """One weigher's scale over a set of hosts: the raw weight of 0, and the span to 1 (0: all hosts weigh 0).
 
-    weights: of each host on it; None: not kept, or nothing.
+    weights: of each host on it; None: not kept.
     """
 
     weighing: Weighing
@@ -146,7 +146,8 @@ def scale_of(weighing: Weighing, clamped: Floats) -> Scale:
 
 
 def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> tuple[Floats, list[Scale]]:
-    """Every host's sum of weights, and the scales that make a later score of some of them comparable.
+    """Every host's sum of weights, and the scales that make a later score of some of them comparable: of the weighers
+    to which the hosts differ.
 
     A single host is not weighed.
     """
@@ -159,24 +160,23 @@ def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> 
             continue
         clamped = clamp(weighing.weigher, weighing.weigher.weigh(view, spec))
         scale = scale_of(weighing, clamped)
+        if not scale.span:
+            continue
         weights = _weights(view, scale, clamped)
         scales.append(replace(scale, weights=weights) if len(view) <= KEPT_HOSTS else scale)
-        if weights is not None:
-            total += weights
+        total += weights
     return total, scales
 
 
-def reweigh(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> list[tuple[Scale, Floats | None]]:
-    """The weights of some hosts on each of the scales, after their free amounts have changed; None: nothing."""
+def reweigh(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> list[tuple[Scale, Floats]]:
+    """The weights of some hosts on each of the scales, after their free amounts have changed."""
     return [
         (scale, _weights(view, scale, clamp(scale.weighing.weigher, scale.weighing.weigher.weigh(view, spec))))
         for scale in scales
     ]
 
 
-def _weights(view: HostsView, scale: Scale, clamped: Floats) -> Floats | None:
-    if scale.span == 0:
-        return None
+def _weights(view: HostsView, scale: Scale, clamped: Floats) -> Floats:
     return (clamped - scale.low) / scale.span * multipliers(view, scale.weighing)
 
 

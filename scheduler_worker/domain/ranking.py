@@ -237,9 +237,7 @@ class Ranking:
             return tuple({name: weight(host.position) for name, weight in self._kept} for host in hosts)
         some = self.view.subset(np.array([host.position for host in hosts], dtype=np.intp))
         by_weigher = [
-            (scale.weighing.weigher.name, weights.tolist())
-            for scale, weights in reweigh(some, self.spec, self._scales)
-            if weights is not None
+            (scale.weighing.weigher.name, weights.tolist()) for scale, weights in reweigh(some, self.spec, self._scales)
         ]
         return tuple({name: weights[at] for name, weights in by_weigher} for at in range(len(hosts)))
 
@@ -250,10 +248,9 @@ class Ranking:
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
         new = 0.0
         for scale, weights in reweigh(one, self.spec, self._scales):
-            if weights is not None:
-                new += weights.item(0)
-                if scale.weights is not None:
-                    scale.weights[candidate.position] = weights.item(0)
+            new += weights.item(0)
+            if scale.weights is not None:
+                scale.weights[candidate.position] = weights.item(0)
         heap = self._heaps[int(self._cells[candidate.position])].entries
         for at, (_, tie, position) in enumerate(heap):
             if position == candidate.position:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -15,6 +16,8 @@ LINE_END = '\\n"'
 ADDS_UP_TWICE = "the real one adds up the amounts of two groups more than once"
 KINDS = ("resources", "required", "member_of", "in_tree")
 SHARES = "MISC_SHARES_VIA_AGGREGATE"
+CANONICAL_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+UUID_OF_ANY_SPELLING = re.compile(r"([0-9a-fA-F]-?){32}")
 EMPTY = {("allocation_requests", 0), ("resource_providers", 0)}
 
 
@@ -38,6 +41,8 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
             return "the real one keeps one tree of several that share all that the un-numbered group requires"
         if without_order(not_negative(data_of(real))) == without_order(data_of(ours)):
             return "negative capacity"
+        if _spells_aggregates_otherwise(call):
+            return "an aggregate's uuid in another spelling: another aggregate to the real one"
         if _ignores_trees(call, data_of(real), data_of(ours)):
             return "the real one does not look at in_tree of a group without resources"
     return None
@@ -47,6 +52,13 @@ def _consumers_of(call: Call, body: Any) -> list[str]:
     """The consumers that a body names by key, as it spells them."""
     named = body.get("allocations") if isinstance(body, dict) and call.path == "/reshaper" else body
     return list(named) if isinstance(named, dict) and call.path in ("/allocations", "/reshaper") else []
+
+
+def _spells_aggregates_otherwise(call: Call) -> bool:
+    """Whether a query names an aggregate by a uuid, in other letters than the canonical ones."""
+    named = [value for name, value in parse_qsl(urlsplit(call.path).query) if name.startswith("member_of")]
+    uuids = [one for value in named for one in value.removeprefix("!").removeprefix("in:").split(",")]
+    return any(UUID_OF_ANY_SPELLING.fullmatch(one) and not CANONICAL_UUID.fullmatch(one) for one in uuids)
 
 
 def _requires_nothing(call: Call) -> bool:

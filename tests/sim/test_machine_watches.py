@@ -196,6 +196,18 @@ def test_what_was_moved_before_a_restore_is_searched_for_before_it_is_lost(
         watch.instances("c1", {INSTANCE: replace(lost, state=State.FAILED, then=None)})
 
 
+def test_a_host_may_be_restored_with_a_machine_that_is_searched_for() -> None:
+    """Seed 4700965: its host has answered that it is destroyed, and gets an older disk before the search has ended."""
+    watch = MachineWatch()
+    watch.put(HERE, guest(HERE, 1))
+    watch.instances("c1", {INSTANCE: instance(on=chosen(HERE), attempt=1)})
+    lost = instance(State.RELEASING, on=chosen(HERE), attempt=1, then=State.FAILED, doubted=True, code="instance.lost")
+    watch.instances("c1", {INSTANCE: lost})
+    watch.runs = lambda _host, _instance: 1
+    watch.instances("c1", {INSTANCE: replace(lost, deadline=2.0)})
+    watch.instances("c1", {INSTANCE: replace(lost, state=State.FAILED, then=None)})
+
+
 @pytest.mark.parametrize(
     ("other", "breaks"),
     [
