@@ -33,7 +33,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
     fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
     reported it, the machines that run there all the same. set_back: when the database came to be older than the world.
     unexplained: instances of which a host has a machine that no record explains. kept: {(host, instance): attempt} of
-    those machines that an operator keeps: no command of a step destroys them, or begins another one in their place (`table.step`).
+    those machines that an operator keeps: no command of a step (`table.step`) destroys them, or begins another one in
+    their place.
     """
 
     cell: str
