@@ -10,7 +10,7 @@ keeper of its leases, notifies the owner of such a host, or releases the hosts.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Protocol
 
 import structlog
@@ -106,20 +106,19 @@ class Guard:
             return ()
         return await self._decide(report, scan)
 
-    async def forget(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> list[tuple[str, str]]:
+    async def forget(
+        self, report: ComputeHosts, unexplained: Sequence[Unexplained], words: Container[MachineKey] = ()
+    ) -> list[tuple[str, str]]:
         """Delete the record of machines that are not on the hosts of this report any more, or that the instances'
-        records explain now. Before `assess`.
+        records explain now. Before `assess`. words: what an operator keeps by those records (`Brief.kept`): a later
+        word was not asked when they explained it.
 
-        What an operator keeps is deleted without that only by a scan from after it was last seen. Returns (host,
-        rescan) of these scans.
+        What an operator keeps is gone only by a scan from after it was last seen. Returns (host, rescan) of these
+        scans.
         """
         await self._read()
         here, service = {(one.host_uuid, one.uuid) for one in unexplained}, report.service
-        listed = {
-            (host.uuid, one.instance_uuid): one.deployment == self._store.deployment and not one.destroying
-            for host in report.hosts
-            for one in host.running or ()
-        }
+        listed = {(host.uuid, one.instance_uuid): one for host in report.hosts for one in host.running or ()}
         seen = {host.uuid for host in report.hosts if host.running is not None}
         places = {
             place
@@ -128,10 +127,16 @@ class Guard:
         }
         if not places:
             return []
+
+        def is_over(place: MachineKey, rescan: str) -> bool:
+            if (one := listed.get(place)) is None:
+                return rescan in report.rescans
+            return place in words and one.deployment == self._store.deployment and not one.destroying
+
         async with self._store.transaction() as transaction:
             found = await transaction.unexplained({uuid for _, uuid in places})
         found = [one for one in found if one.place in places]
-        gone = [one for one in found if one.verdict != KEEP or listed.get(one.place, one.rescan in report.rescans)]
+        gone = [one for one in found if one.verdict != KEEP or is_over(one.place, one.rescan)]
         left = {one.place for one in found}.difference(await self._store.safety.delete(gone))
         for place in places - left:
             del self._recorded[place]

@@ -301,6 +301,7 @@ class HostHandlers:
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
             briefs = await self._store.briefs([host.uuid for host in listed], running)
+            words = {(host, one.uuid) for one in briefs for host in one.kept}
             found = differences(
                 report,
                 briefs,
@@ -310,10 +311,10 @@ class HostHandlers:
                 may_have=self._may_have,
             )
         else:
-            found = Differences()
+            found, words = Differences(), set()
         await self._take(report.service, found.events)
         await self._reservations.reserve(report, found.unexplained)
-        rescans += await self._guard.forget(report, found.unexplained)
+        rescans += await self._guard.forget(report, found.unexplained, words)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
         rescans = [*rescans, *found.rescans]

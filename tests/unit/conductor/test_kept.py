@@ -129,6 +129,22 @@ async def test_what_a_record_explains_by_now_is_kept_no_more() -> None:
     assert await conductor.kept() == []
 
 
+async def test_a_word_that_comes_while_a_report_is_compared_is_kept() -> None:
+    """By its record the machine was over, no word was known yet, and the row went with the new word."""
+    conductor = await kept_on_host_1()
+    await conductor.report(conductor.own)
+    briefs = conductor.store.briefs
+
+    async def too_early(*asked: Any) -> Any:
+        return [replace(one, kept=()) for one in await briefs(*asked)]
+
+    conductor.store.briefs = too_early  # type: ignore[method-assign]
+    await conductor.report(conductor.own)
+    conductor.store.briefs = briefs  # type: ignore[method-assign]
+    await conductor.report(conductor.own)
+    assert not conductor.relay.sent and await conductor.kept() == [KEEP]
+
+
 # --- No order leads to its host. Of a record that does not want it, it is as if the host had answered.
 
 
