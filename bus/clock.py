@@ -7,6 +7,9 @@ import random
 import time
 from typing import Protocol
 
+# The most that the clocks of two processes are assumed to differ: minutes.
+CLOCKS_APART_S = 300.0
+
 
 class Clock(Protocol):
     """The wall time for records, the monotonic time for measurements, and the only way to wait."""

@@ -45,7 +45,7 @@ from .domain.report import (
 )
 from .domain.set_back import SetBack
 from .store.port import InstanceStore
-from .store.safety import ADOPT, DESTROY, MachineKey, UnexplainedRecord
+from .store.safety import ADOPT, DESTROY, KEEP, MachineKey, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -70,8 +70,12 @@ class Guard:
         *,
         effective: Effective,
         adopt: Callable[[str], None],
+        may_have: Callable[[str, str], bool] = lambda _service, _host: False,
     ) -> None:
-        """`adopt(uuid)`: give the machine of this instance to it, as an operator has decided."""
+        """`adopt(uuid)`: give the machine of this instance to it, as an operator has decided. may_have: as
+        `differences` has it.
+        """
+        self._may_have = may_have
         self._adopt = adopt
         self._store = store
         self._effective = effective
@@ -101,6 +105,37 @@ class Guard:
         if not scan.findings and not scan.quarantined:
             return ()
         return await self._decide(report, scan)
+
+    async def forget(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> list[tuple[str, str]]:
+        """Delete the record of machines that are not on the hosts of this report any more, or that the instances'
+        records explain now. Before `assess`.
+
+        What an operator keeps is deleted without that only by a scan from after it was last seen. Returns (host,
+        rescan) of these scans.
+        """
+        await self._read()
+        here, service = {(one.host_uuid, one.uuid) for one in unexplained}, report.service
+        listed = {
+            (host.uuid, one.instance_uuid): one.deployment == self._store.deployment and not one.destroying
+            for host in report.hosts
+            for one in host.running or ()
+        }
+        seen = {host.uuid for host in report.hosts if host.running is not None}
+        places = {
+            place
+            for place, owner in self._recorded.items()
+            if place[0] in seen and place not in here and (owner == service or not self._may_have(owner, place[0]))
+        }
+        if not places:
+            return []
+        async with self._store.transaction() as transaction:
+            found = await transaction.unexplained({uuid for _, uuid in places})
+        found = [one for one in found if one.place in places]
+        gone = [one for one in found if one.verdict != KEEP or listed.get(one.place, one.rescan in report.rescans)]
+        left = {one.place for one in found}.difference(await self._store.safety.delete(gone))
+        for place in places - left:
+            del self._recorded[place]
+        return [(one.place[0], one.rescan) for one in found if one not in gone]
 
     async def is_open(self, service: str) -> bool:
         """Whether the breaker of this service holds all harmful events back."""
@@ -163,14 +198,6 @@ class Guard:
         """Keep unexplained machines on record, and carry out an operator's verdict; returns those that are new in
         quarantine.
         """
-        await self._read()
-        here = {(one.host_uuid, one.uuid) for one in machines}
-        seen = {host.uuid for host in report.hosts if host.running is not None}
-        gone = [place for place in self._recorded if place[0] in seen and place not in here]
-        if gone:
-            await self._store.safety.delete(gone)
-            for place in gone:
-                del self._recorded[place]
         free_slots = MAX_FOREIGN - sum(service == report.service for service in self._recorded.values())
         kept: list[Unexplained] = []
         for one in machines:

@@ -265,7 +265,9 @@ class HostHandlers:
         self._up = up
         self._outdated = outdated
         self._fences = fences
-        self._guard = Guard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt)
+        self._guard = Guard(
+            store, bus, clock, config, effective=engine.effective, adopt=engine.adopt, may_have=self._may_have
+        )
         self._reservations = QuarantineReservations(store, bus)
         self._bus = bus
         self._owners = HostOwners(bus, self._listings, leases)
@@ -311,6 +313,7 @@ class HostHandlers:
             found = Differences()
         await self._take(report.service, found.events)
         await self._reservations.reserve(report, found.unexplained)
+        rescans += await self._guard.forget(report, found.unexplained)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
         rescans = [*rescans, *found.rescans]

@@ -51,6 +51,8 @@ from scheduler_worker.domain.selector import Selector
 from scheduler_worker.placing import BUILDS_AT_ONCE, Dispatcher, Placer, ReplicaFollower
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
+log = structlog.get_logger(__name__)
+
 START = Start()
 
 
@@ -73,7 +75,6 @@ class SchedulingEngine:
         self._clock = clock
         self._who = process or "scheduler"
         self._held = HeldClaims(claims, selector.table.last_cell_of, self._runs_on_record)
-        self._deletes = Deletes(store, self._held, clock=clock, process=self._who)
         placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
         self._dispatcher = Dispatcher(store, self._held, placer, selector, clock=clock, process=self._who)
 
@@ -88,7 +89,7 @@ class SchedulingEngine:
         admissions = await self.record(builds) if builds else []
         deleted: set[str] = set()
         if deletes:
-            of_deletes, deleted = await self._deletes.delete(deletes)
+            of_deletes, deleted = await self._delete(deletes)
         to_place: list[PendingBuild] = []
         withdrawn = withdrawn_by_gang(builds, admissions, deleted)
         for taken, admission in zip(builds, admissions, strict=True):
@@ -191,38 +192,9 @@ class SchedulingEngine:
         async with self._store.unit() as unit:
             return {uuid: one.build.run for uuid, one in (await unit.read(instances)).items()}
 
+    # --- deletes
 
-def _answer(unit: BuildUnit, admission: Admission) -> Admission:
-    """Emit the messages of a request that is not carried on."""
-    if isinstance(admission, Answered):
-        if admission.event is not None:
-            unit.emit(admission.event)
-        if admission.ended is not None:
-            for message in releases_of(admission.ended):
-                unit.emit(message)
-    return admission
-
-
-log = structlog.get_logger(__name__)
-
-
-class Deletes:
-    """Carries out deletes. One per scheduler process."""
-
-    def __init__(
-        self,
-        store: SchedulerStore,
-        held: HeldClaims,
-        *,
-        clock: Clock,
-        process: str,
-    ) -> None:
-        self._store = store
-        self._held = held
-        self._clock = clock
-        self._who = process
-
-    async def delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
+    async def _delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
         """Carry out deletes: outcomes by position, and the instances that are to be deleted.
 
         One transaction; one more for those of builds that no cell has, after placement is queried: they wait while it
@@ -242,7 +214,7 @@ class Deletes:
         self, deletes: Sequence[PendingDelete], held: Mapping[ProjectsBuild, HeldAllocation] | None = None
     ) -> DeletePlan:
         """Carry out deletes in one transaction. held: as of `plan_deletes`."""
-        author = self._author()
+        author = Author(self._who, self._clock.time())
         async with self._store.unit() as unit:
             builds = await unit.lock([one.request.instance_uuid for one in deletes])
             plan = plan_deletes(deletes, builds, author, held)
@@ -266,5 +238,13 @@ class Deletes:
         outcomes, accepted = plan.outcomes | unknown.outcomes, plan.accepted | unknown.accepted
         return replace(plan, outcomes=outcomes, accepted=accepted)
 
-    def _author(self) -> Author:
-        return Author(self._who, self._clock.time())
+
+def _answer(unit: BuildUnit, admission: Admission) -> Admission:
+    """Emit the messages of a request that is not carried on."""
+    if isinstance(admission, Answered):
+        if admission.event is not None:
+            unit.emit(admission.event)
+        if admission.ended is not None:
+            for message in releases_of(admission.ended):
+                unit.emit(message)
+    return admission

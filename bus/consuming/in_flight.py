@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from bus.clock import Clock
+from bus.clock import CLOCKS_APART_S, Clock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.queues import ENDED_BY_LETTER
@@ -88,11 +88,6 @@ class ConsumerLane:
 # once, a large delivery would take so long that it might never end on an unstable bus.
 SUSPECT_FROM = 2
 
-# The most that the clocks of a publisher and of a consumer are assumed to differ: minutes. A copy that is dropped by
-# the clocks while its requester waits is never answered, however often that repeats it; one that had waited in its
-# queue, as no consumer was there, is begun this much too late at the most.
-CLOCKS_APART_S = 300.0
-
 
 def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
     """Whether a handler may have had this message of a queue whose requests end by what is on record.
@@ -108,7 +103,9 @@ def of_use_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> 
 
     The time is counted from the arrival, because the broker drops messages that wait there for too long, and a retry
     subtracts what has passed. How long a copy has waited besides, with the consumers before and on its way, is not
-    known: so it is late by the clocks as well. A dead letter is handled however late it is: its end is announced.
+    known: so it is late by the clocks as well. One dropped by them while its requester waits would never be answered,
+    however often that repeats it; one that has waited in its queue, as no consumer was there, begins too late, by what
+    the clocks may be apart at the most. A dead letter is handled however late it is: its end is announced.
     """
     if meta.patience_s is None:
         return None

@@ -239,7 +239,13 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
     if event.is_query or event.requested_at <= instance.requested_at or is_over:
         was_active = any(record.outcome == "active" for record in instance.history)
         return _announce_again(instance, event, BuildState.FAILED, context, terminal=not was_active)
-    again = Instance(uuid=instance.uuid, sequence=instance.sequence, newest=instance.last_attempt)
+    again = Instance(
+        uuid=instance.uuid,
+        sequence=instance.sequence,
+        newest=instance.last_attempt,
+        doubted=instance.doubted,
+        reused_from=instance.reused_from,
+    )
     return start_or_adopt(again, event, context)
 
 

@@ -5,7 +5,7 @@ of the instance which an operator keeps.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -69,14 +69,8 @@ class RunningAfterFence(Struct, frozen=True):
     attempts: Mapping[str, int]
 
 
-def losses_of(
-    before: Instance, after: Instance, host_uuid: str, at: float, kept: Container[tuple[str, str]] = ()
-) -> tuple[Loss, ...]:
-    """The machines of an instance that this host may have by the previous record, and that the new record gave up; none
-    where an operator keeps one (`StepContext.kept`).
-    """
-    if (host_uuid, before.uuid) in kept:
-        return ()
+def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:
+    """The machines of an instance that this host may have by the previous record, and that the new record gave up."""
     machines = []
     if before.host_uuid == host_uuid:
         machines.append((before.attempt, before.here.service))

@@ -141,9 +141,9 @@ def destroy_leftover(instance: Instance, event: SpawnFailed, context: StepContex
 def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, context: StepContext) -> Step:
     """An attempt runs that the record proves to be over: it is destroyed on its host.
 
-    A machine without such a proof is kept, and so is one that an operator keeps.
+    A machine without such a proof is kept.
     """
-    if not is_over(instance, event.attempt, event.host_uuid) or (event.host_uuid, instance.uuid) in context.kept:
+    if not is_over(instance, event.attempt, event.host_uuid):
         return Step(instance)
     if isinstance(event, HostRuns) and instance.phase not in DELETE_REQUESTED and not is_later(event, instance):
         return Step(instance)  # it may be gone by now

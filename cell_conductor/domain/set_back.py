@@ -12,13 +12,12 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.clock import CLOCKS_APART_S
+
 from .desires import Phased, desire_of
 from .events import BuildRequested, DeleteRequested, Event, MoveRequested, is_begun_by
 from .instance import Instance
 
-# The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
-# after a restore is doubted needlessly: it waits longer for a silent host.
-CLOCKS_APART_S = 30.0
 # Of an instance that the record has forgotten: so many attempts may have been made of it since.
 FORGOTTEN_ATTEMPTS = 1000
 # The most announcements of a record that a set-back can have lost.
@@ -40,7 +39,9 @@ class SetBack(Struct, frozen=True):
 
     def may_lack(self, at: float) -> bool:
         """Whether the database may have no record of what happened then: it was set back since, or its schema was made
-        anew. The latter has no allowance for clocks: the first moves of a new system would be in doubt.
+        anew. The former allows for clocks that are apart: what comes in these minutes after a restore is searched for
+        needlessly, and waits longer for a silent host. The latter does not: the first moves of a new system would be in
+        doubt.
         """
         return (self.has_been and at <= self.at + CLOCKS_APART_S) or 0 < at <= self.made_at
 

@@ -33,8 +33,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
     reported it, the machines that run there all the same. set_back: when the database came to be older than the world.
     unexplained: instances of which a host has a machine that no record explains. kept: {(host, instance): attempt} of
-    those machines that an operator keeps: nothing destroys them, nor begins another one in their place. Both are read
-    where `engine.reads_unexplained`.
+    those machines that an operator keeps: nothing destroys them (`table.step`), nor begins another one in their place.
     """
 
     cell: str

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.base import Message
-from bus.contracts.cell import Spawn
+from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.moves import ChangeKind, ChangeMachine
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
@@ -58,7 +58,8 @@ from .events import (
 from .fences import Loss, fenced_hosts, losses_of
 from .instance import Instance, Move, State
 from .move_steps import relied_on
-from .orders import change_of, change_order, numbered, with_orders
+from .orders import change_of, change_order, numbered, orders_of, with_orders
+from .report import is_over
 from .steps import Step, StepContext
 from .way_back import SourceQuery, source_query_of
 
@@ -340,7 +341,22 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
 
 def step(instance: Instance, event: Event, context: StepContext) -> Step:
     """The instance after an event, and the commands that follow. Raises IllegalStep with the history."""
-    return with_orders(instance, _stepped(instance, event, context), context)
+    return _without_kept(with_orders(instance, _stepped(instance, event, context), context), event.at, context)
+
+
+def _without_kept(stepped: Step, at: float, context: StepContext) -> Step:
+    """No host is commanded to destroy what an operator keeps there. A record by which it is over does not wait for it,
+    either: it goes on as if the host had answered. One that wants it waits for the host's report (`Guard.forget`).
+    """
+    destroys = [one for one in stepped.commands if isinstance(one, Destroy)]
+    left = [one for one in destroys if (one.host_uuid, one.instance_uuid) in context.kept]
+    after, commands = stepped.instance, [one for one in stepped.commands if one not in left]
+    for order in left:
+        if order in orders_of(after, context) and is_over(after, order.attempt, order.host_uuid):
+            gone = Destroyed(at=at, attempt=order.attempt, host_uuid=order.host_uuid, service=order.service)
+            then = step(after, gone, context)
+            after, commands = then.instance, [*commands, *then.commands]
+    return Step(after, tuple(commands)) if left else stepped
 
 
 def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
@@ -460,7 +476,7 @@ class FenceSteps:
             self.proofs.update(dict.fromkeys(relied_on(before, after, context.fences)))
             self.hosts.update(self.proofs)
             for host in fenced_hosts(before, context.fences):
-                self.losses += losses_of(before, after, host, at, context.kept)
+                self.losses += losses_of(before, after, host, at)
         self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
         return Step(after, _without_starts(commands, context))
 

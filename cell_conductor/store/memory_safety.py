@@ -20,7 +20,7 @@ from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
-from .safety import MAX_LOSSES, DecidedMachine, MachineKey, UnexplainedRecord, is_to_reset
+from .safety import KEEP, MAX_LOSSES, DecidedMachine, MachineKey, UnexplainedRecord, is_to_reset
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
@@ -73,7 +73,7 @@ class MemorySafety(MemoryKeyed[Tables]):
                 before = self._table.unexplained.get(record.place)
                 if before is not None:
                     is_same = (before.machine.attempt, before.machine.kind) == (machine.attempt, machine.kind)
-                    verdict = before.verdict if is_same else ""
+                    verdict = before.verdict if is_same or before.verdict == KEEP else ""
                     record = replace(before, machine=machine, service=service, last_seen=now, verdict=verdict)
                 made[record.place] = record
             kept = {place: replace(record, is_new=False) for place, record in made.items()}
@@ -84,10 +84,12 @@ class MemorySafety(MemoryKeyed[Tables]):
         """All of them."""
         return await self._read(self._table.unexplained)
 
-    async def delete(self, places: Sequence[MachineKey]) -> None:
+    async def delete(self, records: Sequence[UnexplainedRecord]) -> list[MachineKey]:
         """One transaction."""
-        async with self._begun(*_rows(places)) as transaction:
-            transaction.will(partial(drop, self._table.unexplained, places))
+        async with self._begun(*_rows(one.place for one in records)) as transaction:
+            deleted = sorted(one.place for one in records if self._table.unexplained.get(one.place) == one)
+            transaction.will(partial(drop, self._table.unexplained, deleted))
+            return deleted
 
     async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """One transaction."""

@@ -25,7 +25,7 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import AT_REST, EVACUATED, EVACUATED_IN_DOUBT, in_sql
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.leases import Lease
-from cell_conductor.domain.report import Unexplained
+from cell_conductor.domain.report import Unexplained, rescan_of
 
 DESTROY = "destroy"
 KEEP = "keep"
@@ -61,18 +61,27 @@ class UnexplainedRecord(Struct, frozen=True, kw_only=True):
         """Where it is."""
         return self.machine.host_uuid, self.machine.uuid
 
+    @property
+    def rescan(self) -> str:
+        """Of the rescan that shows whether it is there still."""
+        return rescan_of("unexplained", *self.place, self.last_seen)
+
 
 class Safety(Protocol):
     """Machines that no record explains, and breakers."""
 
     async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
-        """Put these on record, or record that they are still there. A verdict holds for one attempt only."""
+        """Put these on record, or record that they are still there. A verdict holds for one attempt only, but that a
+        machine is kept: no attempt and no mark shows that it is gone.
+        """
 
     async def records(self) -> list[UnexplainedRecord]:
         """All on record, by host and instance."""
 
-    async def delete(self, places: Sequence[MachineKey]) -> None:
-        """Delete these, which are not there any more."""
+    async def delete(self, records: Sequence[UnexplainedRecord]) -> list[MachineKey]:
+        """Delete these, which are not there any more; returns those that were on record just so: no operator has
+        decided about them meanwhile, and no report has listed them.
+        """
 
     async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """Record an operator's verdict on those of these machines that are in quarantine; returns which they are."""
@@ -128,7 +137,8 @@ ORDER BY h, i
 ON CONFLICT (host_uuid, instance_uuid) DO UPDATE SET
     attempt = excluded.attempt, service = excluded.service, kind = excluded.kind, why = excluded.why,
     last_seen = excluded.last_seen,
-    verdict = CASE WHEN (u.attempt, u.kind) = (excluded.attempt, excluded.kind) THEN u.verdict ELSE '' END
+    verdict = CASE WHEN u.verdict = '{KEEP}' OR (u.attempt, u.kind) = (excluded.attempt, excluded.kind)
+        THEN u.verdict ELSE '' END
 RETURNING {_ROW}, {_WORD}, xmax = 0 AS is_new
 """
 _RECORDS = f"SELECT {_ROW}, {_WORD}, false FROM unexplained {{}} ORDER BY host_uuid, instance_uuid"
@@ -136,8 +146,9 @@ RECORDS = _RECORDS.format("")
 RECORDS_OF = _RECORDS.format("WHERE instance_uuid = ANY($1::uuid[])")
 EXPLAINED = "NOT EXISTS (SELECT FROM unexplained WHERE instance_uuid = ANY({}::uuid[]))"
 DELETE_UNEXPLAINED = """
-DELETE FROM unexplained u USING unnest($1::uuid[], $2::uuid[]) AS n (h, i)
-WHERE (u.host_uuid, u.instance_uuid) = (n.h, n.i)
+DELETE FROM unexplained u USING unnest($1::uuid[], $2::uuid[], $3::text[], $4::float8[]) AS n (h, i, v, s)
+WHERE (u.host_uuid, u.instance_uuid, u.verdict, u.last_seen) = (n.h, n.i, n.v, n.s)
+RETURNING u.host_uuid::text, u.instance_uuid::text
 """
 # Locked in the order in which RECORD writes them.
 DECIDE = """
@@ -173,9 +184,11 @@ class PostgresSafety(PostgresKeyed):
         """One statement."""
         return [record_of(row) for row in await self._fetch(RECORDS)]
 
-    async def delete(self, places: Sequence[MachineKey]) -> None:
+    async def delete(self, records: Sequence[UnexplainedRecord]) -> list[MachineKey]:
         """One statement."""
-        await self._fetch(DELETE_UNEXPLAINED, [host for host, _ in places], [instance for _, instance in places])
+        places = list(zip(*(one.place for one in records), strict=True)) or [(), ()]
+        found = await self._fetch(DELETE_UNEXPLAINED, *places, *columns(records, "verdict", "last_seen"))
+        return sorted((host, uuid) for host, uuid in found)
 
     async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """One statement."""

@@ -162,7 +162,7 @@ def step(
     drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, DrainedHost], look: Look, now: float
 ) -> DrainStep:
     """One pass. known: by instance, the record of the move that the row requested, or of its next one. Of another row
-    it is as old as the look: it waits, and is moved by a later pass. hosts: those that are in the drain now, by uuid.
+    it is as old as the look: it waits, and is judged and moved by a later pass. hosts: that are in the drain now.
     """
     rows = {row.instance_uuid: row for row in drain.open}
     unknown, size = [one for uuid, one in look.held.items() if uuid not in rows], sum(drain.counts.values())
@@ -176,7 +176,8 @@ def step(
         if not was_under_way and drain.record.state is not DrainState.RUNNING:
             continue
         context = known.get(row.instance_uuid) or look.held[row.instance_uuid].known
-        after = next_of(row, context, hosts, look, now)
+        is_later = row.instance_uuid not in known and not look.held[row.instance_uuid].code
+        after = row if is_later and row.state is State.WAITING else next_of(row, context, hosts, look, now)
         if after is None:
             unclear.add(row.source_uuid)
             continue

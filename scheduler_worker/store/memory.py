@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 
 from msgspec import convert
@@ -13,10 +13,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
-from bus.persistence.group_flush import FlushedStore
 from bus.persistence.memory_database import MemoryRows, MemorySession
-from bus.persistence.relay import Relay
-from bus.persistence.unit_of_work import VersionCache, published
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,
@@ -30,33 +27,28 @@ from scheduler_worker.store import tables
 from scheduler_worker.store.memory_units import (
     MemoryBuildRows,
     MemoryBuildTable,
-    MemoryBuildUnit,
-    MemoryOperationUnit,
+    MemoryUnit,
     delete,
     key_of,
 )
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
 from scheduler_worker.store.port import (
     FIRST_UUID,
-    BuildUnit,
     OpenBuilds,
-    OperationUnit,
-    OptimisticBuildUnit,
     ProjectsGroup,
     Purged,
+    UnitStore,
 )
 
 
-class MemoryBuilds(FlushedStore):
+class MemoryBuilds(UnitStore):
     """One scheduler's view of the requests."""
 
     def __init__(self, session: MemorySession) -> None:
-        super().__init__(session)
         assert isinstance(session.database, MemoryBuildTable)
         self._table = session.database
+        super().__init__(session, MemoryBuildRows(self._table, session))
         self._session = session
-        self._cache: VersionCache[RecordedBuild] = VersionCache(session)
-        self._relay: Relay | None = None
         self.outbox = MemoryRows(session)
         self.deployment = session.database.deployment
         self.ready = False
@@ -70,33 +62,12 @@ class MemoryBuilds(FlushedStore):
         self.ready = False
         self._session.cut()
 
-    def publish_through(self, relay: Relay) -> None:
-        """Set the relay that publishes what units emit."""
-        self._relay = relay
-
-    def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
-        """A transaction; the messages that it emits are published once it has committed."""
-        if optimistic:
-            rows = MemoryBuildRows(self._table, self._session)
-            return OptimisticBuildUnit(rows, self._cache, self._relay, durable=durable)
-        return published(self._relay, self._locking(durable))
-
     @asynccontextmanager
-    async def _locking(self, durable: bool) -> AsyncIterator[MemoryBuildUnit]:
+    async def locking(self, durable: bool) -> AsyncIterator[MemoryUnit]:
+        """One transaction."""
         async with self._session.transaction() as transaction:
             transaction.durable = durable
-            unit = MemoryBuildUnit(self._table, transaction)
-            yield unit
-            unit.rows = await transaction.send_later(unit.outbox)
-
-    def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
-        """A transaction; the messages that it emits are published once it has committed."""
-        return published(self._relay, self._operation())
-
-    @asynccontextmanager
-    async def _operation(self) -> AsyncIterator[MemoryOperationUnit]:
-        async with self._session.transaction() as transaction:
-            unit = MemoryOperationUnit(self._table, transaction)
+            unit = MemoryUnit(self._table, transaction)
             yield unit
             unit.rows = await transaction.send_later(unit.outbox)
 

@@ -126,7 +126,7 @@ def delete(table: MemoryBuildTable, builds: Sequence[str], moves: Sequence[str])
         table.moves.pop(one, None)
 
 
-class MemoryBuildUnit:
+class MemoryUnit:
     """One transaction, which locks what it reads."""
 
     def __init__(self, table: MemoryBuildTable, transaction: MemoryDatabaseTransaction) -> None:
@@ -195,13 +195,6 @@ class MemoryBuildUnit:
     def emit(self, message: OutboxMessage) -> None:
         """Kept until the end of the unit, in the outbox."""
         self.outbox.append(message)
-
-    async def _lock(self, uuids: Collection[str]) -> None:
-        await self._transaction.lock([key_of(uuid) for uuid in sorted(uuids)])
-
-
-class MemoryOperationUnit(MemoryBuildUnit):
-    """A build unit that also writes records that are rarer than builds."""
 
     async def first_time(self, handler: str, message_id: str) -> bool:
         """Among the handled messages."""
@@ -291,6 +284,9 @@ class MemoryOperationUnit(MemoryBuildUnit):
         await self._transaction.statement()
         self._transaction.will(partial(drop_drain_moves, self._table, frozenset(drains)))
 
+    async def _lock(self, uuids: Collection[str]) -> None:
+        await self._transaction.lock([key_of(uuid) for uuid in sorted(uuids)])
+
     def _of_drain(self, drain: str) -> list[DrainMove]:
         return [one for key, one in self._table.drain_moves.items() if key[0] == drain]
 
@@ -324,7 +320,7 @@ class MemoryBuildRows:
         versions = self._table.row_versions
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
-            unit = MemoryBuildUnit(self._table, transaction)
+            unit = MemoryUnit(self._table, transaction)
             if len(await unit.insert(writes.inserts, writes.at)) != len(writes.inserts):
                 raise PreconditionFailed
             if len(await unit.write_decisions(writes.decisions, writes.at)) != len(writes.decisions):

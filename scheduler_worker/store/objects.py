@@ -32,10 +32,11 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSON
 
 from bus.contracts.drains import DrainMoveState, DrainRecord
-from bus.contracts.moves import MoveKind, MoveQuery
+from bus.contracts.moves import MoveQuery
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
+from scheduler_worker.store import tables
 from scheduler_worker.store.port import ProjectsGroup
 from scheduler_worker.store.tables import build_requests, clean, moves, object_log
 
@@ -176,29 +177,18 @@ def _follows(entry: ObjectLogEntry, query: ObjectLogQuery) -> bool:
     return last is not None and entry.revision == query.before and (entry.kind.value, entry.name) > last
 
 
-COLUMNS = (
-    "drain", "instance_uuid", "position", "source_uuid", "kind", "state", "host_uuid", "tries", "failures", "code",
-    "reason", "due_at", "begun_at",
-)  # fmt: skip
-_TYPES = (
-    "uuid", "uuid", "integer", "uuid", "text", "text", "uuid", "integer", "integer", "text", "text", "float8", "float8",
-)  # fmt: skip
 WAITING, UNDER_WAY = DrainMoveState.WAITING, DrainMoveState.UNDER_WAY
 
+_DRAIN_MOVE = ", ".join(tables.DRAIN_MOVES)
 LOCK = f"SELECT body FROM objects WHERE kind = '{ObjectKind.DRAIN.value}' AND name = $1 FOR UPDATE"
 IN_STATE = f"""
-SELECT {", ".join(COLUMNS)} FROM drain_moves
+SELECT {_DRAIN_MOVE} FROM drain_moves
 WHERE drain = $1 AND state = $2 AND due_at <= $3 ORDER BY position, instance_uuid LIMIT $4
 """
-ALL = f"SELECT {', '.join(COLUMNS)} FROM drain_moves WHERE drain = $1 ORDER BY position, instance_uuid LIMIT $2"
+ALL = f"SELECT {_DRAIN_MOVE} FROM drain_moves WHERE drain = $1 ORDER BY position, instance_uuid LIMIT $2"
 COUNTS = "SELECT drain, state, count(*) FROM drain_moves WHERE drain = ANY($1::uuid[]) GROUP BY drain, state"
 LAST_BEGUN = "SELECT coalesce(max(begun_at), 0) FROM drain_moves WHERE drain = $1"
-PUT = f"""
-INSERT INTO drain_moves ({", ".join(COLUMNS)})
-SELECT * FROM unnest({", ".join(f"${at}::{kind}[]" for at, kind in enumerate(_TYPES, 1))})
-ON CONFLICT (drain, instance_uuid) DO UPDATE SET
-    {", ".join(f"{name} = excluded.{name}" for name in COLUMNS[3:])}
-"""
+PUT = tables.numbered(tables.PUT_DRAIN_MOVES)
 DROP = "DELETE FROM drain_moves WHERE drain = ANY($1::uuid[])"
 NO_LIMIT = 2**31 - 1
 
@@ -215,7 +205,7 @@ async def lock_drain(connection: asyncpg.Connection, drain: str, now: float, lim
     found = await count_moves(connection, [drain])
     return OpenDrain(
         record=_record(body),
-        open=tuple(map(_move, rows)),
+        open=tuple(tables.read(row, DrainMove) for row in rows),
         counts=found.get(drain, {}),
         last_begun_at=await connection.fetchval(LAST_BEGUN, drain),
     )
@@ -224,12 +214,12 @@ async def lock_drain(connection: asyncpg.Connection, drain: str, now: float, lim
 async def put_moves(connection: asyncpg.Connection, moves: Sequence[DrainMove]) -> None:
     """One statement, whatever their number."""
     if moves:
-        await connection.execute(PUT, *map(list, zip(*map(_row, moves), strict=True)))
+        await connection.execute(PUT, *tables.columns(moves, tables.DRAIN_MOVES))
 
 
 async def read_moves(connection: asyncpg.Connection, drain: str, limit: int) -> list[DrainMove]:
     """The instances of a drain, in their order."""
-    return [_move(row) for row in await connection.fetch(ALL, drain, limit)]
+    return [tables.read(row, DrainMove) for row in await connection.fetch(ALL, drain, limit)]
 
 
 async def count_moves(connection: asyncpg.Connection, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
@@ -260,18 +250,6 @@ def opened(record: DrainRecord, moves: Iterable[DrainMove], now: float, limit: i
 def in_order(moves: Iterable[DrainMove]) -> list[DrainMove]:
     """In the order in which a drain moves them."""
     return sorted(moves, key=lambda one: (one.position, one.instance_uuid))
-
-
-def _row(one: DrainMove) -> tuple[Any, ...]:
-    return (
-        one.drain, one.instance_uuid, one.position, one.source_uuid, one.kind.value, one.state.value, one.host_uuid,
-        one.tries, one.failures, clean(one.code), clean(one.reason), one.due_at, one.begun_at,
-    )  # fmt: skip
-
-
-def _move(row: asyncpg.Record) -> DrainMove:
-    fields = dict(row)
-    return DrainMove(**{**fields, "kind": MoveKind(row["kind"]), "state": DrainMoveState(row["state"])})
 
 
 def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: str | None) -> Select[int]:

@@ -12,11 +12,19 @@ from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
-from bus.persistence.group_flush import Flushed
+from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.relay import Relay
-from bus.persistence.unit_of_work import OptimisticFirst, OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
+from bus.persistence.unit_of_work import (
+    EmittingUnit,
+    OptimisticFirst,
+    OptimisticUnitOfWork,
+    RowStore,
+    VersionCache,
+    WriteSet,
+    published,
+)
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
@@ -113,6 +121,10 @@ class OperationUnit(BuildUnit, Protocol):
 
     async def drop_drain_moves(self, drains: Sequence[str]) -> None:
         """Delete the instances of drains whose objects are deleted in this unit."""
+
+
+class LockingUnit(OperationUnit, EmittingUnit, Protocol):
+    """Such a transaction, of an adapter."""
 
 
 class SchedulerStore(Flushed, Protocol):
@@ -268,6 +280,34 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
     def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""
         self.writes.outbox.append(message)
+
+
+class UnitStore(FlushedStore):
+    """Base of a store: its units are optimistic ones over these rows, or lock; a relay publishes what they emit."""
+
+    def __init__(self, database: Flushed, rows: RowStore[RecordedBuild, BuildWrites]) -> None:
+        super().__init__(database)
+        self._rows = rows
+        self._cache: VersionCache[RecordedBuild] = VersionCache(database)
+        self._relay: Relay | None = None
+
+    def locking(self, durable: bool) -> AbstractAsyncContextManager[LockingUnit]:
+        """A transaction that locks what it reads; its messages are in the outbox when it commits."""
+        raise NotImplementedError
+
+    def publish_through(self, relay: Relay) -> None:
+        """Set the relay that publishes what units emit."""
+        self._relay = relay
+
+    def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
+        """A transaction; the messages that it emits are published once it has committed."""
+        if optimistic:
+            return OptimisticBuildUnit(self._rows, self._cache, self._relay, durable=durable)
+        return published(self._relay, self.locking(durable))
+
+    def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
+        """A durable transaction; the messages that it emits are published once it has committed."""
+        return published(self._relay, self.locking(True))
 
 
 async def write_decided(

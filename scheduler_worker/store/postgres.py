@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import asyncpg
 import structlog
@@ -14,12 +14,10 @@ from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
-from bus.persistence.group_flush import FlushedStore
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
 from bus.persistence.outbox import OutboxMessage, PostgresRows
-from bus.persistence.relay import Relay
 from bus.persistence.tables import fetch
-from bus.persistence.unit_of_work import Committed, VersionCache, published
+from bus.persistence.unit_of_work import Committed, VersionCache
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,
@@ -36,13 +34,11 @@ from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, 
 from scheduler_worker.store import objects, tables
 from scheduler_worker.store.port import (
     FIRST_UUID,
-    BuildUnit,
     BuildWrites,
     OpenBuilds,
-    OperationUnit,
-    OptimisticBuildUnit,
     ProjectsGroup,
     Purged,
+    UnitStore,
 )
 
 log = structlog.get_logger(__name__)
@@ -52,9 +48,9 @@ MIGRATIONS = "scheduler_worker.store.migrations"
 INSERT = tables.numbered(tables.INSERT)
 DECIDE = tables.numbered(tables.DECIDE)
 UPDATE = tables.numbered(tables.UPDATE)
-INSERT_MOVE = tables.numbered(tables.INSERT_MOVE)
-UPDATE_MOVE = tables.numbered(tables.UPDATE_MOVE)
-PUT_INSTANCE = tables.numbered(tables.PUT_INSTANCE)
+INSERT_MOVES = tables.numbered(tables.INSERT_MOVES)
+UPDATE_MOVES = tables.numbered(tables.UPDATE_MOVES)
+PUT_INSTANCES = tables.numbered(tables.PUT_INSTANCES)
 
 READ_VERSIONS = f"SELECT xmin, {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
@@ -157,7 +153,7 @@ class PostgresBuildRows:
         """Records with the versions of their rows, without locks."""
         async with self._database.single() as connection:
             found = await connection.fetch(READ_VERSIONS, keys)
-        return {row["instance_uuid"]: (row["xmin"], tables.recorded(row)) for row in found}
+        return {row["instance_uuid"]: (row["xmin"], tables.read(row, RecordedBuild)) for row in found}
 
     async def write(self, writes: BuildWrites) -> Committed:
         """Write all of it or nothing, in one statement. Raises Conflict."""
@@ -186,7 +182,7 @@ class PostgresBuildRows:
         return Committed(written["version"], written["outbox_rows"])
 
 
-class PostgresBuildUnit:
+class PostgresUnit:
     """One transaction on one connection, which locks what it reads."""
 
     def __init__(self, connection: asyncpg.Connection, cache: VersionCache[RecordedBuild]) -> None:
@@ -207,7 +203,7 @@ class PostgresBuildUnit:
         if not instances:
             return {}
         return {
-            row["instance_uuid"]: BuildStatus(tables.recorded(row), row["digest"])
+            row["instance_uuid"]: BuildStatus(tables.read(row, RecordedBuild), row["digest"])
             for row in await self._connection.fetch(READ, instances)
         }
 
@@ -228,7 +224,7 @@ class PostgresBuildUnit:
     async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """In uuid order."""
         found = await self._connection.fetch(LOCK, sorted(set(instances)))
-        return {row["instance_uuid"]: tables.recorded(row) for row in found}
+        return {row["instance_uuid"]: tables.read(row, RecordedBuild) for row in found}
 
     async def update(self, updates: Sequence[BuildUpdate], now: float) -> None:
         """Rows that this unit has locked."""
@@ -239,10 +235,6 @@ class PostgresBuildUnit:
     def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""
         self.outbox.append(message)
-
-
-class PostgresOperationUnit(PostgresBuildUnit):
-    """A build unit that also writes records that are rarer than builds."""
 
     async def first_time(self, handler: str, message_id: str) -> bool:
         """In the table of handled messages."""
@@ -265,30 +257,28 @@ class PostgresOperationUnit(PostgresBuildUnit):
         named = await self._connection.fetch(NAMED_BUILDS, list(requests))
         return known_of(
             requests,
-            moves={row["request_id"]: tables.move(row) for row in moves},
-            builds={row["instance_uuid"]: tables.recorded(row) for row in builds},
+            moves={row["request_id"]: tables.read(row, RecordedMove) for row in moves},
+            builds={row["instance_uuid"]: tables.read(row, RecordedBuild) for row in builds},
             requested={row["instance_uuid"]: tables.build_request(row["request"]) for row in builds},
-            instances={row["instance_uuid"]: tables.instance(row) for row in instances},
+            instances={row["instance_uuid"]: tables.read(row, InstanceRecord) for row in instances},
             named={row["instance_uuid"] for row in named},
         )
 
     async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
         """In order of the ids, so that two schedulers with the same requests never deadlock."""
-        new = set()
-        for one in sorted(moves, key=lambda move: move.request_id):
-            if await self._connection.fetchval(INSERT_MOVE, *tables.move_row(one, now)) is not None:
-                new.add(one.request_id)
-        return new
+        ordered = sorted(moves, key=lambda move: move.request_id)
+        found = await self._connection.fetch(INSERT_MOVES, *tables.columns(ordered, tables.MOVES, now))
+        return {row[0] for row in found}
 
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
-        """The columns of an instance that a cell can change."""
-        for one in moves:
-            await self._connection.execute(UPDATE_MOVE, *tables.announced_row(one, now))
+        """The columns that a cell can change."""
+        if moves:
+            await self._connection.execute(UPDATE_MOVES, *tables.columns(moves, tables.ANNOUNCED, now))
 
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
-        """One statement an instance."""
-        for one in instances:
-            await self._connection.execute(PUT_INSTANCE, *tables.instance_row(one))
+        """One statement."""
+        if instances:
+            await self._connection.execute(PUT_INSTANCES, *tables.columns(instances, tables.INSTANCES))
 
     async def lock_objects(self) -> RecordedObjects:
         """By the row of their revision."""
@@ -319,14 +309,12 @@ class PostgresOperationUnit(PostgresBuildUnit):
         await objects.drop_moves(self._connection, drains)
 
 
-class PostgresBuilds(FlushedStore):
+class PostgresBuilds(UnitStore):
     """Schema `scheduler` of one database."""
 
     def __init__(self, database: Database) -> None:
-        super().__init__(database)
+        super().__init__(database, PostgresBuildRows(database))
         self._database = database
-        self._cache: VersionCache[RecordedBuild] = VersionCache(database)
-        self._relay: Relay | None = None
         self.outbox = PostgresRows(database)
         self.deployment = ""
 
@@ -344,34 +332,13 @@ class PostgresBuilds(FlushedStore):
         """Close the pool."""
         await self._database.close()
 
-    def publish_through(self, relay: Relay) -> None:
-        """Set the relay that publishes what units emit."""
-        self._relay = relay
-
-    def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
-        """A transaction; the messages that it emits are published once it has committed."""
-        if optimistic:
-            rows = PostgresBuildRows(self._database)
-            return OptimisticBuildUnit(rows, self._cache, self._relay, durable=durable)
-        return published(self._relay, self._locking(durable))
-
     @asynccontextmanager
-    async def _locking(self, durable: bool) -> AsyncIterator[PostgresBuildUnit]:
+    async def locking(self, durable: bool) -> AsyncIterator[PostgresUnit]:
+        """One transaction."""
         async with self._database.raw() as connection:
             if not durable:
                 await connection.execute("SET LOCAL synchronous_commit = off")
-            unit = PostgresBuildUnit(connection, self._cache)
-            yield unit
-            unit.rows = await outbox.add(connection, unit.outbox)
-
-    def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
-        """A durable transaction; the messages that it emits are published once it has committed."""
-        return published(self._relay, self._operation())
-
-    @asynccontextmanager
-    async def _operation(self) -> AsyncIterator[PostgresOperationUnit]:
-        async with self._database.raw() as connection:
-            unit = PostgresOperationUnit(connection, self._cache)
+            unit = PostgresUnit(connection, self._cache)
             yield unit
             unit.rows = await outbox.add(connection, unit.outbox)
 
@@ -403,12 +370,12 @@ class PostgresBuilds(FlushedStore):
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """Along the index that suits the query."""
         async with self._database.raw() as connection:
-            return [tables.move_record(row) for row in await fetch(connection, objects.moves_of(query))]
+            return [tables.read(row, MoveRecord) for row in await fetch(connection, objects.moves_of(query))]
 
     async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
         """Along the index of those under way."""
         async with self._database.raw() as connection:
-            return [tables.move(row) for row in await connection.fetch(OPEN_MOVES, after, limit)]
+            return [tables.read(row, RecordedMove) for row in await connection.fetch(OPEN_MOVES, after, limit)]
 
     async def open_builds(
         self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
@@ -420,7 +387,7 @@ class PostgresBuilds(FlushedStore):
             uuids = {*watched, *(page[3] if page is not None else ())}
             found = await connection.fetch(OPEN_BUILDS, sorted(uuids), states) if uuids else ()
         last = (page[0], page[1]) if page is not None and page[2] == limit else None
-        return OpenBuilds([tables.recorded(one) for one in found], last)
+        return OpenBuilds([tables.read(one, RecordedBuild) for one in found], last)
 
     async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:
         """By the primary key and the index on gangs."""
@@ -438,13 +405,13 @@ class PostgresBuilds(FlushedStore):
         named = [name and tables.clean(name) for name in (query.cell, query.host, query.flavor, query.code)]
         async with self._database.raw() as connection:
             found = await connection.fetch(BUILDS, *_of_query(query), most, query.limit, *named)
-        return [tables.record(row) for row in found]
+        return [tables.read(row, BuildRecord) for row in found]
 
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
         """By the primary keys, without a transaction around it."""
         async with self._database.single() as connection:
             found = await connection.fetch(BUILDS_NAMED, instances)
-        return {row["instance_uuid"]: tables.record(row) for row in found}
+        return {row["instance_uuid"]: tables.read(row, BuildRecord) for row in found}
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""

@@ -32,6 +32,7 @@ from bus.contracts.moves import CellMove, MoveRecord
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
 from bus.turns import InParts
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
+from scheduler_worker.domain.drains import DrainMove
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
 
 METADATA = MetaData()
@@ -178,23 +179,25 @@ outbox_tables(METADATA)
 identity_table(METADATA)
 
 
-# --- The rows of builds, of requests about instances, and of instances: their columns, and the statements that write
-# them. A record's fields have the names of their columns. `{}` stands for a value.
+# --- The rows of builds, of requests about instances, of instances, and of drains: their columns, and the statements
+# that write them. A record's fields have the names of their columns. `{}` stands for a value.
 
 T = TypeVar("T")
 NUL = "\x00"
 Columns = tuple[Sequence[Any], ...]
 
-_MOVE, _INSTANCE = RecordedMove.__struct_fields__, InstanceRecord.__struct_fields__
+MOVES, INSTANCES = RecordedMove.__struct_fields__, InstanceRecord.__struct_fields__
+DRAIN_MOVES = DrainMove.__struct_fields__
 
 # The columns of each record, and of each statement that writes a part of one.
 BUILD = ", ".join(RecordedBuild.__struct_fields__)
-DECIDED = ("instance_uuid", "state", "sequence", "attempt", "terminal", "cell", "host", "host_uuid", "code", "reason")
+_REACHED = ("state", "sequence", "terminal", "cell", "host", "host_uuid", "code", "reason")
+DECIDED = ("instance_uuid", *_REACHED, "attempt")
 ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run")
 REQUESTED = ("flavor", "name")
-MOVE = ", ".join(_MOVE)
-ANNOUNCED = ("state", "sequence", "terminal", "cell", "host", "host_uuid", "code", "reason", "history", "command")
-INSTANCE = ", ".join(_INSTANCE)
+MOVE = ", ".join(MOVES)
+ANNOUNCED = ("request_id", *_REACHED, "history", "command")
+INSTANCE = ", ".join(INSTANCES)
 
 _encode = msgspec.json.Encoder().encode
 _timelines = msgspec.json.Decoder(TimelineEntry)
@@ -207,7 +210,7 @@ _JSON: Mapping[str, Callable[[str], Any]] = {
     "image_properties": msgspec.json.Decoder(dict[str, dict[str, str]]).decode,
     "timeline": lambda text: tuple(_timelines.decode_lines(text)),
 }
-_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, InstanceRecord)
+_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, InstanceRecord, DrainMove)
 _JSON_OF = {kind: [name for name in kind.__struct_fields__ if name in _JSON] for kind in _READ}
 
 ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::uuid[]))"
@@ -233,17 +236,18 @@ def _named(columns: Sequence[str]) -> str:
 
 
 def _insert(table: Table, columns: Sequence[str]) -> str:
-    """An INSERT of one row."""
-    return f"INSERT INTO {table.name} ({_named(columns)}) VALUES ({_named(['{}'] * len(columns))})"
+    """An INSERT of many rows, which is followed by what is done where there is one."""
+    named = _named(columns)
+    return f"INSERT INTO {table.name} ({named}) SELECT * FROM unnest({_arrays(columns, table)}) ON CONFLICT "
 
 
 def _assigned(columns: Sequence[str], of: str) -> str:
     return _named([f"{name} = {of}.{name}" for name in columns])
 
 
-def _arrays(columns: Sequence[str]) -> str:
-    """An array of each column, one value a build."""
-    kinds = [build_requests.c[name].type.compile(dialect=DIALECT) for name in columns]
+def _arrays(columns: Sequence[str], table: Table = build_requests) -> str:
+    """An array of each column, one value a row."""
+    kinds = [table.c[name].type.compile(dialect=DIALECT) for name in columns]
     return _named([f"{{}}::{kind}[]" for kind in kinds])
 
 
@@ -273,13 +277,22 @@ DECIDE = (
 )
 # project_id: of a tombstone that becomes the record of another project's delete.
 UPDATE = _update((*DECIDED, "history", "project_id"))
-INSERT_MOVE = f"{_insert(moves, (*_MOVE, 'updated_at'))} ON CONFLICT (request_id) DO NOTHING RETURNING request_id"
-UPDATE_MOVE = f"UPDATE moves SET {_named([f'{name} = {{}}' for name in (*ANNOUNCED, 'updated_at')])}" + (
-    " WHERE request_id = {}"
+INSERT_MOVES = _insert(moves, (*MOVES, "updated_at")) + "(request_id) DO NOTHING RETURNING request_id"
+_ANNOUNCED = (*ANNOUNCED, "updated_at")
+UPDATE_MOVES = f"""
+UPDATE moves SET {_assigned(_ANNOUNCED[1:], "n")} FROM unnest({_arrays(_ANNOUNCED, moves)}) n({_named(_ANNOUNCED)})
+WHERE moves.request_id = n.request_id
+"""
+PUT_INSTANCES = _insert(instances, INSTANCES) + f"(instance_uuid) DO UPDATE SET {_assigned(INSTANCES[1:], 'excluded')}"
+PUT_DRAIN_MOVES = (
+    _insert(drain_moves, DRAIN_MOVES) + f"(drain, instance_uuid) DO UPDATE SET {_assigned(DRAIN_MOVES[3:], 'excluded')}"
 )
-PUT_INSTANCE = (
-    f"{_insert(instances, _INSTANCE)} ON CONFLICT (instance_uuid) DO UPDATE SET {_assigned(_INSTANCE[1:], 'excluded')}"
-)
+
+
+def columns(records: Sequence[object], names: Sequence[str], *more: object) -> Columns:
+    """The columns of a statement that writes these fields. more: of each row, after them."""
+    fields = attrgetter(*names)
+    return tuple(zip(*((*_values(fields(one)), *more) for one in records), strict=True))
 
 
 async def insert_columns(builds: Sequence[NewBuild]) -> Columns:
@@ -303,8 +316,7 @@ async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -
 
 
 _accepted, _requested = attrgetter(*ACCEPTED), attrgetter(*REQUESTED)
-_decided, _announced = attrgetter(*DECIDED), attrgetter(*ANNOUNCED)
-_move, _instance = attrgetter(*_MOVE), attrgetter(*_INSTANCE)
+_decided = attrgetter(*DECIDED)
 
 
 def _insert_row(new: NewBuild) -> tuple[Any, ...]:
@@ -322,21 +334,6 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
 def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
     build = update.build
     return (*_values((*_decided(build), build.history, build.project_id)), timeline_text(update.timeline))
-
-
-def move_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
-    """The values of INSERT_MOVE. now: when it is written."""
-    return (*_values(_move(one)), now)
-
-
-def announced_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
-    """The values of UPDATE_MOVE."""
-    return (*_values(_announced(one)), now, one.request_id)
-
-
-def instance_row(one: InstanceRecord) -> tuple[Any, ...]:
-    """The values of PUT_INSTANCE."""
-    return tuple(_values(_instance(one)))
 
 
 _PLAIN = (int, float, bytes, type(None))
@@ -360,7 +357,7 @@ def clean(text: str) -> str:
     return text.replace(NUL, "")
 
 
-def _read(row: Mapping[str, Any], kind: type[T]) -> T:
+def read(row: Mapping[str, Any], kind: type[T]) -> T:
     """The record of a row that has at least its columns."""
     fields = dict(row)
     for name in _JSON_OF[kind]:
@@ -370,38 +367,13 @@ def _read(row: Mapping[str, Any], kind: type[T]) -> T:
     return msgspec.convert(fields, kind)
 
 
-def recorded(row: Mapping[str, Any]) -> RecordedBuild:
-    """A row of BUILD."""
-    return _read(row, RecordedBuild)
-
-
 def new_build(row: Mapping[str, Any]) -> NewBuild:
     """A build with its request, as it was put on record. size: of its gang."""
     gang = row["gang"]
     return NewBuild(
         request=build_request(row["request"]),
         digest=row["digest"],
-        build=recorded(row),
+        build=read(row, RecordedBuild),
         gang=None if gang is None else Gang(uuid=gang, size=row["size"], min_count=row["gang_min"]),
         created_at=row["created_at"],
     )
-
-
-def record(row: Mapping[str, Any]) -> BuildRecord:
-    """A row of RECORD."""
-    return _read(row, BuildRecord)
-
-
-def move(row: Mapping[str, Any]) -> RecordedMove:
-    """A row of MOVE."""
-    return _read(row, RecordedMove)
-
-
-def move_record(row: Mapping[str, Any]) -> MoveRecord:
-    """A row of `moves`, as it is answered to queries."""
-    return _read(row, MoveRecord)
-
-
-def instance(row: Mapping[str, Any]) -> InstanceRecord:
-    """A row of INSTANCE."""
-    return _read(row, InstanceRecord)

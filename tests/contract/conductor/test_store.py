@@ -333,8 +333,18 @@ async def test_what_is_recorded_again_keeps_when_it_was_first_seen(safety: Safet
     (again,) = await safety.record("t", [OURS], 2.0)
     assert (again.is_new, again.service, again.first_seen, again.last_seen) == (False, "t", 1.0, 2.0)
     assert [(one.machine.uuid, one.is_new) for one in await safety.records()] == [(A, False), (B, False)]
-    await safety.delete([(HOST, A), (HOST, HOST)])
+    ours, foreign = await safety.records()
+    assert await safety.delete([ours, replace(foreign, machine=replace(FOREIGN, host_uuid=A))]) == [(HOST, A)]
     assert [one.machine for one in await safety.records()] == [FOREIGN]
+
+
+async def test_what_is_listed_or_decided_meanwhile_is_not_deleted(safety: Safety) -> None:
+    """A word came between the read of a record and its delete, and went with it."""
+    before = await safety.record("s", [OURS, FOREIGN], 1.0)
+    await safety.decide([DecidedMachine(A)], KEEP, "op", 2.0)
+    await safety.record("s", [FOREIGN], 3.0)
+    assert await safety.delete(before) == []
+    assert sorted(await safety.delete(await safety.records())) == [(HOST, A), (HOST, B)]
 
 
 async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(safety: Safety) -> None:
@@ -346,7 +356,14 @@ async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(saf
     (kept,) = await safety.record("s", [OURS], 3.0)
     assert (kept.verdict, kept.decided_by, kept.decided_at) == (KEEP, "op", 2.0)
     (newer,) = await safety.record("s", [replace(OURS, attempt=4)], 4.0)
-    assert newer.verdict == ""
+    assert newer.verdict == KEEP, "an attempt that is listed otherwise does not show that the machine is gone"
+    (marked,) = await safety.record("s", [replace(newer.machine, kind=UnexplainedKind.FOREIGN)], 5.0)
+    assert marked.verdict == KEEP
+    for attempt, verdict in ((5, DESTROY), (6, ADOPT)):
+        await safety.record("s", [OURS], 6.0)
+        await safety.decide([DecidedMachine(A)], verdict, "op", 7.0)
+        (newer,) = await safety.record("s", [replace(OURS, attempt=attempt)], 8.0)
+        assert newer.verdict == ""
 
 
 async def test_an_operators_word_is_kept_while_reports_record_the_machine_again(safety: Safety) -> None:
@@ -408,7 +425,7 @@ async def test_an_optimistic_transaction_expects_that_no_machine_is_unexplained(
     if asked == A:
         with pytest.raises(Conflict):
             await build()
-        await instances.safety.delete([(HOST, A)])
+        await instances.safety.delete(await instances.safety.records())
     await build()
     async with instances.transaction() as transaction:
         assert set(await transaction.lock([asked])) == {asked}

@@ -494,7 +494,7 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
     await second.safety.record("s", [Unexplained(A, 2, B, UnexplainedKind.QUARANTINED, "no record")], 1.0)
     status, output = await adopt()
     assert status == 1 and "quarantine.several" in output and B in output
-    await second.safety.delete([(B, A)])
+    await second.safety.delete(await second.safety.records())
     assert {one.verdict for one in await first.safety.records()} == {""}
     status, output = await adopt()
     assert status == 0, output

@@ -35,7 +35,7 @@ from scheduler_worker.app import build as build_scheduler
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import BuildDecision, NewBuild, RecordedBuild
 from scheduler_worker.store.port import BuildUnit
-from scheduler_worker.store.postgres import PostgresBuilds, PostgresBuildUnit
+from scheduler_worker.store.postgres import PostgresBuilds, PostgresUnit
 from tests.integration.scheduler.world import CELLS, World
 from tests.kit import servers
 from tests.kit.sent import Sent
@@ -246,7 +246,7 @@ async def test_decisions_lock_in_the_order_of_their_uuids(
 
     async def decided() -> set[str]:
         async with store.unit(optimistic=optimistic) as unit:
-            if isinstance(unit, PostgresBuildUnit):
+            if isinstance(unit, PostgresUnit):
                 await unit._connection.execute(BY_TABLE)
             return await decide(unit)
 

@@ -38,7 +38,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import drains as course
 from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
 from scheduler_worker.domain.objects import RecordedObjects
-from scheduler_worker.store.postgres import PostgresOperationUnit
+from scheduler_worker.store.postgres import PostgresUnit
 from tests.integration.scheduler.steps import becomes as fence_becomes
 from tests.integration.scheduler.steps import decide
 from tests.integration.scheduler.world import World
@@ -414,15 +414,15 @@ async def test_nothing_is_moved_from_a_host_that_is_enabled_during_a_pass(
     """A pass waits for the database; what it knew of the hosts before is not what holds when it decides."""
     held, go_on = asyncio.Event(), asyncio.Event()
     go_on.set()
-    lock = PostgresOperationUnit.lock_drain
+    lock = PostgresUnit.lock_drain
 
-    async def slow(unit: PostgresOperationUnit, drain: str, now: float, limit: int) -> OpenDrain | None:
+    async def slow(unit: PostgresUnit, drain: str, now: float, limit: int) -> OpenDrain | None:
         if limit:  # a pass
             held.set()
             await go_on.wait()
         return await lock(unit, drain, now, limit)
 
-    monkeypatch.setattr(PostgresOperationUnit, "lock_drain", slow)
+    monkeypatch.setattr(PostgresUnit, "lock_drain", slow)
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 2)
     await active(world, 2, "c1-0")
@@ -519,7 +519,7 @@ async def test_what_does_not_run_is_moved_cold(world: World) -> None:
 async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: DrainStart | DrainCommand) -> None:
     """The objects are locked by others until the request's time is over, and its requester has given it up."""
     name = "start" if isinstance(request, DrainStart) else "command"
-    handle, lock = getattr(drains.DrainKeeper, name), PostgresOperationUnit.lock_objects
+    handle, lock = getattr(drains.DrainKeeper, name), PostgresUnit.lock_objects
     late: list[Callable[[], bool]] = []
     locked: list[RecordedObjects] = []
 
@@ -527,14 +527,14 @@ async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: Drain
         late.append(next(one for one in arguments if callable(one)))
         return await handle(keeper, *arguments)
 
-    async def locked_late(unit: PostgresOperationUnit) -> RecordedObjects:
+    async def locked_late(unit: PostgresUnit) -> RecordedObjects:
         locked.append(await lock(unit))
         await until(late[-1])
         return locked[-1]
 
     with monkeypatch.context() as patched:
         patched.setattr(drains.DrainKeeper, name, handled)
-        patched.setattr(PostgresOperationUnit, "lock_objects", locked_late)
+        patched.setattr(PostgresUnit, "lock_objects", locked_late)
         while not late:  # a request that did not arrive in time was not handled at all
             with suppress(RequestTimeout, RequestRefused):
                 await world.buses[API].request(request, DrainResult, timeout_s=0.5)

@@ -23,7 +23,7 @@ from scheduler_worker import placing
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import Admission, PendingBuild
 from scheduler_worker.domain.deletes import PendingDelete
-from scheduler_worker.engine import Deletes, SchedulingEngine
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.placing import Placer
 from tests.integration.scheduler.steps import BEGUN_S, one_active
 from tests.integration.scheduler.world import World
@@ -410,15 +410,15 @@ async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkey
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
 
-    delete = Deletes.delete
+    delete = SchedulingEngine._delete
 
-    async def crashes(engine: Deletes, deletes: Sequence[PendingDelete]) -> object:
+    async def crashes(engine: SchedulingEngine, deletes: Sequence[PendingDelete]) -> object:
         if any(one.delivery.why is None for one in deletes):
             raise RuntimeError("planted")
         return await delete(engine, deletes)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Deletes, "delete", crashes)
+        patched.setattr(SchedulingEngine, "_delete", crashes)
         await world.delete(request)
         refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
     assert (refused.code, refused.terminal) == ("delivery.given_up", True)

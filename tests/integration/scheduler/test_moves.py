@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.clock import new_uuid
-from bus.consuming.in_flight import CLOCKS_APART_S
+from bus.clock import CLOCKS_APART_S, new_uuid
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState

@@ -30,7 +30,7 @@ from tests.unit.conductor.records import (
     record,
     unshelving,
 )
-from tests.unit.conductor.scenario import MADE, PATIENCE, SPEC, UUID, host, missed, on, selection
+from tests.unit.conductor.scenario import MADE, PATIENCE, SPEC, UUID, host, missed, on, selection, spawned
 
 K, S = MoveKind, State
 ABSENT = Instance(uuid=UUID)
@@ -254,6 +254,18 @@ def test_a_build_that_begins_anew_gives_out_no_number_of_the_one_before_again() 
     anew = step(record(S.FAILED), renewed(), PATIENCE).instance
     assert (anew.attempt, anew.next_attempt) == (1, 5)
     assert is_over(anew, 3, host(3)), "it was left there"
+
+
+def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_before() -> None:
+    """It was given up in doubt as its host was silent, and the scheduler has forgotten it: the host comes back with the
+    machine that the client may have had.
+    """
+    unsure = record(S.FAILED, doubted=True, reused_from=1, code="build.outcome_unknown")
+    anew = step(unsure, renewed(), PATIENCE)
+    up = step(anew.instance, spawned(1), PATIENCE)
+    assert [stepped.instance.state for stepped in (anew, up)] == [S.BUILDING, S.ACTIVE]
+    assert not any(is_over(known, 2, host(2)) for known in (unsure, anew.instance, up.instance))
+    assert up.instance.doubted, "it is searched for before it is moved"
 
 
 FORGOTTEN = {

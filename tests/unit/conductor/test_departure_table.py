@@ -125,7 +125,7 @@ GOES_BACK = ((State.RELEASING, State.OFFLOADED), MoveState.UNDOING)
             MoveState.UNDOING,
             700_000,
         ),
-        (NEW, ARRIVES, replace(PATIENCE, set_back=SetBack(500.0)), (State.FINISHING, None), MoveState.FINISHING, 51),
+        (NEW, ARRIVES, replace(PATIENCE, set_back=SetBack(200.0)), (State.FINISHING, None), MoveState.FINISHING, 51),
         (
             replace(NEW, ended=(EndedMove(MOVE, MoveKind.MIGRATE, MoveState.FAILED),)),
             ARRIVES,

@@ -396,7 +396,7 @@ async def test_a_delete_releases_nothing_while_an_unexplained_machine_is_there(f
     assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered"
     assert isinstance(await conductor.request(DELETE, attempt=RETRIES), Done)
     assert await conductor.recorded() is None and not conductor.relay.sent and not services.of_placement
-    await conductor.store.safety.delete([(host(9), UUID)])
+    await conductor.store.safety.delete(await conductor.store.safety.records())
     assert isinstance(await conductor.request(DELETE, message_id="n"), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is (State.DESTROYING if found else State.RELEASING)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from bus.clock import CLOCKS_APART_S
 from bus.contracts.base import Refusal
 from bus.contracts.moves import CellMove, Departure, MoveKind
 from bus.contracts.stages import Stamps
@@ -14,7 +15,6 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_sql, in_text, states_where
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.set_back import (
-    CLOCKS_APART_S,
     SetBack,
     doubted_from,
     is_doubted_request,
@@ -37,6 +37,7 @@ BACK, NEVER = SetBack(AT), SetBack()
         (NEVER, 20.0, False),
         (SetBack(0.5), 20.0, True),
         (BACK, 0.0, True),
+        (BACK, AT + 240.0, True),  # requested before, by a client whose clock is four minutes ahead
         (BACK, AT + CLOCKS_APART_S, True),
         (BACK, AT + CLOCKS_APART_S + 0.1, False),
         (SetBack(made_at=AT), 0.0, False),
@@ -54,7 +55,7 @@ def test_hosts_can_have_answered_since_the_record_and_the_set_back() -> None:
     assert ages == [500.0, 300.0]
 
 
-BEFORE, AFTER = (replace(queried(), requested_at=at) for at in (AT, AT + 99.0))
+BEFORE, AFTER = (replace(queried(), requested_at=at) for at in (AT, AT + 999.0))
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ BEFORE, AFTER = (replace(queried(), requested_at=at) for at in (AT, AT + 99.0))
         (replace(AFTER, is_query=True), NEVER, True),
         (replace(BEFORE, is_query=True), BACK, True),
         (replace(AFTER, stamps=Stamps(requested=AT)), BACK, True),
-        (replace(BEFORE, stamps=Stamps(requested=AT + 99.0)), BACK, True),
-        (replace(AFTER, stamps=Stamps(requested=AT + 99.0)), BACK, False),
+        (replace(BEFORE, stamps=Stamps(requested=AT + 999.0)), BACK, True),
+        (replace(AFTER, stamps=Stamps(requested=AT + 999.0)), BACK, False),
     ],
 )
 def test_builds_that_a_lost_record_may_have_had(event: e.BuildRequested, set_back: SetBack, doubted: bool) -> None:
@@ -132,8 +133,8 @@ MOVES = e.move_event(CellMove(request_id=UUID, instance_uuid=UUID, project_id="p
         (replace(OLD, state=State.OFFLOADED), BACK, True),
         (replace(OLD, state=State.RESIZED), BACK, False),
         (replace(OLD, state=State.DEPARTED), BACK, False),
-        (replace(OLD, since=AT + 99.0), BACK, False),
-        (replace(OLD, since=AT + 99.0, doubted=True), BACK, True),
+        (replace(OLD, since=AT + 999.0), BACK, False),
+        (replace(OLD, since=AT + 999.0, doubted=True), BACK, True),
         (replace(OLD, doubted=True), SetBack(made_at=AT), True),
         (UNKNOWN, BACK, False),
     ],
@@ -175,7 +176,7 @@ def test_what_two_lost_records_announce_has_different_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reused_from", "requested_at", "marked"), [(0, AT, 4), (0, AT + 99.0, 0), (2, AT, 2), (1, AT, 1)]
+    ("reused_from", "requested_at", "marked"), [(0, AT, 4), (0, AT + 999.0, 0), (2, AT, 2), (1, AT, 1)]
 )
 def test_the_first_number_that_may_be_given_out_twice_is_recorded_once(
     reused_from: int, requested_at: float, marked: int
@@ -186,7 +187,7 @@ def test_the_first_number_that_may_be_given_out_twice_is_recorded_once(
 
 @pytest.mark.parametrize(
     ("doubted", "since", "reused_from", "marked"),
-    [(False, AT, 0, 4), (False, AT, 2, 2), (False, AT, 1, 1), (True, AT, 0, None), (False, AT + 99.0, 0, None)],
+    [(False, AT, 0, 4), (False, AT, 2, 2), (False, AT, 1, 1), (True, AT, 0, None), (False, AT + 999.0, 0, None)],
 )
 def test_an_instance_that_is_as_before_the_set_back_may_have_been_numbered_on(
     doubted: bool, since: float, reused_from: int, marked: int | None

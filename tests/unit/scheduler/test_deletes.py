@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,7 +28,6 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain.builds import Author, Gang, NewBuild, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.deletes import PendingDelete, answer_unknown, pending_delete, plan_deletes, tombstones
 from scheduler_worker.domain.placement import (
@@ -40,7 +40,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.requests import OVERTAKES, RequestDelivery
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.unanswered import open_build
-from scheduler_worker.engine import Deletes
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.claims import BookClaims
@@ -216,11 +216,7 @@ async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_doe
         await unit.insert([NewBuild(request=request, digest=b"1", build=build)], 1.0)
         await unit.lock([UUID])
 
-    async def runs_on_record(_: object) -> dict[str, str]:
-        return {}
-
     port.unavailable = True
-    held = HeldClaims(port, lambda _: None, runs_on_record)
     deletes = [
         PendingDelete(
             position=at,
@@ -229,9 +225,18 @@ async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_doe
         )
         for at, uuid in enumerate((UUID, ABSENT))
     ]
-    carry_out = Deletes(store, held, clock=SystemClock(), process="s1")
+    hosts = Hosts([PLENTY])
+    engine = SchedulingEngine(
+        store,
+        port,
+        hosts.selector,
+        Cluster(hosts, CONFIG),
+        clock=SystemClock(),
+        rng=random.Random(7),
+        config=hosts.config,
+    )
     for _ in range(2):
-        outcomes, _ = await carry_out.delete(deletes)
+        _, outcomes = await engine.process([], deletes)
         assert isinstance(outcomes[0], Done) and isinstance(outcomes[1], Wait)
     assert [type(one.message) for _, batch in sent.rows for one in batch] == [CellDelete]
     async with store.unit() as unit:

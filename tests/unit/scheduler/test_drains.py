@@ -443,6 +443,18 @@ def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> Non
     assert len(reviewed([], [UNCONFIRMED, ACTIVE])) == 1
 
 
+@pytest.mark.parametrize("due", [ROW, replace(ROW, code="instance.busy", failures=2), PARKED])
+def test_a_look_counts_no_failure_of_what_it_cannot_begin_to_move(due: DrainMove) -> None:
+    """So many are due that this pass has no record of it but the look's, which is older."""
+    found = OpenDrain(record=RECORD, open=(due,), counts=Counter({S.WAITING: 1}), last_begun_at=0.0)
+    for held in (replace(ACTIVE, known=known(under_way="x")), down(ACTIVE), ACTIVE):
+        hosts = {HOST: held.source}
+        assert step(found, {}, hosts, looked(DRAIN, (HOST,), [held]), NOW) == DrainStep()
+        assert step(found, {A: held.known}, hosts, looked(DRAIN, (HOST,), [held]), NOW).changed != ()
+    (waits,) = step(found, {}, UP, looked(DRAIN, (HOST,), [UNRELEASED]), NOW).changed
+    assert (waits.code, waits.failures) == (UNRELEASED.code, 1), "what is looked at is counted by looks"
+
+
 COUNTED = replace(PARKED, failures=2, host_uuid=H2)
 
 
