@@ -128,6 +128,7 @@ class SchedulerParts:
     buses: Mapping[str, Bus]
     store: SchedulerStore
     writer: AnnouncementWriter
+    claims: BusClaims
     selector: Selector
     workers: WorkerTable
     waiting: WaitingTable
@@ -189,6 +190,7 @@ def _parts(
         buses=buses,
         store=store,
         writer=AnnouncementWriter(store, clock=env.clock),
+        claims=BusClaims(buses[API], timeout_s=config.claim_timeout_s),
         selector=selector,
         workers=WorkerTable(),
         waiting=WaitingTable(),
@@ -215,7 +217,7 @@ def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngin
     env, config = parts.env, parts.config
     engine = SchedulingEngine(
         parts.store,
-        BusClaims(parts.api, timeout_s=config.claim_timeout_s),
+        parts.claims,
         parts.selector,
         follower,
         clock=env.clock,
@@ -225,7 +227,7 @@ def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngin
     )
     moves = MoveEngine(
         parts.store,
-        BusClaims(parts.api, timeout_s=config.claim_timeout_s),
+        parts.claims,
         parts.selector,
         follower,
         clock=env.clock,
@@ -396,8 +398,7 @@ def _link(
 
 def _asks_consumer(parts: SchedulerParts, bus: Bus, cells: Mapping[str, Bus]) -> Consumer:
     config = parts.config
-    claims = BusClaims(parts.api, timeout_s=config.claim_timeout_s)
-    handler = CellAsksHandler(parts.store, bus.name, cells=cells, claims=claims)
+    handler = CellAsksHandler(parts.store, bus.name, cells=cells, claims=parts.claims)
     return Consumer(bus, "scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
 
 
