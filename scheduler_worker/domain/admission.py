@@ -30,12 +30,11 @@ from scheduler_worker.domain.requests import (
     DIGEST_BYTES,
     RETRIES,
     TOO_OLD,
-    FlavorAccess,
     RequestDelivery,
     digest_of,
     refused_build,
-    unknown_flavor,
 )
+from scheduler_worker.domain.selector import Selector
 
 DUPLICATE = "request.duplicate"
 # The most machines in one call of the engine: a larger batch is divided, and never within one request.
@@ -172,6 +171,7 @@ def _clash(pending: PendingBuild) -> Answered:
     return clash(refused_build(pending.instance_uuid, pending.request.project_id, why, pending.taken_at), why)
 
 
+FLAVOR_UNKNOWN = "flavor.unknown"
 GROUP_UNKNOWN = "group.unknown"
 GROUP_INVALID = "group.invalid"
 MAX_NAME = 255  # of an instance
@@ -246,7 +246,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         return Stamps(requested=self.requested_at, queued=self.taken_at, decided=decided_at, claimed=claimed_at)
 
 
-def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess) -> PendingBuild:
+def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: Selector) -> PendingBuild:
     """A request that has just been received."""
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
@@ -288,14 +288,23 @@ def _run(message: str, now: float) -> str:
     return blake2b(f"{message} {now!r}".encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:
+def unknown_flavor(names: Collection[str], project: str, flavors: Selector) -> Refusal | None:
+    """Why a project may not request these flavors; None: it may."""
+    missing = next((name for name in names if not flavors.allows(name, project)), None)
+    if missing is None:
+        return None
+    reason = f"there is no flavor {missing} (there are: {', '.join(sorted(flavors.flavors_for(project)))})"
+    return Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
+
+
+def _with_group(request: BuildRequest, flavors: Selector) -> BuildRequest:
     """The request with the server group that it names; it goes on record so, and keeps that rule."""
     if request.group is None or request.server_group is not None:
         return request
     return replace(request, server_group=flavors.group_of(request.project_id, request.group))
 
 
-def _group_refusal(request: BuildRequest, flavors: FlavorAccess) -> Refusal | None:
+def _group_refusal(request: BuildRequest, flavors: Selector) -> Refusal | None:
     """Why a request cannot be held to the server group that it names; None: it can, or names none."""
     project, stated = request.project_id, request.server_group
     if request.group is not None:

@@ -157,7 +157,7 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
     """
     if build.state is BuildState.DELETED or build.cell != cell:
         return build, None
-    if not is_newer(event, build, ends=event.state is BuildState.DELETED):
+    if not is_newer(event, build.sequence, ends=event.state is BuildState.DELETED):
         return build, None
     if event.sequence <= build.sequence:
         event = replace(event, sequence=build.sequence + 1)
@@ -194,7 +194,7 @@ def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
     is delivered again. If it were announced now, this event would be a second terminal one.
     """
     ends_it = event.state is BuildState.FAILED and not event.terminal and not build.terminal
-    return ends_it and is_newer(event, build) and build.state is not BuildState.DELETED and build.cell == cell
+    return ends_it and is_newer(event, build.sequence) and build.state is not BuildState.DELETED and build.cell == cell
 
 
 def effects(  # noqa: PLR0917  (hot, so no keywords)

@@ -212,9 +212,9 @@ def apply_announcement(
     """Apply a cell's event of a request to the records of the request, its instance and the instance's build."""
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
-    if (event.terminal and move.terminal) or not is_newer(event, move, ends=event.terminal):
+    if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
         return Announced(move=move, instance=instance, build=build)
-    is_newest, is_awaited = is_newer(event, instance), instance.under_way == move.request_id
+    is_newest, is_awaited = is_newer(event, instance.sequence), instance.under_way == move.request_id
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
     host_uuid = event.host_uuid
     event = replace(event, departure=None, host_uuid=None)
