@@ -338,13 +338,7 @@ class Selector:
 
     def _view(self, rows: Rows) -> HostsView:
         return HostsView(
-            self.book,
-            self.table,
-            self.membership,
-            rows=rows,
-            index=self._index_of(rows),
-            down=self.table.down(),
-            metrics=self.metrics,
+            self.book, self.table, self.membership, rows, self._index_of(rows), self.table.down(), self.metrics
         )
 
     def _passing(self, spec: RequestSpec, *, explain: bool) -> Narrowing:
