@@ -90,17 +90,23 @@ def admit(
 ) -> Admission:
     """How to go on with each request of a batch once the batch is on record.
 
-    firsts: {instance: the first request for it}; a second one in the same batch changes nothing. new: instances that
+    firsts: {instance: the first request for it}; a second one in the same batch changes nothing, and is answered as
+    the first is. new: instances that
     this batch has put on record. known: the records of the others.
     """
     uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
     if pending.is_later_member and is_clash_of_first(pending, firsts, known):
-        return admit_without_first(pending)
+        return replace(_clash(pending), event=None)  # no member of its request is put on record
     if first is not pending:
-        return admit_repeated(pending, first, admit(first, firsts, new, known))
-    if uuid in new:
-        return admit_new(pending)
-    return admit_known(pending, known.get(uuid))
+        if pending.digest != first.digest:
+            return _clash(pending)
+        counts = admit(first, firsts, new, known)
+        return Answered(outcome=counts.outcome if isinstance(counts, Answered) else pending.accepted)
+    if uuid not in new:
+        return admit_known(pending, known.get(uuid))
+    if pending.refusal is not None:
+        return Answered(outcome=Done(reply=pending.refusal), label="refused")
+    return Start()
 
 
 def is_clash_of_first(
@@ -112,23 +118,6 @@ def is_clash_of_first(
     return first.digest != pending.digest or (
         on_record is not None and on_record.digest != pending.digest and not on_record.is_without_request
     )
-
-
-def admit_new(pending: PendingBuild) -> Admission:
-    """It is newly on record. An earlier record of it may be lost, but not its claim: they may be in two databases."""
-    if pending.refusal is not None:
-        return Answered(outcome=Done(reply=pending.refusal), label="refused")
-    return Start()
-
-
-def admit_repeated(pending: PendingBuild, first: PendingBuild, admission: Admission) -> Answered:
-    """The same instance twice in one batch: the first request counts, and this one is answered as it is. admission: of
-    the first.
-    """
-    if pending.digest != first.digest:
-        return _clash(pending)
-    outcome = admission.outcome if isinstance(admission, Answered) else pending.accepted
-    return Answered(outcome=outcome)
 
 
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
@@ -152,13 +141,6 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
         return Answered(outcome=Done(reply=Refusal(code=build.code, reason=build.reason)))
     withdrawn = build.state in (BuildState.DELETING, BuildState.DELETED)
     return Answered(outcome=repeated, label="repeated", ended=build, withdrawn=withdrawn)
-
-
-def admit_without_first(pending: PendingBuild) -> Answered:
-    """A later member of a request whose first member is on record with other content: no member of
-    it is put on record.
-    """
-    return replace(_clash(pending), event=None)
 
 
 def clash(event: OutboxMessage, why: Refusal) -> Answered:

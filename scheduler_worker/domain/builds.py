@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.contracts.build import (
     TERMINAL_STATES,
-    AttemptRecord,
     BuildEvent,
     BuildQuery,
     BuildRequest,
@@ -28,7 +27,7 @@ from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete
 from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.requests import is_newer
+from scheduler_worker.domain.requests import RecordedRequest, is_newer
 
 # The scheduler's own sequence numbers, of builds and of moves; a conductor starts at 10, so the stream of one instance
 # always rises.
@@ -60,27 +59,16 @@ class Author(Struct, frozen=True):
         return TimelineEntry(at=self.at, who=self.who, what=what, detail=detail)
 
 
-class RecordedBuild(Struct, frozen=True, kw_only=True):
+class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
     """The part of a build's record that a cell's announcement is compared with.
 
-    terminal: the request's one terminal event was announced. history: the attempts that its cell has reported. attempt:
-    that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
-    may have claimed (0: no claim was sent for it). run: the name by which
-    schedulers claim and release for this record. An earlier record of the same request, which is lost, had another.
+    attempt: that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
+    may have claimed (0: no claim was sent for it). run: the name by which schedulers claim and release for this record.
+    An earlier record of the same request, which is lost, had another.
     """
 
-    instance_uuid: str
-    project_id: str
     state: BuildState
-    sequence: int
     attempt: int = 0
-    terminal: bool = False
-    cell: str | None = None
-    host: str | None = None
-    host_uuid: str | None = None
-    code: str = ""
-    reason: str = ""
-    history: tuple[AttemptRecord, ...] = ()
     run: str = ""
 
     @property

@@ -44,6 +44,23 @@ def digest_of(request: BuildRequest | MoveRequest) -> bytes:
     return blake2b(_encode(request), digest_size=DIGEST_BYTES).digest()
 
 
+class RecordedRequest(Struct, frozen=True, kw_only=True):
+    """What is on record of every request. sequence: of its newest event. terminal: its one terminal event was
+    announced. cell: where it was dispatched to. history: the attempts that its cell has reported.
+    """
+
+    instance_uuid: str
+    project_id: str
+    sequence: int
+    terminal: bool = False
+    cell: str | None = None
+    host: str | None = None
+    host_uuid: str | None = None
+    code: str = ""
+    reason: str = ""
+    history: tuple[AttemptRecord, ...] = ()
+
+
 # --- what is announced of it
 
 
