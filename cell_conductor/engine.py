@@ -31,20 +31,15 @@ from .domain.desires import desire_of
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
-    Event,
-    HostRuns,
     InstanceEvent,
     MachineFound,
     MoveRequested,
-    Spawned,
-    SpawnFailed,
     TimedOut,
 )
-from .domain.fences import Fence, Loss, RunningAfterFence, fenced_hosts
+from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
-from .domain.report import is_over
 from .domain.set_back import is_unsearched
 from .domain.steps import StepContext
 from .domain.table import FenceSteps, question_of, step
@@ -254,7 +249,7 @@ class Engine:
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended, unsearched = list[Instance](), list[InstanceEvent]()
-        context, ended_by = await self._context_of(transaction, known, incoming), FenceSteps()
+        context, ended_by = await self._context_of(transaction, incoming), FenceSteps()
         for instance_event in incoming:
             before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
             if is_unsearched(before, event, context.set_back, context.unexplained):
@@ -286,9 +281,7 @@ class Engine:
         await transaction.send_later(outgoing)
         return Transition(now, outgoing, steps, ended, ended_by.losses)
 
-    async def _context_of(
-        self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
-    ) -> StepContext:
+    async def _context_of(self, transaction: Transaction, incoming: Sequence[InstanceEvent]) -> StepContext:
         context = replace(
             self._context,
             deployment=self._store.deployment,
@@ -297,8 +290,7 @@ class Engine:
             fences=self._fences.known,
             still_running=self._fences.still_running,
         )
-        asked = {one.uuid for one in incoming if reads_unexplained(known.get(one.uuid), one.event, context)}
-        found = await transaction.unexplained(asked) if asked else []
+        found = await transaction.unexplained({one.uuid for one in incoming})
         kept = {one.place: one.machine.attempt for one in found if one.verdict == KEEP}
         return replace(context, unexplained={one.machine.uuid for one in found}, kept=kept)
 
@@ -415,18 +407,6 @@ class Engine:
         clear = {one.instance.uuid: one for one in questions if one.instance.uuid not in held}
         known = await self.known(clear)
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
-
-
-def reads_unexplained(record: Instance | None, event: Event, context: StepContext) -> bool:
-    """Whether the machines of its instance that no record explains are read before this step: it may begin another one,
-    or destroy one of them, or give one up as a loss of a fenced host. A usual result does none of these.
-    """
-    if record is None or isinstance(event, BuildRequested | MoveRequested):
-        return isinstance(event, BuildRequested | MoveRequested)
-    if isinstance(event, HostRuns | Spawned | SpawnFailed) and is_over(record, event.attempt, event.host_uuid):
-        return True
-    goes_on = bool(record.alternates) and not isinstance(event, HostRuns | Spawned)
-    return goes_on or bool(fenced_hosts(record, context.fences))
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

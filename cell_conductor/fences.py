@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 from msgspec import convert
@@ -31,6 +31,7 @@ from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.report import has_just_changed
 from .engine import Engine
 from .store.port import InstanceStore
+from .store.safety import KEEP
 
 log = structlog.get_logger(__name__)
 
@@ -256,14 +257,15 @@ class FenceKeeper:
         """
         if not any(host.uuid in self._fences for host in report.hosts):
             return report, []
-        rescans: list[tuple[str, str]] = []
-        gone: list[Loss] = []
+        rescans, gone = list[tuple[str, str]](), list[Loss]()
         hosts: list[HostReport] = []
         for host in report.hosts:
             if host.running is None or host.uuid not in self._fences:
                 hosts.append(host)
                 continue
             losses = {loss.instance_uuid: loss for place, loss in self._losses.items() if place[0] == host.uuid}
+            listed = {one.instance_uuid for one in host.running}
+            gone += [losses.pop(uuid) for uuid in await self._kept_on(host.uuid, losses.keys() & listed)]
             kept = await self._destroy_lost(host.running, losses, report.service, deployment)
             if (rescan := self._fences[host.uuid].rescan) in report.rescans:
                 self._note_running(host.uuid, report.service, kept, deployment, has_passed)
@@ -271,7 +273,6 @@ class FenceKeeper:
                 name == report.service or has_passed(host.uuid, name) for name in self._still_running.get(host.uuid, ())
             ):
                 rescans.append((host.uuid, rescan))
-            listed = {one.instance_uuid for one in host.running}
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
                 if loss.service == report.service or has_passed(host.uuid, loss.service):
                     if loss.rescan in report.rescans:
@@ -281,6 +282,14 @@ class FenceKeeper:
             hosts.append(replace(host, running=tuple(kept)))
         await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts)), rescans
+
+    async def _kept_on(self, host_uuid: str, lost: Collection[str]) -> list[str]:
+        """Those of these instances of which an operator keeps the machine there: it is no loss any more."""
+        if not lost:
+            return []
+        async with self._store.transaction() as transaction:
+            found = await transaction.unexplained(lost)
+        return [one.machine.uuid for one in found if one.verdict == KEEP and one.machine.host_uuid == host_uuid]
 
     async def _destroy_lost(
         self, listed: Sequence[Running], losses: Mapping[str, Loss], service: str, deployment: str

@@ -56,11 +56,6 @@ class Searched(Struct, frozen=True):
         found = tuple(one for one in self.machines.get(uuid, ()) if (one.host_uuid, uuid) not in kept)
         return found if found or not self.missing else None
 
-    def of_move(self, uuid: str) -> tuple[FoundMachine, ...]:
-        """The machines that a move in doubt may end unless they are complete: none that an operator keeps."""
-        ended = self.of(uuid, to_delete=True) or ()
-        return tuple(one for one in self.machines.get(uuid, ()) if one.built or one in ended)
-
     def is_unexplained(self, uuid: str) -> bool:
         """Whether a host has a machine of this instance that no record explains, that no service has by our mark, and
         that no operator keeps.
@@ -265,7 +260,7 @@ class MachineSearch:
             self.find(over, self._asked(down=False)),
             self.find(moved, asked, thorough=True),
         )
-        found = {uuid: ended for uuid in thorough.machines if (ended := thorough.of_move(uuid))}
+        found = {uuid: ended for uuid in thorough.machines if (ended := thorough.of(uuid, to_delete=True))}
         unseen = set(self._listed(asked or ())) - thorough.hosts - set(self._fenced()) if moved else ()
         held = set(moved) if thorough.missing or unseen else thorough.machines.keys() & moved.keys()
         metrics.HELD_MOVES.inc(len(held))

@@ -1,18 +1,17 @@
 """Fences of hosts, and the losses of a fenced host: machines that the record gave up without the host's answer. And the
-hosts on which nothing is begun now: fenced ones, those of a compute service that is down, and those that have a machine
-of the instance which an operator keeps.
+hosts on which nothing is begun now: fenced ones, and those of a compute service that is down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
 
-from .instance import FENCED, KEPT, NOT_TRIED, Instance
+from .instance import FENCED, NOT_TRIED, Instance
 from .leases import Lease
 from .report import is_over, rescan_of
 
@@ -69,14 +68,8 @@ class RunningAfterFence(Struct, frozen=True):
     attempts: Mapping[str, int]
 
 
-def losses_of(
-    before: Instance, after: Instance, host_uuid: str, at: float, kept: Container[tuple[str, str]] = ()
-) -> tuple[Loss, ...]:
-    """The machines of an instance that this host may have by the previous record, and that the new record gave up; none
-    where an operator keeps one (`StepContext.kept`).
-    """
-    if (host_uuid, before.uuid) in kept:
-        return ()
+def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:
+    """The machines of an instance that this host may have by the previous record, and that the new record gave up."""
     machines = []
     if before.host_uuid == host_uuid:
         machines.append((before.attempt, before.here.service))
@@ -102,18 +95,13 @@ class Closed(Struct, frozen=True):
 
 
 class ClosedHosts(Struct, frozen=True):
-    """down: services that take no builds, by name. fences: of hosts, by uuid. kept: hosts where an operator keeps
-    another machine of the instance, which would be destroyed for a later attempt.
-    """
+    """down: services that take no builds, by name. fences: of hosts, by uuid."""
 
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
-    kept: frozenset[str] = frozenset()
 
     def why(self, selection: Selection) -> Closed | None:
         """Why nothing is begun on this host now; None: it may be tried."""
-        if selection.host_uuid in self.kept:  # first: what is begun on a fenced host is destroyed when it returns
-            return Closed(KEPT, f"an operator keeps a machine of it on host {selection.host}")
         if (fence := self.fences.get(selection.host_uuid)) is not None:
             return Closed(FENCED, f"host {fence.host} is fenced")
         down = self.down.get(selection.service)

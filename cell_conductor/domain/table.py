@@ -8,13 +8,13 @@ answer is waited for, what follows is taken up here and nowhere else (`ByThen`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.base import Message
-from bus.contracts.cell import Spawn
+from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.moves import ChangeKind, ChangeMachine
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
@@ -56,9 +56,10 @@ from .events import (
     TimedOut,
 )
 from .fences import Loss, fenced_hosts, losses_of
-from .instance import Instance, Move, State
+from .instance import KEPT, Instance, Move, State
 from .move_steps import relied_on
-from .orders import change_of, change_order, numbered, with_orders
+from .orders import change_of, change_order, numbered, orders_of, with_orders
+from .report import is_over
 from .steps import Step, StepContext
 from .way_back import SourceQuery, source_query_of
 
@@ -340,7 +341,41 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
 
 def step(instance: Instance, event: Event, context: StepContext) -> Step:
     """The instance after an event, and the commands that follow. Raises IllegalStep with the history."""
-    return with_orders(instance, _stepped(instance, event, context), context)
+    return _without_kept(with_orders(instance, _stepped(instance, event, context), context), event.at, context)
+
+
+def _without_kept(stepped: Step, at: float, context: StepContext) -> Step:
+    """No host is commanded to destroy what an operator keeps there, nor to build another attempt in its place.
+
+    A record does not wait for it, either: it goes on as if the host had answered. But one that wants a machine which
+    its host is to end unless it is complete waits for the host's report, which ends the word (`Guard.forget`).
+    """
+    after, commands = stepped.instance, stepped.commands
+    for order in [one for one in commands if _is_of_kept(one, after, context)]:
+        commands = tuple(one for one in commands if one is not order)
+        about: dict[str, Any] = {"attempt": order.attempt, "host_uuid": order.host_uuid, "service": order.service}
+        if isinstance(order, Spawn):
+            answer: Event = SpawnFailed(at=at, code=KEPT, **about)
+        elif isinstance(order, ChangeMachine):
+            answer = ChangeEnded(at=at, order=order.order, done=False, code=KEPT, **about)
+        elif order in orders_of(after, context) and is_over(after, order.attempt, order.host_uuid):
+            answer = Destroyed(at=at, **about)
+        else:
+            continue
+        then = step(after, answer, context)
+        after, commands = then.instance, (*commands, *then.commands)
+    return replace(stepped, instance=after, commands=commands)
+
+
+def _is_of_kept(order: Message, instance: Instance, context: StepContext) -> TypeGuard[Spawn | Destroy | ChangeMachine]:
+    """Whether it would end what an operator keeps there: it is destroyed, or another attempt is built, or is to be. The
+    host of that very attempt has it, and only answers.
+    """
+    if not isinstance(order, Spawn | Destroy | ChangeMachine):
+        return False
+    kept = context.kept.get((order.host_uuid, instance.uuid))
+    is_built = isinstance(order, Spawn) or (isinstance(order, ChangeMachine) and order.change is ChangeKind.CHECK)
+    return kept is not None and (isinstance(order, Destroy) or (is_built and order.attempt != kept))
 
 
 def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
@@ -460,7 +495,7 @@ class FenceSteps:
             self.proofs.update(dict.fromkeys(relied_on(before, after, context.fences)))
             self.hosts.update(self.proofs)
             for host in fenced_hosts(before, context.fences):
-                self.losses += losses_of(before, after, host, at, context.kept)
+                self.losses += losses_of(before, after, host, at)
         self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
         return Step(after, _without_starts(commands, context))
 

@@ -28,7 +28,7 @@ from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.conductor.test_single_conditions import fences_on
-from tests.unit.conductor.world import Conductor, Services, engine_of
+from tests.unit.conductor.world import Conductor, Services, engine_of, listing
 
 # --- One conductor's copy of its cell's fences, while reads and decisions overlap.
 
@@ -41,6 +41,7 @@ class HeldReads:
 
     def __init__(self, store: MemoryInstances) -> None:
         self._fences = store.fences
+        self.transaction = store.transaction
         self.answer = asyncio.Event()
         self.reading = asyncio.Event()
         self.answer.set()
@@ -58,7 +59,7 @@ class HeldReads:
 def keeper_of(fences: HeldReads) -> FenceKeeper:
     clock = SystemClock()
     bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
-    store = cast(MemoryInstances, SimpleNamespace(fences=fences))
+    store = cast(MemoryInstances, SimpleNamespace(fences=fences, transaction=fences.transaction))
     return FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
 
 
@@ -324,21 +325,31 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     assert states == {UUID: State.REVERTING, SECOND: State.FINISHING}
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(is_kept: bool) -> None:
-    """The host was ordered to destroy it once it was back, and the operator's word went with the machine."""
+@pytest.mark.parametrize("kept", ["before", "after", ""])
+async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(kept: str) -> None:
+    """The host was ordered to destroy it once it was back, and the operator's word went with the machine. A word that
+    came after the loss was not asked for.
+    """
     conductor = Conductor(Services(), ())
     await conductor.store.open()
     await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
     keeper = keeper_of(HeldReads(conductor.store))
     await keeper.load()
+    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
     conductor.engine._fences = keeper
     async with conductor.store.transaction() as transaction:
         await transaction.insert(
             [Instance(uuid=UUID, state=State.FAILED, spec=SPEC, selections=(selection(1),), attempt=1, doubted=True)]
         )
-    await conductor.keep(1, KEEP if is_kept else "")
+    await conductor.keep(1, KEEP if kept == "before" else "")
     await conductor.request(CellDelete(instance_uuid=UUID, project_id=SPEC.project_id))
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.DELETED
-    assert [one.place for one in await conductor.store.fences.losses()] == ([] if is_kept else [(host(1), UUID)])
+    assert [one.place for one in await conductor.store.fences.losses()] == [(host(1), UUID)]
+    await conductor.keep(1, KEEP if kept == "after" else "")
+    await keeper.load()
+    report = listing("s1", 1, runs=(Running(instance_uuid=UUID, attempt=1, deployment="d"),))
+    passed, _ = await keeper.without_losses(report, "d")
+    assert passed.hosts == (report.hosts if kept else (replace(report.hosts[0], running=()),))
+    assert len(sent.orders) == (0 if kept else 1)
+    assert len(await conductor.store.fences.losses()) == (0 if kept else 1)

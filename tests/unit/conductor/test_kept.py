@@ -9,12 +9,18 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
-from bus.contracts.base import Meta
-from bus.contracts.cell import RescanHosts, Running
+from bus.contracts.base import Message, Meta
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, RescanHosts, Running, Spawn
+from bus.contracts.moves import MoveKind
+from bus.persistence.outbox import OutboxMessage
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Move, State
+from cell_conductor.domain.rules import _spawn
+from cell_conductor.domain.table import _without_kept
 from cell_conductor.store.safety import KEEP
-from tests.unit.conductor.scenario import SPEC, UUID, selection
+from tests.unit.conductor.move_scenario import begun, claimed
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.conductor.world import Conductor, Quiet, Services, hosts_of, listing
 
 
@@ -121,3 +127,103 @@ async def test_what_a_record_explains_by_now_is_kept_no_more() -> None:
         await transaction.update([up])
     await conductor.report(conductor.own)
     assert await conductor.kept() == []
+
+
+# --- No order leads to its host. Of a record that does not want it, it is as if the host had answered.
+
+
+async def over(instance: Instance, *messages: Message, kept: tuple[int, ...] = (1,)) -> tuple[Instance, list[Destroy]]:
+    """The record after these messages in one batch, and what hosts were commanded to destroy."""
+    conductor = Conductor(Services(s1=()), ("s1",))
+    await conductor.store.open()
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([instance])
+    for n in kept:
+        await conductor.keep(n, KEEP)
+    if not messages:
+        await conductor.engine.sweep()
+    batch = [Received(one, Meta(id=f"m{number}"), "c1", "q") for number, one in enumerate(messages)]
+    await conductor.requests.results(batch)
+    after = await conductor.recorded()
+    assert after is not None
+    sent = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    return after, [one for one in sent if isinstance(one, Destroy)]
+
+
+def result(outcome: ComputeOutcome, attempt: int = 1, n: int = 1) -> ComputeResult:
+    return ComputeResult(instance_uuid=UUID, attempt=attempt, host_uuid=host(n), service=f"s{n}", outcome=outcome)
+
+
+UP = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1)
+BUILDING = replace(UP, state=State.BUILDING, deadline=1.0, build_timeout_s=60.0)
+DELETE = CellDelete(instance_uuid=UUID, project_id=SPEC.project_id)
+
+
+@pytest.mark.parametrize("attempt", [1, 2], ids=["as on record", "of an earlier attempt"])
+async def test_a_delete_neither_destroys_nor_waits_for_what_is_kept_on_its_host(attempt: int) -> None:
+    after, destroyed = await over(replace(UP, attempt=attempt), DELETE)
+    assert (after.phase, destroyed) == ((State.RELEASING, State.DELETED), [])
+
+
+async def test_a_delete_that_waits_for_a_machine_goes_on_once_it_is_kept() -> None:
+    leaving = replace(UP, state=State.DESTROYING, then=State.DELETED, deadline=1.0)
+    after, destroyed = await over(leaving)
+    assert (after.phase, destroyed) == ((State.RELEASING, State.DELETED), [])
+
+
+@pytest.mark.parametrize("kept", [(1,), (2,), (1, 2)])
+async def test_a_delete_waits_for_the_host_of_a_move_whose_machine_is_not_kept(kept: tuple[int, ...]) -> None:
+    move = Move(kind=MoveKind.MIGRATE, request_id=UUID, source=selection(2), source_attempt=2, spec=SPEC, began=1.0)
+    resized = replace(
+        UP, state=State.RESIZED, selections=(selection(2), selection(1)), position=1, attempt=3, move=move
+    )
+    after, destroyed = await over(resized, DELETE, kept=kept)
+    assert {one.host_uuid for one in destroyed} == {host(n) for n in {1, 2} - set(kept)}
+    expected = State.DESTROYING if len(kept) == 1 else State.RELEASING
+    assert after.phase == (expected, State.DELETED)
+    if len(kept) == 1:
+        assert after.move is not None and (after.move.here_gone, after.move.source_gone) == (kept == (1,), kept == (2,))
+
+
+async def test_results_of_one_batch_destroy_nothing_that_is_kept() -> None:
+    """The word was read for the record before the batch: by that the second result proved nothing over."""
+    failed = replace(result(ComputeOutcome.FAILED), final=True)
+    after, destroyed = await over(BUILDING, failed, result(ComputeOutcome.ACTIVE))
+    assert (after.phase, destroyed) == ((State.RELEASING, State.FAILED), [])
+
+
+async def test_a_build_that_wants_what_is_kept_waits_for_its_host() -> None:
+    """Its order to end what is not complete yet would end it."""
+    after, destroyed = await over(BUILDING)
+    assert (after.state, after.queried, destroyed) == (State.BUILDING, True, [])
+
+
+# --- No machine is begun in its place.
+
+
+@pytest.mark.parametrize("since", ["the claim", "the hand-over"])
+def test_a_move_begins_no_machine_where_another_was_kept_meanwhile(since: str) -> None:
+    """The destination was judged when its claim was requested, and its new machine took the place of the kept one."""
+    word = replace(PATIENCE, kept={(host(2), UUID): 7})
+    moving = begun(MoveKind.MIGRATE, 2, 3)
+    moving.context = word if since == "the claim" else PATIENCE
+    moving.apply(claimed())
+    if since != "the claim":
+        moving.end(2, 2)
+        moving.context = word
+        moving.end(1, 1)
+    assert moving.instance.state is State.CLAIMING and [one.host for one in moving.instance.alternates] == ["host-3"]
+    assert not moving.spawns and not moving.destroys
+    assert moving.instance.move is not None
+    assert [(one.host, one.code) for one in moving.instance.move.history] == [("host-2", "host.machine_kept")]
+
+
+def test_a_build_that_is_commanded_where_another_machine_is_kept_goes_on_elsewhere() -> None:
+    """No rule need ask: its record was judged before the word came, or by none."""
+    word = replace(PATIENCE, kept={(host(2), UUID): 7})
+    adopted = replace(BUILDING, state=State.CLAIMING, then=State.ACTIVE, selections=(selection(2), selection(3)))
+    stepped = _without_kept(_spawn(adopted, 1.0, word), 1.0, word)
+    assert stepped.instance.phase == (State.CLAIMING, State.BUILDING)
+    assert [type(one) for one in stepped.commands] == [BuildEvent]
+    own = replace(PATIENCE, kept={(host(2), UUID): 1})
+    assert any(isinstance(one, Spawn) for one in _without_kept(_spawn(adopted, 1.0, own), 1.0, own).commands)
