@@ -44,6 +44,7 @@ from scheduler_worker.domain.placement import PlacementUnavailable, answered
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.view import in_use
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.placing import ReplicaFollower
@@ -214,10 +215,7 @@ class DrainHolders:
         """The hosts of which something is in use, by the replica."""
         book = self._selector.book
         rows = {row: host for host in hosts if (row := book.row_of(host.uuid)) is not None}
-        numbers = np.fromiter(rows, dtype=np.intp, count=len(rows))
-        used = np.zeros(len(rows), dtype=np.bool_)
-        for name in book.resource_classes():
-            used |= book.usage(name, numbers) != 0
+        used = in_use(book, np.fromiter(rows, dtype=np.intp, count=len(rows)))
         return [host for host, is_used in zip(rows.values(), used, strict=True) if is_used]
 
 

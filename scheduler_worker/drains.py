@@ -60,6 +60,7 @@ from scheduler_worker.domain.drains import (
     retried,
     step,
 )
+from scheduler_worker.domain.object_rules import changed_object
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
 from scheduler_worker.keepers import changed_within
@@ -155,7 +156,7 @@ class DrainKeeper:
             if command.action is DrainAction.RESUME:
                 moves = await unit.drain_moves(command.drain, NO_LIMIT)
                 await unit.put_drain_moves([new for one in moves if (new := retried(one)) != one])
-            return [] if after == record else [_changed_drain(command.drain, record, after)], author
+            return [] if after == record else [changed_object(ObjectKind.DRAIN, command.drain, record, after)], author
 
         written = await self._registry.write(make, is_late)
         if isinstance(written, Refusal):
@@ -266,7 +267,7 @@ class DrainKeeper:
             if found is None or stored is None or end_of(found, now) != code:
                 return (), author  # a command, or another scheduler, was first
             after, is_first = replace(found.record, state=DrainState.ENDED, code=code), True
-            return [_changed_drain(drain, found.record, after)], author
+            return [changed_object(ObjectKind.DRAIN, drain, found.record, after)], author
 
         await self._registry.write(make)
         if is_first:
@@ -299,7 +300,7 @@ class _Begun:
                 return Refusal(code="drain.overlap", reason=f"host {host.name} belongs to drain {known.drain}")
             if known is None or known.state is not AdminState.FENCED:
                 after = drained(known, command.drain, host.name, command.reason)
-                changed.append(_changed(ObjectKind.HOST, host.uuid, known, after))
+                changed.append(changed_object(ObjectKind.HOST, host.uuid, known, after))
         record = DrainRecord(
             name=plan.host,
             target=plan.target,
@@ -312,10 +313,10 @@ class _Begun:
             deadline_at=None if command.deadline_s is None else self._now + command.deadline_s,
             hosts=len(changed),
         )
-        changed.append(_changed_drain(command.drain, None, record))
+        changed.append(changed_object(ObjectKind.DRAIN, command.drain, None, record))
         old = sorted((one.started_at, drain) for drain, one in drains.items() if drain not in going)
         dropped = [drain for _, drain in old[: max(0, len(old) - MAX_ENDED + 1)]]
-        changed += [_changed_drain(drain, drains[drain], None) for drain in dropped]
+        changed += [changed_object(ObjectKind.DRAIN, drain, drains[drain], None) for drain in dropped]
         await unit.drop_drain_moves(dropped)
         await unit.put_drain_moves(self._moves())
         return changed, author
@@ -343,21 +344,6 @@ def _stuck(made: MadePlan) -> Refusal:
     shown = "; ".join(f"{one.instance_uuid} on {one.source}: {one.code}" for one in stuck[:5])
     reason = f"{len(stuck)} of {len(made.plan.moves)} instances cannot move; nothing was begun (see force): {shown}"
     return Refusal(code="drain.stuck", reason=reason[:MAX_REASON])
-
-
-def _changed_drain(drain: str, before: DrainRecord | None, after: DrainRecord | None) -> ChangedObject:
-    return _changed(ObjectKind.DRAIN, drain, before, after)
-
-
-def _changed(
-    kind: ObjectKind, name: str, before: HostDecision | DrainRecord | None, after: HostDecision | DrainRecord | None
-) -> ChangedObject:
-    return ChangedObject(
-        kind=kind,
-        name=name,
-        before=None if before is None else msgspec.to_builtins(before),
-        after=None if after is None else msgspec.to_builtins(after),
-    )
 
 
 def _progress(drain: str, record: DrainRecord, counts: Mapping[DrainMoveState, int]) -> DrainProgress:

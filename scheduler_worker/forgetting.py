@@ -121,7 +121,7 @@ class HostForgetter:
         kept = self._reported(uuid) or await self._kept_by_instances(uuid)
         if kept is not None:
             return kept
-        stands = kept_by_record((await self._record()).objects, uuid, self._registry.cells_in_use())
+        stands = kept_by_record((await self._registry.recorded()).objects, uuid, self._registry.cells_in_use())
         if stands is not None:
             return stands
         try:
@@ -150,11 +150,6 @@ class HostForgetter:
             return written
         log.warning("host.forgotten", uuid=uuid, host=host, by=command.by, reason=command.reason)
         return HostForgotten(host_uuid=uuid, host=host, removed=is_on_record, aggregates=tuple(aggregates))
-
-    async def _record(self) -> RecordedObjects:
-        found = await self._store.objects()
-        assert found is not None
-        return found
 
     def _reported(self, uuid: str) -> Refusal | None:
         """A service that is up reports the host, or may do so: not every service of the cells is known here."""

@@ -232,10 +232,15 @@ class ObjectRegistry:
             if found is not None:
                 self._load(found)
 
-    async def page(self, query: ObjectsQuery) -> ObjectsPage:
-        """Objects on record, in order of kind and name. Raises Transient."""
+    async def recorded(self) -> RecordedObjects:
+        """The objects on record. Raises Transient."""
         found = await self._store.objects()
         assert found is not None
+        return found
+
+    async def page(self, query: ObjectsQuery) -> ObjectsPage:
+        """Objects on record, in order of kind and name. Raises Transient."""
+        found = await self.recorded()
         wanted = [
             stored
             for key, stored in sorted(found.objects.items())

@@ -1,6 +1,5 @@
 """Fences of hosts, and the losses of a fenced host: machines that the record gave up without the host's answer. And the
-hosts on which nothing is begun now: fenced ones, those of a compute service that is down, and those that have a machine
-of the instance which an operator keeps.
+hosts on which nothing is begun now: fenced ones, and those of a compute service that is down.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from msgspec import Struct
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
 
-from .instance import FENCED, KEPT, NOT_TRIED, Instance
+from .instance import FENCED, NOT_TRIED, Instance
 from .leases import Lease
 from .report import is_over, rescan_of
 
@@ -96,18 +95,13 @@ class Closed(Struct, frozen=True):
 
 
 class ClosedHosts(Struct, frozen=True):
-    """down: services that take no builds, by name. fences: of hosts, by uuid. kept: hosts where an operator keeps
-    another machine of the instance, which would be destroyed for a later attempt.
-    """
+    """down: services that take no builds, by name. fences: of hosts, by uuid."""
 
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
-    kept: frozenset[str] = frozenset()
 
     def why(self, selection: Selection) -> Closed | None:
         """Why nothing is begun on this host now; None: it may be tried."""
-        if selection.host_uuid in self.kept:  # first: what is begun on a fenced host is destroyed when it returns
-            return Closed(KEPT, f"an operator keeps a machine of it on host {selection.host}")
         if (fence := self.fences.get(selection.host_uuid)) is not None:
             return Closed(FENCED, f"host {fence.host} is fenced")
         down = self.down.get(selection.service)

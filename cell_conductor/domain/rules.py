@@ -30,7 +30,8 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import FENCED, KEPT, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
+from .fences import Closed
+from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .report import is_later, is_over
 from .set_back import doubted_from, numbered_on
 from .steps import Step, StepContext
@@ -51,9 +52,7 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
 
 
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The first selection is commanded; unless it is fenced or has a machine that an operator keeps, or its service is
-    down and another's is not.
-    """
+    """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
     adopted = with_request(instance, event)
     if event.found is not None:
         # It was searched for (`set_back.is_unsearched`): it may have been handed in before, to a record that the
@@ -61,11 +60,9 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
         adopted = replace(numbered_on(adopted, context.set_back, event), doubted=True, reused_from=1)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)
-    closed = context.closed(adopted).why(adopted.here)
-    if closed is None or (adopted.doubted and closed.code != KEPT):
+    closed = closed_to(adopted, context)
+    if closed is None or (adopted.doubted and closed.code != FENCED):
         return _spawn(adopted, event.at, context)  # in doubt its answer is awaited, also if its service is down
-    if closed.code not in (FENCED, KEPT) and not _has_somewhere_to_go(adopted, context):
-        return _spawn(adopted, event.at, context)
     # This record has commanded nothing there, so nothing has to be destroyed. If a machine of attempt 1 is there
     # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
@@ -247,8 +244,7 @@ def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
     hour for the search.
     """
     taken = _taken(instance, event)
-    closed = context.closed(taken).why(taken.here)
-    if closed is None or (closed.code not in (FENCED, KEPT) and not _has_somewhere_to_go(taken, context)):
+    if closed_to(taken, context) is None:
         return _spawn(taken, event.at, context)
     again = replace(instance, newest=event.attempt, consumer_generation=event.consumer_generation)
     left = _without_closed(again, event.at, context)
@@ -391,6 +387,15 @@ def _next(instance: Instance, at: float, context: StepContext) -> Step:
     if not instance.alternates:
         return _give_up(instance, at, context, code=NO_HOST, reason=summary_of(instance))
     return Step(steps.claiming(instance, State.BUILDING, at, context), (steps.destroy_here(instance, context),))
+
+
+def closed_to(instance: Instance, context: StepContext) -> Closed | None:
+    """Why nothing is begun on its host now that it would be; None: it is. One whose service is only down is passed over
+    while another is not closed.
+    """
+    closed = context.closed(instance).why(instance.here)
+    is_to_try = closed is not None and closed.code != FENCED and not _has_somewhere_to_go(instance, context)
+    return None if is_to_try else closed
 
 
 def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:

@@ -33,7 +33,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
     fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
     reported it, the machines that run there all the same. set_back: when the database came to be older than the world.
     unexplained: instances of which a host has a machine that no record explains. kept: {(host, instance): attempt} of
-    those machines that an operator keeps: nothing destroys them (`table.step`), nor begins another one in their place.
+    those machines that an operator keeps: no command of a step (`table.step`) destroys them, or begins another one in
+    their place.
     """
 
     cell: str
@@ -52,13 +53,9 @@ class StepContext(Struct, frozen=True, kw_only=True):
     live_copy_mb_s: float = 0.0
 
     def closed(self, instance: Instance) -> ClosedHosts:
-        """The hosts on which nothing is begun with it now. A service's name is unique within its cell only. The host of
-        its own attempt has that machine, and is only sent its command once more.
-        """
+        """The hosts on which nothing is begun with it now. A service's name is unique within its cell only."""
         is_to_leave = instance.move is not None and instance.move.to_cell is not None
-        own = instance.host_uuid, instance.attempt
-        kept = {host for (host, uuid), attempt in self.kept.items() if uuid == instance.uuid and (host, attempt) != own}
-        return ClosedHosts({} if is_to_leave else self.down, self.fences, frozenset(kept))
+        return ClosedHosts({} if is_to_leave else self.down, self.fences)
 
 
 class Step(Struct, frozen=True):

@@ -8,7 +8,7 @@ answer is waited for, what follows is taken up here and nowhere else (`ByThen`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -56,7 +56,7 @@ from .events import (
     TimedOut,
 )
 from .fences import Loss, fenced_hosts, losses_of
-from .instance import Instance, Move, State
+from .instance import KEPT, Instance, Move, State
 from .move_steps import relied_on
 from .orders import change_of, change_order, numbered, orders_of, with_orders
 from .report import is_over
@@ -345,18 +345,37 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
 
 
 def _without_kept(stepped: Step, at: float, context: StepContext) -> Step:
-    """No host is commanded to destroy what an operator keeps there. A record by which it is over does not wait for it,
-    either: it goes on as if the host had answered. One that wants it waits for the host's report (`Guard.forget`).
+    """No host is commanded to destroy what an operator keeps there, nor to build another attempt in its place.
+
+    A record does not wait for it, either: it goes on as if the host had answered. But one that wants a machine which
+    its host is to end unless it is complete waits for the host's report, which ends the word (`Guard.forget`).
     """
-    destroys = [one for one in stepped.commands if isinstance(one, Destroy)]
-    left = [one for one in destroys if (one.host_uuid, one.instance_uuid) in context.kept]
-    after, commands = stepped.instance, [one for one in stepped.commands if one not in left]
-    for order in left:
-        if order in orders_of(after, context) and is_over(after, order.attempt, order.host_uuid):
-            gone = Destroyed(at=at, attempt=order.attempt, host_uuid=order.host_uuid, service=order.service)
-            then = step(after, gone, context)
-            after, commands = then.instance, [*commands, *then.commands]
-    return Step(after, tuple(commands)) if left else stepped
+    after, commands = stepped.instance, stepped.commands
+    for order in [one for one in commands if _is_of_kept(one, after, context)]:
+        commands = tuple(one for one in commands if one is not order)
+        about: dict[str, Any] = {"attempt": order.attempt, "host_uuid": order.host_uuid, "service": order.service}
+        if isinstance(order, Spawn):
+            answer: Event = SpawnFailed(at=at, code=KEPT, **about)
+        elif isinstance(order, ChangeMachine):
+            answer = ChangeEnded(at=at, order=order.order, done=False, code=KEPT, **about)
+        elif order in orders_of(after, context) and is_over(after, order.attempt, order.host_uuid):
+            answer = Destroyed(at=at, **about)
+        else:
+            continue
+        then = step(after, answer, context)
+        after, commands = then.instance, (*commands, *then.commands)
+    return replace(stepped, instance=after, commands=commands)
+
+
+def _is_of_kept(order: Message, instance: Instance, context: StepContext) -> TypeGuard[Spawn | Destroy | ChangeMachine]:
+    """Whether it would end what an operator keeps there: it is destroyed, or another attempt is built, or is to be. The
+    host of that very attempt has it, and only answers.
+    """
+    if not isinstance(order, Spawn | Destroy | ChangeMachine):
+        return False
+    kept = context.kept.get((order.host_uuid, instance.uuid))
+    is_built = isinstance(order, Spawn) or (isinstance(order, ChangeMachine) and order.change is ChangeKind.CHECK)
+    return kept is not None and (isinstance(order, Destroy) or (is_built and order.attempt != kept))
 
 
 def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:

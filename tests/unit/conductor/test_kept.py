@@ -10,13 +10,17 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Message, Meta
-from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, RescanHosts, Running
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, RescanHosts, Running, Spawn
 from bus.contracts.moves import MoveKind
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, Move, State
+from cell_conductor.domain.rules import _spawn
+from cell_conductor.domain.table import _without_kept
 from cell_conductor.store.safety import KEEP
-from tests.unit.conductor.scenario import SPEC, UUID, host, selection
+from tests.unit.conductor.move_scenario import begun, claimed
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.conductor.world import Conductor, Quiet, Services, hosts_of, listing
 
 
@@ -192,3 +196,34 @@ async def test_a_build_that_wants_what_is_kept_waits_for_its_host() -> None:
     """Its order to end what is not complete yet would end it."""
     after, destroyed = await over(BUILDING)
     assert (after.state, after.queried, destroyed) == (State.BUILDING, True, [])
+
+
+# --- No machine is begun in its place.
+
+
+@pytest.mark.parametrize("since", ["the claim", "the hand-over"])
+def test_a_move_begins_no_machine_where_another_was_kept_meanwhile(since: str) -> None:
+    """The destination was judged when its claim was requested, and its new machine took the place of the kept one."""
+    word = replace(PATIENCE, kept={(host(2), UUID): 7})
+    moving = begun(MoveKind.MIGRATE, 2, 3)
+    moving.context = word if since == "the claim" else PATIENCE
+    moving.apply(claimed())
+    if since != "the claim":
+        moving.end(2, 2)
+        moving.context = word
+        moving.end(1, 1)
+    assert moving.instance.state is State.CLAIMING and [one.host for one in moving.instance.alternates] == ["host-3"]
+    assert not moving.spawns and not moving.destroys
+    assert moving.instance.move is not None
+    assert [(one.host, one.code) for one in moving.instance.move.history] == [("host-2", "host.machine_kept")]
+
+
+def test_a_build_that_is_commanded_where_another_machine_is_kept_goes_on_elsewhere() -> None:
+    """No rule need ask: its record was judged before the word came, or by none."""
+    word = replace(PATIENCE, kept={(host(2), UUID): 7})
+    adopted = replace(BUILDING, state=State.CLAIMING, then=State.ACTIVE, selections=(selection(2), selection(3)))
+    stepped = _without_kept(_spawn(adopted, 1.0, word), 1.0, word)
+    assert stepped.instance.phase == (State.CLAIMING, State.BUILDING)
+    assert [type(one) for one in stepped.commands] == [BuildEvent]
+    own = replace(PATIENCE, kept={(host(2), UUID): 1})
+    assert any(isinstance(one, Spawn) for one in _without_kept(_spawn(adopted, 1.0, own), 1.0, own).commands)

@@ -11,8 +11,8 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
-from cell_conductor.domain.fences import ClosedHosts, Fence
-from cell_conductor.domain.instance import KEPT, Instance, State, summary_of
+from cell_conductor.domain.fences import Fence
+from cell_conductor.domain.instance import Instance, State, summary_of
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
@@ -92,6 +92,7 @@ STARTS: list[Case] = [
     case(ABSENT, build(), "releasing/failed", context=fenced(1)),
     case(ABSENT, build("s1", "s1"), "claiming/building", context=fenced(1)),
     case(ABSENT, build("s1", "s1"), "releasing/failed", context=fenced(1, 2)),
+    case(ABSENT, build("s1", "s1", attempt=2), "claiming/building", context=fenced(1)),
     case(ABSENT, build("s1", "s2"), "releasing/failed", context=fenced(1, context=DOWN_2)),
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2)),
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2, context=DOWN_1)),
@@ -197,7 +198,7 @@ CLAIMS: list[Case] = [
     case(record(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
     case(doubted(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "building", "spawn 5@3", "build: building", context=DOWN_1),
-    case(record(S.CLAIMING, S.BUILDING), claimed(5), "releasing/failed", context=KEPT_3),
+    case(record(S.CLAIMING, S.BUILDING), claimed(5), "releasing/failed", "build: building", context=KEPT_3),
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "releasing/failed", context=FENCED_3),
     case(
         record(S.CLAIMING, S.BUILDING, selections=(ON_1, ON_2, ON_3, ON_1)),
@@ -396,9 +397,3 @@ def test_the_announcement_of_a_build(before: Instance, event: e.Event, shown: tu
         one for one in step(before, answering(before, event), PATIENCE).commands if isinstance(one, BuildEvent)
     ]
     assert (last.state, last.terminal, last.reason) == shown
-
-
-def test_a_fenced_host_where_an_operator_keeps_a_machine_is_passed_over_in_doubt_too() -> None:
-    """What is begun on a fenced host is destroyed when the host returns, and so is what is kept there."""
-    closed = ClosedHosts(fences=FENCED_3.fences, kept=frozenset({host(3)})).why(selection(3))
-    assert closed is not None and closed.code == KEPT

@@ -31,6 +31,7 @@ from cell_conductor import engine
 from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.desires import in_text
+from cell_conductor.domain.events import Claimed, InstanceEvent
 from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
 from cell_conductor.domain.table import question_of
@@ -493,24 +494,6 @@ async def test_a_machine_that_an_operator_keeps_stays_when_its_host_answers_late
     assert [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)] == [Destroy]
 
 
-async def test_no_move_leads_to_a_host_that_has_a_machine_which_an_operator_keeps() -> None:
-    """The machine of a later attempt took its place there."""
-    conductor = Conductor(Services(), ())
-    await conductor.store.open()
-    await conductor.keep(1, KEEP)
-    up = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(2),), attempt=5)
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([up])
-    move = replace(UNSHELVE, kind=MoveKind.MIGRATE, selections=(selection(1), selection(3)))
-    assert isinstance(await conductor.request(move), Done)
-    recorded = await conductor.recorded()
-    assert recorded is not None and recorded.move is not None
-    assert [one.host for one in recorded.alternates] == ["host-3"]
-    assert [(one.host, one.outcome, one.code) for one in recorded.move.history] == [
-        ("host-1", "not_tried", "host.machine_kept")
-    ]
-
-
 @pytest.mark.parametrize("n", [1, 2], ids=["its first host", "its alternate"])
 async def test_no_build_leads_to_a_host_that_has_a_machine_which_an_operator_keeps(n: int) -> None:
     services = Services()
@@ -524,6 +507,8 @@ async def test_no_build_leads_to_a_host_that_has_a_machine_which_an_operator_kee
             instance_uuid=UUID, attempt=2, host_uuid=host(1), service="s1", outcome=ComputeOutcome.FAILED
         )
         await conductor.requests.results([Received(failed, Meta(id="r"), "c1", "conductor.results")])
+        granted = Claimed(at=2.0, attempt=3, option=0, consumer_generation=9)
+        await conductor.engine.take([InstanceEvent(UUID, granted)], source="placement")
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.doubted
     expected = ((State.CLAIMING, State.BUILDING), ["host-2"]) if n == 1 else ((State.RELEASING, State.FAILED), [])
