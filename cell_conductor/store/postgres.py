@@ -36,10 +36,11 @@ from cell_conductor.domain.instance import (
     NOT_TRIED,
     Instance,
 )
+from cell_conductor.domain.report import Brief
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
-from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
+from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
 from .safety import (
     EXPLAINED,
     HOLD,
