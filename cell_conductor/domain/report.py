@@ -17,47 +17,9 @@ from bus.contracts.moves import Condition
 
 from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
-from .instance import FENCED, MACHINE_EXISTS, Instance, Phase, State
+from .instance import FENCED, MACHINE_EXISTS, Brief, Instance, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
-
-
-class Brief(Struct, frozen=True):
-    """The part of an instance that its comparison with a host's report needs.
-
-    newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
-    them.
-    first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
-    was set back while it was being built or moved. reused_from, then: as Instance has them, and code of one that has
-    failed or is to be deleted. kept: the hosts on which an operator keeps a machine of it.
-    """
-
-    uuid: str
-    state: State
-    host_uuid: str | None
-    service: str
-    attempt: int
-    since: float
-    newest: int = 0
-    source_host_uuid: str | None = None
-    source_service: str = ""
-    source_attempt: int = 0
-    first_not_tried: bool = False
-    doubted: bool = False
-    reused_from: int = 0
-    code: str = ""
-    kept: Sequence[str] = ()
-    then: State | None = None
-
-    @property
-    def phase(self) -> Phase:
-        """Its state, and what follows."""
-        return self.state, self.then
-
-    @property
-    def last_attempt(self) -> int:
-        """The highest attempt number that was ever given out."""
-        return max(self.attempt, self.newest)
 
 
 # What a proof is read of.

@@ -24,9 +24,9 @@ from cell_conductor.domain.desires import (
     REFUSED,
 )
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.instance import Instance, Phase
+from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.leases import Lease
-from cell_conductor.domain.report import Brief, is_at
+from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack, numbered_on
 
 from . import memory_safety

@@ -13,8 +13,7 @@ from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.fences import Loss
-from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.report import Brief
+from cell_conductor.domain.instance import Brief, Instance
 from cell_conductor.domain.set_back import SetBack
 
 from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord

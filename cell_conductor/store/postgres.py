@@ -34,9 +34,9 @@ from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import (
     FIRST_SEQUENCE,
     NOT_TRIED,
+    Brief,
     Instance,
 )
-from cell_conductor.domain.report import Brief
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
