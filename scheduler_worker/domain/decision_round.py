@@ -66,7 +66,6 @@ FENCED = "what was claimed under this instance's uuid has been released"
 
 # How often a request without any other host looks again at hosts of which only some children were full.
 MAX_PARTLY_FULL_RETRIES = 3
-DIGITS = 3  # bound of a weight on record
 
 
 class DecisionRound:
