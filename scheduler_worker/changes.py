@@ -21,7 +21,7 @@ from bus.contracts.operations import (
     SetAdminState,
 )
 from bus.contracts.workers import WorkerHeartbeat
-from bus.faults import Transient
+from bus.faults import RequestRefused, Transient
 from scheduler_worker.domain.fences import fenced_by
 from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
@@ -104,7 +104,10 @@ class ChangeHandler:
         try:
             if (refusal := await self._refused_before.find(received.meta.id)) is not None:
                 return refusal
-            outcome = await self._process(received)
+            try:
+                outcome = await self._process(received)
+            except RequestRefused as refused:  # by placement, or a cell
+                outcome = Refuse(refused.code, refused.reason)
             if isinstance(outcome, Refuse) and received.meta.reply_to is not None:  # else it may be replayed
                 await self._refused_before.add(received.meta.id, outcome)
         except Transient as fault:
@@ -114,7 +117,7 @@ class ChangeHandler:
         return outcome
 
     async def _process(self, received: Received) -> Outcome:
-        """Raises Transient."""
+        """Raises Transient, or RequestRefused."""
         message = received.message
         if isinstance(message, SetAdminState):
             return await self._decide(message, received)

@@ -26,7 +26,7 @@ from bus.contracts.drains import MAX_DRAINED, DrainPlan, DrainQuery, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
-from bus.faults import RequestRefused, Transient
+from bus.faults import Transient
 from bus.port import BusError
 from bus.turns import next_turn
 from placement_worker.replica.request import total_resources
@@ -296,13 +296,9 @@ class DrainPlanner:
         self._clock = clock
 
     async def plan(self, query: DrainQuery) -> MadePlan | Refusal:
-        """How a target could be drained now. Nothing is begun, and no resources stay held. Raises Transient."""
-        try:
-            return await self._made(query)
-        except RequestRefused as refused:
-            return Refusal(code=refused.code, reason=refused.reason)
-
-    async def _made(self, query: DrainQuery) -> MadePlan | Refusal:
+        """How a target could be drained now. Nothing is begun, and no resources stay held. Raises Transient, or
+        RequestRefused.
+        """
         if query.kind not in DRAIN_KINDS:
             return KINDS_ONLY
         found = self._holders.hosts_of(query.host, query.target, query.cell)

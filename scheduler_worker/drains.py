@@ -104,12 +104,13 @@ class DrainKeeper:
     # --- what operators request
 
     async def plan(self, query: DrainQuery) -> DrainPlan | Refusal:
-        """How a target could be drained now; nothing is begun. Raises Transient."""
+        """How a target could be drained now; nothing is begun. Raises Transient, or RequestRefused."""
         made = await self._planner.plan(query)
         return made if isinstance(made, Refusal) else made.plan
 
     async def start(self, command: DrainStart, is_late: Callable[[], bool] = never) -> DrainResult | Refusal:
-        """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient.
+        """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient, or
+        RequestRefused.
 
         is_late: as for `ObjectRegistry.change`.
         """
