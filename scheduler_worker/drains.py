@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
@@ -275,18 +276,17 @@ class DrainKeeper:
             log.warning("drain.ended", drain=drain, code=code)
 
 
-class _Begun:
+class _Begun(Struct, frozen=True):
     """A drain that is put on record with its hosts' decisions and its instances."""
 
-    def __init__(self, command: DrainStart, made: MadePlan, now: float) -> None:
-        self._command = command
-        self._made = made
-        self._now = now
+    command: DrainStart
+    made: MadePlan
+    now: float
 
     async def make(self, unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
         """Refused where another drain that has not ended has one of the hosts."""
-        command, plan = self._command, self._made.plan
-        author = ChangeAuthor(command.by, command.reason, self._now)
+        command, plan = self.command, self.made.plan
+        author = ChangeAuthor(command.by, command.reason, self.now)
         drains = drains_of(present.objects)
         if command.drain in drains:
             return (), author
@@ -294,7 +294,7 @@ class _Begun:
         if len(going) >= MAX_OPEN:
             return TOO_MANY
         changed: list[ChangedObject] = []
-        for host in self._made.hosts:
+        for host in self.made.hosts:
             stored = present.objects.get((ObjectKind.HOST, host.uuid))
             known = None if stored is None else msgspec.convert(stored.body, HostDecision)
             if known is not None and known.drain in going:
@@ -310,8 +310,8 @@ class _Begun:
             reason=command.reason,
             at_once=command.at_once,
             per_minute=command.per_minute,
-            started_at=self._now,
-            deadline_at=None if command.deadline_s is None else self._now + command.deadline_s,
+            started_at=self.now,
+            deadline_at=None if command.deadline_s is None else self.now + command.deadline_s,
             hosts=len(changed),
         )
         changed.append(changed_object(ObjectKind.DRAIN, command.drain, None, record))
@@ -326,7 +326,7 @@ class _Begun:
         """In the order of the plan, and then the unconfirmed ones. The instances of a fenced host are evacuated, and
         never moved.
         """
-        made, drain, kind = self._made, self._command.drain, self._command.kind
+        made, drain, kind = self.made, self.command.drain, self.command.kind
         rows = [new_row(drain, kind, one, at) for at, one in enumerate(made.instances)]
         for at, planned in enumerate(made.plan.moves):
             if planned.code == HOST_FENCED:
