@@ -66,18 +66,15 @@ class AppliedAnnouncements(Struct, frozen=True):
     early: list[BuildEvent]
 
 
-class _Waiting:
+class _Waiting(Struct, eq=False):
     """A batch of one cell's events that is to be recorded. waited: ids of events that no longer wait for an earlier
     one. applied: the changes of the batch, once it is recorded.
     """
 
-    __slots__ = ("applied", "cell", "events", "waited")
-
-    def __init__(self, cell: str, events: Sequence[BuildEvent], waited: Collection[int]) -> None:
-        self.cell = cell
-        self.events = events
-        self.waited = waited
-        self.applied: AppliedAnnouncements | None = None
+    cell: str
+    events: Sequence[BuildEvent]
+    waited: Collection[int]
+    applied: AppliedAnnouncements | None = None
 
 
 class AnnouncementWriter:

@@ -39,7 +39,7 @@ from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
 from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age
 from scheduler_worker.forgetting import HostForgetter, ServiceForgetter
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.keepers import AggregateKeeper, CellFinder, CellKeeper, EvacuationTask, FencePublisher
+from scheduler_worker.keepers import AggregateKeeper, CellKeeper, EvacuationTask, FencePublisher, find_cells
 from scheduler_worker.metrics import FLEET
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
@@ -128,6 +128,7 @@ class SchedulerParts:
     buses: Mapping[str, Bus]
     store: SchedulerStore
     writer: AnnouncementWriter
+    claims: BusClaims
     selector: Selector
     workers: WorkerTable
     waiting: WaitingTable
@@ -189,6 +190,7 @@ def _parts(
         buses=buses,
         store=store,
         writer=AnnouncementWriter(store, clock=env.clock),
+        claims=BusClaims(buses[API], timeout_s=config.claim_timeout_s),
         selector=selector,
         workers=WorkerTable(),
         waiting=WaitingTable(),
@@ -215,7 +217,7 @@ def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngin
     env, config = parts.env, parts.config
     engine = SchedulingEngine(
         parts.store,
-        BusClaims(parts.api, timeout_s=config.claim_timeout_s),
+        parts.claims,
         parts.selector,
         follower,
         clock=env.clock,
@@ -225,7 +227,7 @@ def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngin
     )
     moves = MoveEngine(
         parts.store,
-        BusClaims(parts.api, timeout_s=config.claim_timeout_s),
+        parts.claims,
         parts.selector,
         follower,
         clock=env.clock,
@@ -241,7 +243,7 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
     service.add_resource(parts.store.open, parts.store.close)
     service.add_resource(parts.api.open, parts.api.close)
     service.add_resource(follower.start, follower.close)
-    service.add_resource(partial(_export_fleet, parts.selector), partial(_stop_exporting_fleet, parts.selector))
+    service.add_resource(partial(FLEET.add, parts.selector), partial(FLEET.remove, parts.selector))
     service.add_task("outbox", relay.run)
     service.add_task("retention", lambda: purge_forever(parts.store, parts.env.clock, parts.config))
     service.add_drain(relay.drain)
@@ -282,7 +284,7 @@ def _add_objects(
         HostForgetter(parts.store, registry, parts.selector, bus, clock=bus.clock),
         services,
         refused=RefusedCommands(parts.store),
-        finder=CellFinder(parts.selector, bus),
+        find_cells=partial(find_cells, parts.selector, bus),
         warmup=parts.warmup,
     )
     # The queue is declared before the objects are read, so that it receives the announcement of a change in between.
@@ -369,36 +371,20 @@ def _link(
         again_s=config.report_interval_s,
     )
     bus.transport.on_reconnect(listener.on_reconnected)
+    announced = AnnouncementHandler(
+        parts.store, parts.writer, bus.name, clock=env.clock, on_fences=registry.record_fences
+    )
+    asks = CellAsksHandler(parts.store, bus.name, cells=cells, claims=parts.claims)
+    # One at a time: two would block on each other's row locks.
+    consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.
     consumers = [
-        Consumer(
-            bus,
-            "scheduler.builds",
-            AnnouncementHandler(
-                parts.store,
-                parts.writer,
-                bus.name,
-                clock=env.clock,
-                on_fences=registry.record_fences,
-            ),
-            max_batch=config.batch,
-            concurrency=1,  # two would block on each other's row locks
-            prefetch=config.prefetch,
-        ),
-        _asks_consumer(parts, bus, cells),
-        Consumer(
-            bus, "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
-        ),
+        consume("scheduler.builds", announced),
+        consume("scheduler.asks", asks),
+        consume("scheduler.hosts.{process}", listener),
         _metrics_consumer(bus, parts.selector, measured),
     ]
     return CellLink(bus, consumers, beside=[listener.run])
-
-
-def _asks_consumer(parts: SchedulerParts, bus: Bus, cells: Mapping[str, Bus]) -> Consumer:
-    config = parts.config
-    claims = BusClaims(parts.api, timeout_s=config.claim_timeout_s)
-    handler = CellAsksHandler(parts.store, bus.name, cells=cells, claims=claims)
-    return Consumer(bus, "scheduler.asks", handler, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
 
 
 def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> CellKeeper:
@@ -420,49 +406,21 @@ async def _count_letters(links: CellLinks) -> None:
 
 
 def _add_requests(
-    parts: SchedulerParts,
-    queries: QueryHandler,
-    status: StatusHandler,
-    requests: RequestHandler,
+    parts: SchedulerParts, queries: QueryHandler, status: StatusHandler, requests: RequestHandler
 ) -> None:
     """The queues of clients' requests, queries, and requests whose retries are exhausted."""
     service, bus, config = parts.service, parts.api, parts.config
     service.add_consumer(Consumer(bus, "scheduler.records", queries, max_batch=64, concurrency=2, prefetch=128))
     service.add_consumer(Consumer(bus, "scheduler.status", status, max_batch=64, concurrency=2, prefetch=128))
+    take = partial(Consumer, bus, handler=requests, on_malformed=refused_unreadable)
+    batch, at_once = config.batch, config.concurrency
     service.add_consumer(
-        Consumer(
-            bus,
-            "scheduler.requests",
-            requests,
-            max_batch=config.batch,
-            concurrency=config.concurrency,
-            prefetch=LANE_PREFETCH,
-            on_malformed=refused_unreadable,
-            paced=True,
-        )
+        take("scheduler.requests", max_batch=batch, concurrency=at_once, prefetch=LANE_PREFETCH, paced=True)
     )
-    service.add_consumer(
-        Consumer(
-            bus,
-            "scheduler.given_up",
-            requests,
-            max_batch=16,
-            concurrency=1,
-            prefetch=32,
-            on_malformed=refused_unreadable,
-        )
-    )
+    service.add_consumer(take("scheduler.given_up", max_batch=16, concurrency=1, prefetch=32))
     service.add_bus_check("bus api", lambda: bus.unavailable_reason)
 
 
 def _metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
     listener = HostMetricsListener(selector.metrics, bus.name, clock=bus.clock, first=measured)
     return Consumer(bus, METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)
-
-
-async def _export_fleet(selector: Selector) -> None:
-    FLEET.add(selector)
-
-
-async def _stop_exporting_fleet(selector: Selector) -> None:
-    FLEET.remove(selector)

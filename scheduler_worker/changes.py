@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from uuid import UUID
 
 import msgspec
@@ -21,7 +21,7 @@ from bus.contracts.operations import (
     SetAdminState,
 )
 from bus.contracts.workers import WorkerHeartbeat
-from bus.faults import Transient
+from bus.faults import RequestRefused, Transient
 from scheduler_worker.domain.fences import fenced_by
 from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
@@ -30,7 +30,6 @@ from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.forgetting import CELL_SILENT, UNKNOWN, HostForgetter, ServiceForgetter
-from scheduler_worker.keepers import CellFinder
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
@@ -85,7 +84,7 @@ class ChangeHandler:
         services: ServiceForgetter,
         *,
         refused: RefusedCommands,
-        finder: CellFinder,
+        find_cells: Callable[[Collection[str]], Awaitable[None]],
         warmup: Warmup,
     ) -> None:
         self._registry = registry
@@ -93,7 +92,7 @@ class ChangeHandler:
         self._forgetter = forgetter
         self._services = services
         self._refused_before = refused
-        self._finder = finder
+        self._find_cells = find_cells
         self._selector = selector
         self._warmup = warmup
 
@@ -105,7 +104,10 @@ class ChangeHandler:
         try:
             if (refusal := await self._refused_before.find(received.meta.id)) is not None:
                 return refusal
-            outcome = await self._process(received)
+            try:
+                outcome = await self._process(received)
+            except RequestRefused as refused:  # by placement, or a cell
+                outcome = Refuse(refused.code, refused.reason)
             if isinstance(outcome, Refuse) and received.meta.reply_to is not None:  # else it may be replayed
                 await self._refused_before.add(received.meta.id, outcome)
         except Transient as fault:
@@ -115,7 +117,7 @@ class ChangeHandler:
         return outcome
 
     async def _process(self, received: Received) -> Outcome:
-        """Raises Transient."""
+        """Raises Transient, or RequestRefused."""
         message = received.message
         if isinstance(message, SetAdminState):
             return await self._decide(message, received)
@@ -133,7 +135,7 @@ class ChangeHandler:
     ) -> ObjectsChanged | Refusal:
         """Raises Transient. decided: the command about one host that is carried out by this change."""
         if fenced := fenced_by(change):
-            await self._finder.find_cells(fenced)
+            await self._find_cells(fenced)
         return await self._registry.change(change, received.meta.id, decided=decided, is_late=received.is_late)
 
     def _answered(self, answer: Message | Refusal, received: Received, awaited: str) -> Outcome:

@@ -193,14 +193,3 @@ class HeldClaims:
 def is_claim_of(build: ProjectsBuild, held: HeldAllocation) -> bool:
     """Whether it was claimed for a build of this project: two may name one instance."""
     return bool(held.attempt) and held.project_id == build[1]
-
-
-async def claim_gangs(port: ClaimPort, gangs: Sequence[ClaimAll]) -> dict[str, ClaimResult | Fault]:
-    """Claim for each gang, all or none; the answers by instance, in the order of the claims."""
-    answers: dict[str, ClaimResult | Fault] = {}
-    for gang, reply in zip(gangs, await port.submit_gangs(gangs), strict=True):
-        results: Sequence[ClaimResult | Fault] = (
-            reply.results if isinstance(reply, ClaimAllResult) else [reply] * len(gang.claims)
-        )
-        answers |= {claim.consumer: one for claim, one in zip(gang.claims, results, strict=True)}
-    return answers

@@ -26,7 +26,7 @@ from bus.contracts.drains import MAX_DRAINED, DrainPlan, DrainQuery, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
-from bus.faults import RequestRefused, Transient
+from bus.faults import Transient
 from bus.port import BusError
 from bus.turns import next_turn
 from placement_worker.replica.request import total_resources
@@ -44,6 +44,7 @@ from scheduler_worker.domain.placement import PlacementUnavailable, answered
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.view import in_use
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.placing import ReplicaFollower
@@ -214,10 +215,7 @@ class DrainHolders:
         """The hosts of which something is in use, by the replica."""
         book = self._selector.book
         rows = {row: host for host in hosts if (row := book.row_of(host.uuid)) is not None}
-        numbers = np.fromiter(rows, dtype=np.intp, count=len(rows))
-        used = np.zeros(len(rows), dtype=np.bool_)
-        for name in book.resource_classes():
-            used |= book.usage(name, numbers) != 0
+        used = in_use(book, np.fromiter(rows, dtype=np.intp, count=len(rows)))
         return [host for host, is_used in zip(rows.values(), used, strict=True) if is_used]
 
 
@@ -298,13 +296,9 @@ class DrainPlanner:
         self._clock = clock
 
     async def plan(self, query: DrainQuery) -> MadePlan | Refusal:
-        """How a target could be drained now. Nothing is begun, and no resources stay held. Raises Transient."""
-        try:
-            return await self._made(query)
-        except RequestRefused as refused:
-            return Refusal(code=refused.code, reason=refused.reason)
-
-    async def _made(self, query: DrainQuery) -> MadePlan | Refusal:
+        """How a target could be drained now. Nothing is begun, and no resources stay held. Raises Transient, or
+        RequestRefused.
+        """
         if query.kind not in DRAIN_KINDS:
             return KINDS_ONLY
         found = self._holders.hosts_of(query.host, query.target, query.cell)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
@@ -60,6 +61,7 @@ from scheduler_worker.domain.drains import (
     retried,
     step,
 )
+from scheduler_worker.domain.object_rules import changed_object
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
 from scheduler_worker.keepers import changed_within
@@ -103,12 +105,13 @@ class DrainKeeper:
     # --- what operators request
 
     async def plan(self, query: DrainQuery) -> DrainPlan | Refusal:
-        """How a target could be drained now; nothing is begun. Raises Transient."""
+        """How a target could be drained now; nothing is begun. Raises Transient, or RequestRefused."""
         made = await self._planner.plan(query)
         return made if isinstance(made, Refusal) else made.plan
 
     async def start(self, command: DrainStart, is_late: Callable[[], bool] = never) -> DrainResult | Refusal:
-        """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient.
+        """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient, or
+        RequestRefused.
 
         is_late: as for `ObjectRegistry.change`.
         """
@@ -155,7 +158,7 @@ class DrainKeeper:
             if command.action is DrainAction.RESUME:
                 moves = await unit.drain_moves(command.drain, NO_LIMIT)
                 await unit.put_drain_moves([new for one in moves if (new := retried(one)) != one])
-            return [] if after == record else [_changed_drain(command.drain, record, after)], author
+            return [] if after == record else [changed_object(ObjectKind.DRAIN, command.drain, record, after)], author
 
         written = await self._registry.write(make, is_late)
         if isinstance(written, Refusal):
@@ -266,25 +269,24 @@ class DrainKeeper:
             if found is None or stored is None or end_of(found, now) != code:
                 return (), author  # a command, or another scheduler, was first
             after, is_first = replace(found.record, state=DrainState.ENDED, code=code), True
-            return [_changed_drain(drain, found.record, after)], author
+            return [changed_object(ObjectKind.DRAIN, drain, found.record, after)], author
 
         await self._registry.write(make)
         if is_first:
             log.warning("drain.ended", drain=drain, code=code)
 
 
-class _Begun:
+class _Begun(Struct, frozen=True):
     """A drain that is put on record with its hosts' decisions and its instances."""
 
-    def __init__(self, command: DrainStart, made: MadePlan, now: float) -> None:
-        self._command = command
-        self._made = made
-        self._now = now
+    command: DrainStart
+    made: MadePlan
+    now: float
 
     async def make(self, unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
         """Refused where another drain that has not ended has one of the hosts."""
-        command, plan = self._command, self._made.plan
-        author = ChangeAuthor(command.by, command.reason, self._now)
+        command, plan = self.command, self.made.plan
+        author = ChangeAuthor(command.by, command.reason, self.now)
         drains = drains_of(present.objects)
         if command.drain in drains:
             return (), author
@@ -292,14 +294,14 @@ class _Begun:
         if len(going) >= MAX_OPEN:
             return TOO_MANY
         changed: list[ChangedObject] = []
-        for host in self._made.hosts:
+        for host in self.made.hosts:
             stored = present.objects.get((ObjectKind.HOST, host.uuid))
             known = None if stored is None else msgspec.convert(stored.body, HostDecision)
             if known is not None and known.drain in going:
                 return Refusal(code="drain.overlap", reason=f"host {host.name} belongs to drain {known.drain}")
             if known is None or known.state is not AdminState.FENCED:
                 after = drained(known, command.drain, host.name, command.reason)
-                changed.append(_changed(ObjectKind.HOST, host.uuid, known, after))
+                changed.append(changed_object(ObjectKind.HOST, host.uuid, known, after))
         record = DrainRecord(
             name=plan.host,
             target=plan.target,
@@ -308,14 +310,14 @@ class _Begun:
             reason=command.reason,
             at_once=command.at_once,
             per_minute=command.per_minute,
-            started_at=self._now,
-            deadline_at=None if command.deadline_s is None else self._now + command.deadline_s,
+            started_at=self.now,
+            deadline_at=None if command.deadline_s is None else self.now + command.deadline_s,
             hosts=len(changed),
         )
-        changed.append(_changed_drain(command.drain, None, record))
+        changed.append(changed_object(ObjectKind.DRAIN, command.drain, None, record))
         old = sorted((one.started_at, drain) for drain, one in drains.items() if drain not in going)
         dropped = [drain for _, drain in old[: max(0, len(old) - MAX_ENDED + 1)]]
-        changed += [_changed_drain(drain, drains[drain], None) for drain in dropped]
+        changed += [changed_object(ObjectKind.DRAIN, drain, drains[drain], None) for drain in dropped]
         await unit.drop_drain_moves(dropped)
         await unit.put_drain_moves(self._moves())
         return changed, author
@@ -324,7 +326,7 @@ class _Begun:
         """In the order of the plan, and then the unconfirmed ones. The instances of a fenced host are evacuated, and
         never moved.
         """
-        made, drain, kind = self._made, self._command.drain, self._command.kind
+        made, drain, kind = self.made, self.command.drain, self.command.kind
         rows = [new_row(drain, kind, one, at) for at, one in enumerate(made.instances)]
         for at, planned in enumerate(made.plan.moves):
             if planned.code == HOST_FENCED:
@@ -343,21 +345,6 @@ def _stuck(made: MadePlan) -> Refusal:
     shown = "; ".join(f"{one.instance_uuid} on {one.source}: {one.code}" for one in stuck[:5])
     reason = f"{len(stuck)} of {len(made.plan.moves)} instances cannot move; nothing was begun (see force): {shown}"
     return Refusal(code="drain.stuck", reason=reason[:MAX_REASON])
-
-
-def _changed_drain(drain: str, before: DrainRecord | None, after: DrainRecord | None) -> ChangedObject:
-    return _changed(ObjectKind.DRAIN, drain, before, after)
-
-
-def _changed(
-    kind: ObjectKind, name: str, before: HostDecision | DrainRecord | None, after: HostDecision | DrainRecord | None
-) -> ChangedObject:
-    return ChangedObject(
-        kind=kind,
-        name=name,
-        before=None if before is None else msgspec.to_builtins(before),
-        after=None if after is None else msgspec.to_builtins(after),
-    )
 
 
 def _progress(drain: str, record: DrainRecord, counts: Mapping[DrainMoveState, int]) -> DrainProgress:

@@ -30,7 +30,6 @@ from bus.contracts.drains import DrainState
 from bus.contracts.objects import Aggregate, ChangedObject, ForgottenService, HostDecision, ObjectKind
 from bus.contracts.operations import AdminState, ForgetHost, ForgetService, HostForgotten, ServiceForgotten
 from bus.contracts.placement import InventoryForget, InventoryForgotten
-from bus.faults import RequestRefused
 from scheduler_worker.domain.drains import drain_of
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.hosts import NO_SERVICE
@@ -117,19 +116,15 @@ class HostForgetter:
         self._clock = clock
 
     async def forget(self, command: ForgetHost, uuid: str, host: str) -> HostForgotten | Refusal:
-        """Forget one host, unless something shows that it may not be gone. Raises Transient."""
+        """Forget one host, unless something shows that it may not be gone. Raises Transient, or RequestRefused."""
         kept = self._reported(uuid) or await self._kept_by_instances(uuid)
         if kept is not None:
             return kept
-        stands = kept_by_record((await self._record()).objects, uuid, self._registry.cells_in_use())
+        stands = kept_by_record((await self._registry.recorded()).objects, uuid, self._registry.cells_in_use())
         if stands is not None:
             return stands
-        try:
-            book = await self._api.request(
-                InventoryForget(root_uuid=uuid), InventoryForgotten, timeout_s=ANSWER_S, cause=uuid
-            )
-        except RequestRefused as refused:
-            return Refusal(code=refused.code, reason=refused.reason)
+        forgets = InventoryForget(root_uuid=uuid)
+        book = await self._api.request(forgets, InventoryForgotten, timeout_s=ANSWER_S, cause=uuid)
         names = {uuid} if self._is_shared(uuid, host) else {uuid, host}
         aggregates: list[str] = []
         is_on_record = book.removed
@@ -150,11 +145,6 @@ class HostForgetter:
             return written
         log.warning("host.forgotten", uuid=uuid, host=host, by=command.by, reason=command.reason)
         return HostForgotten(host_uuid=uuid, host=host, removed=is_on_record, aggregates=tuple(aggregates))
-
-    async def _record(self) -> RecordedObjects:
-        found = await self._store.objects()
-        assert found is not None
-        return found
 
     def _reported(self, uuid: str) -> Refusal | None:
         """A service that is up reports the host, or may do so: not every service of the cells is known here."""
@@ -209,7 +199,7 @@ class ServiceForgetter:
         self._clock = clock
 
     async def forget(self, command: ForgetService, message_id: str) -> ServiceForgotten | Refusal:
-        """Forget one service, unless something shows that it may not be gone. Raises Transient.
+        """Forget one service, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
 
         message_id: of the command.
         """
@@ -227,19 +217,13 @@ class ServiceForgetter:
         index = table.service_of(cell, name)
         if index != NO_SERVICE and table.services[index].down is None:
             return Refusal(code=UP, reason=f"the compute service {name} is up")
-        try:
-            query = ServiceHostsQuery(service=name, cell=cell, limit=MAX_HOSTS)
-            page = await self._api.request(query, ServiceHostsPage, timeout_s=ANSWER_S, cause=name)
-        except RequestRefused as refused:
-            return Refusal(code=refused.code, reason=refused.reason)
+        query = ServiceHostsQuery(service=name, cell=cell, limit=MAX_HOSTS)
+        page = await self._api.request(query, ServiceHostsPage, timeout_s=ANSWER_S, cause=name)
         kept = _kept_by_hosts({*page.hosts, *self._announced(index)})
         if kept is not None:
             return kept
         order = ForgetServiceInCell(service=name, reason=command.reason, by=command.by)
-        try:
-            answer = await bus.request(order, ServiceForgottenInCell, timeout_s=ANSWER_S, cause=name)
-        except RequestRefused as refused:
-            return Refusal(code=refused.code, reason=refused.reason)
+        answer = await bus.request(order, ServiceForgottenInCell, timeout_s=ANSWER_S, cause=name)
         await self._registry.write(self._entry(command, cell, message_id))
         gone = ServiceGone(cell=cell, service=name, at=answer.at)
         self._selector.table.forget_service(gone, self._clock.monotonic())

@@ -21,7 +21,8 @@ from scheduler_worker.domain.admission import PendingBuild, in_passes, members_o
 from scheduler_worker.domain.deletes import pending_delete
 from scheduler_worker.domain.gangs import outcome_of_gang
 from scheduler_worker.domain.moves import pending_move
-from scheduler_worker.domain.requests import FlavorAccess, RequestDelivery, delivery_of
+from scheduler_worker.domain.requests import RequestDelivery, delivery_of
+from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import MoveEngine
@@ -39,7 +40,7 @@ class RequestHandler:
         self,
         engine: SchedulingEngine,
         moves: MoveEngine,
-        flavors: FlavorAccess,
+        flavors: Selector,
         *,
         clock: Clock,
         config: SchedulerConfig,

@@ -135,16 +135,9 @@ class CellKeeper:
         )
 
 
-class MembersDue(Struct, frozen=True):
-    """The change of one provider aggregate: uuids of hosts, at most MAX_AGGREGATE_HOSTS each."""
-
-    aggregate: str
-    joins: tuple[str, ...] = ()
-    leaves: tuple[str, ...] = ()
-
-
-def members_due(selector: Selector, aggregate: Aggregate) -> MembersDue | None:
-    """Return None when the replica agrees with the aggregate on record, or when the aggregate names no hosts at all.
+def members_due(selector: Selector, aggregate: Aggregate) -> AggregateMembers | None:
+    """The change of one provider aggregate; None when the replica agrees with the aggregate on record, or when that
+    names no hosts at all.
 
     A host whose name this scheduler has not received yet stays a member until its name is known.
     """
@@ -163,7 +156,9 @@ def members_due(selector: Selector, aggregate: Aggregate) -> MembersDue | None:
     joins = [uuid for uuid in sorted(wanted - present.keys()) if book.row_of(uuid) is not None]
     if not joins and not leaves:
         return None
-    return MembersDue(aggregate.uuid, tuple(joins[:MAX_AGGREGATE_HOSTS]), tuple(leaves[:MAX_AGGREGATE_HOSTS]))
+    return AggregateMembers(
+        aggregate=aggregate.uuid, joins=tuple(joins[:MAX_AGGREGATE_HOSTS]), leaves=tuple(leaves[:MAX_AGGREGATE_HOSTS])
+    )
 
 
 LOOK_S = 10.0  # how often the book's members are compared with the aggregates on record that name their hosts
@@ -192,12 +187,10 @@ class AggregateKeeper:
         for aggregate in self._selector.config.aggregates:
             due = members_due(self._selector, aggregate)
             if due is not None:
-                await self._set(aggregate.name, due)
-
-    async def _set(self, name: str, due: MembersDue) -> None:
-        requested = AggregateMembers(aggregate=due.aggregate, joins=due.joins, leaves=due.leaves)
-        await self._api.request(requested, AggregateMembersSet, timeout_s=ANSWER_S)
-        log.info("aggregate.members_set", aggregate=name, joins=len(due.joins), leaves=len(due.leaves))
+                await self._api.request(due, AggregateMembersSet, timeout_s=ANSWER_S)
+                log.info(
+                    "aggregate.members_set", aggregate=aggregate.name, joins=len(due.joins), leaves=len(due.leaves)
+                )
 
     async def _wait(self) -> bool:
         """Whether the aggregates have changed before the next look is due."""
@@ -249,33 +242,25 @@ MAX_SERVICES = 20  # dead ones that the book is queried about
 LOGGED = 10
 
 
-class CellFinder:
-    """Of one scheduler. api: the bus to placement."""
+async def find_cells(selector: Selector, api: Bus, uuids: Collection[str]) -> None:
+    """Find the cells of hosts that are to be fenced, unless nothing shows them or placement does not answer in time.
 
-    def __init__(self, selector: Selector, api: Bus) -> None:
-        self._selector = selector
-        self._api = api
-
-    async def find_cells(self, uuids: Collection[str]) -> None:
-        """Find the cells of hosts that are to be fenced, unless nothing shows them or placement does not answer in
-        time.
-
-        The book has no two hosts of one name, and a host's cell is that which first reported it.
-        """
-        table, book = self._selector.table, self._selector.book
-        unknown = sorted(uuid for uuid in uuids if table.last_cell_of(uuid) is None)
-        wanted = {book.name_of(row): uuid for uuid in unknown if (row := book.row_of(uuid)) is not None}
-        for cell, service in table.dead_unannounced()[:MAX_SERVICES]:
-            if not wanted:
-                return
-            query = ServiceHostsQuery(service=service, cell=cell, limit=MAX_HOSTS)
-            try:
-                page = await self._api.request(query, ServiceHostsPage, timeout_s=CELL_ANSWER_S, cause=unknown[0])
-            except (Fault, BusError) as fault:
-                log.warning("host.cell_unknown", hosts=sorted(wanted)[:LOGGED], code=getattr(fault, "code", "bus"))
-                return
-            for host in wanted.keys() & set(page.hosts):
-                table.learn_cell(wanted.pop(host), cell)
+    The book has no two hosts of one name, and a host's cell is that which first reported it. api: the bus to placement.
+    """
+    table, book = selector.table, selector.book
+    unknown = sorted(uuid for uuid in uuids if table.last_cell_of(uuid) is None)
+    wanted = {book.name_of(row): uuid for uuid in unknown if (row := book.row_of(uuid)) is not None}
+    for cell, service in table.dead_unannounced()[:MAX_SERVICES]:
+        if not wanted:
+            return
+        query = ServiceHostsQuery(service=service, cell=cell, limit=MAX_HOSTS)
+        try:
+            page = await api.request(query, ServiceHostsPage, timeout_s=CELL_ANSWER_S, cause=unknown[0])
+        except (Fault, BusError) as fault:
+            log.warning("host.cell_unknown", hosts=sorted(wanted)[:LOGGED], code=getattr(fault, "code", "bus"))
+            return
+        for host in wanted.keys() & set(page.hosts):
+            table.learn_cell(wanted.pop(host), cell)
 
 
 STAGGER_S = 0.5  # schedulers begin at different moments: each finds the records of the earlier ones

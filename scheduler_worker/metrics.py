@@ -241,11 +241,11 @@ class FleetCollector(Collector):
         self._summary: FleetSummary | None = None
         self._summed_s = 0.0
 
-    def add(self, selector: Selector) -> None:
+    async def add(self, selector: Selector) -> None:
         """Export the fleet as this scheduler sees it, until it is removed."""
         self._selectors.append(selector)
 
-    def remove(self, selector: Selector) -> None:
+    async def remove(self, selector: Selector) -> None:
         """Export it no longer."""
         self._selectors = [one for one in self._selectors if one is not selector]
         self._summary = None

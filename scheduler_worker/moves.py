@@ -95,16 +95,15 @@ class Chosen(Struct, frozen=True, kw_only=True):
     cell: str | None = None
 
 
-class WrittenMoves:
+class WrittenMoves(Struct):
     """The rows that one transaction has written of a batch so far, by request and by instance;
     labels: for the metrics.
     """
 
-    def __init__(self, author: Author) -> None:
-        self.author = author
-        self.moves: dict[str, RecordedMove] = {}
-        self.instances: dict[str, InstanceRecord] = {}
-        self.labels: list[str] = []
+    author: Author
+    moves: dict[str, RecordedMove] = {}
+    instances: dict[str, InstanceRecord] = {}
+    labels: list[str] = []
 
     def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
         """The records for a request, as the earlier requests of the batch leave them."""
@@ -143,8 +142,6 @@ class MoveEngine:
         self._selector.holds.settle()
         async with self._store.operation() as unit:
             known = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves})
-        outcomes: dict[int, Outcome] = {}
-        chosen: dict[int, Chosen] = {}
         sound = [one for one in moves if self.check(one, known[one.request.request_id]) is None]
         choosing = [one for one in sound if looks_at_hosts(one.request, known[one.request.request_id])]
         results = await self._room(sound)
@@ -154,13 +151,10 @@ class MoveEngine:
                 if isinstance(page, Fault)
                 else await self.choose(pending, known[pending.request.request_id], page)
             )
-        for position, result in results.items():
-            if isinstance(result, Chosen):
-                chosen[position] = result
-            else:
-                outcomes[position] = result
-        outcomes |= await self._write([one for one in moves if one.position not in outcomes], known, chosen)
-        return outcomes
+        chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
+        outcomes = {position: one for position, one in results.items() if not isinstance(one, Chosen)}
+        to_write = [one for one in moves if one.position not in outcomes]
+        return outcomes | await self._write(to_write, known, chosen)
 
     def check(self, pending: PendingMove, known: MoveContext) -> Answered | Refusal | None:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""

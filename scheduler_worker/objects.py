@@ -232,10 +232,15 @@ class ObjectRegistry:
             if found is not None:
                 self._load(found)
 
-    async def page(self, query: ObjectsQuery) -> ObjectsPage:
-        """Objects on record, in order of kind and name. Raises Transient."""
+    async def recorded(self) -> RecordedObjects:
+        """The objects on record. Raises Transient."""
         found = await self._store.objects()
         assert found is not None
+        return found
+
+    async def page(self, query: ObjectsQuery) -> ObjectsPage:
+        """Objects on record, in order of kind and name. Raises Transient."""
+        found = await self.recorded()
         wanted = [
             stored
             for key, stored in sorted(found.objects.items())
@@ -460,12 +465,15 @@ class ObjectRegistry:
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
         for name in object_changes.cells_left(self.served, planned.cells_decided):
-            count = await self._store.machines(MAX_COUNTED, cell=name)
-            if count:
-                have = f"cell {name!r} has {counted(count, 'instance')}, which would be out of reach"
-                reason = f"{have}: delete them first, or force the change"
-                return Refusal(code=object_changes.IN_USE, reason=reason)
+            why = ", which would be out of reach: delete them first, or force the change"
+            if refusal := await self._used(f"cell {name!r}", "instance", why, object_changes.IN_USE, cell=name):
+                return refusal
         return None
+
+    async def _used(self, what: str, noun: str, why: str, code: str = IN_USE, **of: Any) -> Refusal | None:
+        """Why a change is refused of which so many machines would suffer; None: there are none."""
+        count = await self._store.machines(MAX_COUNTED, **of)
+        return Refusal(code=code, reason=f"{what} has {counted(count, noun)}{why}"[:MAX_REASON]) if count else None
 
     def _unknown_hosts(self, planned: ChangePlan) -> Refusal | None:
         """Hosts that an aggregate is to have and that do not exist, or whose name several hosts have: a name may be
@@ -510,27 +518,19 @@ class ObjectRegistry:
             if why is not None:
                 return Refusal(code=IN_USE, reason=why[:MAX_REASON])
         for name in planned.flavors_deleted:
-            count = await self._store.machines(MAX_COUNTED, flavor=name)
-            if count:
-                have = f"flavor {name!r} has {counted(count, 'instance')}"
-                reason = f"{have}: delete or resize them first, or force the change"
-                return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
+            why = ": delete or resize them first, or force the change"
+            if refusal := await self._used(f"flavor {name!r}", "instance", why, flavor=name):
+                return refusal
         for name in planned.flavors_remade:
-            count = await self._store.machines(MAX_COUNTED, flavor=name)
-            if count:
-                reason = (
-                    f"flavor {name!r} has {counted(count, 'instance')}, whose next moves would claim another size: "
-                    "make a flavor of another name and resize them, or force the change"
-                )
-                return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
+            why = ", whose next moves would claim another size: "
+            why += "make a flavor of another name and resize them, or force the change"
+            if refusal := await self._used(f"flavor {name!r}", "instance", why, flavor=name):
+                return refusal
         for name, was in planned.groups_changed:
-            count = await self._store.machines(MAX_COUNTED, group=(name.partition("/")[0], was.uuid))
-            if count:
-                reason = (
-                    f"server group {name!r} has {counted(count, 'member')}: delete them first, or force the change; "
-                    "they keep the rule that they were built under"
-                )
-                return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
+            why = ": delete them first, or force the change; they keep the rule that they were built under"
+            of = (name.partition("/")[0], was.uuid)
+            if refusal := await self._used(f"server group {name!r}", "member", why, group=of):
+                return refusal
         return None
 
     def _zone_conflict(self, planned: ChangePlan, after: SchedulerConfig) -> str | None:

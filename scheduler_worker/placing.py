@@ -23,14 +23,14 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Outcome, Wait
-from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Claim, ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, HeldClaims, claim_gangs, is_claim_of
+from scheduler_worker.claims import ClaimPort, HeldClaims, is_claim_of
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, BuildDecision, releases_of
@@ -203,11 +203,13 @@ class Placer:
         """Submit claims, and those of each gang's members together; the answers in order."""
         quota_of = self._selector.config.quota_of
         of_gangs = [[claim_of(one, quota_of(one.request.project_id)) for one in members] for members in gangs]
-        answers, more = await asyncio.gather(
+        answers, replies = await asyncio.gather(
             self._claims.submit(claims),
-            claim_gangs(self._claims, [ClaimAll(claims=within_bounds(claims)) for claims in of_gangs]),
+            self._claims.submit_gangs([ClaimAll(claims=within_bounds(claims)) for claims in of_gangs]),
         )
-        return [*answers, *more.values()]
+        for gang, reply in zip(of_gangs, replies, strict=True):
+            answers += reply.results if isinstance(reply, ClaimAllResult) else [reply] * len(gang)
+        return answers
 
     # --- what depends on other instances
 

@@ -25,7 +25,7 @@ from bus.contracts.moves import MovePage, MoveQuery
 from bus.contracts.objects import CellsQuery, FenceRecord, ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import AdminState, ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
-from bus.faults import Transient
+from bus.faults import RequestRefused, Transient
 from bus.turns import InParts, next_turn
 from scheduler_worker.domain.builds import is_search
 from scheduler_worker.domain.flavors import ZONE_KEY
@@ -125,7 +125,7 @@ async def _or_refused(answer: Awaitable[T]) -> T | Refuse:
     """The answer, or at once that there is none: its requester does not wait for what is unavailable."""
     try:
         return await answer
-    except Transient as fault:
+    except (Transient, RequestRefused) as fault:
         return Refuse(fault.code, fault.reason)
 
 

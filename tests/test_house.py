@@ -237,12 +237,11 @@ def test_the_states_of_an_instance_are_listed_in_one_place() -> None:
     assert wrong == []
 
 
-# What comes `then`: the record has it, the store writes and reads it, the step passes it on, and the table takes it up.
+# What comes `then`: the record has it, the step passes it on, and the table takes it up.
 THEN_READ = {
     "cell_conductor/domain/instance.py",
     "cell_conductor/domain/steps.py",
     "cell_conductor/domain/table.py",
-    "cell_conductor/store/port.py",
 }
 
 

@@ -220,7 +220,8 @@ class OutcomeHandler:
     def _retry(self, item: InFlightMessage, received: Received) -> OutcomeMessage:
         delay_s = self._row.retry_s[received.meta.attempt]
         meta = retried(received, delay_s)
-        mode = Mode(may_gather(meta), True, True)
+        # What clients sent leaves alone: each is one that is read, but many together may be more than is read of one.
+        mode = Mode(may_gather(meta) and not self._row.has_clients, True, True)
         packed = pack(received.message, meta)
         return OutcomeMessage(
             item, partial(self._bus.publisher.post, delay_exchange(delay_s), self.queue, mode, packed)

@@ -173,14 +173,13 @@ class RecentFindings:
         self._of.pop(service, None)
 
 
-class ScanFindings:
+class ScanFindings(Struct):
     """The findings of the pages of one scan of a service's hosts so far. A scan is assessed as a whole."""
 
-    def __init__(self, key: tuple[int, int, int]) -> None:
-        self.key = key
-        self.pages = 0
-        self.findings: list[Finding] = []
-        self.quarantined: list[Unexplained] = []
+    key: tuple[int, int, int]
+    pages: int = 0
+    findings: list[Finding] = []
+    quarantined: list[Unexplained] = []
 
 
 # At most this many hosts of all services are remembered; reports of hosts beyond them are never doubted.

@@ -5,6 +5,7 @@ The history of an instance as one sentence, and why none of its hosts could be c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -293,6 +294,44 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def alternates(self) -> tuple[Selection, ...]:
         """The selections not tried yet, in order."""
         return self.selections[self.position + 1 :]
+
+
+class Brief(Struct, frozen=True):
+    """The part of an instance that its comparison with a host's report needs.
+
+    newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
+    them.
+    first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
+    was set back while it was being built or moved. reused_from, then: as Instance has them, and code of one that has
+    failed or is to be deleted. kept: the hosts on which an operator keeps a machine of it.
+    """
+
+    uuid: str
+    state: State
+    host_uuid: str | None
+    service: str
+    attempt: int
+    since: float
+    newest: int = 0
+    source_host_uuid: str | None = None
+    source_service: str = ""
+    source_attempt: int = 0
+    first_not_tried: bool = False
+    doubted: bool = False
+    reused_from: int = 0
+    code: str = ""
+    kept: Sequence[str] = ()
+    then: State | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """Its state, and what follows."""
+        return self.state, self.then
+
+    @property
+    def last_attempt(self) -> int:
+        """The highest attempt number that was ever given out."""
+        return max(self.attempt, self.newest)
 
 
 NO_HOST = "max_retries_exceeded"

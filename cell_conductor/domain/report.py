@@ -5,9 +5,9 @@ Compare a compute service's report of what its hosts run with what is on record 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import TypeAlias
 from uuid import UUID, uuid5
 
 from msgspec import Struct
@@ -17,68 +17,16 @@ from bus.contracts.moves import Condition
 
 from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
-from .instance import FENCED, MACHINE_EXISTS, Instance, Phase, State
+from .instance import FENCED, MACHINE_EXISTS, Brief, Instance, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
 
-class InstanceFacts(Protocol):
-    """The part of a record that the proof reads."""
-
-    @property
-    def uuid(self) -> str:
-        """The instance's uuid."""
-
-    @property
-    def since(self) -> float:
-        """When its state was entered."""
-
-    @property
-    def state(self) -> State:
-        """The state of the instance."""
-
-    @property
-    def phase(self) -> Phase:
-        """Its state, and what follows."""
-
-    @property
-    def host_uuid(self) -> str | None:
-        """The current attempt's host."""
-
-    @property
-    def attempt(self) -> int:
-        """The current attempt."""
-
-    @property
-    def last_attempt(self) -> int:
-        """The highest attempt number that was ever given out."""
-
-    @property
-    def source_host_uuid(self) -> str | None:
-        """The host of the move's source, if that is not the current host."""
-
-    @property
-    def source_attempt(self) -> int:
-        """The attempt that the move's source carries (0: no move, or one without a source)."""
-
-    @property
-    def first_not_tried(self) -> bool:
-        """Whether attempt 1 was never commanded by this record, because its service was down."""
-
-    @property
-    def code(self) -> str:
-        """Why it has failed."""
-
-    @property
-    def doubted(self) -> bool:
-        """Whether the database was set back while this was being built or moved."""
-
-    @property
-    def reused_from(self) -> int:
-        """Attempts from this one on may have been given out before the database was set back, too (0: none)."""
+# What a proof is read of.
+Facts: TypeAlias = Instance | Brief
 
 
-def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
+def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
@@ -105,7 +53,7 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     return attempt <= record.last_attempt and not is_renumbered(record, attempt)
 
 
-def is_renumbered(record: InstanceFacts, attempt: int) -> bool:
+def is_renumbered(record: Facts, attempt: int) -> bool:
     """Whether this attempt may have been given out twice: the record was set back while it was moved, or before."""
     if 0 < record.reused_from <= attempt:
         return True
@@ -113,19 +61,19 @@ def is_renumbered(record: InstanceFacts, attempt: int) -> bool:
     return record.doubted and desire_of(record).work is not Work.BUILD
 
 
-def is_wanted_here(record: InstanceFacts) -> bool:
+def is_wanted_here(record: Facts) -> bool:
     """Whether the current attempt is wanted on its host."""
     desire = desire_of(record)
     is_source = bool(record.source_attempt) and record.source_host_uuid is None
     return desire.here in WANTED or (is_source and desire.source is Wish.STAY)
 
 
-def is_untried(record: InstanceFacts, attempt: int) -> bool:
+def is_untried(record: Facts, attempt: int) -> bool:
     """Whether this attempt was never commanded by the record: a machine of it is another record's."""
     return attempt == 1 and record.first_not_tried
 
 
-def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
+def is_unsure(record: Facts, attempt: int, host_uuid: str) -> bool:
     """Whether it was given up in doubt, without its host's answer: its machine may be the one that the client had. A
     fence is such an answer.
     """
@@ -133,7 +81,7 @@ def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     return is_given_up and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
 
 
-def rescan_id(record: InstanceFacts) -> str:
+def rescan_id(record: Facts) -> str:
     """The id of the rescan to request while the record is as it is now: a scan that names it began no earlier."""
     return rescan_of(record.uuid, record.attempt, in_text(record.phase), record.since)
 
@@ -143,7 +91,7 @@ def rescan_of(*facts: object) -> str:
     return str(uuid5(_RESCANS, " ".join(map(str, facts))))
 
 
-def is_later(event: HostMissing | HostRuns, record: InstanceFacts) -> bool:
+def is_later(event: HostMissing | HostRuns, record: Facts) -> bool:
     """Whether the scan of this report began after the record became what it is.
 
     No clock shows that, nor the number of a scan: a host's may be minutes from ours, or be set, and scans of two
@@ -189,22 +137,6 @@ def is_at(instance: Instance, service: str, fenced: Container[str]) -> bool:
     if instance.phase not in AT_REST and instance.move is not None and instance.move.source is not None:
         places.append((instance.move.source.service, instance.move.source.host_uuid))
     return any(name == service and host not in fenced for name, host in places)
-
-
-class RecordedInstance(InstanceFacts, Protocol):
-    """The part of an instance that the comparison reads."""
-
-    @property
-    def service(self) -> str:
-        """The compute service that was last known to manage the current host."""
-
-    @property
-    def source_service(self) -> str:
-        """That of the source's host ("": it is none but the current one)."""
-
-    @property
-    def kept(self) -> Collection[str]:
-        """The hosts on which an operator keeps a machine of it."""
 
 
 class UnexplainedKind(StrEnum):
@@ -255,7 +187,7 @@ class Differences(Struct, frozen=True):
 
 def differences(
     report: ComputeHosts,
-    recorded: Iterable[RecordedInstance],
+    recorded: Iterable[Brief],
     *,
     deployment: str,
     now: float,
@@ -277,7 +209,7 @@ def differences(
     rescans: list[tuple[str, str]] = []
     harmful_rescans: list[tuple[str, str]] = []
 
-    def is_proof(record: RecordedInstance, host_uuid: str, demands: list[tuple[str, str]]) -> bool:
+    def is_proof(record: Brief, host_uuid: str, demands: list[tuple[str, str]]) -> bool:
         rescan = rescan_id(record)
         if rescan not in report.rescans and not has_just_changed(record.since, now=now, grace_s=grace_s):
             demands.append((host_uuid, rescan))
@@ -315,10 +247,10 @@ def differences(
 
 def _not_listed(
     service: str,
-    records: Iterable[RecordedInstance],
+    records: Iterable[Brief],
     running_on: Mapping[str, Sequence[Running]],
     may_have: Callable[[str, str], bool],
-) -> Iterator[tuple[str, RecordedInstance]]:
+) -> Iterator[tuple[str, Brief]]:
     """(host, record) of what is expected there, is not listed, and is not another service's to list."""
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
     for record in records:
@@ -333,7 +265,7 @@ def _not_listed(
                 yield place, record
 
 
-def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
+def _is_known_at(record: Brief | None, host_uuid: str) -> bool:
     """Whether a machine without our mark is the one on record here: an operator may have removed its mark.
 
     It is neither lost nor proved ours: it is left as it is, and a destroy of it is refused by its host.
@@ -346,12 +278,12 @@ def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
     return record.source_host_uuid == host_uuid
 
 
-def _is_deleting(record: RecordedInstance) -> bool:
+def _is_deleting(record: Brief) -> bool:
     """Whether its host was commanded to destroy it by a client's word, and may list it until it has."""
     return desire_of(record).here is Wish.DESTROY and record.phase in DELETE_REQUESTED
 
 
-def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) -> str:
+def _unexplained(record: Brief | None, one: Running, host_uuid: str) -> str:
     """Why the record does not explain a machine that carries our mark; "": it does."""
     if record is None or record.state is State.ABSENT:
         return NO_RECORD
@@ -374,7 +306,7 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
 
 
 def _agrees(
-    record: RecordedInstance,
+    record: Brief,
     host_uuid: str,
     one: Running,
     service: str,

@@ -7,14 +7,13 @@ Nothing else reads when that was (`tests/test_house.py`).
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import CLOCKS_APART_S
 
-from .desires import Phased, desire_of
+from .desires import desire_of
 from .events import BuildRequested, DeleteRequested, Event, MoveRequested, is_begun_by
 from .instance import Instance
 
@@ -71,19 +70,7 @@ def is_doubted_request(event: BuildRequested, set_back: SetBack) -> bool:
     return set_back.may_lack(decided_at if event.stamps is None else min(decided_at, event.stamps.requested))
 
 
-class AtRest(Phased, Protocol):
-    """What it is read of whether a record is outdated."""
-
-    @property
-    def since(self) -> float:
-        """When its state was entered."""
-
-    @property
-    def doubted(self) -> bool:
-        """Whether the database was set back in the middle of what it was doing."""
-
-
-def is_outdated(record: AtRest, set_back: SetBack) -> bool:
+def is_outdated(record: Instance, set_back: SetBack) -> bool:
     """Whether an instance at rest may have been moved since, before the database was set back: another machine of it
     may be the one that its client has. It is searched for before anything is begun with it. What has come to rest since
     by its host's word is of that kind too, as long as it is doubted.

@@ -24,14 +24,14 @@ from cell_conductor.domain.desires import (
     REFUSED,
 )
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.instance import Instance, Phase
+from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack, numbered_on
 
 from . import memory_safety
 from .memory_safety import Keeper, MemoryFences, MemoryLeases, MemorySafety
-from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
+from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
 from .safety import KEEP, UnexplainedRecord
 
 HANDLER = "conductor"

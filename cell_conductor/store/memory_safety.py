@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,22 +22,36 @@ from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
 from .safety import KEEP, MAX_LOSSES, DecidedMachine, MachineKey, UnexplainedRecord, is_to_reset
 
-T = TypeVar("T")
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
 Value = TypeVar("Value")
+
+
+class Keeper(Struct, frozen=True):
+    """The keeper of the leases, and until when."""
+
+    process: str
+    term: int
+    until: float
 
 
 class Tables(Protocol):
     """The committed rows."""
 
+    clock: Clock
+    instances: dict[str, Instance]
     unexplained: dict[MachineKey, UnexplainedRecord]
     breakers: dict[str, Breaker]
+    fences: dict[str, Fence]
+    lifted_fences: dict[str, int]
+    fence_losses: dict[MachineKey, Loss]
+    leases: dict[str, Lease]
+    lease_keeper: dict[str, Keeper]
 
 
-class MemoryKeyed(Generic[T]):
+class MemoryKeyed:
     """In a cell's tables: the committed rows."""
 
-    def __init__(self, table: T, session: MemorySession) -> None:
+    def __init__(self, table: Tables, session: MemorySession) -> None:
         self._table = table
         self._session = session
 
@@ -61,7 +75,7 @@ def drop(rows: dict[Key, Value], keys: Iterable[Key]) -> None:
         rows.pop(key, None)
 
 
-class MemorySafety(MemoryKeyed[Tables]):
+class MemorySafety(MemoryKeyed):
     """In a cell's tables."""
 
     async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
@@ -143,16 +157,7 @@ def _rows(places: Iterable[MachineKey]) -> list[tuple[str, str, str]]:
     return [("unexplained", *place) for place in sorted(set(places))]
 
 
-class FenceTables(Protocol):
-    """The committed rows."""
-
-    instances: dict[str, Instance]
-    fences: dict[str, Fence]
-    lifted_fences: dict[str, int]
-    fence_losses: dict[MachineKey, Loss]
-
-
-class MemoryFences(MemoryKeyed[FenceTables]):
+class MemoryFences(MemoryKeyed):
     """In a cell's tables."""
 
     async def fences(self) -> list[Fence]:
@@ -215,7 +220,7 @@ class MemoryFences(MemoryKeyed[FenceTables]):
 
 
 async def lose(
-    table: FenceTables,
+    table: Tables,
     transaction: MemoryDatabaseTransaction,
     hosts: Sequence[str],
     losses: Sequence[Loss],
@@ -234,7 +239,7 @@ def _key(host_uuid: str) -> tuple[str, str]:
     return "fence", host_uuid
 
 
-def _lift(table: FenceTables, host_uuid: str, version: int) -> None:
+def _lift(table: Tables, host_uuid: str, version: int) -> None:
     table.fences.pop(host_uuid, None)
     table.lifted_fences[host_uuid] = version
 
@@ -253,27 +258,11 @@ def _drop_losses(rows: dict[MachineKey, Loss], losses: Sequence[Loss]) -> None:
             del rows[loss.place]
 
 
-class Keeper(Struct, frozen=True):
-    """The keeper of the leases, and until when."""
-
-    process: str
-    term: int
-    until: float
-
-
-class LeaseTables(Protocol):
-    """The committed rows."""
-
-    clock: Clock
-    leases: dict[str, Lease]
-    lease_keeper: dict[str, Keeper]
-
-
 ONE = "one"
 _ROW = ("lease_keeper", ONE)
 
 
-class MemoryLeases(MemoryKeyed[LeaseTables]):
+class MemoryLeases(MemoryKeyed):
     """In a cell's tables."""
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:

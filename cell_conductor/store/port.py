@@ -13,48 +13,10 @@ from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.fences import Loss
-from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.instance import Brief, Instance
 from cell_conductor.domain.set_back import SetBack
 
 from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord
-
-
-class Brief(Struct, frozen=True):
-    """The part of an instance that its comparison with a host's report needs.
-
-    newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
-    them.
-    first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
-    was set back while it was being built or moved. reused_from, then: as Instance has them, and code of one that has
-    failed or is to be deleted. kept: the hosts on which an operator keeps a machine of it.
-    """
-
-    uuid: str
-    state: State
-    host_uuid: str | None
-    service: str
-    attempt: int
-    since: float
-    newest: int = 0
-    source_host_uuid: str | None = None
-    source_service: str = ""
-    source_attempt: int = 0
-    first_not_tried: bool = False
-    doubted: bool = False
-    reused_from: int = 0
-    code: str = ""
-    kept: Sequence[str] = ()
-    then: State | None = None
-
-    @property
-    def phase(self) -> Phase:
-        """Its state, and what follows."""
-        return self.state, self.then
-
-    @property
-    def last_attempt(self) -> int:
-        """The highest attempt number that was ever given out."""
-        return max(self.attempt, self.newest)
 
 
 class KnownDatabase(Struct):

@@ -34,12 +34,13 @@ from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import (
     FIRST_SEQUENCE,
     NOT_TRIED,
+    Brief,
     Instance,
 )
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
-from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
+from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
 from .safety import (
     EXPLAINED,
     HOLD,

@@ -7,7 +7,7 @@ An older attempt of its build may still come alive late, as always; it is not lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from bus.bus import API
 from bus.contracts.moves import MachineChanged, MoveEvent, MoveKind, MoveState
@@ -69,6 +69,7 @@ class MoveWatch:
         self._checked: set[tuple[str, str, int]] = set()  # (host, instance, attempt): it reads its image
         self.exempt: Mapping[str, None] = {}  # of whom a restored database knows an old truth
         self.judges_machines = False  # how many of theirs run, all the same
+        self.has_untold: Callable[[str], bool] = lambda _instance: False  # see `MachineWatch`
 
     # --- cells
 
@@ -223,8 +224,9 @@ class MoveWatch:
     def book(self) -> None:
         """After a commit of the book: what runs is claimed, and nothing is under a refused request. Raises Breach."""
         for host, guest in self._running():
-            if guest.instance_uuid not in self.exempt and not self._is_claimed(guest.instance_uuid, host):
-                raise Breach("never_running_unclaimed", f"{guest.instance_uuid} attempt {guest.attempt} runs on {host}")
+            uuid = guest.instance_uuid
+            if uuid not in self.exempt and not self._is_claimed(uuid, host) and not self.has_untold(uuid):
+                raise Breach("never_running_unclaimed", f"{uuid} attempt {guest.attempt} runs on {host}")
         for request, uuid in self.refused.items():
             # A cell that was set back to before the refusal carries out a copy of the request that comes late.
             kept = None if uuid in self.exempt else self._book.consumers.get(request)

@@ -473,8 +473,10 @@ def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
 
 
 def _is_untold_and_listed(world: World, one: RunningFact) -> bool:
-    """Whether the machine was built after another process of the name had answered for it, and is in quarantine."""
-    is_untold = world.machines.is_untold(one.host_uuid, one.instance_uuid, one.attempt)
+    """Whether this machine is in quarantine, and it, or another one of its instance (seed 4800485), was built after
+    another process of the name had answered for it.
+    """
+    is_untold = world.machines.has_untold(one.instance_uuid)
     return is_untold and any(_is_quarantined(table, one) for table in world.cells.values())
 
 

@@ -176,6 +176,10 @@ class MachineWatch:
         """
         return (host, instance, attempt) in self._untold
 
+    def has_untold(self, instance: str) -> bool:
+        """Whether one of its attempts did: of two machines a worker may give it the one that was answered for."""
+        return any(one == instance for _, one, _ in self._untold)
+
     def set_back(self, host: str) -> None:
         """A host is what it was at an earlier moment: what was destroyed since may run again."""
         self._destroyed = {key: attempt for key, attempt in self._destroyed.items() if key[0] != host}

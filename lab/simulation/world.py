@@ -161,6 +161,7 @@ class World:
         self.harm.given_up = self.move_watch.given_up
         self.harm.machines = self._has_machine
         self.move_watch.judges_machines = plan.judges_machines
+        self.move_watch.has_untold = self.machines.has_untold
         self.last_machines = LastMachineWatch(self.cells, self.fleets, self.move_watch.was_active)
         self._book_watch = BookWatch(self.book)
         self._book_watch.rest_frees = plan.has_rest_clients

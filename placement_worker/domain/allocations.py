@@ -117,7 +117,7 @@ def remove(ledger: ClaimLedger, item: Remove) -> AllocationOutcome:
     if known is None or not known.holding:
         return WriteRefusal(Why.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
     ledger.shift(known.holding, NOTHING)
-    ledger.write(item.consumer, None)
+    ledger.empty(item.consumer, known)
     return None
 
 

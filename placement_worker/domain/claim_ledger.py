@@ -285,16 +285,21 @@ class ClaimLedger:
             self.shift(held, wanted)
             written.update(dict.fromkeys({**wanted, **held} if bump_left else wanted or held))
             if wanted:
-                kind = write.consumer_type
-                if kind is None:
-                    kind = known.consumer_type if known is not None and known.holding else ""
                 old = known or ConsumerState(0, 0, "", "", "")
+                # What is written over a fence is not of its type, nor the claim of its run: a late release of that
+                # run would give the room away.
+                kind, run = (old.consumer_type, old.run) if old.holding else ("", "")
+                kind = kind if write.consumer_type is None else write.consumer_type
                 attempt = max(write.attempt or 0, old.attempt)
                 owner = (write.project_id, write.user_id, kind)
-                self.write(write.consumer, ConsumerState(old.generation + 1, attempt, *owner, wanted, old.run))
+                self.write(write.consumer, ConsumerState(old.generation + 1, attempt, *owner, wanted, run))
             elif known is not None and known.holding:
-                self.write(write.consumer, replace(known, holding=NOTHING) if known.attempt else None)
+                self.empty(write.consumer, known)
         self.bump(written)
+
+    def empty(self, uuid: str, known: ConsumerState) -> None:
+        """Record that a consumer holds nothing any more: the fence of its attempts is left, if it had any."""
+        self.write(uuid, replace(known, holding=NOTHING) if known.attempt else None)
 
     def generations_of(self, holding: Holding) -> dict[str, int]:
         """Return {provider: generation} of the providers in a holding, after the decisions so far."""

@@ -19,9 +19,8 @@ from bus.clock import Clock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges, FeedHead, SnapshotPage, SnapshotRequest
-from bus.faults import RequestRefused, RequestTimeout
-from bus.port import BusError, BusForbidden
-from bus.retrying import UNTIL_AVAILABLE, Retrying
+from bus.faults import RequestRefused
+from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
 from placement_worker.replica.book import Book
 from placement_worker.replica.catch_up import CatchUp, SnapshotOutrun, apply
 
@@ -257,8 +256,7 @@ class Follower:
         """Run one round of requests, and repeat it while placement or the bus is unavailable."""
 
         def may_pass(error: BaseException) -> bool:
-            waits = isinstance(error, RequestTimeout | RequestRefused | BusError | SnapshotOutrun)
-            return waits and not isinstance(error, BusForbidden)
+            return passes_with_time(error) or isinstance(error, RequestRefused | SnapshotOutrun)
 
         def log_failure(error: BaseException, _failures: int) -> None:
             code = getattr(error, "code", "")

@@ -103,7 +103,7 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
     min_unit: Counting = 1
     max_unit: Counting = MAX_AMOUNT
     step_size: Counting = 1
-    allocation_ratio: Annotated[float, Bound(le=schemas.MAX_RATIO)] = 1.0
+    allocation_ratio: Annotated[float, Bound(ge=-schemas.MAX_RATIO, le=schemas.MAX_RATIO)] = 1.0
     resource_provider_generation: int | UnsetType = UNSET
 
     @property

@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.exceptions import best_match
 from msgspec import Struct
 
+from placement_worker.domain.values import MAX_CAPACITY
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group
 from placement_worker.rest import schemas
 from placement_worker.rest.faults import BAD_VALUE, DUPLICATE_KEY, MISSING_VALUE, HttpFault, invalid_query
@@ -21,7 +22,7 @@ _STRICT = FormatChecker()
 # The example in several of Placement's own error messages.
 _ANY_FORM = "in:HW_CPU_X86_VMX,CUSTOM_MAGIC"
 
-MAX_AMOUNT_DIGITS = 18
+MAX_LIMIT_DIGITS = 18
 
 
 def is_canonical(text: str) -> bool:
@@ -85,7 +86,7 @@ def resources_of(text: str) -> dict[str, int]:
         if number < 1:
             raise HttpFault(400, f"Requested resource {name} requires amount >= 1. Got: {number}.")
         # An amount larger than any inventory does not fit, however large it is, so it is cut.
-        requested[name] = min(number, 10**MAX_AMOUNT_DIGITS)
+        requested[name] = min(number, 2 * MAX_CAPACITY)
     return requested
 
 
@@ -240,7 +241,7 @@ def _limit(values: list[str]) -> int | None:
     if _LIMIT.fullmatch(values[0]) is None:
         raise invalid_query(f"'{values[0]}' is no limit")
     # A larger number than any number of candidates means all of them.
-    return int(values[0]) if len(values[0]) <= MAX_AMOUNT_DIGITS else int(10**MAX_AMOUNT_DIGITS)
+    return int(values[0]) if len(values[0]) <= MAX_LIMIT_DIGITS else int(10**MAX_LIMIT_DIGITS)
 
 
 def _groups(query: QueryString, version: int) -> list[Group]:

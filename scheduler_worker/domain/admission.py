@@ -30,12 +30,11 @@ from scheduler_worker.domain.requests import (
     DIGEST_BYTES,
     RETRIES,
     TOO_OLD,
-    FlavorAccess,
     RequestDelivery,
     digest_of,
     refused_build,
-    unknown_flavor,
 )
+from scheduler_worker.domain.selector import Selector
 
 DUPLICATE = "request.duplicate"
 # The most machines in one call of the engine: a larger batch is divided, and never within one request.
@@ -91,17 +90,23 @@ def admit(
 ) -> Admission:
     """How to go on with each request of a batch once the batch is on record.
 
-    firsts: {instance: the first request for it}; a second one in the same batch changes nothing. new: instances that
+    firsts: {instance: the first request for it}; a second one in the same batch changes nothing, and is answered as
+    the first is. new: instances that
     this batch has put on record. known: the records of the others.
     """
     uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
     if pending.is_later_member and is_clash_of_first(pending, firsts, known):
-        return admit_without_first(pending)
+        return replace(_clash(pending), event=None)  # no member of its request is put on record
     if first is not pending:
-        return admit_repeated(pending, first, admit(first, firsts, new, known))
-    if uuid in new:
-        return admit_new(pending)
-    return admit_known(pending, known.get(uuid))
+        if pending.digest != first.digest:
+            return _clash(pending)
+        counts = admit(first, firsts, new, known)
+        return Answered(outcome=counts.outcome if isinstance(counts, Answered) else pending.accepted)
+    if uuid not in new:
+        return admit_known(pending, known.get(uuid))
+    if pending.refusal is not None:
+        return Answered(outcome=Done(reply=pending.refusal), label="refused")
+    return Start()
 
 
 def is_clash_of_first(
@@ -113,23 +118,6 @@ def is_clash_of_first(
     return first.digest != pending.digest or (
         on_record is not None and on_record.digest != pending.digest and not on_record.is_without_request
     )
-
-
-def admit_new(pending: PendingBuild) -> Admission:
-    """It is newly on record. An earlier record of it may be lost, but not its claim: they may be in two databases."""
-    if pending.refusal is not None:
-        return Answered(outcome=Done(reply=pending.refusal), label="refused")
-    return Start()
-
-
-def admit_repeated(pending: PendingBuild, first: PendingBuild, admission: Admission) -> Answered:
-    """The same instance twice in one batch: the first request counts, and this one is answered as it is. admission: of
-    the first.
-    """
-    if pending.digest != first.digest:
-        return _clash(pending)
-    outcome = admission.outcome if isinstance(admission, Answered) else pending.accepted
-    return Answered(outcome=outcome)
 
 
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
@@ -155,13 +143,6 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     return Answered(outcome=repeated, label="repeated", ended=build, withdrawn=withdrawn)
 
 
-def admit_without_first(pending: PendingBuild) -> Answered:
-    """A later member of a request whose first member is on record with other content: no member of
-    it is put on record.
-    """
-    return replace(_clash(pending), event=None)
-
-
 def clash(event: OutboxMessage, why: Refusal) -> Answered:
     """It is refused, and nothing goes on record."""
     return Answered(outcome=Done(reply=why), label="duplicate", event=event)
@@ -172,6 +153,7 @@ def _clash(pending: PendingBuild) -> Answered:
     return clash(refused_build(pending.instance_uuid, pending.request.project_id, why, pending.taken_at), why)
 
 
+FLAVOR_UNKNOWN = "flavor.unknown"
 GROUP_UNKNOWN = "group.unknown"
 GROUP_INVALID = "group.invalid"
 MAX_NAME = 255  # of an instance
@@ -246,7 +228,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         return Stamps(requested=self.requested_at, queued=self.taken_at, decided=decided_at, claimed=claimed_at)
 
 
-def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess) -> PendingBuild:
+def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: Selector) -> PendingBuild:
     """A request that has just been received."""
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
@@ -288,14 +270,23 @@ def _run(message: str, now: float) -> str:
     return blake2b(f"{message} {now!r}".encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:
+def unknown_flavor(names: Collection[str], project: str, flavors: Selector) -> Refusal | None:
+    """Why a project may not request these flavors; None: it may."""
+    missing = next((name for name in names if not flavors.allows(name, project)), None)
+    if missing is None:
+        return None
+    reason = f"there is no flavor {missing} (there are: {', '.join(sorted(flavors.flavors_for(project)))})"
+    return Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
+
+
+def _with_group(request: BuildRequest, flavors: Selector) -> BuildRequest:
     """The request with the server group that it names; it goes on record so, and keeps that rule."""
     if request.group is None or request.server_group is not None:
         return request
     return replace(request, server_group=flavors.group_of(request.project_id, request.group))
 
 
-def _group_refusal(request: BuildRequest, flavors: FlavorAccess) -> Refusal | None:
+def _group_refusal(request: BuildRequest, flavors: Selector) -> Refusal | None:
     """Why a request cannot be held to the server group that it names; None: it can, or names none."""
     project, stated = request.project_id, request.server_group
     if request.group is not None:

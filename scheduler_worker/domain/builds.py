@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.contracts.build import (
     TERMINAL_STATES,
-    AttemptRecord,
     BuildEvent,
     BuildQuery,
     BuildRequest,
@@ -28,7 +27,7 @@ from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete
 from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.requests import is_newer
+from scheduler_worker.domain.requests import RecordedRequest, is_newer
 
 # The scheduler's own sequence numbers, of builds and of moves; a conductor starts at 10, so the stream of one instance
 # always rises.
@@ -60,27 +59,16 @@ class Author(Struct, frozen=True):
         return TimelineEntry(at=self.at, who=self.who, what=what, detail=detail)
 
 
-class RecordedBuild(Struct, frozen=True, kw_only=True):
+class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
     """The part of a build's record that a cell's announcement is compared with.
 
-    terminal: the request's one terminal event was announced. history: the attempts that its cell has reported. attempt:
-    that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
-    may have claimed (0: no claim was sent for it). run: the name by which
-    schedulers claim and release for this record. An earlier record of the same request, which is lost, had another.
+    attempt: that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
+    may have claimed (0: no claim was sent for it). run: the name by which schedulers claim and release for this record.
+    An earlier record of the same request, which is lost, had another.
     """
 
-    instance_uuid: str
-    project_id: str
     state: BuildState
-    sequence: int
     attempt: int = 0
-    terminal: bool = False
-    cell: str | None = None
-    host: str | None = None
-    host_uuid: str | None = None
-    code: str = ""
-    reason: str = ""
-    history: tuple[AttemptRecord, ...] = ()
     run: str = ""
 
     @property
@@ -157,7 +145,7 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
     """
     if build.state is BuildState.DELETED or build.cell != cell:
         return build, None
-    if not is_newer(event, build, ends=event.state is BuildState.DELETED):
+    if not is_newer(event, build.sequence, ends=event.state is BuildState.DELETED):
         return build, None
     if event.sequence <= build.sequence:
         event = replace(event, sequence=build.sequence + 1)
@@ -194,7 +182,7 @@ def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
     is delivered again. If it were announced now, this event would be a second terminal one.
     """
     ends_it = event.state is BuildState.FAILED and not event.terminal and not build.terminal
-    return ends_it and is_newer(event, build) and build.state is not BuildState.DELETED and build.cell == cell
+    return ends_it and is_newer(event, build.sequence) and build.state is not BuildState.DELETED and build.cell == cell
 
 
 def effects(  # noqa: PLR0917  (hot, so no keywords)

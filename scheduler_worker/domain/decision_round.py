@@ -15,6 +15,7 @@ was made for a record that is lost, and its machine may run; one of a later atte
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from random import Random
 
 import numpy as np
 from msgspec.structs import replace
@@ -47,7 +48,6 @@ from scheduler_worker.domain.ranking import (
     CellRuns,
     Choice,
     GroupExclusions,
-    RandomSource,
     RankedHost,
     Ranking,
 )
@@ -66,7 +66,6 @@ FENCED = "what was claimed under this instance's uuid has been released"
 
 # How often a request without any other host looks again at hosts of which only some children were full.
 MAX_PARTLY_FULL_RETRIES = 3
-DIGITS = 3  # bound of a weight on record
 
 
 class DecisionRound:
@@ -79,7 +78,7 @@ class DecisionRound:
     their requests. runs: of the scheduler; equal hosts are chosen from one cell at a time.
     """
 
-    def __init__(self, selector: Selector, rng: RandomSource, *, subset: int, runs: CellRuns | None = None) -> None:
+    def __init__(self, selector: Selector, rng: Random, *, subset: int, runs: CellRuns | None = None) -> None:
         self._selector = selector
         self._book = selector.book
         self._rng = rng

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Outcome, Retry
-from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.base import MAX_REASON
 from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellBuildQuery, InstanceSpec
 from bus.contracts.stages import Stamps
@@ -81,11 +81,14 @@ def not_placed(
     """
     if why is None:
         assert pending.delivery.why is not None
-        return _decided_of(pending, given_up(pending.request, pending.delivery.why, author))
+        ended = pending.delivery.why
+        return _decided_of(pending, _failed(pending.request, ended.code, ended.reason, author))
     if why.code == HOST_UNKNOWN and pending.delivery.awaits_hosts:
         return HOSTS_UNKNOWN
     hosts = int(selector.book.rows_of_roots().size)
-    return _decided_of(pending, unsatisfiable(pending.request, why, hosts, author))
+    reason = f"No host can take {pending.request.flavor}: {why.reason}."
+    funnel = (funnel_step(why.step, hosts, {why.code: hosts}),)
+    return _decided_of(pending, _failed(pending.request, NO_HOST, reason, author, funnel=funnel))
 
 
 def _decided_of(pending: PendingBuild, one: BuildDecision, result: DecidedResult | None = None) -> DecidedBuild:
@@ -154,28 +157,22 @@ def decision(
     request: BuildRequest, spec: RequestSpec, result: DecidedResult, author: Author, *, nearest: int
 ) -> BuildDecision:
     """The decision that a result leads to."""
-    decided = _decision(request, spec, result, author, nearest=nearest)
-    lost = (replace(author.entry("not_claimed", one.what), holders=one.holders) for one in result.lost)
-    return replace(decided, timeline=(*lost, *decided.timeline))
-
-
-def _decision(
-    request: BuildRequest, spec: RequestSpec, result: DecidedResult, author: Author, *, nearest: int
-) -> BuildDecision:
     match result:
         case HostClaimed():
-            return _dispatched(request, result, author)
+            decided = _dispatched(request, result, author)
         case NoValidHost():
-            return _failed(request, NO_HOST, sentence(spec, result.funnel, nearest), author, funnel=result.funnel)
+            decided = _failed(request, NO_HOST, sentence(spec, result.funnel, nearest), author, funnel=result.funnel)
         case PlacementRefused():
-            return _failed(request, result.code, result.reason, author)
+            decided = _failed(request, result.code, result.reason, author)
         case ClaimsContended():
             reason = f"{result.claims} claims in the last delivery alone were lost to others, after every retry"
-            return _failed(request, CONTENDED, reason, author)
+            decided = _failed(request, CONTENDED, reason, author)
         case ClaimStranded():
-            return _stranded(request, result, author)
+            decided = _stranded(request, result, author)
         case GangIncomplete():
-            return _failed(request, INCOMPLETE, result.reason, author)
+            decided = _failed(request, INCOMPLETE, result.reason, author)
+    lost = (replace(author.entry("not_claimed", one.what), holders=one.holders) for one in result.lost)
+    return replace(decided, timeline=(*lost, *decided.timeline))
 
 
 def retry_of(result: PlacementResult) -> Retry | None:
@@ -188,32 +185,12 @@ def retry_of(result: PlacementResult) -> Retry | None:
     return None
 
 
-def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> BuildDecision:
-    """A request that no host may take as configured: a funnel of one step that rejects all hosts."""
-    reason = f"No host can take {request.flavor}: {why.reason}."
-    return _failed(request, NO_HOST, reason, author, funnel=(funnel_step(why.step, hosts, {why.code: hosts}),))
-
-
-def given_up(request: BuildRequest, why: Refusal, author: Author) -> BuildDecision:
-    """A request that its queue has given up, or is about to."""
-    return _failed(request, why.code, why.reason, author)
-
-
 def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> BuildDecision:
     main = claimed.selections[0]
     alternates = ", ".join(selection.host for selection in claimed.selections[1:]) or "none"
     chosen = f"{main.host} of {claimed.passed} candidates, weight {claimed.score:.4g}"
     return BuildDecision(
-        build=RecordedBuild(
-            instance_uuid=request.instance_uuid,
-            project_id=request.project_id,
-            state=BuildState.SCHEDULED,
-            sequence=SCHEDULED,
-            attempt=claimed.attempt,
-            cell=claimed.cell,
-            host=main.host,
-            host_uuid=main.host_uuid,
-        ),
+        build=_scheduled(request, claimed.cell, claimed.attempt, main.host_uuid, main.host),
         timeline=(
             replace(author.entry("chosen", chosen), scores=claimed.scores),
             author.entry("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
@@ -229,16 +206,23 @@ def _stranded(request: BuildRequest, held: ClaimStranded, author: Author) -> Bui
     if held.cell is None:
         return _failed(request, STRANDED, held.reason, author)
     return BuildDecision(
-        build=RecordedBuild(
-            instance_uuid=request.instance_uuid,
-            project_id=request.project_id,
-            state=BuildState.SCHEDULED,
-            sequence=SCHEDULED,
-            attempt=held.attempt,
-            cell=held.cell,
-            host_uuid=held.host_uuid,
-        ),
+        build=_scheduled(request, held.cell, held.attempt, held.host_uuid),
         timeline=(author.entry("queried", f"cell {held.cell}, where a claim is held: {held.reason}"),),
+    )
+
+
+def _scheduled(
+    request: BuildRequest, cell: str, attempt: int, host_uuid: str | None, host: str | None = None
+) -> RecordedBuild:
+    return RecordedBuild(
+        instance_uuid=request.instance_uuid,
+        project_id=request.project_id,
+        state=BuildState.SCHEDULED,
+        sequence=SCHEDULED,
+        attempt=attempt,
+        cell=cell,
+        host=host,
+        host_uuid=host_uuid,
     )
 
 

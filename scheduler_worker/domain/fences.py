@@ -29,6 +29,7 @@ from bus.contracts.operations import AdminState, CellFence, EvacuationPolicy, Fe
 from bus.retrying import doubled_s
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.object_rules import changed_object
 from scheduler_worker.domain.recorded_moves import MoveContext, flavor_of
 
 Key = tuple[ObjectKind, str]
@@ -82,7 +83,7 @@ def followed(
             lifting=not is_fenced,
             forced=not is_fenced and (force or before.forced),
         )
-        found.append(_change(one.name, known, after))
+        found.append(changed_object(ObjectKind.FENCE, one.name, known, after))
     return tuple(found)
 
 
@@ -95,12 +96,12 @@ def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> Change
     if known.cell not in (None, report.cell) or report.version < known.version:
         return None
     if report.version > known.version:
-        return _change(host_uuid, known, replace(known, version=report.version + 1))
+        return changed_object(ObjectKind.FENCE, host_uuid, known, replace(known, version=report.version + 1))
     if report.state is FenceState.LIFTED:
         # else the cell's record was set back: notified again
-        return _change(host_uuid, known, None) if known.lifting else None
+        return changed_object(ObjectKind.FENCE, host_uuid, known, None) if known.lifting else None
     after = replace(known, acknowledged=report.version, losses=report.losses)
-    return None if after == known else _change(host_uuid, known, after)
+    return None if after == known else changed_object(ObjectKind.FENCE, host_uuid, known, after)
 
 
 def lift_of_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
@@ -116,7 +117,7 @@ def lift_of_unknown(report: HostFence, revision: int, host: str) -> ChangedObjec
     unknown = FenceRecord(
         host=host, cell=report.cell, version=version, lifting=True, acknowledged=report.version, losses=report.losses
     )
-    return _change(report.host_uuid, None, unknown)
+    return changed_object(ObjectKind.FENCE, report.host_uuid, None, unknown)
 
 
 def command(host_uuid: str, fence: FenceRecord, decision: HostAdminState | None) -> CellFence:
@@ -147,15 +148,6 @@ def fenced(decision: HostAdminState | None, host_uuid: str, fence: FenceRecord) 
         fence=fence.version,
         acknowledged=fence.acknowledged,
         losses=fence.losses,
-    )
-
-
-def _change(host_uuid: str, before: FenceRecord | None, after: FenceRecord | None) -> ChangedObject:
-    return ChangedObject(
-        kind=ObjectKind.FENCE,
-        name=host_uuid,
-        before=msgspec.to_builtins(before),
-        after=msgspec.to_builtins(after),
     )
 
 

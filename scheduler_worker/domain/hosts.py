@@ -43,6 +43,8 @@ STOPPED = "service.stopped"
 UNRESPONSIVE = "service.unresponsive"
 FORGOTTEN = "service.forgotten"
 CELL_UNKNOWN = "host.cell_unknown"  # nothing shows in which cell a host is
+# The columns of the table, with a row a host.
+COLUMNS = ("service", "last_service", "cell", "listed", "enabled", "failed_builds", "admin", "project", "warning")
 ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this tuple; 0 is enabled
 
 
@@ -170,8 +172,7 @@ class HostTable:
         as down.
         """
         digest = self._digests.get(cell)
-        there = sum(service.cell == cell and service.down is None for service in self.services)
-        return digest is not None and 0 <= digest.up < there
+        return digest is not None and 0 <= digest.up < self._up_in(cell)
 
     def is_complete(self, cell: str, now_s: float) -> bool:
         """Whether every service that this cell's newest digest counts as up has announced its hosts here.
@@ -179,8 +180,10 @@ class HostTable:
         Not so of a cell without a digest, or with one that is older than CELL_HOLD_S.
         """
         digest = self._digests.get(cell)
-        there = sum(service.cell == cell and service.down is None for service in self.services)
-        return digest is not None and 0 <= digest.up <= there and now_s - digest.last_seen_s <= CELL_HOLD_S
+        return digest is not None and 0 <= digest.up <= self._up_in(cell) and now_s - digest.last_seen_s <= CELL_HOLD_S
+
+    def _up_in(self, cell: str) -> int:
+        return sum(service.cell == cell and service.down is None for service in self.services)
 
     def count_request(self, cell: str, now_s: float) -> None:
         """Every service of this cell was requested to announce its hosts; one that never does so counts as down."""
@@ -217,11 +220,8 @@ class HostTable:
 
     def live_service_of(self, uuid: str) -> str | None:
         """The name of the compute service that manages a host, if it is up."""
-        index = self._index.get(uuid)
-        if index is None or self.service[index] == NO_SERVICE:
-            return None
-        service = self.services[int(self.service[index])]
-        return service.name if service.down is None else None
+        service = self._service_of(uuid)
+        return service.name if service is not None and service.down is None else None
 
     def contested_by(self, uuid: str) -> str | None:
         """The service that is up and also reports this host, although the book has it as another service's."""
@@ -280,10 +280,15 @@ class HostTable:
 
     def is_down(self, uuid: str) -> bool:
         """Whether the compute service of a host is known, and is down."""
+        service = self._service_of(uuid)
+        return service is not None and service.down is not None
+
+    def _service_of(self, uuid: str) -> ServiceState | None:
+        """The compute service that manages a host."""
         index = self._index.get(uuid)
         if index is None or self.service[index] == NO_SERVICE:
-            return False
-        return self.services[int(self.service[index])].down is not None
+            return None
+        return self.services[int(self.service[index])]
 
     def _apply_digest(self, digest: ServicesDigest, now_s: float) -> bool:
         """A digest counts when all its pages have come; until then, and for ever if a page is lost, the previous digest
@@ -364,10 +369,9 @@ class HostTable:
 
     def _is_held(self, uuid: str, cell: int, now_s: float) -> bool:
         """Whether a service of another cell that is up manages this host."""
-        index = self._index.get(uuid)
-        if index is None or self.service[index] == NO_SERVICE or self.cell[index] == cell:
+        holder = self._service_of(uuid)
+        if holder is None or self.cell[self._index[uuid]] == cell:
             return False
-        holder = self.services[int(self.service[index])]
         if holder.down is not None:
             return holder.down.code != STOPPED and now_s - holder.down_s <= CELL_HOLD_S
         return self._is_seen(holder, now_s)
@@ -451,15 +455,8 @@ class HostTable:
         self.names[index] = host.name
 
     def _grow(self) -> None:
-        self.service = _doubled(self.service)
-        self.last_service = _doubled(self.last_service)
-        self.cell = _doubled(self.cell)
-        self.listed = _doubled(self.listed)
-        self.enabled = _doubled(self.enabled)
-        self.failed_builds = _doubled(self.failed_builds)
-        self.admin = _doubled(self.admin)
-        self.project = _doubled(self.project)
-        self.warning = _doubled(self.warning)
+        for name in COLUMNS:
+            setattr(self, name, _doubled(getattr(self, name)))
 
 
 def _doubled(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -22,7 +22,7 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from scheduler_worker.domain.admission import DUPLICATE, Answered, clash
+from scheduler_worker.domain.admission import DUPLICATE, Answered, clash, unknown_flavor
 from scheduler_worker.domain.recorded_moves import (
     InstanceRecord,
     MoveContext,
@@ -33,12 +33,11 @@ from scheduler_worker.domain.recorded_moves import (
 )
 from scheduler_worker.domain.requests import (
     TOO_OLD,
-    FlavorAccess,
     RequestDelivery,
     digest_of,
     refused_move,
-    unknown_flavor,
 )
+from scheduler_worker.domain.selector import Selector
 
 INCOMPLETE = "request.incomplete"
 UNKNOWN = "instance.unknown"
@@ -72,7 +71,7 @@ def _clash(pending: PendingMove, reason: str) -> Answered:
 
 
 def check_move(
-    pending: PendingMove, known: MoveContext, flavors: FlavorAccess, *, same_host: bool
+    pending: PendingMove, known: MoveContext, flavors: Selector, *, same_host: bool
 ) -> Answered | Refusal | None:
     """Answered: it was handled before, comes too early, clashes with another one, or is left by its requester, who may
     have requested something else of the instance since.
@@ -100,7 +99,7 @@ def check_move(
     return delivery.ends_with() or _misfit(request, known, flavors, same_host=same_host)
 
 
-def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, same_host: bool) -> Refusal | None:
+def _misfit(request: MoveRequest, known: MoveContext, flavors: Selector, *, same_host: bool) -> Refusal | None:
     """Why this cannot be requested of the instance in its state. The cell checks the rest."""
     build, now = known.build, known.now
     assert build is not None and known.build_request is not None

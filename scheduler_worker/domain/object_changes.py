@@ -38,7 +38,7 @@ from scheduler_worker.domain.objects import (
     zones_that_move,
 )
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.view import HostsView, Membership
+from scheduler_worker.domain.view import HostsView, Membership, in_use
 
 IN_USE = "cell.in_use"
 
@@ -146,16 +146,8 @@ HostZones = Mapping[str, Mapping[str, str]]  # {host: {zone: the first aggregate
 
 def zones_after(selector: Selector, after: SchedulerConfig) -> HostsView:
     """All hosts in the aggregates of a configuration that is not in force yet."""
-    view = selector.all_hosts()
-    return HostsView(
-        view.book,
-        view.table,
-        Membership(after.aggregates, selector.members_named(after.aggregates)),
-        rows=view.rows,
-        index=view.index,
-        down=view.down,
-        metrics=view.metrics,
-    )
+    membership = Membership(after.aggregates, selector.members_named(after.aggregates))
+    return replace(selector.all_hosts(), membership=membership)
 
 
 def zones_in(view: HostsView) -> HostZones:
@@ -200,10 +192,7 @@ def zones_of_each(view: HostsView, default_zone: str) -> dict[str, list[str]]:
 def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
     """Why a configuration is refused: it takes hosts with instances out of a zone. None: it does not."""
     view = selector.all_hosts()
-    book = view.book
-    used = np.zeros(len(view), dtype=np.bool_)
-    for name in book.resource_classes():
-        used |= book.usage(name, view.rows) > 0
+    book, used = view.book, in_use(view.book, view.rows)
     before = zones_of_each(view, selector.config.default_availability_zone)
     then = zones_of_each(zones_after(selector, after), after.default_availability_zone)
     return zones_that_move(before, then, [book.name_of(row) for row in view.rows[used].tolist()])

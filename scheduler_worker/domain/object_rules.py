@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from bus.contracts.base import Label, Word
 from bus.contracts.objects import DEFAULT_QUOTA, ChangedObject, ObjectKind
@@ -74,6 +75,12 @@ def _shared_uuid(
         if others := [name for name in names[uuid] if name != one.name]:
             return f"aggregate {one.name!r} and aggregate {others[0]!r} have one uuid, {uuid}: each has its own"
     return None
+
+
+def changed_object(kind: ObjectKind, name: str, before: Struct | None, after: Struct | None) -> ChangedObject:
+    """The change of an object, by its bodies; None: there is no such object."""
+    bodies = msgspec.to_builtins(before), msgspec.to_builtins(after)
+    return ChangedObject(kind=kind, name=name, before=bodies[0], after=bodies[1])
 
 
 def counted(count: int, what: str) -> str:

@@ -63,20 +63,7 @@ CUSTOM = "CUSTOM_"
 NOVA_NAMES = {"CORES": "VCPU", "RAM": "MEMORY_MB"}
 RESOURCES = re.compile(r"resources[^:]*:(.+)")
 
-Body = (
-    Flavor
-    | Aggregate
-    | ProjectQuota
-    | SchedulingRules
-    | HostDecision
-    | FenceRecord
-    | CellDecision
-    | DrainRecord
-    | GroupDefinition
-    | AuditRepair
-    | ForgottenService
-)
-BODIES: Mapping[ObjectKind, type[Body]] = {
+BODIES: Mapping[ObjectKind, type[Struct]] = {
     ObjectKind.FLAVOR: Flavor,
     ObjectKind.AGGREGATE: Aggregate,
     ObjectKind.QUOTA: ProjectQuota,
@@ -205,7 +192,7 @@ def _is_fence(decision: Mapping[str, Any] | None) -> bool:
     return decision is not None and decision["state"] == AdminState.FENCED
 
 
-def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
+def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Struct:
     """The struct of a body. Raises ValueError with a sentence that names the object."""
     where = f"{kind.value} {name!r}"
     if not name.isprintable():
@@ -415,11 +402,14 @@ def _as_stored(body: Struct) -> dict[str, Any]:
     return stored
 
 
+def of_kind(present: Objects, wanted: ObjectKind) -> dict[str, StoredObject]:
+    """The objects of a kind, by name."""
+    return {name: stored for (kind, name), stored in sorted(present.items()) if kind is wanted}
+
+
 def host_decisions(present: Objects) -> dict[str, HostAdminState]:
     """The decisions in force about each host: {uuid: decision}. Raises ValueError when a body is not valid."""
-    decisions = {
-        stored.name: host_decision(stored) for (kind, _), stored in sorted(present.items()) if kind is ObjectKind.HOST
-    }
+    decisions = {name: host_decision(stored) for name, stored in of_kind(present, ObjectKind.HOST).items()}
     for uuid, fence in fences_of(present).items():
         decisions[uuid] = fences.fenced(decisions.get(uuid), uuid, fence)
     return decisions
@@ -427,7 +417,7 @@ def host_decisions(present: Objects) -> dict[str, HostAdminState]:
 
 def cells_of(present: Objects) -> dict[str, StoredObject]:
     """The decisions about cells, by name. Raises ValueError when a body is not valid."""
-    found = {name: stored for (kind, name), stored in sorted(present.items()) if kind is ObjectKind.CELL}
+    found = of_kind(present, ObjectKind.CELL)
     for stored in found.values():
         cell_decision(stored)
     return found
@@ -449,14 +439,12 @@ def disabled_cells(present: Objects) -> frozenset[str]:
 
 def fences_of(present: Objects) -> dict[str, FenceRecord]:
     """The fences of hosts, by uuid. Raises ValueError when a body is not valid."""
-    return {
-        name: fences.fence_of(stored) for (kind, name), stored in sorted(present.items()) if kind is ObjectKind.FENCE
-    }
+    return {name: fences.fence_of(stored) for name, stored in of_kind(present, ObjectKind.FENCE).items()}
 
 
 def drains_of(present: Objects) -> dict[str, DrainRecord]:
     """The drains, by their ids. Raises ValueError when a body is not valid."""
-    return {name: drain_of(stored) for (kind, name), stored in sorted(present.items()) if kind is ObjectKind.DRAIN}
+    return {name: drain_of(stored) for name, stored in of_kind(present, ObjectKind.DRAIN).items()}
 
 
 def host_decision(stored: StoredObject) -> HostAdminState:
@@ -499,8 +487,11 @@ def _classes_of(kind: ObjectKind, body: Mapping[str, Any] | None) -> set[str]:
     return set()
 
 
+NAMED = 5  # hosts that a reason names
+
+
 def zones_that_move(
-    before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence[str]], in_use: Sequence[str], *, named: int = 5
+    before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence[str]], in_use: Sequence[str]
 ) -> str | None:
     """Why a change of aggregates is refused: it takes hosts with instances out of a zone. None: it does not.
 
@@ -509,8 +500,8 @@ def zones_that_move(
     moved = sorted(host for host in in_use if set(before[host]) - set(after[host]))
     if not moved:
         return None
-    shown = ", ".join(f"{host} ({' and '.join(before[host])} to {' and '.join(after[host])})" for host in moved[:named])
-    more = f" and {len(moved) - named} more" if len(moved) > named else ""
+    shown = ", ".join(f"{host} ({' and '.join(before[host])} to {' and '.join(after[host])})" for host in moved[:NAMED])
+    more = f" and {len(moved) - NAMED} more" if len(moved) > NAMED else ""
     hosts = "1 host" if len(moved) == 1 else f"{len(moved)} hosts"
     return (
         f"{hosts} with instances would be in another availability zone: {shown}{more}; drain them first, or force the "

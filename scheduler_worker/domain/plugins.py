@@ -59,10 +59,10 @@ class Weigher(Protocol):
     """
 
     name: ClassVar[str]
-    multiplier: ClassVar[float]
-    sign: ClassVar[float]
-    minimum: ClassVar[float | None]
-    maximum: ClassVar[float | None]
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """The raw weight of every host of the view."""

@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from random import Random
 
 import numpy as np
 from msgspec import Struct
@@ -100,16 +100,6 @@ NONE_FULL: Container[int] = ()
 Entry = tuple[float, float, int]
 
 
-class RandomSource(Protocol):
-    """A source of randomness, given by the caller."""
-
-    def random(self) -> float:
-        """A float in [0, 1), uniformly."""
-
-    def randrange(self, stop: int, /) -> int:
-        """An integer in [0, stop), uniformly."""
-
-
 class RankedHost(Struct, frozen=True):
     """One host that fits, and what would be claimed there, best first.
 
@@ -186,7 +176,7 @@ class Ranking:
         funnel: tuple[FunnelStep, ...],
         *,
         shuffle: bool,
-        rng: RandomSource,
+        rng: Random,
         max_options: int,
         runs: CellRuns | None = None,
     ) -> None:
@@ -340,7 +330,7 @@ class Ranking:
         for entry in drawn:
             self._heaps[int(self._cells[entry[2]])].push(entry)
 
-    def _sorted(self, rng: RandomSource, *, shuffle: bool) -> dict[int, HostHeap]:
+    def _sorted(self, rng: Random, *, shuffle: bool) -> dict[int, HostHeap]:
         """The hosts by cell, so that alternates of one cell are found without a walk over all hosts."""
         services = len(self.view.table.services) + 1
         keys = self._cells * services + self._services
@@ -376,7 +366,7 @@ class ServiceRotation:
     same few hosts.
     """
 
-    def __init__(self, service: int, positions: Rows, scores: Floats, rng: RandomSource | None) -> None:
+    def __init__(self, service: int, positions: Rows, scores: Floats, rng: Random | None) -> None:
         self.service = service
         self._positions = positions
         self._scores = scores
@@ -405,7 +395,7 @@ class HostHeap:
     Nothing is sorted before a host is drawn: most cells' heaps only have to give their best score.
     """
 
-    def __init__(self, positions: Rows, scores: Floats, chunk: int, rng: RandomSource | None) -> None:
+    def __init__(self, positions: Rows, scores: Floats, chunk: int, rng: Random | None) -> None:
         self.entries: list[Entry] = []
         self._rest = positions
         self._scores = scores

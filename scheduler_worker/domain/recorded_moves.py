@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.base import Message
-from bus.contracts.build import AttemptRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
+from bus.contracts.build import BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import (
     ARRIVED,
@@ -33,31 +33,21 @@ from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, R
 from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
-from scheduler_worker.domain.requests import OFF_RECORD, RequestDelivery, is_newer, timeline_of
+from scheduler_worker.domain.requests import OFF_RECORD, RecordedRequest, RequestDelivery, is_newer, timeline_of
 
 
-class RecordedMove(Struct, frozen=True, kw_only=True):
-    """The record of one request. digest: of its whole content. sequence: of its newest event.
+class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
+    """The record of one request. digest: of its whole content.
 
-    cell: where it was dispatched to. created_at: seconds since the epoch. command: of one that ends in another cell
-    than it begins in, what its cell is to do now; None: of every other one, and once it has ended.
+    created_at: seconds since the epoch. command: of one that ends in another cell than it begins in, what its cell is
+    to do now; None: of every other one, and once it has ended.
     """
 
     request_id: str
-    instance_uuid: str
-    project_id: str
     kind: MoveKind
     digest: bytes
     state: MoveState
-    sequence: int
-    terminal: bool = False
-    cell: str | None = None
-    host: str | None = None
-    host_uuid: str | None = None
-    code: str = ""
-    reason: str = ""
     funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
     created_at: float = 0.0
     command: CellMove | None = None
 
@@ -212,9 +202,9 @@ def apply_announcement(
     """Apply a cell's event of a request to the records of the request, its instance and the instance's build."""
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
-    if (event.terminal and move.terminal) or not is_newer(event, move, ends=event.terminal):
+    if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
         return Announced(move=move, instance=instance, build=build)
-    is_newest, is_awaited = is_newer(event, instance), instance.under_way == move.request_id
+    is_newest, is_awaited = is_newer(event, instance.sequence), instance.under_way == move.request_id
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
     host_uuid = event.host_uuid
     event = replace(event, departure=None, host_uuid=None)

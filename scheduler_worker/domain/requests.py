@@ -7,10 +7,9 @@ What a delivery has done before is on record, or is not: no delivery tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +21,6 @@ from bus.contracts.base import MAX_REASON, Message, Refusal, Uuid
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.catalogue import project_of
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveRequest, MoveState
-from bus.contracts.placement import ServerGroup
 from bus.contracts.queues import BY_QUEUE
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
@@ -35,7 +33,6 @@ TOO_OLD = Refusal(
     code="request.too_old",
     reason="it was sent so long ago that it may have been carried out, and its record purged",
 )
-FLAVOR_UNKNOWN = "flavor.unknown"
 MOVES = "instance.move."  # how the routing keys of moves begin
 DIGEST_BYTES = 16
 
@@ -47,50 +44,32 @@ def digest_of(request: BuildRequest | MoveRequest) -> bytes:
     return blake2b(_encode(request), digest_size=DIGEST_BYTES).digest()
 
 
-# --- what a request names
+class RecordedRequest(Struct, frozen=True, kw_only=True):
+    """What is on record of every request. sequence: of its newest event. terminal: its one terminal event was
+    announced. cell: where it was dispatched to. history: the attempts that its cell has reported.
+    """
 
-
-class FlavorAccess(Protocol):
-    """The flavors that exist, and for which projects; and each project's server groups."""
-
-    def allows(self, flavor: str, project: str) -> bool:
-        """Whether this flavor exists, and the project may request it."""
-
-    def flavors_for(self, project: str) -> Collection[str]:
-        """The names of the flavors that a project may request."""
-
-    def group_of(self, project: str, name: str) -> ServerGroup | None:
-        """The server group on record that a project calls by this name."""
-
-    def group_by_uuid(self, project: str, uuid: str) -> tuple[str, ServerGroup] | None:
-        """(name, server group) on record of a project with this uuid."""
-
-
-def unknown_flavor(names: Collection[str], project: str, flavors: FlavorAccess) -> Refusal | None:
-    """Why a project may not request these flavors; None: it may."""
-    missing = next((name for name in names if not flavors.allows(name, project)), None)
-    if missing is None:
-        return None
-    reason = f"there is no flavor {missing} (there are: {', '.join(sorted(flavors.flavors_for(project)))})"
-    return Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
+    instance_uuid: str
+    project_id: str
+    sequence: int
+    terminal: bool = False
+    cell: str | None = None
+    host: str | None = None
+    host_uuid: str | None = None
+    code: str = ""
+    reason: str = ""
+    history: tuple[AttemptRecord, ...] = ()
 
 
 # --- what is announced of it
 
 
-class Numbered(Protocol):
-    """An event, or a record with the number of its newest event."""
-
-    @property
-    def sequence(self) -> int:
-        """Rises with each event of one request or instance."""
-
-
-def is_newer(event: Numbered, record: Numbered, *, ends: bool = False) -> bool:
-    """Whether an event counts beside what is on record. ends: it ends what has not ended. That counts whatever its
-    number: a cell whose database was lost starts its numbers again, and a later event may overtake the end.
+def is_newer(event: BuildEvent | MoveEvent, than: int, *, ends: bool = False) -> bool:
+    """Whether an event counts beside what is on record. than: the number of the newest event there. ends: it ends what
+    has not ended. That counts whatever its number: a cell whose database was lost starts its numbers again, and a later
+    event may overtake the end.
     """
-    return ends or event.sequence > record.sequence
+    return ends or event.sequence > than
 
 
 def timeline_of(event: BuildEvent | MoveEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:

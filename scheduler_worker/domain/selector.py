@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from random import Random
 
 import numpy as np
 from msgspec import Struct
@@ -30,7 +31,7 @@ from scheduler_worker.domain.plugins import (
     reads_image_property,
     runs_on_rebuild,
 )
-from scheduler_worker.domain.ranking import CellRuns, RandomSource, RankedHost, Ranking
+from scheduler_worker.domain.ranking import CellRuns, RankedHost, Ranking
 from scheduler_worker.domain.view import HostsView, Membership, RequestSpec, Unsatisfiable
 
 UNANNOUNCED = "host.unannounced"
@@ -241,7 +242,7 @@ class Selector:
         return (book.shape_moves.end, book.epoch, table.revision, table.disabled_cells, self.revision)
 
     def rank(
-        self, spec: RequestSpec, rng: RandomSource, runs: CellRuns | None = None, *, among: Rows | None = None
+        self, spec: RequestSpec, rng: Random, runs: CellRuns | None = None, *, among: Rows | None = None
     ) -> Ranking:
         """All hosts that can take the request now, best first; the list may be empty. runs: of the round it is made
         for. among: no others than these rows of the book.
@@ -337,13 +338,7 @@ class Selector:
 
     def _view(self, rows: Rows) -> HostsView:
         return HostsView(
-            self.book,
-            self.table,
-            self.membership,
-            rows=rows,
-            index=self._index_of(rows),
-            down=self.table.down(),
-            metrics=self.metrics,
+            self.book, self.table, self.membership, rows, self._index_of(rows), self.table.down(), self.metrics
         )
 
     def _passing(self, spec: RequestSpec, *, explain: bool) -> Narrowing:

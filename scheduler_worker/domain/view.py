@@ -70,45 +70,26 @@ class HostView(Struct, frozen=True):
         return float(self.view.subset(np.array([self.position])).free(resource_class)[0])
 
 
-class HostsView:
+class HostsView(Struct, eq=False):
     """Some hosts at one moment. `rows` are rows of the book, `index` the same hosts' indexes in the host table.
 
     `down`: per service, whether it is down at this moment (see HostTable.down). `metrics`: of the hosts of the table.
     """
 
-    def __init__(
-        self,
-        book: Book,
-        table: HostTable,
-        membership: Membership,
-        *,
-        rows: Rows,
-        index: Rows,
-        down: Mask,
-        metrics: HostMetricsTable,
-    ) -> None:
-        self.book = book
-        self.table = table
-        self.membership = membership
-        self.rows = rows
-        self.index = index
-        self.down = down
-        self.metrics = metrics
+    book: Book
+    table: HostTable
+    membership: Membership
+    rows: Rows
+    index: Rows
+    down: Mask
+    metrics: HostMetricsTable
 
     def __len__(self) -> int:
         return int(self.rows.size)
 
     def subset(self, chosen: Mask | Rows) -> HostsView:
         """Some of these hosts at the same moment."""
-        return HostsView(
-            self.book,
-            self.table,
-            self.membership,
-            rows=self.rows[chosen],
-            index=self.index[chosen],
-            down=self.down,
-            metrics=self.metrics,
-        )
+        return replace(self, rows=self.rows[chosen], index=self.index[chosen])
 
     @property
     def known(self) -> Mask:
@@ -217,6 +198,14 @@ class HostsView:
             view=self,
             position=position,
         )
+
+
+def in_use(book: Book, rows: Rows) -> Mask:
+    """Of which of these hosts something is in use."""
+    used = np.zeros(len(rows), dtype=np.bool_)
+    for name in book.resource_classes():
+        used |= book.usage(name, rows) != 0
+    return used
 
 
 class Peers(Struct, frozen=True, kw_only=True):

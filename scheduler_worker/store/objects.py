@@ -185,11 +185,11 @@ IN_STATE = f"""
 SELECT {_DRAIN_MOVE} FROM drain_moves
 WHERE drain = $1 AND state = $2 AND due_at <= $3 ORDER BY position, instance_uuid LIMIT $4
 """
-ALL = f"SELECT {_DRAIN_MOVE} FROM drain_moves WHERE drain = $1 ORDER BY position, instance_uuid LIMIT $2"
+MOVES = f"SELECT {_DRAIN_MOVE} FROM drain_moves WHERE drain = $1 ORDER BY position, instance_uuid LIMIT $2"
 COUNTS = "SELECT drain, state, count(*) FROM drain_moves WHERE drain = ANY($1::uuid[]) GROUP BY drain, state"
 LAST_BEGUN = "SELECT coalesce(max(begun_at), 0) FROM drain_moves WHERE drain = $1"
-PUT = tables.numbered(tables.PUT_DRAIN_MOVES)
-DROP = "DELETE FROM drain_moves WHERE drain = ANY($1::uuid[])"
+PUT_MOVES = tables.numbered(tables.PUT_DRAIN_MOVES)
+DROP_MOVES = "DELETE FROM drain_moves WHERE drain = ANY($1::uuid[])"
 NO_LIMIT = 2**31 - 1
 
 _record = msgspec.json.Decoder(DrainRecord).decode
@@ -211,28 +211,12 @@ async def lock_drain(connection: asyncpg.Connection, drain: str, now: float, lim
     )
 
 
-async def put_moves(connection: asyncpg.Connection, moves: Sequence[DrainMove]) -> None:
-    """One statement, whatever their number."""
-    if moves:
-        await connection.execute(PUT, *tables.columns(moves, tables.DRAIN_MOVES))
-
-
-async def read_moves(connection: asyncpg.Connection, drain: str, limit: int) -> list[DrainMove]:
-    """The instances of a drain, in their order."""
-    return [tables.read(row, DrainMove) for row in await connection.fetch(ALL, drain, limit)]
-
-
 async def count_moves(connection: asyncpg.Connection, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
     """How many instances they have, by state."""
     found: dict[str, dict[DrainMoveState, int]] = {}
     for drain, state, count in await connection.fetch(COUNTS, drains):
         found.setdefault(drain, {})[DrainMoveState(state)] = count
     return found
-
-
-async def drop_moves(connection: asyncpg.Connection, drains: Sequence[str]) -> None:
-    """Delete the rows of these drains."""
-    await connection.execute(DROP, drains)
 
 
 def opened(record: DrainRecord, moves: Iterable[DrainMove], now: float, limit: int) -> OpenDrain:

@@ -294,11 +294,13 @@ class PostgresUnit:
 
     async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
         """One statement."""
-        await objects.put_moves(self._connection, moves)
+        if moves:
+            await self._connection.execute(objects.PUT_MOVES, *tables.columns(moves, tables.DRAIN_MOVES))
 
     async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
         """Along the primary key."""
-        return await objects.read_moves(self._connection, drain, limit)
+        found = await self._connection.fetch(objects.MOVES, drain, limit)
+        return [tables.read(row, DrainMove) for row in found]
 
     async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
         """One statement."""
@@ -306,7 +308,7 @@ class PostgresUnit:
 
     async def drop_drain_moves(self, drains: Sequence[str]) -> None:
         """One statement."""
-        await objects.drop_moves(self._connection, drains)
+        await self._connection.execute(objects.DROP_MOVES, drains)
 
 
 class PostgresBuilds(UnitStore):

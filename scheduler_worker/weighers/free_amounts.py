@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.plugins import Weigher
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
-class RAMWeigher:
+class RAMWeigher(Weigher):
     """Prefers free memory; a negative multiplier packs instead. Clamped at 0 before scaling, as in Nova."""
 
     name: ClassVar[str] = "ram"
-    multiplier: ClassVar[float] = 1.0
-    sign: ClassVar[float] = 1.0
     minimum: ClassVar[float | None] = 0.0
-    maximum: ClassVar[float | None] = None
     resource_class: ClassVar[str] = "MEMORY_MB"
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:

@@ -6,17 +6,14 @@ from typing import ClassVar
 
 from bus.contracts.placement import GroupPolicy
 from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.plugins import Weigher
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
-class ServerGroupSoftAffinityWeigher:
+class ServerGroupSoftAffinityWeigher(Weigher):
     """Prefers hosts with many members."""
 
     name: ClassVar[str] = "soft_affinity"
-    multiplier: ClassVar[float] = 1.0
-    sign: ClassVar[float] = 1.0
-    minimum: ClassVar[float | None] = None
-    maximum: ClassVar[float | None] = None
 
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to groups with this policy."""
@@ -28,14 +25,11 @@ class ServerGroupSoftAffinityWeigher:
         return view.counted(spec.peers.members)
 
 
-class ServerGroupSoftAntiAffinityWeigher:
+class ServerGroupSoftAntiAffinityWeigher(Weigher):
     """Prefers hosts with few members."""
 
     name: ClassVar[str] = "soft_anti_affinity"
-    multiplier: ClassVar[float] = 1.0
     sign: ClassVar[float] = -1.0
-    minimum: ClassVar[float | None] = None
-    maximum: ClassVar[float | None] = None
 
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to groups with this policy."""

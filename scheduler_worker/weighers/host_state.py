@@ -10,10 +10,11 @@ import numpy as np
 from bus.contracts.host_metrics import SENSORS_CRITICAL, SENSORS_WARNING
 from scheduler_worker.config import MetricsConfig, SchedulerConfig
 from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.plugins import Weigher
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
-class HealthWeigher:
+class HealthWeigher(Weigher):
     """Puts hosts with a warning below all without, and above those with failed builds.
 
     A warning is the host's attribute `health`, or a sensor of it that reads warning or critical. (A critical sensor
@@ -24,8 +25,6 @@ class HealthWeigher:
     name: ClassVar[str] = "health"
     multiplier: ClassVar[float] = 100_000.0
     sign: ClassVar[float] = -1.0
-    minimum: ClassVar[float | None] = None
-    maximum: ClassVar[float | None] = None
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """1 for a host with a warning."""
@@ -37,14 +36,12 @@ class HealthWeigher:
         return found
 
 
-class BuildFailureWeigher:
+class BuildFailureWeigher(Weigher):
     """Puts hosts with build failures below all others, whatever their other weights."""
 
     name: ClassVar[str] = "build_failure"
     multiplier: ClassVar[float] = 1_000_000.0
     sign: ClassVar[float] = -1.0
-    minimum: ClassVar[float | None] = None
-    maximum: ClassVar[float | None] = None
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """Consecutive failures; a success on the host resets them."""
@@ -52,17 +49,13 @@ class BuildFailureWeigher:
         return view.failed_builds
 
 
-class MetricsWeigher:
+class MetricsWeigher(Weigher):
     """The sum of a host's metrics, each times its ratio of `metrics.weights`, as in Nova.
 
     A host of which one of them is unknown weighs `metrics.weight_of_unavailable`. Without weights it is skipped.
     """
 
     name: ClassVar[str] = "metrics"
-    multiplier: ClassVar[float] = 1.0
-    sign: ClassVar[float] = 1.0
-    minimum: ClassVar[float | None] = None
-    maximum: ClassVar[float | None] = None
 
     def __init__(
         self, weights: Mapping[str, float] | None = None, unavailable: float = MetricsConfig().weight_of_unavailable

@@ -7,10 +7,11 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.plugins import Weigher
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
-class PreferenceWeigher:
+class PreferenceWeigher(Weigher):
     """Prefers hosts that have the flavor's preferences; by default its multiplier outweighs all but build failures.
 
     A trait counts on any provider of the host's tree, a class when any of it is free. A flavor without preferences adds
@@ -19,9 +20,6 @@ class PreferenceWeigher:
 
     name: ClassVar[str] = "preferred"
     multiplier: ClassVar[float] = 10.0
-    sign: ClassVar[float] = 1.0
-    minimum: ClassVar[float | None] = None
-    maximum: ClassVar[float | None] = None
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """The number of preferences that each host meets."""

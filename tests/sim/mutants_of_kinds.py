@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.cell_links import CellLinks
-from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete
@@ -35,7 +34,7 @@ from scheduler_worker import keepers as scheduler_cells
 from scheduler_worker import placing
 from scheduler_worker.domain import decisions, gangs, recorded_moves
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildDecision, ProjectsBuild, RecordedBuild, effects
-from scheduler_worker.domain.decisions import NO_HOST, given_up
+from scheduler_worker.domain.decisions import NO_HOST
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
 from scheduler_worker.domain.placement import ClaimStranded, PlacementRefused, PlacementState
 from scheduler_worker.domain.selector import NoValidHost
@@ -244,7 +243,7 @@ def stranded_builds_fail() -> AbstractContextManager[Any]:
     """A build that is not placed where its claim is held fails, and its claim is released: its cell is not queried."""
 
     def fails(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildDecision:
-        failed = given_up(request, Refusal(code=NO_HOST, reason=held.reason), author)
+        failed = decisions._failed(request, NO_HOST, held.reason, author)
         return replace(failed, build=replace(failed.build, attempt=held.attempt))
 
     return patch.object(decisions, "_stranded", fails)

@@ -95,6 +95,20 @@ async def test_what_runs_is_claimed(deployment: Deployment) -> None:
     deployment.watch.book()
 
 
+async def test_of_two_machines_either_may_be_claimed_where_a_second_process_answered_for_one(
+    deployment: Deployment,
+) -> None:
+    """Seed 4800485: the second process of a name answered that it destroyed the attempt to which the instance had
+    moved, and the first one came back with it.
+    """
+    deployment.hold(INSTANCE, 1)
+    deployment.watch.has_untold = lambda uuid: uuid != INSTANCE
+    with breach("never_running_unclaimed"):
+        deployment.watch.book()
+    deployment.watch.has_untold = lambda uuid: uuid == INSTANCE
+    deployment.watch.book()
+
+
 @pytest.mark.parametrize("undone", ["", "active", "reverting"])
 async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(
     deployment: Deployment, *, undone: str

@@ -7,10 +7,12 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from bus import topology
+from bus import topology, wire
 from bus.bus import Bus
 from bus.consuming import dead_letters
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.contracts.build import DeleteRequest
+from bus.contracts.deploy import ConfigDrive
 from bus.contracts.queues import BY_QUEUE, DEAD
 from bus.memory import MemoryTransport
 from bus.port import BusUnavailable, Outgoing
@@ -108,7 +110,7 @@ async def test_retries_that_were_confirmed_are_not_published_again(
 async def test_with_the_bounds_of_berth_itself(
     house: House, count: int, batch_items: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten retries leave as one broker message, which is confirmed or not; two hundred as two."""
+    """Each retry leaves alone. The one whose connection was lost is published again, and no other."""
     delays = (0.02,)
     monkeypatch.setattr(topology, "DELAYS_S", delays)
     monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=delays))
@@ -173,3 +175,22 @@ async def test_copies_do_not_double_with_each_delay(house: House, monkeypatch: p
     await house.consume(bus, REQUESTS, Arming(answer), concurrency=1)
     await until(lambda: is_at_rest(bus))
     assert set(handled.values()) == {COUNT}, f"handled by attempt: {dict(handled)}"
+
+
+async def test_a_retry_comes_back_whatever_else_is_retried(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request is one that may be sent, but all together have more values than are read of one message."""
+    delays = (0.02,)
+    monkeypatch.setattr(topology, "DELAYS_S", delays)
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=delays))
+    bus = await house.bus()
+    numbers = {"network_data": {"n": [1] * (wire.MAX_CLIENT_VALUES // 2 - 100)}}
+    heavy = [boot(number, config_drive=ConfigDrive(**numbers)) for number in range(3)]
+    innocent = DeleteRequest(instance_uuid=boot(3).instance_uuid, project_id="p")
+    await bus.declare(REQUESTS)
+    for message in (*heavy, innocent):
+        await bus.publish(message)
+    handler = Answering(lambda one: Retry("not.yet") if one.meta.attempt == 0 else Done())
+    await house.consume(bus, REQUESTS, handler, concurrency=1)
+    await until(lambda: is_at_rest(bus))
+    retried = sorted(one.message.instance_uuid for one in handler.got if one.meta.attempt == 1)  # type: ignore[attr-defined]
+    assert retried == [boot(number).instance_uuid for number in range(4)]

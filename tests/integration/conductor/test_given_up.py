@@ -17,11 +17,10 @@ from bus.contracts.queues import DEAD
 from bus.key_trust import CODE
 from bus.port import Outgoing
 from cell_conductor.domain.events import InstanceEvent
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Brief, Instance, State
 from cell_conductor.domain.report import differences, is_over
 from cell_conductor.domain.steps import Step
 from cell_conductor.engine import Engine
-from cell_conductor.store.port import Brief
 from scheduler_worker.domain.builds import RecordedBuild, apply_announcement
 from tests.integration.conductor.neighbours import Cell, opened
 from tests.kit.waiting import until

@@ -361,9 +361,11 @@ def test_what_berths_workers_send_is_read(queue: str, make: Callable[[], Message
 
 
 def test_a_link_gathers_no_more_than_a_batch_may_have() -> None:
-    """With the longest metadata of each message."""
+    """With the longest metadata of each message that a worker sends: of a client's it has the cause and, in a reply,
+    the correlation id.
+    """
     limits = BusLimits()
-    assert limits.batch_bytes + limits.batch_items * 6 * wire.MAX_ID <= wire.MAX_BATCH_BYTES
+    assert limits.batch_bytes + limits.batch_items * 2 * 6 * wire.MAX_ID <= wire.MAX_BATCH_BYTES
 
 
 # --- topic patterns against a second way of reading them: as regular expressions over words

@@ -23,6 +23,7 @@ from cell_conductor.domain.events import Event, HostMissing
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.report import (
     NO_RECORD,
+    Brief,
     Differences,
     Newest,
     Unexplained,
@@ -34,7 +35,6 @@ from cell_conductor.engine import Sender
 from cell_conductor.guard import Guard
 from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.port import Brief
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of, selection
 from tests.unit.conductor.world import Quiet, Relay, Silent, engine_of, hosts_of, listing
 

@@ -22,6 +22,7 @@ from cell_conductor.domain.report import (
     UNNUMBERED,
     UNSURE,
     UNTRIED,
+    Brief,
     Newest,
     differences,
     has_just_changed,
@@ -30,7 +31,6 @@ from cell_conductor.domain.report import (
     is_over,
     rescan_id,
 )
-from cell_conductor.store.port import Brief
 from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, host, phase_of, selection
 
 HERE, THERE = host(1), host(2)

@@ -31,7 +31,7 @@ from placement_worker.rest.application import Application
 from placement_worker.rest.auth import NoAuth2
 from placement_worker.rest.bodies import InventoryBody, consumer_write
 from placement_worker.rest.candidates import summaries
-from placement_worker.rest.candidates_query import is_uuid, parse_candidates, resources_of
+from placement_worker.rest.candidates_query import MAX_GROUPS, is_uuid, parse_candidates, resources_of
 from placement_worker.rest.config import CorsConfig, RestConfig
 from placement_worker.rest.faults import HttpFault, best, refused
 from placement_worker.rest.http import NEWEST, QueryString, at, version_of
@@ -191,7 +191,16 @@ def test_a_name_ends_where_it_ends(body: bodies.Body[Any], value: dict[str, Any]
 
 
 def test_amounts_beyond_all_bounds_are_amounts() -> None:
-    assert resources_of("VCPU:" + "9" * 100)["VCPU"] > 2**53
+    most = resources_of("VCPU:" + "9" * 100)["VCPU"]
+    assert most > 2**53 and most * MAX_GROUPS < 2**63, "the sum of a query's groups is compared in 64 bits"
+
+
+@pytest.mark.parametrize("ratio", ["1e999", "-1e999", "3.5e38", "-3.5e38"])
+def test_a_ratio_is_a_number_that_a_column_holds(ratio: str) -> None:
+    room = f'{{"total": 1, "reserved": 1, "allocation_ratio": {ratio}}}'.encode()
+    with pytest.raises(HttpFault) as caught:
+        bodies.PUT_INVENTORIES.parse(b'{"resource_provider_generation": 1, "inventories": {"VCPU": ' + room + b"}}")
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from scheduler_worker.domain.admission import (
 from scheduler_worker.domain.builds import ACCEPTED as ACCEPTED_NUMBER
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, BuildStatus, Gang, RecordedBuild
 from scheduler_worker.domain.placement import HostClaimed
-from scheduler_worker.domain.requests import FlavorAccess, RequestDelivery, refused_build
+from scheduler_worker.domain.requests import RequestDelivery, refused_build
+from scheduler_worker.domain.selector import Selector
 from tests.unit.scheduler.hosts import Hosts
 
 UUID, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "0d")
@@ -43,7 +44,7 @@ def taken(
     request: BuildRequest = REQUEST,
     delivery: RequestDelivery | None = None,
     *,
-    flavors: FlavorAccess = SELECTOR,
+    flavors: Selector = SELECTOR,
     now: float = 1000.0,
     **meta: Any,
 ) -> PendingBuild:

@@ -200,27 +200,27 @@ def _samples(collected: Iterable[Metric]) -> dict[tuple[str, ...], float]:
     return {(s.name, *s.labels.values()): s.value for family in collected for s in family.samples}
 
 
-def test_the_collector_exports_what_a_scheduler_sees_while_it_is_open() -> None:
+async def test_the_collector_exports_what_a_scheduler_sees_while_it_is_open() -> None:
     hosts = Hosts([{"VCPU": 4}, {"VCPU": 4}])
     collector = FleetCollector()
     assert _samples(collector.collect()) == {}
-    collector.add(hosts.selector)
+    await collector.add(hosts.selector)
     assert _samples(collector.collect()) == {
         ("berth_fleet_hosts", "c1", "nova", "up"): 2,
         ("berth_fleet_capacity", "VCPU", "c1", "nova"): 8,
         ("berth_fleet_usable", "VCPU", "c1", "nova"): 8,
         ("berth_fleet_used", "VCPU", "c1", "nova"): 0,
     }
-    collector.remove(hosts.selector)
+    await collector.remove(hosts.selector)
     assert _samples(collector.collect()) == {}
 
 
-def test_a_summary_is_used_again_for_a_moment_and_then_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_summary_is_used_again_for_a_moment_and_then_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now_s))
     hosts = Hosts([{"VCPU": 4}])
     collector = FleetCollector()
-    collector.add(hosts.selector)
+    await collector.add(hosts.selector)
     collector.collect()
     before = collector._summary
     hosts.book.add([unannounced()])

@@ -192,7 +192,7 @@ def handler() -> ChangeHandler:
     return ChangeHandler(
         *cast("Any", [None] * 5),
         refused=cast("Any", UnavailableRecord()),
-        finder=cast("Any", None),
+        find_cells=cast("Any", None),
         warmup=Warmup(Hosts([]).selector, clock=SystemClock()),
     )
 

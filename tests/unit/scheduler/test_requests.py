@@ -16,6 +16,7 @@ from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
+from scheduler_worker.domain.admission import unknown_flavor
 from scheduler_worker.domain.requests import (
     LAST,
     LETTERS,
@@ -28,7 +29,6 @@ from scheduler_worker.domain.requests import (
     refused_move,
     refused_unreadable,
     timeline_of,
-    unknown_flavor,
 )
 from tests.unit.scheduler.hosts import Hosts
 
