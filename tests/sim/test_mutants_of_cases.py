@@ -142,13 +142,11 @@ def test_a_drain_that_does_not_look_at_its_hosts_is_found(monkeypatch: pytest.Mo
 
 
 MOVES = frozenset({Widening.MOVES})
-BUSES_APART = frozenset({Widening.BUSES_APART})
 MOST_SEEDS = 60
 NODE_POWER = frozenset({Widening.NODE_POWER})
 # {defect: the kind of the world, and a seed that finds it}
 FOUND_BY: dict[Mutant, tuple[frozenset[Widening], int]] = {
     defects.old_error_ends_a_power_order: (NODE_POWER, 15),
-    defects.refused_while_another_bus_is_away: (BUSES_APART, 113),
 }
 
 
