@@ -261,8 +261,10 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
 
 
 def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
-    """No destination could be claimed: back to the source. The revert fences a late copy of the claim."""
-    tried = note_not_claimed(instance, event.outcomes, event.at)
+    """No destination could be claimed: back to the source. The revert has a later number than the claim: it fences a
+    late copy of that, or takes back what a copy has claimed.
+    """
+    tried = replace(note_not_claimed(instance, event.outcomes, event.at), newest=event.attempt)
     if move_of(instance).delete:
         return leave(tried, event.at, context)
     if (known := _with_books_generation(instance, event)) is not None:

@@ -197,7 +197,7 @@ DESTINATION = {
         (held(selections=(ON_1, ON_2), newest=2, attempt=1), found(replace(FOUND, attempt=5)), DESTINATION),
         (unsure(S.CLAIMING, S.PREPARING, position=0, reused_from=2), refused(5),
          {"state": S.RELEASING, "then": S.OFFLOADED, "since": 201.0, "deadline": 216.0, "queried": False,
-          "newest": 1004, "sequence": 21, "move_lost_code": "max_retries_exceeded"}),
+          "newest": 1005, "sequence": 21, "move_lost_code": "max_retries_exceeded"}),
     ],
 )  # fmt: skip
 def test_an_answer_about_a_move_in_doubt_changes_this_of_its_record(

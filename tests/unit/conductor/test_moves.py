@@ -190,6 +190,17 @@ def test_a_delete_after_a_refused_claim_releases_both_because_a_copy_may_have_su
     assert made.instance.state is State.DELETED
 
 
+def test_a_revert_has_a_number_above_the_claim_that_was_refused() -> None:
+    """Seed 4800600: a resize in place was refused, a first copy of its claim came later and succeeded, and its number
+    was the revert's: the book took the move for reverted, and the instance held its new size for good.
+    """
+    made = begun(MoveKind.RESIZE, 1)
+    asked = question_of(made.instance)
+    made.apply(refused())
+    revert = question_of(made.instance)
+    assert isinstance(asked, Claim) and isinstance(revert, Revert) and revert.attempt > asked.attempt
+
+
 def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
     """Forgotten in a crash, the request came again when the instance was not busy any more, and was carried out."""
     made = to_resized()

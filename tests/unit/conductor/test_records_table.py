@@ -190,7 +190,7 @@ ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "
         (
             at_source(),
             moves.refused(5),
-            {**waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False,
+            {**waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False, "newest": 5,
              "move_lost_code": "max_retries_exceeded",
              "move_lost_reason": "no host is left. host-2: not_claimed (full)",
              "move_history": (tried(2, "not_claimed", 201.0, attempt=5, code="full"),)},
@@ -267,7 +267,7 @@ ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "
         ),
         *(
             (at_source(move), replace(moves.refused(5), outcomes=(), **why), {
-                **waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False,
+                **waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False, "newest": 5,
                 "move_lost_code": code, "move_lost_reason": reason})
             for move, why, code, reason in (
                 ({}, {"consumer_changed": True, "reason": "why"}, "placement.consumer_changed", "why"),
