@@ -31,7 +31,7 @@ from .domain.report import UnexplainedKind
 from .engine import Engine
 from .fences import FenceKeeper
 from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
-from .lease_keeper import LeaseForgetter, LeaseKeeper
+from .lease_keeper import LeaseKeeper
 from .search import MachineSearch
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
@@ -92,8 +92,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         fences=fences,
         search=search,
     )
-    forgetter = LeaseForgetter(store, bus, clock=env.clock, cell=cell, up=keeper.up)
-    requests = RequestHandlers(engine, env.clock, bus, fences=fences, search=search, forgetter=forgetter)
+    requests = RequestHandlers(engine, env.clock, bus, fences=fences, search=search, leases=keeper)
     hosts = HostHandlers(
         engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences, up=keeper.up, leases=keeper
     )

@@ -61,7 +61,7 @@ from .domain.steps import cut
 from .engine import Engine, Unsearched
 from .fences import FenceKeeper
 from .guard import Guard, HostOwners, Leases, QuarantineReservations
-from .lease_keeper import LeaseForgetter
+from .lease_keeper import LeaseKeeper
 from .search import MachineSearch, Searched
 from .store.port import InstanceStore
 
@@ -90,11 +90,11 @@ class RequestHandlers:
         *,
         fences: FenceKeeper,
         search: MachineSearch,
-        forgetter: LeaseForgetter,
+        leases: LeaseKeeper,
     ) -> None:
         """`bus`: the cell's, on which checks for other cells are passed on."""
         self._bus = bus
-        self._forgetter = forgetter
+        self._leases = leases
         self._engine = engine
         self._clock = clock
         self._fences = fences
@@ -122,7 +122,7 @@ class RequestHandlers:
     async def _forget(self, received: Received, command: ForgetServiceInCell) -> Outcome:
         if received.is_late():
             return DONE  # its operator has been answered that this cell did not answer
-        return await self._forgetter.forget(command)
+        return await self._leases.forget(command)
 
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun; a build

@@ -37,7 +37,7 @@ from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
 from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age
-from scheduler_worker.forgetting import HostForgetter, ServiceForgetter
+from scheduler_worker.forgetting import Forgetter
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.keepers import AggregateKeeper, CellKeeper, EvacuationTask, FencePublisher, find_cells
 from scheduler_worker.metrics import FLEET
@@ -92,8 +92,8 @@ def build(
         parts.store, parts.selector, config, clock=env.clock, cells=cells, stall_watch=parts.api.stall_watch
     )
     drains = _add_drains(parts, registry, moves, follower)
-    services = ServiceForgetter(registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
-    _add_objects(parts, registry, drains, services)
+    forgetter = Forgetter(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
+    _add_objects(parts, registry, drains, forgetter)
     measured = _add_host_metrics(parts)
     links = _links(parts, relay, registry, measured)
     _add_fences(parts, registry, links)
@@ -270,9 +270,7 @@ def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngi
     return drains
 
 
-def _add_objects(
-    parts: SchedulerParts, registry: ObjectRegistry, drains: DrainKeeper, services: ServiceForgetter
-) -> None:
+def _add_objects(parts: SchedulerParts, registry: ObjectRegistry, drains: DrainKeeper, forgetter: Forgetter) -> None:
     """Operators' objects: loaded before the first request is taken, and again whenever they change."""
     service, bus = parts.service, parts.api
     bus.transport.on_reconnect(registry.on_reconnected)
@@ -281,8 +279,7 @@ def _add_objects(
         registry,
         parts.selector,
         drains,
-        HostForgetter(parts.store, registry, parts.selector, bus, clock=bus.clock),
-        services,
+        forgetter,
         refused=RefusedCommands(parts.store),
         find_cells=partial(find_cells, parts.selector, bus),
         warmup=parts.warmup,

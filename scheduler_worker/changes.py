@@ -29,7 +29,7 @@ from scheduler_worker.domain.requests import delivery_of
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.fleet import Warmup
-from scheduler_worker.forgetting import CELL_SILENT, UNKNOWN, HostForgetter, ServiceForgetter
+from scheduler_worker.forgetting import CELL_SILENT, UNKNOWN, Forgetter
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
@@ -80,8 +80,7 @@ class ChangeHandler:
         registry: ObjectRegistry,
         selector: Selector,
         drains: DrainKeeper,
-        forgetter: HostForgetter,
-        services: ServiceForgetter,
+        forgetter: Forgetter,
         *,
         refused: RefusedCommands,
         find_cells: Callable[[Collection[str]], Awaitable[None]],
@@ -90,7 +89,6 @@ class ChangeHandler:
         self._registry = registry
         self._drains = drains
         self._forgetter = forgetter
-        self._services = services
         self._refused_before = refused
         self._find_cells = find_cells
         self._selector = selector
@@ -187,13 +185,13 @@ class ChangeHandler:
             return named
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
-        answer = await self._forgetter.forget(command, named, self._selector.name_of(named))
+        answer = await self._forgetter.forget_host(command, named, self._selector.name_of(named))
         return self._answered(answer, received, CELL_SILENT)
 
     async def _forget_service(self, command: ForgetService, received: Received) -> Outcome:
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
-        return self._answered(await self._services.forget(command, received.meta.id), received, UNKNOWN)
+        return self._answered(await self._forgetter.forget_service(command, received.meta.id), received, UNKNOWN)
 
     def _one_of(self, found: Sequence[str], name: str, received: Received) -> str | Outcome:
         """The uuid of the one host that was found; the outcome of a request that names none, or several."""

@@ -101,21 +101,37 @@ ANSWER_S = 10.0  # of placement, and of a cell
 MAX_NAMED = 5  # instances, or hosts, that a refusal names
 CELL_SILENT = "host.cell_silent"
 HAS_INSTANCES = "host.has_instances"
+MAX_HOSTS = 1000  # that are counted
+UNKNOWN = "service.unknown"
+AMBIGUOUS = "service.ambiguous"
+UP = "service.up"
+HAS_HOSTS = "service.has_hosts"
+NO_CELL = "cell.unknown"
 
 
-class HostForgetter:
-    """Of one scheduler. api: the bus to placement."""
+class Forgetter:
+    """Of one scheduler. api: the bus to placement. cells: the buses of the cells, by name."""
 
     def __init__(
-        self, store: SchedulerStore, registry: ObjectRegistry, selector: Selector, api: Bus, *, clock: Clock
+        self,
+        store: SchedulerStore,
+        registry: ObjectRegistry,
+        selector: Selector,
+        api: Bus,
+        cells: Callable[[], Mapping[str, Bus]],
+        *,
+        clock: Clock,
     ) -> None:
         self._store = store
         self._registry = registry
         self._selector = selector
         self._api = api
+        self._cells = cells
         self._clock = clock
 
-    async def forget(self, command: ForgetHost, uuid: str, host: str) -> HostForgotten | Refusal:
+    # --- a host
+
+    async def forget_host(self, command: ForgetHost, uuid: str, host: str) -> HostForgotten | Refusal:
         """Forget one host, unless something shows that it may not be gone. Raises Transient, or RequestRefused."""
         kept = self._reported(uuid) or await self._kept_by_instances(uuid)
         if kept is not None:
@@ -171,34 +187,9 @@ class HostForgetter:
         reason = f"instances are on record there: {', '.join(found[:MAX_NAMED])}{more}"
         return Refusal(code=HAS_INSTANCES, reason=reason)
 
+    # --- a service
 
-MAX_HOSTS = 1000  # that are counted
-UNKNOWN = "service.unknown"
-AMBIGUOUS = "service.ambiguous"
-UP = "service.up"
-HAS_HOSTS = "service.has_hosts"
-NO_CELL = "cell.unknown"
-
-
-class ServiceForgetter:
-    """Of one scheduler. api: the bus to placement. cells: the buses of the cells, by name."""
-
-    def __init__(
-        self,
-        registry: ObjectRegistry,
-        selector: Selector,
-        api: Bus,
-        cells: Callable[[], Mapping[str, Bus]],
-        *,
-        clock: Clock,
-    ) -> None:
-        self._api = api
-        self._registry = registry
-        self._selector = selector
-        self._cells = cells
-        self._clock = clock
-
-    async def forget(self, command: ForgetService, message_id: str) -> ServiceForgotten | Refusal:
+    async def forget_service(self, command: ForgetService, message_id: str) -> ServiceForgotten | Refusal:
         """Forget one service, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
 
         message_id: of the command.

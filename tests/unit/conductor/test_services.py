@@ -33,7 +33,7 @@ from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.guard import HostOwners
-from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseForgetter, LeaseKeeper, pages_of
+from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseKeeper, pages_of
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import (
     SILENT,
@@ -274,14 +274,15 @@ class Published:
         self.sent.append(message)
 
 
-async def test_it_is_forgotten_once_it_is_down_and_has_no_instance() -> None:
+async def test_it_is_forgotten_once_it_is_down_and_has_no_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     await store.open()
     term = await store.leases.keep("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [DOWN])
     bus: Any = Published()
     up: tuple[str, ...] | None = None
-    forgetter = LeaseForgetter(store, bus, clock=SystemClock(), cell="c1", up=lambda: up)
+    forgetter = LeaseKeeper(store, bus, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="p")
+    monkeypatch.setattr(forgetter, "up", lambda: up)
     assert (await code_of(forgetter)) == "service.unsure"
     up = ("s1", "s3")
     assert (await code_of(forgetter)) == "service.up"
@@ -302,7 +303,7 @@ async def test_it_is_forgotten_once_it_is_down_and_has_no_instance() -> None:
     assert [type(one) for one in bus.sent] == [ServiceGone] * 2, "a repeat notifies those that have not received it"
 
 
-async def code_of(forgetter: LeaseForgetter) -> str:
+async def code_of(forgetter: LeaseKeeper) -> str:
     outcome = await forgetter.forget(ORDER)
     assert isinstance(outcome, Refuse)
     return outcome.code
@@ -320,7 +321,7 @@ async def test_the_builds_and_deletes_of_its_batch_come_before_it() -> None:
             return Done()
 
     order: Any = Order()
-    handlers = requests_of(order, SystemClock(), forgetter=order)
+    handlers = requests_of(order, SystemClock(), leases=order)
     delete = CellDelete(instance_uuid=UUID, project_id="p")
     batch = [Received(one, Meta(id=str(at)), "c1", "conductor.requests") for at, one in enumerate((ORDER, delete))]
     outcomes = await handlers.requests(batch)
@@ -339,7 +340,7 @@ async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, wa
 
     forgetter: Any = Forgetter()
     clock = SystemClock()
-    handlers = requests_of(forgetter, clock, forgetter=forgetter)
+    handlers = requests_of(forgetter, clock, leases=forgetter)
     left_s = 3600.0 if waits else -1.0
     received = Received(ORDER, Meta(id="1"), "c1", "conductor.requests", left_s=lambda: left_s)
     assert await handlers.requests([received]) == [Done()]

@@ -113,7 +113,7 @@ def engine_of(**parts: Any) -> Engine:
 
 def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> RequestHandlers:
     """Handlers of requests that are alone but for these."""
-    return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "search": ALONE, "forgetter": ALONE, **parts})
+    return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "search": ALONE, "leases": ALONE, **parts})
 
 
 def hosts_of(*parts: Any, **named: Any) -> HostHandlers:

@@ -26,7 +26,7 @@ from scheduler_worker.changes import ChangeHandler
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import hosts
 from scheduler_worker.fleet import Warmup
-from scheduler_worker.forgetting import ServiceForgetter
+from scheduler_worker.forgetting import Forgetter
 from scheduler_worker.keepers import FencePublisher
 from scheduler_worker.objects import MakeChange, ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
@@ -126,10 +126,10 @@ class Log:
         self.entries += [one.name for one in made[0]]
 
 
-def forgetter(known: Hosts, bus: Answering, entries: Log | None = None) -> ServiceForgetter:
+def forgetter(known: Hosts, bus: Answering, entries: Log | None = None) -> Forgetter:
     any_log: Any = entries or Log()
     any_bus: Any = bus
-    return ServiceForgetter(any_log, known.selector, any_bus, lambda: {"c1": any_bus}, clock=SystemClock())
+    return Forgetter(any_log, any_log, known.selector, any_bus, lambda: {"c1": any_bus}, clock=SystemClock())
 
 
 def down(number: int) -> ServicesDigest:
@@ -143,11 +143,11 @@ async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_announced(
     known.table.apply(down(1), 1.0)
     for number, now_s in enumerate((2.0, 2.0 + hosts.DOWN_HOLD_S), start=2):
         known.table.apply(down(number), now_s)
-        refused = await forgetter(known, bus).forget(COMMAND, "m")
+        refused = await forgetter(known, bus).forget_service(COMMAND, "m")
         assert isinstance(refused, Refusal) and refused.code == "service.has_hosts", now_s
     assert known.table.service[0] == hosts.NO_SERVICE and bus.ordered == []
     known.give_up()
-    assert isinstance(await forgetter(known, bus).forget(COMMAND, "m"), ServiceForgotten), (
+    assert isinstance(await forgetter(known, bus).forget_service(COMMAND, "m"), ServiceForgotten), (
         "it lists none of them any more"
     )
 
@@ -155,11 +155,11 @@ async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_announced(
 async def test_of_one_that_was_never_announced_the_book_decides() -> None:
     known = Hosts([])
     bus = Answering(*(f"h{number:04}" for number in range(100)))
-    refused = await forgetter(known, bus).forget(COMMAND, "m")
+    refused = await forgetter(known, bus).forget_service(COMMAND, "m")
     assert isinstance(refused, Refusal) and refused.code == "service.has_hosts"
     assert "100, as h0000, h0001" in refused.reason and bus.ordered == []
     bus.hosts = ()
-    done = await forgetter(known, bus).forget(COMMAND, "m")
+    done = await forgetter(known, bus).forget_service(COMMAND, "m")
     assert isinstance(done, ServiceForgotten) and done.removed, (
         "its hosts are forgotten, and nothing else of it is on record"
     )
@@ -169,7 +169,7 @@ async def test_who_forgot_it_is_on_record_though_the_first_answer_was_late() -> 
     known, bus, entries = Hosts([]), Answering(), Log()
     bus.removed = False  # it has done so, and its answer did not come in time
     for message, expected in (("m", 1), ("m", 1), ("repeated by the operator", 2)):
-        done = await forgetter(known, bus, entries).forget(COMMAND, message)
+        done = await forgetter(known, bus, entries).forget_service(COMMAND, message)
         assert isinstance(done, ServiceForgotten) and not done.removed
         assert entries.entries == [NAME] * expected, message
 
@@ -190,7 +190,7 @@ class UnavailableRecord:
 def handler() -> ChangeHandler:
     """A handler that reaches nothing but that record."""
     return ChangeHandler(
-        *cast("Any", [None] * 5),
+        *cast("Any", [None] * 4),
         refused=cast("Any", UnavailableRecord()),
         find_cells=cast("Any", None),
         warmup=Warmup(Hosts([]).selector, clock=SystemClock()),
