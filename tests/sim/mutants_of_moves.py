@@ -369,7 +369,7 @@ FOUND_BY = {
     "source_claimed_by_no_migration": 7,
     "book_keeps_no_source": 7,
     "flavor_of_an_undone_resize_kept": 7,
-    "source_over_before_it_is_confirmed": 7,
+    "source_over_before_it_is_confirmed": 104,
     "evacuated_while_its_service_is_up": 199,
     "end_announced_twice": 7,
     "confirmed_in_place_destroys_the_machine": 36,
