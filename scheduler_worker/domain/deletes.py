@@ -37,7 +37,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
     effects,
 )
-from scheduler_worker.domain.requests import HOSTS_UNKNOWN, RequestDelivery, refused_build
+from scheduler_worker.domain.requests import RequestDelivery, refused_build
 
 UNKNOWN = "instance.unknown"
 STRANDED_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
@@ -95,8 +95,9 @@ def plan_deletes(
         if (why := pending.delivery.ends_with()) is not None:
             plan.outcomes[pending.position] = Done()
             plan.messages.extend(_end_of(pending, why, build, author))
-        elif held and pending.key in held and held[pending.key].cell is None and pending.delivery.awaits_hosts:
-            plan.outcomes[pending.position] = HOSTS_UNKNOWN  # the cell that can be told may be announced yet
+        elif held and pending.key in held and held[pending.key].cell is None and not pending.delivery.last:
+            # The cell that can be told may be announced yet, or a scheduler that knows it is claiming now.
+            plan.outcomes[pending.position] = Retry(STRANDED, STRANDED_REASON)
         elif build is None or build.code == UNKNOWN or _is_anothers(build, request.project_id):
             # Another project's build is no record of this one's: it neither shows, nor hides what was claimed for it.
             plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")

@@ -245,9 +245,10 @@ async def test_a_request_that_expires_goes_to_the_cell_of_its_claim(world: World
 
 @pytest.mark.parametrize(("on", "is_announced"), [("c1", False), (API, True), (API, False)])
 async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
-    world: World, on: str, *, is_announced: bool
+    world: World, on: str, monkeypatch: pytest.MonkeyPatch, *, is_announced: bool
 ) -> None:
     """The delete goes to the cell, by the book or by the announcements; else both requests end as what they are."""
+    monkeypatch.setattr(requests, "RETRIES", 1)
     request, host = await running(world, on)
     if not is_announced:
         await world.stop("s1")
