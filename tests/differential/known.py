@@ -34,6 +34,8 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
     nothing = real.status_code == 200 and EMPTY & {*_lists(data_of(real))}
     if nothing and ours.status_code == 400 and "No such " in wording(ours):
         return "a name that does not exist, where the real one has found nothing before it looks"
+    if real.status_code == ours.status_code == 200 and _spells_aggregates_otherwise(call):
+        return "an aggregate's uuid in another spelling: another aggregate to the real one"
     if call.path.startswith("/allocation_candidates?") and real.status_code == ours.status_code == 200:
         if not data_of(real)["allocation_requests"] and _requires_nothing(call):
             return "a group without resources, required traits and aggregates: the real one finds nothing at all"
@@ -41,8 +43,6 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
             return "the real one keeps one tree of several that share all that the un-numbered group requires"
         if without_order(not_negative(data_of(real))) == without_order(data_of(ours)):
             return "negative capacity"
-        if _spells_aggregates_otherwise(call):
-            return "an aggregate's uuid in another spelling: another aggregate to the real one"
         if _ignores_trees(call, data_of(real), data_of(ours)):
             return "the real one does not look at in_tree of a group without resources"
     return None
