@@ -1,9 +1,10 @@
 """Changes machines in place: start, stop, hand over, resize, rebuild, snapshot.
 
 One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
-higher order takes the place of the one before, wherever that stands; one with a lower order is late and is dropped. The
-order is on record before the message is acknowledged. A change that was in progress when its service died is not
-resumed: it is unknown whether it has taken place, and the conductor repeats its command because it gets no answer.
+higher order takes the place of the one before, wherever that stands; one with a lower order is late, one with the same
+is a copy, and both are dropped. The order is on record before the message is acknowledged. A change that was in
+progress when its service died is not resumed: it is unknown whether it has taken place, and the conductor repeats its
+command, under a higher order, because it gets no answer.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Changes:
             self._jobs.start(key, Chain(), self._check(command))
             return None
         entry = self._records.get(key)
-        if entry is not None and entry.attempt == command.attempt and command.order < entry.order:
+        if entry is not None and entry.attempt == command.attempt and command.order <= entry.order:
             metrics.COMMANDS.labels(self._service, "stale").inc()
             return None
         row = None

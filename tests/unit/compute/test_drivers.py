@@ -246,9 +246,9 @@ class Rig:
         )
         self._order = 0
 
-    async def apply(self, kind: ChangeKind, to_host: str = ELSEWHERE.format(1)) -> MachineChanged:
+    def command(self, kind: ChangeKind, to_host: str = ELSEWHERE.format(1)) -> ChangeMachine:
         self._order += 1
-        command = ChangeMachine(
+        return ChangeMachine(
             change=kind,
             spec=InstanceSpec(instance_uuid=VM, project_id="p"),
             attempt=1,
@@ -258,8 +258,10 @@ class Rig:
             allocations={self.host: {"VCPU": 1}},
             to_host=to_host,
         )
+
+    async def apply(self, kind: ChangeKind) -> MachineChanged:
         count = len(self.answers)
-        self.changes.take(command, is_host=True)
+        self.changes.take(self.command(kind), is_host=True)
         await reached(lambda: len(self.answers) > count)
         return self.answers[-1]
 
@@ -287,6 +289,19 @@ async def test_a_source_that_passes_is_migrated_and_other_changes_are_not_checke
     await rig.apply(ChangeKind.START)
     await rig.apply(ChangeKind.HAND_OVER)
     assert rig.driver.calls == ["check_source", "hand-over-live", "start", "hand-over"]
+
+
+async def test_a_copy_of_a_change_that_was_answered_changes_nothing() -> None:
+    """Seed 4840086: a change had failed and ended, its cell forgot that the command was sent, and its copy was carried
+    out: the instance was on record as running, and stood still.
+    """
+    rig = Rig(Faults(change_fail_rate=1.0))
+    command = rig.command(ChangeKind.STOP)
+    rig.changes.take(command, is_host=True)
+    await reached(lambda: bool(rig.answers))
+    assert not rig.answers[0].done and rig.changes.take(command, is_host=True) is None
+    await rig.apply(ChangeKind.START)
+    assert rig.driver.calls == ["stop", "start"] and len(rig.answers) == 2
 
 
 async def test_a_machine_that_was_handed_over_is_not_refused_when_the_command_comes_twice() -> None:
