@@ -51,8 +51,11 @@ def is_searched(instance: Instance) -> bool:
 
 
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
-    """The machines among these that the record does not have: on hosts that it has not tried, or of later attempts."""
-    tried = {selection.host_uuid for selection in instance.selections[: instance.position + 1]}
+    """The machines among these that the record does not have: on hosts that it has not tried, or of later attempts. Nor
+    has it the one on its own host once it was given up because that host was silent.
+    """
+    is_known = instance.code != rules.OUTCOME_UNKNOWN
+    tried = {selection.host_uuid for selection in instance.selections[: instance.position + is_known]}
     return tuple(one for one in found if one.attempt > instance.attempt or one.host_uuid not in tried)
 
 

@@ -67,6 +67,10 @@ def failing(**other: Any) -> Instance:
     return record(S.CLAIMING, S.BUILDING, **{"doubted": True, **other})
 
 
+def unsure(**other: Any) -> Instance:
+    return record(S.RELEASING, S.FAILED, **{"doubted": True, "code": "build.outcome_unknown", **other})
+
+
 def adopting(**other: Any) -> Instance:
     return record(S.CLAIMING, S.ACTIVE, **other)
 
@@ -114,6 +118,11 @@ FOUND: list[Case] = [
     case(failing(), found(replace(ON_HOST_3, attempt=4, host_uuid=host(1))), "claiming/active"),
     case(failing(), found(replace(ON_HOST_3, attempt=5, host_uuid=host(1))), "claiming/active"),
     case(failing(), found(replace(ON_HOST_3, project_id="q")), "releasing/failed"),
+    # It was given up because its host did not answer whether it runs: the search has heard that it does.
+    case(unsure(), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2))), "claiming/active"),
+    case(unsure(), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2), built=False)), "claiming/active"),
+    case(unsure(), found(replace(ON_HOST_3, attempt=1, host_uuid=host(1))), "releasing/failed"),
+    case(unsure(code="spawn.timeout"), found(replace(ON_HOST_3, attempt=2, host_uuid=host(2))), "releasing/failed"),
 ]
 
 
