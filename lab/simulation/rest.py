@@ -515,15 +515,17 @@ def _is_removed(world: World, host: str) -> bool:
 def _on_nodes(world: World) -> Iterator[RunningFact]:
     for node in world.ironic.pool.nodes.values() if world.ironic else ():
         uuid = node["instance_uuid"]
-        if uuid is None and (left := marked(node)) is not None and _is_active(world, left):
-            uuid = left  # its operator cleared `instance_uuid` alone: a machine that was not deleted still runs
+        if uuid is None and (left := marked(node)) is not None and _is_active_on(world, left, node["uuid"]):
+            # Its operator cleared `instance_uuid` alone: a machine that was not deleted, nor left for an alternate,
+            # still runs.
+            uuid = left
         if uuid is not None:
             yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
 
 
-def _is_active(world: World, uuid: str) -> bool:
+def _is_active_on(world: World, uuid: str, host: str) -> bool:
     found = [table.instances[uuid] for table in world.cells.values() if uuid in table.instances]
-    return any(instance.state is State.ACTIVE for instance in found)
+    return any(instance.state is State.ACTIVE and instance.host_uuid == host for instance in found)
 
 
 def _audit(book: MemoryBookTable) -> Iterator[str]:
