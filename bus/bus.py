@@ -52,6 +52,7 @@ class Bus:
         rng: random.Random,
         limits: BusLimits = BusLimits(),  # noqa: B008  (frozen)
         tracer: Tracer | None = None,
+        stall_watch: StallWatch | None = None,
     ) -> None:
         self.name = name
         self.transport = transport
@@ -60,7 +61,7 @@ class Bus:
         self.rng = rng
         self.limits = limits
         self.tracer = tracer
-        self.stall_watch = StallWatch()
+        self.stall_watch = StallWatch() if stall_watch is None else stall_watch
         self.publisher = Publisher(name, transport, limits)
         self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}

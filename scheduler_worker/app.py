@@ -88,9 +88,7 @@ def build(
     engine, moves = _engines(parts, follower)
     _add_store_and_replica(parts, relay, follower)
     announce_presence(service, env, parts.api, "scheduler")
-    registry = ObjectRegistry(
-        parts.store, parts.selector, config, clock=env.clock, cells=cells, stall_watch=parts.api.stall_watch
-    )
+    registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
     drains = _add_drains(parts, registry, moves, follower)
     forgetter = Forgetter(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, forgetter)

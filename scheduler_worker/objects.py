@@ -17,7 +17,6 @@ from msgspec import Struct
 from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import never
-from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import DrainRecord
 from bus.contracts.objects import (
@@ -156,7 +155,7 @@ def check_objects(
 class ObjectRegistry:
     """Keeps a scheduler's configuration and its host table up to date with the objects on record.
 
-    settings: the scheduler's own, without objects. cells: those that it serves. stall_watch: of the bus of changes.
+    settings: the scheduler's own, without objects. cells: those that it serves.
     """
 
     def __init__(
@@ -167,14 +166,12 @@ class ObjectRegistry:
         *,
         clock: Clock,
         cells: Sequence[str] = (),
-        stall_watch: StallWatch,
     ) -> None:
         self._store = store
         self._selector = selector
         self._settings = settings
         self._clock = clock
         self.served = tuple(cells)  # the cells of the settings
-        self._stall_watch = stall_watch
         self._loading = asyncio.Lock()  # one load at a time, so that an older revision is not adopted after a newer one
         self._is_fresh = True  # False: announcements may have been lost
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
@@ -196,7 +193,6 @@ class ObjectRegistry:
         """Read the revision every RELOAD_S, and soon after each reconnect."""
         due = self._clock.monotonic() + RELOAD_S
         while True:
-            self._stall_watch.look(self._clock.monotonic())
             await self._clock.sleep(RELOAD_CHECK_S)
             if not self._is_fresh or self._clock.monotonic() >= due:
                 self._is_fresh = True  # read before: a connection that is lost meanwhile has it read again

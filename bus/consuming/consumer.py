@@ -40,6 +40,7 @@ from bus.consuming.in_flight import (
 )
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
 from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
+from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
 from bus.contracts.queues import BY_QUEUE, QueueKind
@@ -152,6 +153,11 @@ class Consumer:
         if not self.started or not self._bus.transport.connected:
             return False
         return self._until_available.waited_s < NOT_READY_AFTER_S
+
+    @property
+    def stall_watch(self) -> StallWatch:
+        """That of its process."""
+        return self._bus.stall_watch
 
     @property
     def started(self) -> bool:

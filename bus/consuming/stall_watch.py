@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 
+LOOK_S = 0.5  # between two looks of a process that runs
 STALL_S = 2.0  # a look that comes so long after the one before is the end of a stall
 BACKLOG_S = 5.0  # so long after a stall what waited in the connection may still be read
 
 
 class StallWatch:
-    """The stalls of a process that calls `look` several times within STALL_S. It begins with the first look; without
-    one there are no stalls. Times are seconds of one monotonic clock, which the caller reads.
+    """The stalls of one process, whose service looks every LOOK_S; all of its buses have the same. It begins with the
+    first look; without one there are no stalls. Times are seconds of one monotonic clock, which the caller reads.
 
     A process that is busy elsewhere for so long may count as one that stood still. Then a delivery is given back to the
     broker without need, once.

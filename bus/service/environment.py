@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bus.bus import API, Bus
 from bus.clock import Clock, SystemClock
+from bus.consuming.stall_watch import StallWatch
 from bus.contracts.objects import CellBus
 from bus.faults import Fault
 from bus.port import Transport
@@ -62,6 +63,7 @@ class Environment:
         self.cells = cells
         self.heartbeat_s = heartbeat_s
         self.tracer = tracer
+        self._stall_watch = StallWatch()
         self._transports = transports
         self._cell_transports = cell_transports
         self._database_url = database_url
@@ -95,6 +97,7 @@ class Environment:
             clock=self.clock,
             rng=rng,
             tracer=self.tracer,
+            stall_watch=self._stall_watch,
         )
 
     def transport(self, name: str) -> Transport:

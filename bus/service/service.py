@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from bus.clock import Clock
+from bus.consuming.stall_watch import LOOK_S
 from bus.faults import Fault, first_fault
 
 if TYPE_CHECKING:
@@ -170,11 +171,21 @@ class Service:
         self._enter_phase("preparing")
         for step in self._preparations:
             await step()
+        self._spawn("stalls", self._watch_stalls())
         for consumer in self._consumers:
             await consumer.start()
             self._spawn(f"consumer {consumer.queue}", consumer.run())
         self._enter_phase("ready")
         self.ready.set()
+
+    async def _watch_stalls(self) -> None:
+        """Have consumers know that what they read may have waited while this process stood still."""
+        watches = {consumer.stall_watch for consumer in self._consumers}
+        while True:
+            now = self.clock.monotonic()
+            for watch in watches:
+                watch.look(now)
+            await self.clock.sleep(LOOK_S)
 
     def _spawn(self, name: str, body: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(body, name=name)

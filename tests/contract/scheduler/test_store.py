@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Refuse
-from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainMoveState, DrainRecord, DrainTarget
@@ -148,9 +147,7 @@ async def test_a_query_of_the_log_may_name_what_no_database_stores(store: Schedu
 
 async def test_a_redelivered_change_that_was_refused_is_refused_again(store: SchedulerStore) -> None:
     """The scheduler may have died between its refusal and the acknowledgement."""
-    registry = ObjectRegistry(
-        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
-    )
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
     await registry.reload()
     for _ in range(2):
         wrong = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="gone"),))
@@ -165,9 +162,7 @@ async def test_a_redelivered_change_that_was_refused_is_refused_again(store: Sch
 
 
 async def test_a_refusal_is_kept_and_a_change_that_was_made_is_none(store: SchedulerStore) -> None:
-    registry = ObjectRegistry(
-        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
-    )
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
     refused = RefusedCommands(store)
     await registry.reload()
     refusal = Refuse("host.unknown", "there is no host h1")
@@ -182,9 +177,7 @@ async def test_a_refusal_is_kept_and_a_change_that_was_made_is_none(store: Sched
 
 
 async def test_a_special_change_that_is_refused_was_not_handled(store: SchedulerStore) -> None:
-    registry = ObjectRegistry(
-        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
-    )
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
     first: list[bool] = []
 
     async def make(unit: OperationUnit, _: RecordedObjects) -> Refusal:

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState
 from bus.contracts.cell import BuildsWaiting, WaitingBuild
@@ -119,7 +118,7 @@ async def test_objects_of_settings_that_cannot_be_used_are_not_written() -> None
     await store.open()
     bad = SchedulerConfig(groups={"web": GroupDefinition(policy=GroupPolicy.AFFINITY)})
     with pytest.raises(SettingsError, match="PROJECT/NAME"):
-        await ObjectRegistry(store, Hosts([]).selector, bad, clock=SystemClock(), stall_watch=StallWatch()).reload()
+        await ObjectRegistry(store, Hosts([]).selector, bad, clock=SystemClock()).reload()
     found = await store.objects()
     assert found is not None and found.revision == 0
     await store.close()

@@ -11,7 +11,6 @@ import pytest
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Refuse
-from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.cell import ForgetServiceInCell, ServiceDown, ServiceForgottenInCell, ServicesDigest
@@ -57,9 +56,7 @@ async def test_a_fence_that_is_lifted_while_another_is_published_is_left_out(mon
     """Seed 1795360394: the task ended with a KeyError, and its scheduler with it."""
     monkeypatch.setattr(keepers, "REPUBLISH_S", 0.001)
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
-    registry = ObjectRegistry(
-        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
-    )
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
     registry.fences = {FIRST: FENCED, SECOND: FENCED}
     published: list[str] = []
     twice = asyncio.Event()

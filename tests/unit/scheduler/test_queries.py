@@ -11,7 +11,6 @@ import pytest
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Refuse
-from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
@@ -270,7 +269,7 @@ async def test_a_question_while_the_database_is_unavailable_is_refused_at_once()
     """Not kept until it is back: the requester would wait in vain, and be answered that there is no scheduler."""
     hosts = Hosts([PLENTY])
     store, clock = cast("Any", UnavailableDatabase()), SystemClock()
-    registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock, stall_watch=StallWatch())
+    registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
     unused = cast("Any", None)
     handler = QueryHandler(store, unused, WaitingTable(), clock=clock, objects=registry, cells=unused)
     for query in (BuildQuery(), BuildQuery(instance_uuid=KNOWN), ObjectsQuery(), ObjectLogQuery()):

@@ -18,6 +18,7 @@ from bus.bus import API
 from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.consuming.stall_watch import STALL_S, StallWatch
 from bus.contracts.workers import STOPPED, WorkerHeartbeat
 from bus.faults import BrokenInvariant, Fault
 from bus.memory import MemoryBroker, MemoryTransport
@@ -40,6 +41,7 @@ class Recorder:
     def __init__(self) -> None:
         self.logged: list[str] = []
         self.ended = asyncio.Event()
+        self.stall_watch = StallWatch()
 
     def step(self, name: str) -> object:
         async def run(*_: object) -> None:
@@ -88,6 +90,23 @@ async def test_the_order_of_a_whole_life() -> None:
         "drain consumer", "drain relay", "close two", "close one",
     ]  # fmt: skip
     assert service.not_ready() == ["service is closed"]
+
+
+async def test_a_service_notices_that_its_process_stood_still() -> None:
+    recorder = Recorder()
+    service, stop = service_of(recorder), asyncio.Event()
+    life = asyncio.create_task(service.run(stop))
+    await service.ready.wait()
+    resumed = service.clock.monotonic() + 2 * STALL_S
+    assert recorder.stall_watch.waiting_since(resumed) < resumed
+    stop.set()
+    await life
+
+
+def test_all_buses_of_a_process_have_its_stalls() -> None:
+    broker = MemoryBroker(SystemClock())
+    env = Environment("p", transports=lambda name: MemoryTransport(broker, name))
+    assert env.bus(API).stall_watch is env.bus("cell0").stall_watch is env.cell_bus("cell1", None).stall_watch
 
 
 async def test_a_check_names_what_is_not_ready() -> None:
