@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+import msgspec
+
 from berth.audit.invariants import Facts, InstanceFact, InventoryFact, RunningFact, SourceFact, check_invariants
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainMoveState, DrainState
-from bus.contracts.objects import ObjectKind
+from bus.contracts.objects import HostDecision, ObjectKind
+from bus.contracts.operations import AdminState
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.desires import desire_of
 from cell_conductor.domain.instance import Instance, State
@@ -192,16 +195,25 @@ def given_back(world: World) -> list[str]:
 
 def check_quota_refusals(world: World) -> str:
     """The error in the answer to projects that may hold nothing at all; "" when it names their quota."""
-    hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
+    closed = _closed(world)
+    up = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
+    hosts = [host for host in up if host.enabled and host.plan.uuid not in closed]
     for uuid, build in world.builds.recorded.items():
         if build.project_id == NONE_ALLOWED:
             # Machines that a restored database does not know keep their resources: there may be none left.
-            full = bool(world.taken_back) or not any(
-                host.enabled and _has_vcpu(world, host.plan.uuid) for host in hosts
-            )
+            full = bool(world.taken_back) or not any(_has_vcpu(world, host.plan.uuid) for host in hosts)
             rightly = build.code == OVER_QUOTA or full
             return "" if rightly and build.state is BuildState.FAILED else f"{uuid}: {build.code}"
     return f"no project of {NONE_ALLOWED} is on record"
+
+
+def _closed(world: World) -> set[str]:
+    """Hosts that their operators have closed to builds, or that a drain has (seed 4880925: all of them)."""
+    return {
+        host
+        for (kind, host), stored in world.builds.objects.present.objects.items()
+        if kind is ObjectKind.HOST and msgspec.convert(stored.body, HostDecision).state is not AdminState.ENABLED
+    }
 
 
 def _has_vcpu(world: World, root: str) -> bool:
