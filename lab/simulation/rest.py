@@ -30,6 +30,7 @@ from lab.simulation.world import World, marked
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory_table import MemoryBookTable
+from scheduler_worker.domain.builds import STRANDED
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.objects import drains_of
 
@@ -229,7 +230,7 @@ def unclearable(world: World) -> set[str]:
     """Instances that can never be cleared away: the stranded ones, and those of which a restored database knows an old
     truth: what becomes of their machines is judged as it happens.
     """
-    return set(world.taken_back) | _stranded(world)
+    return set(world.taken_back) | _stranded(world) | _left_to_the_audit(world)
 
 
 def _stranded(world: World) -> set[str]:
@@ -246,6 +247,18 @@ def _stranded(world: World) -> set[str]:
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
             or (instance.move is not None and _is_removed(world, instance.host_uuid or ""))
         )
+    }
+
+
+def _left_to_the_audit(world: World) -> set[str]:
+    """Builds that ended because no cell is known of what they hold, on nodes that their operators have removed from
+    Ironic: nothing will ever announce these, and `berth placement audit --repair` gives that back.
+    """
+    return {
+        uuid
+        for uuid, build in world.builds.recorded.items()
+        if build.code == STRANDED and (kept := world.book.consumers.get(uuid)) is not None
+        if all(_is_removed(world, provider) for provider in kept.consumer.holding)
     }
 
 
