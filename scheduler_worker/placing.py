@@ -354,11 +354,24 @@ class Dispatcher:
     async def _withdraw(self, runs: Mapping[str, str]) -> set[str]:
         """Release the claims for builds ({instance: run}) that another scheduler, or a delete, has ended meanwhile. By
         the run of this decision: where the record has another, nothing was ever dispatched for this one. Returns those
-        whose record is gone.
+        whose record is gone, or waits.
+
+        A record of another run that is not decided yet has the claim first: it may have read that its instance holds
+        nothing before this run claimed, and its end releases what it has.
         """
+        async with self._store.unit() as unit:
+            builds = [one.build for one in (await unit.read(list(runs))).values()]
+        open_runs = {
+            (one.instance_uuid, one.project_id): one.run
+            for one in builds
+            if one.awaits_decision and one.run != runs[one.instance_uuid]
+        }
+        given = await self._held.given_to(open_runs)
         async with self._store.unit() as unit:
             known = await unit.read(list(runs))
             for uuid, one in known.items():
-                for message in releases_of(replace(one.build, run=runs[uuid])):
-                    unit.emit(message)
-        return runs.keys() - known.keys()
+                for run in dict.fromkeys((runs[uuid], one.build.run)):
+                    for message in releases_of(replace(one.build, run=run)):
+                        unit.emit(message)
+        waits = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
+        return (runs.keys() - known.keys()) | waits

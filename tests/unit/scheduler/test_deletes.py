@@ -18,6 +18,7 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from bus.contracts.placement import (
+    Claim,
     ClaimOutcome,
     ClaimResult,
     GroupPolicy,
@@ -28,6 +29,8 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
+from scheduler_worker.claims import HeldClaims
+from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, Gang, NewBuild, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.deletes import PendingDelete, answer_unknown, pending_delete, plan_deletes, tombstones
 from scheduler_worker.domain.placement import (
@@ -41,6 +44,7 @@ from scheduler_worker.domain.requests import LAST, OVERTAKES, RequestDelivery
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.unanswered import open_build
 from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.placing import Dispatcher
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.claims import BookClaims
@@ -199,6 +203,30 @@ async def test_a_run_whose_record_was_made_anew_takes_nothing_from_the_run_after
     cluster.on_record[request.instance_uuid] = "newer"
     (placed,) = await cluster.place(request)
     assert isinstance(placed, PlacementUnavailable) and cluster.claims == []
+
+
+async def test_a_claim_of_a_run_whose_record_was_made_anew_is_given_to_that_record(cluster: Cluster) -> None:
+    """The later run had read that the instance holds nothing, and ended without a host: nobody released that claim."""
+    store, request = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), cluster.hosts.request()
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    uuid, project = request.instance_uuid, request.project_id
+    anew = RecordedBuild(instance_uuid=uuid, project_id=project, state=BuildState.ACCEPTED, sequence=1, run="newer")
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=request, digest=b"1", build=anew)], 1.0)
+    cluster.on_record[request.instance_uuid] = "newer"
+
+    def claimed(claim: Claim) -> ClaimResult:
+        hold(cluster, request, on=0, run=RUN)
+        return cluster.claimed(claim)
+
+    cluster.answer = claimed
+    held = HeldClaims(cluster.port, cluster.hosts.table.last_cell_of, cluster.runs_on_record)
+    dispatcher = Dispatcher(
+        store, held, cluster.placer, cluster.hosts.selector, clock=SystemClock(), process="scheduler s0"
+    )
+    pending = PendingBuild(position=0, request=request, digest=b"1", requested_at=1.0, taken_at=1.0, run=RUN)
+    await dispatcher.dispatch([pending])
+    assert [(one.by, one.takes_over) for one in cluster.claims] == [(RUN, None), ("newer", RUN)]
 
 
 # --- what one delete of a batch waits for keeps no other delete from being carried out
