@@ -33,17 +33,15 @@ from bus.consuming.in_flight import (
     ConsumerLane,
     InFlightDelivery,
     InFlightMessage,
-    is_over,
     left_s,
     may_be_begun,
     of_use_until,
 )
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
 from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
-from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
-from bus.contracts.queues import BY_QUEUE, QueueKind
+from bus.contracts.queues import BY_QUEUE, ENDED_BY_LETTER, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.gather import Gather, InTurn
 from bus.key_trust import letters_code
@@ -108,6 +106,7 @@ class Consumer:
         **fill: str,
     ) -> None:
         self.queue = queue
+        self.stall_watch = bus.stall_watch
         self._batch_interval = BatchInterval() if paced else None
         self._bus = bus
         self._row = BY_QUEUE[queue]
@@ -153,11 +152,6 @@ class Consumer:
         if not self.started or not self._bus.transport.connected:
             return False
         return self._until_available.waited_s < NOT_READY_AFTER_S
-
-    @property
-    def stall_watch(self) -> StallWatch:
-        """That of its process."""
-        return self._bus.stall_watch
 
     @property
     def started(self) -> bool:
@@ -404,24 +398,31 @@ class Consumer:
         return True
 
     async def _settle_all(self, items: Sequence[InFlightMessage]) -> None:
-        now = self._bus.clock.monotonic()
-        sound: list[InFlightMessage] = []
-        malformed: list[InFlightMessage] = []
-        for item in items:
-            if isinstance(item.received, Malformed):
-                malformed.append(item)
-            elif item.until is not None and item.until < now:
-                self._close(item)
-                self._count("expired", 1)
-            else:
-                sound.append(item)
+        malformed = [item for item in items if isinstance(item.received, Malformed)]
         if malformed:
             await self._refuse_all(malformed)
-        if sound:
-            await self._until_available.call(partial(self._settle, sound))
+        sound = self._awaited([item for item in items if not isinstance(item.received, Malformed)])
+        await self._until_available.call(partial(self._settle, sound))
+
+    def _awaited(self, items: list[InFlightMessage]) -> list[InFlightMessage]:
+        """Those of these whose requesters wait for an answer; the others are dropped."""
+        now = self._bus.clock.monotonic()
+        late = [item for item in items if item.until is not None and item.until < now]
+        for item in late:
+            self._close(item)
+        self._count("expired", len(late))
+        return [item for item in items if item not in late]
 
     async def _settle(self, waiting: list[InFlightMessage]) -> None:
-        """Call the handler and carry out its outcomes. Raises Transient for messages that wait; only these are left."""
+        """Call the handler and carry out its outcomes. Raises Transient for messages that wait; only these are left.
+
+        What was asked before goes on without its requester where its record ends it: one that has expired since, and
+        whose record commits only now, nothing else would end, not even when its connection is lost.
+        """
+        if self._row.name not in ENDED_BY_LETTER:
+            waiting[:] = self._awaited(waiting)
+        if not waiting:
+            return
         began, asked = self._bus.clock.monotonic(), list(waiting)
         outcomes = await self._ask(asked)
         waits = [one for one in outcomes if isinstance(one, Wait)]
@@ -494,7 +495,7 @@ class Consumer:
         """
         received = [item.received for item in items if isinstance(item.received, Received)]
         try:
-            return await self._call(items, received)
+            return await self._call(received)
         except (BusForbidden, Forbidden):
             # not the message's fault: the message is requeued with the connection, and the process logs why it ends
             raise
@@ -524,9 +525,7 @@ class Consumer:
             with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
                 await self._end_subscriptions()
 
-    async def _call(self, items: Sequence[InFlightMessage], received: Sequence[Received]) -> Sequence[Outcome]:
-        if is_over(self._row.name, items, self._bus.clock.monotonic()):
-            return [Done()] * len(received)
+    async def _call(self, received: Sequence[Received]) -> Sequence[Outcome]:
         tracer = self._bus.tracer
         if tracer is None:
             outcomes = await self._handler(received)

@@ -12,7 +12,6 @@ oscillate. The law and measurements are in docs/concepts/performance.md, "Batche
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -180,15 +179,6 @@ class InFlightMessage:
         self.in_flight = in_flight
         self.received = received
         self.until = until
-
-
-def is_over(queue: str, items: Sequence[InFlightMessage], now: float) -> bool:
-    """Whether a server was unavailable for so long that no requester waits. now: by the monotonic clock.
-
-    Never so for requests that go on without their requesters, not even when the connection by which they came is lost:
-    one that has expired since, and whose record commits only now, nothing else would end.
-    """
-    return queue not in ENDED_BY_LETTER and all(item.until is not None and item.until < now for item in items)
 
 
 ITEMS_AS_A_BATCH = 25.0  # this many items cost as much as the batch itself

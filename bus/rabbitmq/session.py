@@ -131,6 +131,15 @@ class Session:
         with translated(about):
             yield channel
 
+    @contextlib.asynccontextmanager
+    async def _on_foreign(self, name: str) -> AsyncIterator[AbstractChannel]:
+        """The same, for a declaration of another system's: what differs is used as it is."""
+        try:
+            async with self._on("foreign", name) as channel:
+                yield channel
+        except QueueDiffers as error:
+            log.warning("bus.foreign_differs", name=name, reason=str(error))
+
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm."""
         publisher = self._publisher
@@ -325,28 +334,22 @@ class Session:
         What exists is used as it is: with other properties than those planned it serves all the same, and the processes
         of that system may be configured otherwise than this one.
         """
-        try:
-            async with self._on("foreign", planned.exchange) as channel:
-                await channel.exchange_declare(
-                    planned.exchange,
-                    exchange_type=planned.exchange_type,
-                    durable=planned.exchange_durable,
-                    auto_delete=planned.exchange_auto_delete,
-                    timeout=RPC_TIMEOUT_S,
-                )
-        except QueueDiffers as error:
-            log.warning("bus.foreign_differs", name=planned.exchange, reason=str(error))
-        try:
-            async with self._on("foreign", planned.name) as channel:
-                await channel.queue_declare(
-                    planned.name,
-                    durable=planned.durable,
-                    auto_delete=planned.auto_delete,
-                    arguments=dict(planned.arguments),
-                    timeout=RPC_TIMEOUT_S,
-                )
-        except QueueDiffers as error:
-            log.warning("bus.foreign_differs", name=planned.name, reason=str(error))
+        async with self._on_foreign(planned.exchange) as channel:
+            await channel.exchange_declare(
+                planned.exchange,
+                exchange_type=planned.exchange_type,
+                durable=planned.exchange_durable,
+                auto_delete=planned.exchange_auto_delete,
+                timeout=RPC_TIMEOUT_S,
+            )
+        async with self._on_foreign(planned.name) as channel:
+            await channel.queue_declare(
+                planned.name,
+                durable=planned.durable,
+                auto_delete=planned.auto_delete,
+                arguments=dict(planned.arguments),
+                timeout=RPC_TIMEOUT_S,
+            )
         async with self._on("foreign") as channel:
             await channel.queue_bind(planned.name, planned.exchange, planned.routing_key, timeout=RPC_TIMEOUT_S)
 

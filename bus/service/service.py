@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from bus.clock import Clock
-from bus.consuming.stall_watch import LOOK_S
+from bus.consuming.stall_watch import LOOK_S, StallWatch
 from bus.faults import Fault, first_fault
 
 if TYPE_CHECKING:
@@ -171,20 +171,18 @@ class Service:
         self._enter_phase("preparing")
         for step in self._preparations:
             await step()
-        self._spawn("stalls", self._watch_stalls())
+        if self._consumers:
+            self._spawn("stalls", self._watch_stalls(self._consumers[0].stall_watch))
         for consumer in self._consumers:
             await consumer.start()
             self._spawn(f"consumer {consumer.queue}", consumer.run())
         self._enter_phase("ready")
         self.ready.set()
 
-    async def _watch_stalls(self) -> None:
+    async def _watch_stalls(self, watch: StallWatch) -> None:
         """Have consumers know that what they read may have waited while this process stood still."""
-        watches = {consumer.stall_watch for consumer in self._consumers}
         while True:
-            now = self.clock.monotonic()
-            for watch in watches:
-                watch.look(now)
+            watch.look(self.clock.monotonic())
             await self.clock.sleep(LOOK_S)
 
     def _spawn(self, name: str, body: Coroutine[Any, Any, Any]) -> None:

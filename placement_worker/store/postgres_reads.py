@@ -193,10 +193,8 @@ class PostgresReads:
             numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
             of_tree = await read_providers(connection, numbers[: queries.MAX_TREE])
             holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
-            more, holding = (
-                len(numbers) > queries.MAX_TREE or len(holding) > requested.limit,
-                holding[: requested.limit],
-            )
+            more = len(numbers) > queries.MAX_TREE or len(holding) > requested.limit
+            holding = holding[: requested.limit]
             found: dict[str, queries.TreeHolder] = {}
             for consumer, provider, name, amount, project, user, kind, attempt in await fetch(
                 connection, _TREE_HELD, ids=numbers, uuids=holding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -19,7 +20,9 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import routing_key
 from bus.contracts.operations import ForgetHost
+from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.queues import BY_QUEUE, COMMANDS
+from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing, Subscription
 from bus.wire import headers_of, pack
@@ -83,7 +86,7 @@ class House:
             for transport in (MemoryTransport(broker, "requester"), self.connection)
         )
         self.handler = Answering(accepted)
-        self._requests: list[asyncio.Task[BuildAccepted]] = []
+        self._requests: list[asyncio.Task[Any]] = []
 
     async def consume(self, handler: Handler) -> None:
         self.consumer = Consumer(self.server, REQUESTS, handler, concurrency=1)
@@ -105,6 +108,14 @@ class House:
         end.
         """
         request = self.requester.request(boot(number), BuildAccepted, timeout_s=timeout_s)
+        self._requests.append(asyncio.create_task(request))
+        return self._requests[-1]
+
+    def request_release(self, attempt: int, timeout_s: float) -> asyncio.Task[ReleaseResult]:
+        """The same, of a release."""
+        request = self.requester.request(
+            Release(consumer=boot(1).instance_uuid, attempt=attempt), ReleaseResult, timeout_s=timeout_s
+        )
         self._requests.append(asyncio.create_task(request))
         return self._requests[-1]
 
@@ -213,6 +224,35 @@ async def test_a_request_that_waits_for_a_busy_handler_is_dated_from_its_arrival
     may_go_on.set()
     await house.request(3, TIMEOUT_S)
     assert house.handler.uuids == [boot(1).instance_uuid, boot(3).instance_uuid]
+
+
+async def test_of_a_batch_that_waited_for_a_server_only_what_is_still_awaited_is_handled(house: House) -> None:
+    """While one requester of the batch still waited, what the others had given up was carried out."""
+    is_busy, may_go_on = asyncio.Event(), asyncio.Event()
+    asked: list[list[int | None]] = []
+
+    async def away_once(batch: Sequence[Received]) -> Sequence[Outcome]:
+        asked.append([one.message.attempt for one in batch if isinstance(one.message, Release)])
+        if len(asked) == 1:
+            is_busy.set()
+            await may_go_on.wait()
+        elif len(asked) == 2:
+            house.clock.ahead_s += STALLED_S
+            raise Transient("the database is away", code="database.unavailable")
+        return [Done(ReleaseResult(outcome="released"))] * len(batch)
+
+    await house.consumer.drain(1.0)
+    house.consumer = Consumer(house.server, "placement.requests", away_once, concurrency=1)
+    await house.consumer.start()
+    house.request_release(1, 10 * TIMEOUT_S)
+    await is_busy.wait()
+    house.request_release(2, TIMEOUT_S)
+    await until(lambda: house.connection.arrived == 2)
+    awaited = house.request_release(3, 10 * TIMEOUT_S)
+    await until(lambda: house.connection.arrived == 3)
+    may_go_on.set()
+    await awaited
+    assert asked == [[1], [2, 3], [3]]
 
 
 async def test_a_request_that_comes_again_has_so_much_less_time(house: House) -> None:
