@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bus.clock import CLOCKS_APART_S
 
-from .desires import desire_of
+from .desires import DELETE_REQUESTED, desire_of
 from .events import BuildRequested, DeleteRequested, Event, MoveRequested, is_begun_by
 from .instance import Instance
 
@@ -130,3 +130,10 @@ def doubted_from(instance: Instance, set_back: SetBack) -> Instance:
         return instance
     reused_from = instance.reused_from or instance.next_attempt
     return replace(numbered_on(instance, set_back), doubted=True, reused_from=reused_from)
+
+
+def forgotten_attempts(instance: Instance) -> int:
+    """How many numbers above those on record the release of what its client has deleted covers: a record in doubt may
+    lack moves, whose claims have later numbers. Nothing of them is wanted any more, wherever they are.
+    """
+    return FORGOTTEN_ATTEMPTS if instance.doubted and instance.phase in DELETE_REQUESTED else 0
