@@ -23,7 +23,7 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuild, CellBuildQuery
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest
-from bus.faults import Fault
+from bus.faults import Fault, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
@@ -194,17 +194,37 @@ async def test_a_letter_whose_instance_holds_nothing_ends(site: Site) -> None:
     assert site.emitted(CellBuildQuery) == []
 
 
+async def accepted(site: Site) -> BuildRequest:
+    """One that is on record, and that no message carries on."""
+    request, selector = site.cluster.hosts.request(), site.cluster.hosts.selector
+    received = Received(request, Meta(id="m"), "api", "q")
+    pending = pending_build(received, RequestDelivery(), now=0.0, flavors=selector)
+    build = RecordedBuild(
+        instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="r"
+    )
+    async with site.store.unit() as unit:
+        await unit.insert([NewBuild(request=request, digest=pending.digest, build=build)], 0.0)
+    return request
+
+
+@on_virtual_time
+async def test_builds_that_are_taken_up_again_wait_for_placement_together() -> None:
+    """What has had no event from a cell was not queried about before all of them had waited, one after the other."""
+    site, silent_s, loop = with_hosts(*[PLENTY] * 3), 5.0, asyncio.get_running_loop()
+
+    async def silent(claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
+        await asyncio.sleep(silent_s)
+        return [RequestTimeout("silent") for _ in claims]
+
+    site.cluster.port.submit = silent  # type: ignore[method-assign]
+    uuids = {(await accepted(site)).instance_uuid for _ in range(20)}
+    began = loop.time()
+    assert await site.handler.resume(dict.fromkeys(uuids, 0)) == uuids
+    assert loop.time() - began == pytest.approx(silent_s, abs=0.1)
+
+
 async def test_a_build_whose_end_crashes_too_is_tried_again_later_and_ends_no_process(site: Site) -> None:
-    request, other = site.cluster.hosts.request(), site.cluster.hosts.request()
-    for one in (request, other):
-        pending = pending_build(
-            Received(one, Meta(id="m"), "api", "q"), RequestDelivery(), now=0.0, flavors=site.cluster.hosts.selector
-        )
-        async with site.store.unit() as unit:
-            build = RecordedBuild(
-                instance_uuid=one.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="r"
-            )
-            await unit.insert([NewBuild(request=one, digest=pending.digest, build=build)], 0.0)
+    request, other = [await accepted(site) for _ in range(2)]
     process = site.engine.process
 
     async def crashing(builds: Sequence[PendingBuild], _: object) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
