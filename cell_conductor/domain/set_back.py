@@ -124,7 +124,8 @@ def certain(instance: Instance, at: float) -> Instance:
 
 def doubted_from(instance: Instance, set_back: SetBack) -> Instance:
     """The record of an instance that is as it was before a set-back: it may have been moved since, also to another
-    cell. So its attempts are numbered as they were: a release far above them would fence what another cell claims.
+    cell. So its attempts are numbered as they were: a release far above them would fence what another cell claims. Of
+    one that its client has deleted nothing is to be claimed any more (`forgotten_attempts`).
     """
     if instance.doubted or not set_back.may_lack(instance.since):
         return instance
