@@ -250,6 +250,9 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
         newest=instance.last_attempt,
         doubted=instance.doubted,
         reused_from=instance.reused_from,
+        order=instance.order,
+        ended=instance.ended,
+        stay=instance.stay,
     )
     return start_or_adopt(again, event, context)
 

@@ -10,13 +10,14 @@ from msgspec.structs import replace
 from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent
 from bus.contracts.cell import UNKNOWN_ATTEMPT, FoundMachine, InstanceSpec
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import EndedMove, Instance, State
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
+from tests.unit.conductor.move_scenario import MOVE, request
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
@@ -268,6 +269,19 @@ def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_bef
     assert [stepped.instance.state for stepped in (anew, up)] == [S.BUILDING, S.ACTIVE]
     assert not any(is_over(known, 2, host(2)) for known in (unsure, anew.instance, up.instance))
     assert up.instance.doubted, "it is searched for before it is moved"
+
+
+def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones() -> None:
+    """A copy of a request from before its failure was carried out on the new machine. And a cell that it had come from,
+    and that was set back, was answered that it has not arrived (`departure_rules.has_arrived`, by the stay).
+    """
+    stopped = EndedMove(MOVE, K.STOP, MoveState.DONE)
+    anew = step(record(S.FAILED, stay=2, order=7, ended=(stopped,)), renewed(), PATIENCE).instance
+    assert (anew.stay, anew.order) == (2, 7)
+    up = step(anew, spawned(1), PATIENCE)
+    copy = step(up.instance, request(K.STOP), PATIENCE)
+    (told,) = copy.commands
+    assert isinstance(told, MoveEvent) and (told.state, copy.instance.state) == (MoveState.DONE, S.ACTIVE)
 
 
 FORGOTTEN = {
