@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -83,24 +84,27 @@ class RequestHandler:
             outcomes, _ = await self._engine.process([replace(one, delivery=delivery) for one in members], ())
             return any(isinstance(one, Wait) for one in outcomes.values())
 
+        async def waits(members: Sequence[PendingBuild]) -> bool:
+            try:
+                return await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid)
+            except Transient as fault:
+                log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
+                return True
+            except (BrokenInvariant, Forbidden, BusError):
+                raise
+            except Exception:  # no message is given up here: the process would end, and every other after it
+                log.exception("scheduler.given_up_crashed", cause=members[0].instance_uuid)
+                return False
+
         waiting: set[str] = set()
         try:
             requests = await self._engine.accepted_before(instances)
         except Transient as fault:
             log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
             return set(instances)
-        for members in requests:
-            uuids = {one.instance_uuid for one in members}
-            try:
-                if await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid):
-                    waiting |= uuids
-            except Transient as fault:
-                log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
-                waiting |= uuids
-            except (BrokenInvariant, Forbidden, BusError):
-                raise
-            except Exception:  # no message is given up here: the process would end, and every other after it
-                log.exception("scheduler.given_up_crashed", cause=members[0].instance_uuid)
+        async for part in InParts(requests, BUILDS_AT_ONCE):  # while placement is silent each waits as long as one
+            for members, is_waiting in zip(part, await asyncio.gather(*map(waits, part)), strict=True):
+                waiting.update(one.instance_uuid for one in members if is_waiting)
         return waiting
 
     async def _or_end(

@@ -230,6 +230,8 @@ class FencePublisher:
         """To the host's cell, or to all cells if that is not known: a cell ignores the fence of another cell's host."""
         order = command(uuid, fence, self._registry.decision_of(uuid))
         for bus in [one for name, one in self._cells.items() if fence.cell in (None, name)]:
+            if bus.unavailable_reason:  # it is published again; other cells' fences would wait for the confirm
+                continue
             try:
                 await bus.publish(order, cause=uuid)
             except BusError as fault:

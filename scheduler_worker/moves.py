@@ -38,6 +38,7 @@ from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage, LocateRequest
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
+from bus.turns import next_turn
 from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
@@ -145,12 +146,11 @@ class MoveEngine:
         sound = [one for one in moves if self.check(one, known[one.request.request_id]) is None]
         choosing = [one for one in sound if looks_at_hosts(one.request, known[one.request.request_id])]
         results = await self._room(sound)
-        for pending, page in zip(choosing, await self.locate(choosing, known), strict=True):
-            results[pending.position] = (
-                _without_answer(page)
-                if isinstance(page, Fault)
-                else await self.choose(pending, known[pending.request.request_id], page)
-            )
+        # Together, in their order: those that fit nowhere wait for the newest state once, not one after the other.
+        located = zip(choosing, await self.locate(choosing, known), strict=True)
+        of_choosing = [self._answered(one, known[one.request.request_id], page) for one, page in located]
+        answers = await asyncio.gather(*of_choosing)
+        results |= {one.position: answer for one, answer in zip(choosing, answers, strict=True)}
         chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
         outcomes = {position: one for position, one in results.items() if not isinstance(one, Chosen)}
         to_write = [one for one in moves if one.position not in outcomes]
@@ -201,6 +201,12 @@ class MoveEngine:
                 )
             )
         return await self._claims.locate(questions)
+
+    async def _answered(self, pending: PendingMove, known: MoveContext, page: LocatePage | Fault) -> Chosen | Outcome:
+        if isinstance(page, Fault):
+            return _without_answer(page)
+        await next_turn()  # each looks at every host
+        return await self.choose(pending, known, page)
 
     async def choose(
         self,
@@ -267,6 +273,7 @@ class MoveEngine:
             self._selector.holds.release()
             return self._pick(pending, known, spec, source, planned)
         await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
+        await next_turn()
         self._selector.holds.release()
         chosen = self._pick(pending, known, spec, source, None)
         if isinstance(chosen, Chosen) or not self._may_leave_cell(pending.request, known):

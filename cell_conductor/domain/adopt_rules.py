@@ -140,7 +140,7 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
         numbered_on(instance, context.set_back),
         newest=max(found.attempt, instance.last_attempt) + FORGOTTEN_ATTEMPTS,
         order=instance.order + FORGOTTEN_ATTEMPTS,
-        reused_from=instance.reused_from or unproved_from(instance, context),
+        reused_from=unproved_from(instance, context),
         consumer_generation=instance.consumer_generation if instance.state is State.ACTIVE else None,
         code="",
         reason="",
@@ -204,9 +204,11 @@ def adopt_found(instance: Instance, found: Sequence[FoundMachine], at: float, co
 
 def unproved_from(instance: Instance, context: StepContext) -> int:
     """From which attempt on a record that goes on with another machine proves nothing: the one on record stays, in
-    quarantine, because the move that made the other may have been undone; but on a fenced host it is a loss.
+    quarantine, because the move that made the other may have been undone; but on a fenced host it is a loss. What
+    proved nothing before goes on to do so.
     """
-    return instance.attempt + 1 if instance.host_uuid in context.fences else 1
+    first = instance.attempt + 1 if instance.host_uuid in context.fences else 1
+    return min(first, instance.reused_from or first)
 
 
 def proved_of(instance: Instance, found: FoundMachine) -> Allocations | None:
@@ -248,6 +250,9 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
         newest=instance.last_attempt,
         doubted=instance.doubted,
         reused_from=instance.reused_from,
+        order=instance.order,
+        ended=instance.ended,
+        stay=instance.stay,
     )
     return start_or_adopt(again, event, context)
 

@@ -31,7 +31,7 @@ from .move_events import (
     move_of,
 )
 from .move_steps import leave
-from .set_back import FORGOTTEN_ATTEMPTS, has_come_back, numbered_on
+from .set_back import FORGOTTEN_ATTEMPTS, doubted_from, has_come_back, numbered_on
 from .steps import Step, StepContext
 
 
@@ -115,7 +115,7 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     if instance.move is not None and desire.condition is not Condition.FAILED:
         return delete_moving(instance, event, context)
     if desire.here in WANTED:
-        return rules.destroy(instance, event, context)
+        return rules.destroy(doubted_from(instance, context.set_back), event, context)
     # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
     leaving = replace(instance, then=State.DELETED, cause=event.cause or instance.cause)
     return steps.announce(leaving, BuildState.DELETING, event.at, context)
@@ -156,7 +156,7 @@ def delete_departed(instance: Instance, event: DeleteRequested, context: StepCon
 
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """No host has it: release its allocation, which fences claims that may be under way, and end as deleted."""
-    leaving = replace(instance, cause=event.cause or instance.cause)
+    leaving = replace(doubted_from(instance, context.set_back), cause=event.cause or instance.cause)
     queried = steps.releasing(leaving, State.DELETED, event.at, context)
     return steps.announce(queried, BuildState.DELETING, event.at, context)
 

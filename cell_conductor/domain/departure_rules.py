@@ -171,9 +171,10 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     """It comes from another cell, and is on record here from now on, whatever becomes of the request: it is built from
     its image on the host that is claimed for it, or offloaded here.
 
-    A record of an earlier stay is replaced, whatever it says: when the instance left, nothing of it was left here. If
-    the database was set back or made anew since the arrival, the forgotten record may have a machine of it: none is
-    built, and it is offloaded only when none is found (`move_doubts`).
+    A record of an earlier stay is replaced, whatever it says: when the instance left, nothing of it was left here, but
+    perhaps a machine in quarantine, about which this record proves no more than that one (`reused_from`). If the
+    database was set back or made anew since the arrival, the forgotten record may have a machine of it: none is built,
+    and it is offloaded only when none is found (`move_doubts`).
     """
     arrival, request_id = event.request.arrival, event.request.request_id
     assert arrival is not None
@@ -192,7 +193,8 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     move = replace(move_of(begun), book_attempt=arrival.newest, began=arrival.at, answered=has_ended(here, request_id))
     begun = replace(begun, position=1, attempt=arrival.newest, move=move)
     if context.set_back.may_lack(arrival.at):
-        doubted = replace(numbered_on(begun, context.set_back), doubted=True, reused_from=arrival.newest)
+        reused_from = here.reused_from or arrival.newest
+        doubted = replace(numbered_on(begun, context.set_back), doubted=True, reused_from=reused_from)
         return undo(doubted, event.at, context, IN_DOUBT, WHY)
     if move.answered or event.is_query:
         return undo(begun, event.at, context, MOVE_LOST, "its next cell has no record of the request")
@@ -269,6 +271,7 @@ def _with_arrival(instance: Instance, event: InstanceArrives) -> Instance:
         answered=True,
         cause=event.cause,
         newest=max(arrival.newest, instance.next_attempt),
+        reused_from=instance.reused_from,
         power=Power.STOPPED if arrival.is_stopped else Power.SHELVED,
         image=arrival.image,
         order=max(arrival.order, instance.order),

@@ -276,9 +276,9 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.selections[self.position].host_uuid if self.selections else None
 
     @property
-    def first_not_tried(self) -> bool:
-        """Whether attempt 1 was never commanded by this record, because its service was down."""
-        return bool(self.history) and (self.history[0].attempt, self.history[0].outcome) == (1, NOT_TRIED)
+    def untried(self) -> int:
+        """The first attempt, if this record has never commanded it, because its host was closed (0: it has)."""
+        return self.history[0].attempt if self.history and self.history[0].outcome == NOT_TRIED else 0
 
     @property
     def machine_exists(self) -> bool:
@@ -301,9 +301,8 @@ class Brief(Struct, frozen=True):
 
     newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
     them.
-    first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
-    was set back while it was being built or moved. reused_from, then: as Instance has them, and code of one that has
-    failed or is to be deleted. kept: the hosts on which an operator keeps a machine of it.
+    untried, reused_from, then: as Instance has them, and code of one that has failed or is to be deleted. doubted: the
+    database was set back while it was being built or moved. kept: the hosts on which an operator keeps a machine of it.
     """
 
     uuid: str
@@ -316,7 +315,7 @@ class Brief(Struct, frozen=True):
     source_host_uuid: str | None = None
     source_service: str = ""
     source_attempt: int = 0
-    first_not_tried: bool = False
+    untried: int = 0
     doubted: bool = False
     reused_from: int = 0
     code: str = ""

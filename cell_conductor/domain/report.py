@@ -31,9 +31,10 @@ def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
     this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. The same
-    holds for attempt 1 of a record that has passed over its first host, and for an attempt that a set-back record does
-    not have. A record that was set back in the middle of a move numbers its attempts anew: an earlier number proves
-    nothing. Nor does a number given out after a set-back, of an attempt that is neither the current one nor the source.
+    holds for the first attempt of a record that has passed over its first host, and for an attempt that a set-back
+    record does not have. A record that was set back in the middle of a move numbers its attempts anew: an earlier
+    number proves nothing. Nor does a number given out after a set-back, of an attempt that is neither the current one
+    nor the source.
     A build that was refused because of a machine that may be another project's proves nothing about that machine, even
     after the build's own delete: an operator decides about it.
     """
@@ -69,8 +70,8 @@ def is_wanted_here(record: Facts) -> bool:
 
 
 def is_untried(record: Facts, attempt: int) -> bool:
-    """Whether this attempt was never commanded by the record: a machine of it is another record's."""
-    return attempt == 1 and record.first_not_tried
+    """Whether the record has never commanded this attempt, its first: a machine of it is another record's."""
+    return 0 < attempt == record.untried
 
 
 def is_unsure(record: Facts, attempt: int, host_uuid: str) -> bool:

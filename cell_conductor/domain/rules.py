@@ -63,8 +63,8 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     closed = closed_to(adopted, context)
     if closed is None or (adopted.doubted and closed.code != FENCED):
         return _spawn(adopted, event.at, context)  # in doubt its answer is awaited, also if its service is down
-    # This record has commanded nothing there, so nothing has to be destroyed. If a machine of attempt 1 is there
-    # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.
+    # This record has commanded nothing there, so nothing has to be destroyed. If a machine of that attempt is there
+    # nevertheless (the database was set back to before this build), it is kept: see `report.is_over`.
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
     left = _without_closed(passed, event.at, context)
     if left.alternates:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bus.clock import CLOCKS_APART_S
 
-from .desires import desire_of
+from .desires import DELETE_REQUESTED, desire_of
 from .events import BuildRequested, DeleteRequested, Event, MoveRequested, is_begun_by
 from .instance import Instance
 
@@ -124,9 +124,17 @@ def certain(instance: Instance, at: float) -> Instance:
 
 def doubted_from(instance: Instance, set_back: SetBack) -> Instance:
     """The record of an instance that is as it was before a set-back: it may have been moved since, also to another
-    cell. So its attempts are numbered as they were: a release far above them would fence what another cell claims.
+    cell. So its attempts are numbered as they were: a release far above them would fence what another cell claims. Of
+    one that its client has deleted nothing is to be claimed any more (`forgotten_attempts`).
     """
     if instance.doubted or not set_back.may_lack(instance.since):
         return instance
     reused_from = instance.reused_from or instance.next_attempt
     return replace(numbered_on(instance, set_back), doubted=True, reused_from=reused_from)
+
+
+def forgotten_attempts(instance: Instance) -> int:
+    """How many numbers above those on record the release of what its client has deleted covers: a record in doubt may
+    lack moves, whose claims have later numbers. Nothing of them is wanted any more, wherever they are.
+    """
+    return FORGOTTEN_ATTEMPTS if instance.doubted and instance.phase in DELETE_REQUESTED else 0

@@ -60,6 +60,7 @@ from .instance import KEPT, Instance, Move, State
 from .move_steps import relied_on
 from .orders import change_of, change_order, numbered, orders_of, with_orders
 from .report import is_over
+from .set_back import forgotten_attempts
 from .steps import Step, StepContext
 from .way_back import SourceQuery, source_query_of
 
@@ -422,7 +423,7 @@ def question_of(instance: Instance) -> Question | None:
     if asks is Ask.RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
         # placement worker that waits for its database), and must be refused by the fence.
-        return Release(consumer=instance.uuid, attempt=instance.next_attempt)
+        return Release(consumer=instance.uuid, attempt=instance.next_attempt + forgotten_attempts(instance))
     return None
 
 

@@ -91,8 +91,8 @@ SELECT uuid, state, host_uuid,
     attempt, since, newest, source_host_uuid,
     coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
     source_attempt,
-    coalesce(record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' AND record #>> '{{history,0,attempt}}' = '1', false)
-        AS first_not_tried,
+    CASE WHEN record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' THEN (record #>> '{{history,0,attempt}}')::integer
+        ELSE 0 END AS untried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
     coalesce((record ->> 'reused_from')::integer, 0) AS reused_from,
     CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,

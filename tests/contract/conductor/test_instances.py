@@ -25,7 +25,7 @@ from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
 from tests.kit.waiting import until
 
 Make = Callable[[], InstanceStore]
-A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+A, B, C, D = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
 HOST = "10000000-0000-4000-8000-000000000000"
 SPEC = InstanceSpec(instance_uuid=A, project_id="p")
 MESSAGES = [OutboxMessage("c1", CellDelete(instance_uuid=A, project_id="p"), "why")]
@@ -293,17 +293,18 @@ async def test_briefs_of_a_host_name_what_moves_off_it(store: InstanceStore) -> 
         assert (found.attempt, found.last_attempt) == (2, 4)
 
 
-async def test_a_brief_has_whether_the_first_host_was_passed_over(store: InstanceStore) -> None:
+async def test_a_brief_has_the_attempt_whose_host_was_passed_over_at_first(store: InstanceStore) -> None:
     first, second = (AttemptRecord(attempt=n, host="h", outcome="not_tried") for n in (1, 2))
     failed = replace(first, outcome="failed")
     await insert(
         store,
         replace(instance(A, State.ACTIVE), history=(first, second)),
         replace(instance(B, State.ACTIVE), history=(failed, second)),
-        instance(C, State.ACTIVE),
+        replace(instance(C, State.ACTIVE), history=(second,)),
+        instance(D, State.ACTIVE),
     )
-    found = {brief.uuid: brief.first_not_tried for brief in await store.briefs([HOST], [])}
-    assert found == {A: True, B: False, C: False}
+    found = {brief.uuid: brief.untried for brief in await store.briefs([HOST], [])}
+    assert found == {A: 1, B: 0, C: 2, D: 0}
 
 
 async def test_a_brief_has_why_what_no_client_wants_any_more_has_failed(store: InstanceStore) -> None:

@@ -191,7 +191,7 @@ def known_at_the_top() -> tuple[RecordedBuild, Instance]:
 def test_its_machine_is_kept_and_not_destroyed(attempt: int) -> None:
     over = run_after(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt, found=()))
     for record in (over.instance, run_after(RELEASED, start=over.instance).instance):
-        known = replace(brief(record), first_not_tried=record.first_not_tried)
+        known = replace(brief(record), untried=record.untried)
         found = differences(report_of(attempt), [known], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
         kinds = [one.kind.value for one in found.unexplained]
         assert not is_over(record, attempt, host(1)), f"{record.state.value}: over; {kinds}; harmful: {found.harmful}"

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
 from bus.contracts.cell import FoundMachine, Selection
+from bus.contracts.moves import MoveKind
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.adopt_rules import is_searched, why_not_adoptable, why_not_its_machine
@@ -24,7 +25,8 @@ from cell_conductor.domain.table import step
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import ADOPT, UnexplainedRecord
 from tests.kit.virtual_time import on_virtual_time
-from tests.unit.conductor.records import ON_1, ON_2, ON_3, Case, after, case, moving, outcome, record
+from tests.unit.conductor.move_scenario import request
+from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, ON_3, Case, after, case, fenced, moving, outcome, record
 from tests.unit.conductor.scenario import (
     MADE,
     PATIENCE,
@@ -165,6 +167,23 @@ def test_the_machine_on_record_is_a_loss_of_its_fenced_host_and_stays_on_another
     assert not is_over(kept, 2, host(2))
 
 
+@pytest.mark.parametrize(
+    ("context", "reused_from", "over"),
+    [(PATIENCE, 0, []), (PATIENCE, 3, []), (fenced(2), 0, [1, 2]), (fenced(2), 3, [1, 2]), (fenced(2), 2, [1])],
+)
+def test_a_record_that_goes_on_with_another_machine_proves_no_more_than_before(
+    context: StepContext, reused_from: int, over: list[int]
+) -> None:
+    """What a former set-back left in quarantine stays there, and so does the machine on record, unless it is a loss."""
+    known = record(S.ACTIVE, selections=(ON_2,), position=0, reused_from=reused_from)
+    decided = step(known, found(by="op"), context).instance
+    moved = replace(request(MoveKind.MIGRATE, 1), found=(ON_HOST_3,))
+    taking = step(known, moved, replace(context, set_back=IN_DOUBT.set_back)).instance
+    for goes_on in (decided, taking):
+        assert goes_on.phase == (S.CLAIMING, S.ACTIVE)
+        assert [one for one in (1, 2) if is_over(goes_on, one, host(2))] == over
+
+
 CLAIMED: list[Case] = [
     case(adopting(found_built=True), claimed(5), "active", "build: active"),
     case(adopting(), claimed(5), "building", "build: building"),
@@ -211,7 +230,7 @@ BUILDS = {**ANSWERED, "state": S.BUILDING, "deadline": 171.0, "doubted": True}
         (failing(), found(replace(ON_HOST_3, allocations={host(3): {"VCPU": 9}})),
          {**TAKEN, "reused_from": 1, "selections": (replace(HERE, allocations={host(3): {"VCPU": 9}}), ON_2)}),
         (record(S.ACTIVE), found(by="op"), DECIDED_SO),
-        (record(S.ACTIVE, reused_from=3), found(by="op"), {**DECIDED_SO, "reused_from": 3}),
+        (record(S.ACTIVE, reused_from=3), found(by="op"), DECIDED_SO),
         (record(S.FAILED), found(by="op"), {**DECIDED_SO, "consumer_generation": None}),
         (adopting(found_built=True), claimed(5), {**COMES_UP, "consumer_generation": 9}),
         (adopting(found_built=True), refused(5), {**COMES_UP, "consumer_generation": None}),

@@ -10,15 +10,18 @@ from msgspec.structs import replace
 from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent
 from bus.contracts.cell import UNKNOWN_ATTEMPT, FoundMachine, InstanceSpec
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import EndedMove, Instance, State
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import step
+from cell_conductor.domain.table import question_of, step
+from tests.unit.conductor.move_scenario import MOVE, request
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
+    IN_DOUBT,
     SOURCE_GONE,
     Case,
     after,
@@ -268,6 +271,19 @@ def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_bef
     assert up.instance.doubted, "it is searched for before it is moved"
 
 
+def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones() -> None:
+    """A copy of a request from before its failure was carried out on the new machine. And a cell that it had come from,
+    and that was set back, was answered that it has not arrived (`departure_rules.has_arrived`, by the stay).
+    """
+    stopped = EndedMove(MOVE, K.STOP, MoveState.DONE)
+    anew = step(record(S.FAILED, stay=2, order=7, ended=(stopped,)), renewed(), PATIENCE).instance
+    assert (anew.stay, anew.order) == (2, 7)
+    up = step(anew, spawned(1), PATIENCE)
+    copy = step(up.instance, request(K.STOP), PATIENCE)
+    (told,) = copy.commands
+    assert isinstance(told, MoveEvent) and (told.state, copy.instance.state) == (MoveState.DONE, S.ACTIVE)
+
+
 FORGOTTEN = {
     "spec": InstanceSpec(instance_uuid=UUID, project_id="p"), "since": 120.0, "sequence": 10_011,
     "build_sequence": 10_010, "then": S.DELETED,
@@ -346,3 +362,36 @@ def test_an_end_that_is_announced_again(before: Instance, event: e.Event, number
     history = tuple(AttemptRecord(attempt=1, host="host-1", outcome=str(one)) for one in before.history)
     (last,) = step(replace(before, history=history), event, PATIENCE).commands
     assert isinstance(last, BuildEvent) and (last.sequence, last.terminal) == (number, terminal)
+
+
+@pytest.mark.parametrize(
+    ("before", "hosts"),
+    [
+        (record(S.ACTIVE), (GONE,)),
+        (record(S.ACTIVE, since=1200.0), (GONE,)),
+        (record(S.OFFLOADED), ()),
+        (record(S.BUILDING, doubted=True), (GONE,)),
+        (moving(S.RESIZED, move={"answered": True}, doubted=True), (GONE, SOURCE_GONE)),
+        (record(S.RELEASING, S.FAILED, doubted=True), ()),
+    ],
+)
+def test_a_delete_after_a_set_back_releases_what_forgotten_moves_have_claimed(
+    before: Instance, hosts: tuple[e.Destroyed, ...]
+) -> None:
+    """It was moved away and back since the backup, so its claim has a later number than the record knows of: under
+    that the release would be refused, and the claim stay for ever.
+    """
+    known = before
+    for event in (deletes(at=1300.0), *hosts):
+        known = step(known, event, IN_DOUBT).instance
+    release = question_of(known)
+    assert isinstance(release, Release) and release.attempt is not None
+    assert (known.phase, release.attempt > before.next_attempt + 2) == ((S.RELEASING, S.DELETED), True)
+
+
+@pytest.mark.parametrize("before", [record(S.ACTIVE, since=1301.0), record(S.OFFLOADED, since=1301.0)])
+def test_a_delete_of_what_has_come_to_rest_since_releases_what_is_on_record(before: Instance) -> None:
+    known = step(before, deletes(at=1400.0), IN_DOUBT).instance
+    known = step(known, GONE, IN_DOUBT).instance
+    release = question_of(known)
+    assert isinstance(release, Release) and release.attempt == before.next_attempt

@@ -14,6 +14,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.departure_rules import answer_unbegun, arrive, give_away, refer, refuse_other
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import MAX_ENDED, EndedMove, Instance, Move, Phase, Power, State
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
@@ -221,6 +222,15 @@ def test_an_arrival_keeps_what_the_former_record_has() -> None:
     running = arrival(replace(LEFT, is_stopped=False))
     powers = [arrive(NEW, event, FENCED).instance.power for event in (ARRIVES, running)]
     assert powers == [Power.STOPPED, Power.SHELVED]
+
+
+@pytest.mark.parametrize("context", [PATIENCE, FENCED, replace(PATIENCE, set_back=SetBack(700.0))])
+def test_an_arrival_proves_no_more_about_machines_than_the_former_record(context: StepContext) -> None:
+    """One of them is in quarantine since the database was set back in an earlier stay, and no operator has decided."""
+    former = replace(GONE, reused_from=3)
+    here = arrive(former, ARRIVES, context).instance
+    proofs = [[is_over(known, attempt, host(4)) for attempt in (2, 3, 6)] for known in (former, here)]
+    assert proofs == [[True, False, False], [not here.doubted, False, False]]
 
 
 # --- What the former cell answers.

@@ -101,20 +101,20 @@ def tried(attempt: int, outcome: str = "failed", **more: Any) -> AttemptRecord:
 
 
 @pytest.mark.parametrize(
-    ("history", "not_tried", "words"),
+    ("history", "untried", "words"),
     [
-        ((), False, "0 of 3 hosts tried, none is left. "),
-        ((tried(1),), False, "1 of 3 hosts tried, none is left. host-1: failed"),
-        ((tried(1, NOT_TRIED), tried(2)), True, "1 of 3 hosts tried, none is left. host-1: not_tried; host-2: failed"),
-        ((tried(2, NOT_TRIED), tried(3, NOT_TRIED)), False, "0 of 5 hosts tried, none is left. host-2: not_tried; "
+        ((), 0, "0 of 3 hosts tried, none is left. "),
+        ((tried(1),), 0, "1 of 3 hosts tried, none is left. host-1: failed"),
+        ((tried(1, NOT_TRIED), tried(2)), 1, "1 of 3 hosts tried, none is left. host-1: not_tried; host-2: failed"),
+        ((tried(2, NOT_TRIED), tried(3, NOT_TRIED)), 2, "0 of 5 hosts tried, none is left. host-2: not_tried; "
          "host-3: not_tried"),
-        ((tried(1, code="x", reason="why"), tried(2, code="y")), False, "2 of 3 hosts tried, none is left. "
+        ((tried(1, code="x", reason="why"), tried(2, code="y")), 0, "2 of 3 hosts tried, none is left. "
          "host-1: failed, x, why; host-2: failed, y"),
     ],
 )  # fmt: skip
-def test_the_history_of_an_instance(history: tuple[AttemptRecord, ...], not_tried: bool, words: str) -> None:
+def test_the_history_of_an_instance(history: tuple[AttemptRecord, ...], untried: int, words: str) -> None:
     instance = replace(BUILT, history=history)
-    assert (instance.first_not_tried, summary_of(instance)) == (not_tried, words)
+    assert (instance.untried, summary_of(instance)) == (untried, words)
 
 
 @pytest.mark.parametrize(

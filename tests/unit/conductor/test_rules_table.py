@@ -14,6 +14,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State, summary_of
 from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE
@@ -373,6 +374,20 @@ def test_a_build_that_has_failed_in_doubt_is_in_doubt_if_its_machine_may_be_ther
 ) -> None:
     failing = record(S.RELEASING, S.FAILED, **{"doubted": True, **known})
     assert step(failing, answering(failing, RELEASED), PATIENCE).instance.doubted is doubted
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize("services", [("s1",), ("s1", "s1")])
+def test_a_machine_that_a_build_finds_on_the_host_it_has_passed_over_is_kept(
+    attempt: int, services: tuple[str, ...]
+) -> None:
+    """A cell has claimed that host before its database was set back, under a later attempt perhaps: the host was
+    fenced when the build came again, so it was not asked, and is back with the machine that the client has.
+    """
+    passed = step(ABSENT, build(*services, attempt=attempt, found=()), fenced(1)).instance
+    ended = step(passed, answering(passed, RELEASED), fenced(1)).instance
+    assert (passed.attempt, passed.phase[0]) == (attempt, S.RELEASING if len(services) == 1 else S.CLAIMING)
+    assert not any(is_over(known, attempt, host(1)) for known in (passed, ended))
 
 
 @pytest.mark.parametrize("answered", [False, True])

@@ -150,7 +150,7 @@ class Record(Struct, frozen=True, kw_only=True):
     doubted: bool
     reused_from: int
     code: str
-    first_not_tried: bool
+    untried: int
     uuid: str = "i"
     since: float = 0.0
     host_uuid: str | None = HERE
@@ -182,7 +182,7 @@ def cases(phase: Phase) -> Iterator[tuple[Record, int, str]]:
             doubted=doubted,
             reused_from=reused,
             code=MACHINE_EXISTS if exists else "",
-            first_not_tried=untried,
+            untried=int(untried),
         )
         for attempt, at in product(ATTEMPTS, (HERE, SOURCE, ELSEWHERE)):
             yield record, attempt, at
@@ -274,7 +274,7 @@ def records(phase: Phase) -> Iterator[tuple[Instance, Record]]:
                 doubted=doubted,
                 reused_from=reused,
                 code="",
-                first_not_tried=False,
+                untried=0,
             ),
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
@@ -20,6 +21,8 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import AdminState, CellFence, ForgetService, ServiceForgotten, SetAdminState
 from bus.faults import DatabaseUnavailable
+from bus.port import BusUnavailable
+from lab.simulation.loop import SimClock
 from scheduler_worker import keepers
 from scheduler_worker.changes import ChangeHandler
 from scheduler_worker.config import SchedulerConfig
@@ -30,6 +33,7 @@ from scheduler_worker.keepers import FencePublisher
 from scheduler_worker.objects import MakeChange, ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.kit.virtual_time import on_virtual_time
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 # --- Publishing one fence takes time, and cells lift others meanwhile.
@@ -42,6 +46,8 @@ FIRST, SECOND = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab")
 
 class FenceBus(Bus):
     """Where commands of fences go. meanwhile: happens while one is published."""
+
+    unavailable_reason = ""
 
     def __init__(self, meanwhile: Callable[[str], None]) -> None:
         self.name = "c1"
@@ -74,6 +80,33 @@ async def test_a_fence_that_is_lifted_while_another_is_published_is_left_out(mon
     assert published == [FIRST, FIRST]
     task.cancel()
     waiting.cancel()
+
+
+class BlockedBus(FenceBus):
+    """Its broker takes no messages, and confirms none."""
+
+    unavailable_reason = "it is out of memory"
+
+    async def publish(self, message: Message, *, cause: str | None = None) -> None:
+        await asyncio.sleep(30.0)
+        raise BusUnavailable("no confirm")
+
+
+@on_virtual_time
+async def test_the_fences_of_a_cell_in_reach_do_not_wait_for_one_whose_broker_is_not() -> None:
+    """A rack of the one was fenced, and then a host whose cell is not known here."""
+    clock, published = SimClock(), asyncio.Queue[str]()
+    store = MemoryBuilds(MemoryBuildTable(clock).session())
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=clock, stall_watch=StallWatch())
+    rack = {f"{number:08}-0000-4000-8000-000000000000": FENCED for number in range(40)}
+    registry.fences = {**rack, FIRST: replace(FENCED, cell=None)}
+    cells: dict[str, Bus] = {"c1": BlockedBus(published.put_nowait), "c2": FenceBus(published.put_nowait)}
+    task = asyncio.create_task(FencePublisher(registry, cells, clock=clock).run())
+    began = clock.monotonic()
+    assert await published.get() == FIRST
+    assert clock.monotonic() - began <= keepers.REPUBLISH_S
+    task.cancel()
+    await asyncio.wait([task])
 
 
 # --- A compute service that an operator wants forgotten, at a scheduler: the book's hosts keep it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import sys
@@ -22,13 +23,14 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuild, CellBuildQuery
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest
-from bus.faults import Fault
+from bus.faults import Fault, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.domain.requests import LAST, LETTERS, RequestDelivery
+from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
@@ -37,6 +39,8 @@ from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
 from tests.kit.sources import ROOT
+from tests.kit.turns import Turns
+from tests.kit.virtual_time import on_virtual_time
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_deletes import hold, nowhere
 from tests.unit.scheduler.test_moves import keep_up
@@ -190,17 +194,37 @@ async def test_a_letter_whose_instance_holds_nothing_ends(site: Site) -> None:
     assert site.emitted(CellBuildQuery) == []
 
 
+async def accepted(site: Site) -> BuildRequest:
+    """One that is on record, and that no message carries on."""
+    request, selector = site.cluster.hosts.request(), site.cluster.hosts.selector
+    received = Received(request, Meta(id="m"), "api", "q")
+    pending = pending_build(received, RequestDelivery(), now=0.0, flavors=selector)
+    build = RecordedBuild(
+        instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="r"
+    )
+    async with site.store.unit() as unit:
+        await unit.insert([NewBuild(request=request, digest=pending.digest, build=build)], 0.0)
+    return request
+
+
+@on_virtual_time
+async def test_builds_that_are_taken_up_again_wait_for_placement_together() -> None:
+    """What has had no event from a cell was not queried about before all of them had waited, one after the other."""
+    site, silent_s, loop = with_hosts(*[PLENTY] * 3), 5.0, asyncio.get_running_loop()
+
+    async def silent(claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
+        await asyncio.sleep(silent_s)
+        return [RequestTimeout("silent") for _ in claims]
+
+    site.cluster.port.submit = silent  # type: ignore[method-assign]
+    uuids = {(await accepted(site)).instance_uuid for _ in range(20)}
+    began = loop.time()
+    assert await site.handler.resume(dict.fromkeys(uuids, 0)) == uuids
+    assert loop.time() - began == pytest.approx(silent_s, abs=0.1)
+
+
 async def test_a_build_whose_end_crashes_too_is_tried_again_later_and_ends_no_process(site: Site) -> None:
-    request, other = site.cluster.hosts.request(), site.cluster.hosts.request()
-    for one in (request, other):
-        pending = pending_build(
-            Received(one, Meta(id="m"), "api", "q"), RequestDelivery(), now=0.0, flavors=site.cluster.hosts.selector
-        )
-        async with site.store.unit() as unit:
-            build = RecordedBuild(
-                instance_uuid=one.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="r"
-            )
-            await unit.insert([NewBuild(request=one, digest=pending.digest, build=build)], 0.0)
+    request, other = [await accepted(site) for _ in range(2)]
     process = site.engine.process
 
     async def crashing(builds: Sequence[PendingBuild], _: object) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
@@ -267,6 +291,54 @@ async def test_a_move_begins_while_a_build_of_its_batch_waits_for_placement(site
     batch = [Received(one, Meta(id=f"m{at}"), "api", "scheduler.requests") for at, one in enumerate((build, stop))]
     waiting, begun = await site.handler(batch)
     assert isinstance(waiting, Wait) and isinstance(begun, Done)
+
+
+# Hosts are chosen for one move after the other, and those beside them, of other projects, are not held up.
+
+
+MIGRATIONS = 20
+
+
+async def migrations(site: Site) -> list[PendingMove]:
+    """Of instances on one host."""
+    hosts = site.cluster.hosts
+    uuids = [await site.runs() for _ in range(MIGRATIONS)]
+
+    async def on_their_host(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        return [LocatePage(hosts={one.consumers[0]: (hosts.uuids[0],)}) for one in requests]
+
+    site.cluster.port.locate = on_their_host  # type: ignore[method-assign]
+    return [move_of(uuid, MoveKind.MIGRATE, at, hosts.rng) for at, uuid in enumerate(uuids)]
+
+
+def with_hosts(*free: dict[str, int]) -> Site:
+    config = SchedulerConfig()
+    return Site(Cluster(Hosts(list(free), config=config), config))
+
+
+@on_virtual_time
+async def test_moves_that_fit_nowhere_wait_for_the_newest_state_together() -> None:
+    site, loop = with_hosts(PLENTY), asyncio.get_running_loop()
+
+    async def silent(*, timeout_s: float) -> bool:
+        await asyncio.sleep(timeout_s)
+        return False
+
+    site.cluster.refresh = silent  # type: ignore[method-assign]
+    moves, began = await migrations(site), loop.time()
+    outcomes = await site.moves.process(moves)
+    ended = [one for one in site.emitted(MoveEvent) if isinstance(one, MoveEvent) and one.code == "no_valid_host"]
+    assert len(outcomes) == len(ended) == MIGRATIONS
+    assert loop.time() - began == pytest.approx(site.cluster.hosts.config.raced_wait_s)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_turn_of_the_loop_looks_at_the_hosts_of_one_move(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = with_hosts(*[PLENTY] * count)
+    moves, turns = await migrations(site), Turns(monkeypatch, (Selector, "rank"))
+    async with turns.counting():
+        await site.moves.process(moves)
+    assert turns.total("rank") == MIGRATIONS * (2 if count == 1 else 1) and turns.most("rank") == 1
 
 
 # --- a boot and a move walk through the files of the scheduler as docs/concepts/architecture.md draws it
