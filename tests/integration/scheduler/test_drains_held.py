@@ -56,9 +56,7 @@ async def waits(world: World, drain: DrainProgress, instance: str) -> None:
 
 async def building(world: World, host: str) -> BuildRequest:
     """A build that is dispatched to the host, and has not ended."""
-    build = world.request(host=host)
-    await world.ask(build)
-    await world.ended(build.instance_uuid, BuildState.SCHEDULED)
+    build = await world.scheduled(host=host)
     return build
 
 
@@ -103,8 +101,7 @@ async def test_a_build_in_progress_is_waited_for_and_moved(world: World) -> None
 
 
 async def test_a_build_that_fails_is_waited_for_until_its_resources_are_released(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
@@ -118,8 +115,7 @@ async def test_a_build_that_fails_is_waited_for_until_its_resources_are_released
 
 async def test_a_move_to_the_host_is_waited_for_and_its_instance_moved_on(world: World) -> None:
     """Before its conductor has claimed anything there, the record of the request alone names the host."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     move, sent = await moving(world, build, MoveKind.LIVE_MIGRATE)
     assert sent.selections[0].host == "c1-1"
@@ -135,8 +131,7 @@ async def test_a_move_to_the_host_is_waited_for_and_its_instance_moved_on(world:
 
 
 async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_left(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     move, _ = await unconfirmed(world, build)
     (planned,) = (await plan_of(world, "c1-0")).moves
@@ -163,8 +158,7 @@ async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_l
 
 async def test_an_instance_that_is_reverted_to_the_host_is_moved(world: World) -> None:
     """It was left; the drain is resumed, and looks at it again."""
-    await world.scheduler("s1", WARM)
-    source, _ = await world.add_hosts("c1", 2)
+    source, _ = await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     _, sent = await unconfirmed(world, build)
     begun = await begin(world, "c1-0", force=True)
@@ -183,8 +177,7 @@ async def test_an_instance_that_is_reverted_to_the_host_is_moved(world: World) -
 
 async def leaving(world: World) -> tuple[BuildRequest, DrainProgress, CellMove]:
     """An instance that a drain moves to the second host, where it is claimed; the migration keeps its source."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     begun = await begin(world, "c1-0")
     await until(partial(has_begun, world, 1))
@@ -207,8 +200,7 @@ async def test_a_source_that_is_being_released_is_waited_for(world: World) -> No
 async def test_a_drain_that_waits_for_a_build_ends_by_its_deadline_or_a_stop(
     world: World, action: DrainAction | None, code: str
 ) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0", deadline_s=0.2 if action is None else None)
     if action is not None:
@@ -253,8 +245,7 @@ async def test_resources_that_are_never_released_are_what_is_left(
 
 async def test_a_host_that_no_service_has_announced_to_this_scheduler_is_not_waited_for(world: World) -> None:
     """Its service has died, and the scheduler was started again: a build there does not become active."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
@@ -271,8 +262,7 @@ async def test_a_host_that_no_service_has_announced_to_this_scheduler_is_not_wai
 
 async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_worker.drain_plan.MAX_HOLDERS", 1)
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     builds = [await building(world, "c1-0") for _ in range(3)]
     begun = await begin(world, "c1-0")
     found = await drain_becomes(world, begun, lambda one: len(one.not_begun) == 3 or one.state is DrainState.ENDED)
@@ -283,8 +273,7 @@ async def test_a_look_that_a_command_has_overtaken_changes_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drain is stopped while a scheduler reads what its host holds, which does not count any more."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
@@ -309,8 +298,7 @@ ACROSS = replace(WARM, moves_across_cells=True)
 
 
 async def test_a_cold_drain_moves_no_instance_to_another_cell(world: World) -> None:
-    await world.scheduler("s1", ACROSS)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, ACROSS)
     await world.add_hosts("c2", 1)
     (build,) = await active(world, 1, "c1-0")
     (planned,) = (await plan_of(world, "c1-0", kind=MoveKind.MIGRATE)).moves
@@ -335,8 +323,7 @@ async def test_a_cold_drain_moves_no_instance_to_another_cell(world: World) -> N
 async def test_a_plan_names_what_its_cell_would_refuse_to_move(
     world: World, kind: MoveKind, condition: Condition, code: str
 ) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     move = world.move(build, kind, rescue_password="p" if kind is MoveKind.RESCUE else "")
     await world.ask(move)
@@ -354,8 +341,7 @@ async def test_a_plan_names_what_its_cell_would_refuse_to_move(
 
 async def test_a_drain_moves_no_instance_of_a_namesake_in_another_cell(world: World) -> None:
     """Also while the host's cell is not known: the record has each instance by the uuid of its host."""
-    await world.scheduler("s1", WARM)
-    (host,) = await world.add_hosts("c1", 1)
+    (host,) = await world.scheduler_and_hosts(1, WARM)
     namesake = new_uuid(world.rng)
     world.hosts["c2"][namesake] = HostReport(uuid=namesake, name="c1-0")
     await world.report(namesake, "c2-namesake", AMOUNTS)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import CLOCKS_APART_S, new_uuid
-from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
@@ -36,47 +34,15 @@ from bus.contracts.moves import (
 from bus.contracts.operations import AdminState, AdminStateSet, EvacuationPolicy, SetAdminState
 from bus.contracts.placement import GroupPolicy, Release, ReleaseResult, ServerGroup
 from bus.contracts.queues import COMMANDS
-from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
+from bus.faults import RequestRefused
 from bus.port import Outgoing
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.moves import MoveEngine
-from tests.integration.scheduler.steps import BEGUN_S, DONE, WARM, one_active, refused
+from tests.integration.scheduler.steps import DONE, WARM, one_active, refused
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 OF_IMAGES = replace(WARM, enabled_filters=("ComputeFilter", "ImagePropertiesFilter"))
-
-
-async def test_a_move_whose_requester_has_stopped_waiting_is_not_begun(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server was away for longer than that, and the client has requested something else of the instance since."""
-    request = await one_active(world)
-    is_unavailable, begun, process = True, asyncio.Event(), MoveEngine.process
-    ends: asyncio.Queue[dict[int, Outcome]] = asyncio.Queue()
-
-    async def unavailable(engine: MoveEngine, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
-        if moves and is_unavailable:
-            begun.set()
-            raise DatabaseUnavailable("planted")
-        ended = await process(engine, moves)
-        if moves:
-            ends.put_nowait(ended)
-        return ended
-
-    monkeypatch.setattr(MoveEngine, "process", unavailable)
-    late = world.move(request, MoveKind.REBUILD, image="a")
-    asking = asyncio.create_task(world.buses[API].request(late, MoveAccepted, timeout_s=BEGUN_S))
-    await begun.wait()
-    with pytest.raises(RequestTimeout):
-        await asking
-    is_unavailable = False
-    async with asyncio.timeout(PATIENCE_S):
-        assert await ends.get() == {0: Done()}
-    await world.answer(late, MoveAccepted)  # a repeat is another matter
-    await world.dispatched(late)
 
 
 async def test_a_copy_of_a_move_is_late_by_the_clocks_as_well(world: World) -> None:
@@ -170,9 +136,7 @@ async def test_the_same_request_twice_moves_once_and_other_content_is_refused(wo
 
 async def test_what_cannot_be_requested_is_refused_with_a_code(world: World) -> None:
     built = await one_active(world)
-    asleep = world.request()
-    await world.ask(asleep)
-    await world.ended(asleep.instance_uuid, BuildState.SCHEDULED)
+    asleep = await world.scheduled()
     unknown = world.request()
     codes = {
         "instance.unknown": world.move(unknown, MoveKind.STOP),
@@ -252,8 +216,9 @@ async def test_a_host_is_named_through_the_filters_and_no_host_is_explained(worl
 
 
 async def test_a_resize_counts_what_it_holds_once_where_the_site_allows_the_same_host(world: World) -> None:
-    await world.scheduler(config=replace(WARM, allow_resize_to_same_host=True))
-    await world.add_hosts("c1", 1, VCPU=4, MEMORY_MB=8192, DISK_GB=80)
+    await world.scheduler_and_hosts(
+        1, replace(WARM, allow_resize_to_same_host=True), VCPU=4, MEMORY_MB=8192, DISK_GB=80
+    )
     built = world.request("m1.small")
     await world.active(built)
     move = world.move(built, MoveKind.RESIZE, flavor="m1.large")  # all of the host
@@ -407,8 +372,7 @@ async def test_an_evacuation_needs_a_host_that_an_operator_has_fenced(world: Wor
 
 async def test_moves_of_one_moment_spread_over_hosts_without_a_claim(world: World) -> None:
     """Nothing is claimed above: what was chosen counts as used until the cell has claimed it."""
-    await world.scheduler(config=WARM)
-    await world.add_hosts("c1", 1, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
+    await world.scheduler_and_hosts(1, WARM, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
     builds = [world.request("m1.small") for _ in range(4)]
     for one in builds:
         await world.active(one)
@@ -469,8 +433,7 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
 
 async def test_room_beside_a_claimed_move_is_given_to_builds(world: World) -> None:
     """It counted twice for five seconds: as claimed, and as chosen; eight of eight builds behind a drain failed."""
-    await world.scheduler(config=replace(WARM, choice_held_s=600.0))
-    hosts = await world.add_hosts("c1", 2, VCPU=2, MEMORY_MB=8192, DISK_GB=100)
+    hosts = await world.scheduler_and_hosts(2, replace(WARM, choice_held_s=600.0), VCPU=2, MEMORY_MB=8192, DISK_GB=100)
     built = world.request()
     await world.active(built)
     move = world.move(built, MoveKind.LIVE_MIGRATE)
@@ -486,8 +449,7 @@ async def test_room_beside_a_claimed_move_is_given_to_builds(world: World) -> No
 
 async def test_no_build_ends_without_a_host_for_what_a_move_has_chosen(world: World) -> None:
     """The move's cell may never claim it; and where it has, the build's claim is turned down by the book."""
-    await world.scheduler(config=replace(WARM, choice_held_s=600.0))
-    await world.add_hosts("c1", 2, VCPU=1, MEMORY_MB=8192, DISK_GB=100)
+    await world.scheduler_and_hosts(2, replace(WARM, choice_held_s=600.0), VCPU=1, MEMORY_MB=8192, DISK_GB=100)
     built = world.request()
     await world.active(built)
     move = world.move(built, MoveKind.LIVE_MIGRATE)

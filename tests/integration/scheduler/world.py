@@ -257,6 +257,13 @@ class World:
         await until(lambda: all(t.index_of(u) is not None for u in uuids for t in self.tables.values()))
         return uuids
 
+    async def scheduler_and_hosts(
+        self, count: int, config: SchedulerConfig | None = None, *, on: str = API, **inventory: int
+    ) -> list[str]:
+        """The scheduler s1, and so many hosts of c1."""
+        await self.scheduler("s1", config)
+        return await self.add_hosts("c1", count, on=on, **inventory)
+
     async def report(
         self,
         uuid: str,
@@ -347,6 +354,13 @@ class World:
         cell = await until(found)
         assert cell is not None
         return cell
+
+    async def scheduled(self, *flavor: str, **more: Any) -> BuildRequest:
+        """A build that is requested, and has its host."""
+        request = self.request(*flavor, **more)
+        await self.ask(request)
+        await self.ended(request.instance_uuid, BuildState.SCHEDULED)
+        return request
 
     def states(self, uuid: str) -> list[str]:
         return [event.state.value for event in self.events if event.instance_uuid == uuid]
