@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -64,6 +64,13 @@ def cut_request_consumer(world: World) -> None:
             transport.subscriptions[:] = kept
             transport.lose()
             transport.reconnect_soon()
+
+
+async def code_of(asked: Awaitable[object]) -> str:
+    """The code with which this is refused."""
+    with pytest.raises(RequestRefused) as refusal:
+        await asked
+    return refusal.value.code
 
 
 async def fill(world: World, host: str) -> str:

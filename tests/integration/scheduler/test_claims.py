@@ -123,8 +123,7 @@ async def test_a_run_whose_record_is_lost_takes_no_claim_back_from_the_run_after
     monkeypatch.setattr(HeldClaims, "take_over", taking_over)
     (host,) = await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
     other = await fill(world, host)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await looking.wait()  # there is no room for it
     await forget(world, request.instance_uuid)
     await world.answer(Release(consumer=other), ReleaseResult)

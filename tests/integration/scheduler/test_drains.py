@@ -40,7 +40,7 @@ from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresUnit
 from tests.integration.scheduler.steps import becomes as fence_becomes
-from tests.integration.scheduler.steps import decide
+from tests.integration.scheduler.steps import code_of, decide
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -88,10 +88,8 @@ async def shown(world: World, drain: DrainProgress) -> DrainProgress:
     return page.drains[0]
 
 
-async def code_of(world: World, name: str, **more: Any) -> str:
-    with pytest.raises(RequestRefused) as fault:
-        await begin(world, name, **more)
-    return fault.value.code
+async def start_code(world: World, name: str, **more: Any) -> str:
+    return await code_of(begin(world, name, **more))
 
 
 async def drain_becomes(world: World, drain: DrainProgress, there: Callable[[DrainProgress], object]) -> DrainProgress:
@@ -107,6 +105,13 @@ async def drain_becomes(world: World, drain: DrainProgress, there: Callable[[Dra
 
 async def drain_is(world: World, drain: DrainProgress, state: DrainState) -> DrainProgress:
     return await drain_becomes(world, drain, lambda found: found.state is state)
+
+
+async def left_by(world: World, drain: DrainProgress) -> list[tuple[str, str]]:
+    """The instances that a drain has not moved by its end, and the code of each."""
+    ended = await drain_is(world, drain, DrainState.ENDED)
+    assert ended.code == "drain.left"
+    return [(one.instance_uuid, one.code) for one in ended.failed]
 
 
 async def active(world: World, count: int, host: str, **more: Any) -> list[BuildRequest]:
@@ -173,8 +178,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     busy = world.request("m1.small", host="c1-0")
     await world.active(busy)
     stop = world.move(busy, MoveKind.STOP)
-    await world.ask(stop)
-    await world.dispatched(stop)
+    await world.commanded(stop)
     await until(lambda: not list(world.replicas["s1"].assumptions.keys()))  # the builds' claims have come
     for _ in range(2):  # the second is not misled by what the first has left behind
         plan = await plan_of(world, "c1-0")
@@ -189,9 +193,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     assert not list(world.replicas["s1"].assumptions.keys())
     few = await plan_of(world, host, limit=2)
     assert (len(few.moves), few.more) == (2, True)
-    with pytest.raises(RequestRefused) as unknown:
-        await plan_of(world, "nowhere")
-    assert unknown.value.code == "host.unknown"
+    assert await code_of(plan_of(world, "nowhere")) == "host.unknown"
 
 
 async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drained_hosts(world: World) -> None:
@@ -263,7 +265,7 @@ async def test_a_repeated_start_is_one_drain_and_a_killed_scheduler_leaves_the_r
     await active(world, 4, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
     assert (await begin(world, "c1-0", drain=begun.id)).started_at == begun.started_at
-    assert await code_of(world, "c1-1", drain=begun.id) == "request.duplicate"
+    assert await start_code(world, "c1-1", drain=begun.id) == "request.duplicate"
     await until(partial(has_begun, world, 1))
     await world.kill("s1")
     await world.scheduler("s2", WARM)
@@ -283,11 +285,7 @@ async def test_what_cannot_move_stops_a_drain_before_its_start_and_with_force_is
     assert stuck.value.code == "drain.stuck"
     assert world.tables["s1"].decision_of(next(iter(world.hosts["c1"]))) is None
     begun = await begin(world, "c1-0", force=True)
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
-        "drain.left",
-        [(built.instance_uuid, "no_valid_host")],
-    )
+    assert await left_by(world, begun) == [(built.instance_uuid, "no_valid_host")]
     await world.add_hosts("c1", 1)
     assert (await command(world, begun, DrainAction.RESUME)).state is DrainState.RUNNING
     assert (await carried_out(world, begun, at_once=4, count=1)).code == "drain.done"
@@ -319,7 +317,7 @@ async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
     await drain_is(world, ended, DrainState.ENDED)
     await active(world, 1, "c1-1")
     going = await begin(world, "c1-1")
-    assert await code_of(world, "c1-2") == "drain.too_many"
+    assert await start_code(world, "c1-2") == "drain.too_many"
     with pytest.raises(RequestRefused) as fault:
         await command(world, ended, DrainAction.RESUME)
     assert (fault.value.code, (await shown(world, ended)).state) == ("drain.too_many", DrainState.ENDED)
@@ -331,7 +329,7 @@ async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_u
     await world.scheduler_and_hosts(2, WARM)
     await active(world, 1, "c1-0")
     first = await begin(world, "c1-0")
-    assert await code_of(world, "c1", target=DrainTarget.CELL, force=True) == "drain.overlap"
+    assert await start_code(world, "c1", target=DrainTarget.CELL, force=True) == "drain.overlap"
     assert (await carried_out(world, first, at_once=4, count=1)).code == "drain.done"
     second = await begin(world, "c1", target=DrainTarget.CELL, force=True)
     assert second.hosts == 2
@@ -500,9 +498,9 @@ async def test_a_request_about_a_drain_that_was_given_up_is_not_carried_out(
 
 async def test_other_kinds_of_moves_and_unknown_drains_are_refused(world: World) -> None:
     await world.scheduler_and_hosts(1, WARM)
-    assert await code_of(world, "c1-0", kind=MoveKind.EVACUATE) == "request.invalid"
-    assert await code_of(world, "nowhere") == "host.unknown"
-    assert await code_of(world, "nowhere", target=DrainTarget.CELL) == "cell.unknown"
+    assert await start_code(world, "c1-0", kind=MoveKind.EVACUATE) == "request.invalid"
+    assert await start_code(world, "nowhere") == "host.unknown"
+    assert await start_code(world, "nowhere", target=DrainTarget.CELL) == "cell.unknown"
     unknown = replace(await begin(world, "c1-0"), id=new_uuid(world.rng))
     with pytest.raises(RequestRefused, match="no drain"):
         await command(world, unknown, DrainAction.PAUSE)

@@ -20,17 +20,18 @@ from tests.integration.scheduler.test_drains import (
     WARM,
     active,
     begin,
-    code_of,
     command,
     commanded,
     drain_becomes,
     drain_is,
     ends,
     has_begun,
+    left_by,
     passed,
     plan_of,
     quick,
     shown,
+    start_code,
 )
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
@@ -141,14 +142,10 @@ async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_l
         "c1-0",
     )
     assert move.request_id in planned.reason and planned.flavor == "m1.small"
-    assert await code_of(world, "c1-0") == "drain.stuck"
+    assert await start_code(world, "c1-0") == "drain.stuck"
     begun = await begin(world, "c1-0", force=True)
     assert begun.planned == 1
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
-        "drain.left",
-        [(build.instance_uuid, "instance.unconfirmed")],
-    )
+    assert await left_by(world, begun) == [(build.instance_uuid, "instance.unconfirmed")]
     await world.release(move.request_id)  # it is confirmed
     confirmed = {"host": "c1-1", "terminal": True, "condition": Condition.ACTIVE}
     await world.move_announced("c1", move, MoveState.SOURCE_GONE, 31, **confirmed)
@@ -232,11 +229,7 @@ async def test_resources_that_are_never_released_are_what_is_left(
     build, begun, sent = await leaving(world)
     monkeypatch.setitem(LOOKS, UNRELEASED, 3)
     await arrives(world, build, sent)
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
-        "drain.left",
-        [(build.instance_uuid, "instance.unreleased")],
-    )
+    assert await left_by(world, begun) == [(build.instance_uuid, "instance.unreleased")]
     await world.release(sent.request_id)
     await command(world, begun, DrainAction.RESUME)
     ended = await drain_is(world, begun, DrainState.ENDED)
@@ -326,8 +319,7 @@ async def test_a_plan_names_what_its_cell_would_refuse_to_move(
     await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     move = world.move(build, kind, rescue_password="p" if kind is MoveKind.RESCUE else "")
-    await world.ask(move)
-    sent = await world.dispatched(move)
+    sent = await world.commanded(move)
     host = "c1-0"
     if sent.selections:
         await world.claim_destination(sent)
@@ -336,7 +328,7 @@ async def test_a_plan_names_what_its_cell_would_refuse_to_move(
     await world.moved(move, MoveState.DONE)
     (planned,) = (await plan_of(world, host)).moves
     assert (planned.hosts, planned.code) == ((), code)
-    assert await code_of(world, host) == "drain.stuck"
+    assert await start_code(world, host) == "drain.stuck"
 
 
 async def test_a_drain_moves_no_instance_of_a_namesake_in_another_cell(world: World) -> None:

@@ -17,7 +17,7 @@ from bus.contracts.operations import AdminState, EvacuationPolicy, FenceState
 from bus.faults import RequestRefused
 from scheduler_worker import keepers
 from scheduler_worker.domain.fences import SPEC
-from tests.integration.scheduler.steps import WARM, becomes, decide, fence_sent, publish_fence, refused
+from tests.integration.scheduler.steps import WARM, becomes, code_of, decide, fence_sent, publish_fence, refused
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
 
@@ -62,8 +62,7 @@ async def test_a_fenced_host_is_used_only_when_its_cell_has_lifted_the_fence(wor
     assert (await fence_sent(world, back.fence)).lift
     await publish_fence(world, uuid, back.fence, FenceState.LIFTING, losses=3)
     await becomes(world, uuid, AdminState.FENCED, losses=3, pending=AdminState.ENABLED)
-    early = world.request(host="c1-0")
-    await world.ask(early)
+    early = await world.requested(host="c1-0")
     assert (await world.ended(early.instance_uuid)).state is BuildState.FAILED
     await publish_fence(world, uuid, first, FenceState.LIFTED)  # of an older decision
     await publish_fence(world, uuid, back.fence, FenceState.LIFTED, cell="c2")  # of a cell that the host is not in
@@ -144,9 +143,7 @@ async def test_a_fence_whose_cell_is_gone_for_good_is_ended_by_force_with_a_reas
     number = (await decide(world, uuid, AdminState.FENCED)).fence
     await publish_fence(world, uuid, number, FenceState.FENCED, losses=2)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=number)
-    with pytest.raises(RequestRefused) as fault:
-        await decide(world, uuid, AdminState.ENABLED, reason="", force=True)
-    assert fault.value.code == "host.reason_missing"
+    assert await code_of(decide(world, uuid, AdminState.ENABLED, reason="", force=True)) == "host.reason_missing"
     await decide(world, uuid, AdminState.ENABLED)
     await becomes(world, uuid, AdminState.FENCED, pending=AdminState.ENABLED)
     forced = await decide(world, uuid, AdminState.ENABLED, reason="burnt", force=True)
@@ -325,8 +322,7 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
     (uuid,) = await world.scheduler_and_hosts(1, EVACUATING)
     (built,) = await active(world, 1, on_host_failure=RESTART)
     shelve = world.move(built, MoveKind.SHELVE)
-    await world.ask(shelve)
-    await world.dispatched(shelve)
+    await world.commanded(shelve)
     await world.move_announced("c1", shelve, MoveState.DONE, 20, terminal=True, condition=Condition.SHELVED)
     await world.moved(shelve)
     await world.add_hosts("c1", 1)
@@ -335,8 +331,7 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
     assert (found[0].kind, found[0].instance_uuid, found[0].selections) == (MoveKind.EVACUATE, built.instance_uuid, ())
     await ends(world, found[0], MoveState.DONE, condition=Condition.OFFLOADED)
     unshelve = world.move(built, MoveKind.UNSHELVE)
-    await world.ask(unshelve)
-    assert [one.host for one in (await world.dispatched(unshelve)).selections] == ["c1-1"]
+    assert [one.host for one in (await world.commanded(unshelve)).selections] == ["c1-1"]
 
 
 async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tries(

@@ -49,8 +49,7 @@ async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
 ) -> None:
     asking = Gate(monkeypatch, BusClaims, "submit")
     (host,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await asking.wait()
     cut_request_consumer(world)
     other = await fill(world, host)
@@ -71,8 +70,7 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_next_scheduler(
     """It took itself for the first, found the host full, and failed the build; the claim stayed for ever."""
     writing = Gate(monkeypatch, placing, "write_decided")
     (host,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await writing.wait()
     await world.kill("s1")
     await forget(world, request.instance_uuid)
@@ -130,8 +128,7 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_scheduler_that_ma
 
     monkeypatch.setattr(placing, "write_decided", crash)
     (host,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await until(lambda: world.builds)
     assert world.builds[0][1].selections[0].host_uuid == host
 
@@ -156,8 +153,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
 ) -> None:
     writing = Gate(monkeypatch, placing, "write_decided")
     (host,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await writing.wait()
     cut_request_consumer(world)
     await world.scheduler("s2", CONFIG)
@@ -329,8 +325,7 @@ async def test_a_copy_leaves_the_claim_of_the_copy_that_came_on_record_before_it
     monkeypatch.setattr(requests, "RETRIES", 1)
     writing = Gate(monkeypatch, placing, "write_decided")
     (host,) = await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await writing.wait()
     await world.kill("s1")
     del world.hosts["c1"][host]
@@ -410,8 +405,7 @@ async def test_a_late_copy_of_a_forgotten_build_builds_nothing(
     world: World, late: Bus, bring: Callable[[Bus, BuildRequest], Awaitable[None]]
 ) -> None:
     await world.scheduler_and_hosts(1, RETAINING)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await until(lambda: len(world.builds) == 1)
     await world.announced("c1", request, BuildState.ACTIVE, 10, terminal=True)
     await world.ended(request.instance_uuid, BuildState.ACTIVE)

@@ -51,8 +51,7 @@ async def ends(world: World, request: BuildRequest) -> list[BuildEvent]:
 
 
 async def boot(world: World, **fields: object) -> list[BuildEvent]:
-    request = world.request(**fields)
-    await world.ask(request)
+    request = await world.requested(**fields)
     return await ends(world, request)
 
 
@@ -107,8 +106,7 @@ async def test_members_of_several_flavors_start_together(world: World) -> None:
     """The large one has but one place, and the small ones leave it to it though they stand first."""
     await world.scheduler_and_hosts(1, VCPU=2, MEMORY_MB=4096, DISK_GB=40)
     await world.add_hosts("c1", 2, **room_for(1))
-    request = world.request(count=2, also=(FlavorCount(flavor="m1.medium"),))
-    await world.ask(request)
+    request = await world.requested(count=2, also=(FlavorCount(flavor="m1.medium"),))
     assert codes(await ends(world, request)) == {"scheduled": 3}
     flavors = {command.spec.instance_uuid: command.spec.flavor for _, command in world.builds}
     assert [flavors[uuid] for uuid in member_uuids(request)] == ["m1.small", "m1.small", "m1.medium"]
@@ -174,8 +172,7 @@ async def test_what_a_scheduler_claimed_before_it_died_is_found_and_built_once(
     """The gang's own claims fill the hosts, so that nothing fits any more when the request is delivered again."""
     writing = Gate(monkeypatch, placing, "write_decided")
     await world.scheduler_and_hosts(2, **room_for(2))
-    request = world.request(count=4)
-    await world.ask(request)
+    request = await world.requested(count=4)
     await writing.wait()
     held = await world.used()
     await world.kill("s1")
@@ -189,8 +186,7 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
 ) -> None:
     claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
     (host,) = await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001), **room_for(2))
-    request = world.request(count=2)
-    await world.ask(request)
+    request = await world.requested(count=2)
     await claiming.wait()
     cut_request_consumer(world)
     other = await fill(world, host)
@@ -206,8 +202,7 @@ async def test_a_member_names_to_whom_its_gang_lost(world: World, monkeypatch: p
     """Another client takes one of two places while the gang's claim is on its way; no other host is left."""
     claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
     (host,) = await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001), **room_for(2))
-    request = world.request(count=2)
-    await world.ask(request)
+    request = await world.requested(count=2)
     await claiming.wait()
     other = await fill(world, host)
     claiming.open.set()

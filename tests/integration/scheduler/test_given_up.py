@@ -427,8 +427,7 @@ def queries_of(world: World, request: str) -> list[tuple[str, CellMoveQuery]]:
 async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -> None:
     built = await one_active(world, config=QUERIES_SOON)
     move = world.move(built, MoveKind.MIGRATE)
-    await world.ask(move)
-    await world.dispatched(move)
+    await world.commanded(move)
     # A cell that was set back counts from lower numbers again than those that it has announced before.
     await world.move_announced("c1", move, MoveState.CLAIMING, 40, condition=Condition.MOVING)
     queried = await until(lambda: queries_of(world, move.request_id))
@@ -446,8 +445,7 @@ async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -
 async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World) -> None:
     built = await one_active(world, config=QUERIES_SOON)
     move = world.move(built, MoveKind.STOP)
-    await world.ask(move)
-    await world.dispatched(move)
+    await world.commanded(move)
 
     async def state() -> tuple[bool, str]:
         page = await world.answer(MoveQuery(request_id=move.request_id), MovePage)
@@ -495,8 +493,7 @@ async def test_a_delete_that_its_cell_has_forgotten_is_carried_out(
 @pytest.mark.parametrize("repeats", [0, 1])
 async def test_a_build_that_its_cell_has_forgotten_has_an_end(world: World, state: BuildState, repeats: int) -> None:
     (host,) = await world.scheduler_and_hosts(1, QUERIES_SOON)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await until(lambda: world.builds)
     if state is BuildState.BUILDING:
         await world.announced("c1", request, BuildState.BUILDING, 10, host="c1-0", attempt=1)

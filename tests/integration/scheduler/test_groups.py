@@ -117,8 +117,7 @@ async def test_hints_name_hosts_by_who_is_there(world: World) -> None:
 async def test_without_an_answer_where_the_others_are_it_is_tried_again(world: World) -> None:
     await world.scheduler_and_hosts(1, SchedulerConfig(claim_timeout_s=0.3))
     await world.stop("p1")
-    request = world.request(server_group=group(world, GroupPolicy.AFFINITY))
-    await world.ask(request)
+    request = await world.requested(server_group=group(world, GroupPolicy.AFFINITY))
     await world.ended(request.instance_uuid, BuildState.ACCEPTED)
     await world.placement("p2")
     assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).host == "c1-0"
@@ -135,8 +134,7 @@ WEB = ObjectChange(kind=G, name="demo/web", body={"policy": "anti-affinity"})
 
 async def end(world: World, **request: Any) -> tuple[str, str | None]:
     """(code, host) of a request once it is scheduled or has ended."""
-    build = world.request(**request)
-    await world.ask(build)
+    build = await world.requested(**request)
     states = (BuildState.SCHEDULED, BuildState.REFUSED, BuildState.FAILED)
     event = await world.ended(build.instance_uuid, *states)
     return event.code, event.host
@@ -399,8 +397,7 @@ async def test_a_revert_names_the_room_in_the_quota_and_a_confirm_does_not(
     assert built.project_id == "demo"
     for number, kind, expected in ((20, MoveKind.REVERT, room), (30, MoveKind.CONFIRM, {})):
         move = world.move(built, kind)
-        await world.ask(move)
-        command = await world.dispatched(move)
+        command = await world.commanded(move)
         assert command.room == expected
         assert not command.limits
         await world.move_announced("c1", move, MoveState.DONE, number, **DONE)

@@ -39,8 +39,7 @@ def world_delete(request: BuildRequest) -> DeleteRequest:
 
 async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> None:
     hosts = await world.scheduler_and_hosts(3)
-    request = world.request("m1.small")
-    await world.ask(request)
+    request = await world.requested("m1.small")
     await until(lambda: world.builds)
     cell, build = world.builds[0]
     assert cell == "c1" and build.spec.instance_uuid == request.instance_uuid
@@ -70,8 +69,7 @@ async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> No
 async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place(world: World) -> None:
     """Two schedulers share the announcements, so that one may overtake another; the stream stays in order."""
     await world.scheduler_and_hosts(1)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await until(lambda: world.builds)
     started = world.builds[0][1].requested_at + 100
     await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, attempt=1, at=started + 1)
@@ -95,8 +93,7 @@ async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place
 async def test_a_loss_that_overtakes_the_end_of_its_request_waits_for_it(world: World) -> None:
     """Seed 61174 at d0562af: a database that died forgot `active`, and clients had `failed` as a second end."""
     await world.scheduler_and_hosts(1)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await until(lambda: world.builds)
     await world.announced("c1", request, BuildState.FAILED, 12, attempt=1, code="instance.lost")
     await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, attempt=1)
@@ -109,8 +106,7 @@ async def test_a_loss_whose_request_has_no_other_end_ends_it(world: World, monke
     """Its `active` is a dead letter, or older than the scheduler's backup."""
     monkeypatch.setattr(announcements, "MAX_EARLY", 1)
     await world.scheduler_and_hosts(1)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await until(lambda: world.builds)
     await world.announced("c1", request, BuildState.FAILED, 12, attempt=1, code="instance.lost")
     assert (await world.ended(request.instance_uuid, BuildState.FAILED)).terminal
@@ -119,8 +115,7 @@ async def test_a_loss_whose_request_has_no_other_end_ends_it(world: World, monke
 async def test_a_decision_keeps_the_scores_of_its_host_and_its_alternates(world: World) -> None:
     await world.scheduler_and_hosts(2)
     await world.add_hosts("c1", 1, VCPU=16, MEMORY_MB=16384, DISK_GB=500)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     answer = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     record = await world.show(request.instance_uuid)
     assert record is not None
@@ -208,8 +203,7 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     assert answer.terminal
     assert world.builds == [] or world.deletes or await world.used() == {}
     # After dispatch: the cell's business; its `deleted` ends it.
-    built = world.request()
-    await world.ask(built)
+    built = await world.requested()
     await until(lambda: any(b.spec.instance_uuid == built.instance_uuid for _, b in world.builds))
     await world.announced("c1", built, BuildState.ACTIVE, 11, terminal=True)
     await world.ended(built.instance_uuid, BuildState.ACTIVE)
@@ -325,8 +319,7 @@ async def test_an_unavailable_placement_is_waited_for_and_never_no_host(world: W
     await world.scheduler_and_hosts(1, SchedulerConfig(claim_timeout_s=0.5))
     await world.scheduled()
     await world.kill("p1")
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await world.ended(request.instance_uuid, BuildState.ACCEPTED)
     unavailable = metrics.CLAIMS.labels("request.timeout")
     before = unavailable._value.get()
@@ -363,8 +356,7 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
         return await decide(self, *arguments)
 
     monkeypatch.setattr(OptimisticBuildUnit, "write_decisions", later)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     async with asyncio.timeout(PATIENCE_S):
         await claimed.wait()
     assert len(await world.used()) == 1

@@ -355,10 +355,15 @@ class World:
         assert cell is not None
         return cell
 
-    async def scheduled(self, *flavor: str, **more: Any) -> BuildRequest:
-        """A build that is requested, and has its host."""
+    async def requested(self, *flavor: str, **more: Any) -> BuildRequest:
+        """A build that is requested."""
         request = self.request(*flavor, **more)
         await self.ask(request)
+        return request
+
+    async def scheduled(self, *flavor: str, **more: Any) -> BuildRequest:
+        """A build that is requested, and has its host."""
+        request = await self.requested(*flavor, **more)
         await self.ended(request.instance_uuid, BuildState.SCHEDULED)
         return request
 
@@ -407,6 +412,11 @@ class World:
         """Wait for the command to the cell."""
         found = await until(lambda: [one for _, one in self.moves if one.request_id == move.request_id])
         return found[0]
+
+    async def commanded(self, move: MoveRequest) -> CellMove:
+        """Ask for a move, and wait for the command to the cell."""
+        await self.ask(move)
+        return await self.dispatched(move)
 
     async def move_announced(self, cell: str, move: MoveRequest, state: MoveState, sequence: int, **more: Any) -> None:
         """The announcements that the cell's conductor would make of a move."""
