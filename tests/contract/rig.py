@@ -53,6 +53,13 @@ class Collector:
         return self.got
 
 
+async def collect(transport: Transport, queue: str, prefetch: int, *, ack: bool = True) -> Collector:
+    """What is delivered from this queue."""
+    collector = Collector(ack=ack)
+    await transport.consume(queue, collector, prefetch=prefetch)
+    return collector
+
+
 class Proxy:
     """A TCP proxy before the broker, whose connections a test can cut and whose door it can shut."""
 
@@ -293,6 +300,12 @@ async def declare(transport: Transport, kind: QueueKind = QueueKind.DURABLE, **f
     return template.name
 
 
+async def with_queue(rig: Rig) -> tuple[Transport, str]:
+    """A connection, and a queue of commands."""
+    transport = await rig.transport()
+    return transport, await declare(transport)
+
+
 def command(body: bytes, key: str = "work.do", **fields: object) -> Outgoing:
     return Outgoing(exchange=COMMANDS, routing_key=key, body=body, mandatory=True, **fields)  # type: ignore[arg-type]
 
@@ -330,6 +343,14 @@ class House:
         await consumer.start()
         self._closing.append(lambda: consumer.drain(0.1))
         return consumer
+
+    async def answer(
+        self, bus: Bus, queue: str, answer: Callable[[Received], Outcome] = lambda _: Done(), **options: object
+    ) -> Answering:
+        """What a consumer of this queue got, which answers as it is instructed."""
+        handler = Answering(answer)
+        await self.consume(bus, queue, handler, **options)
+        return handler
 
     async def close(self) -> None:
         for closing in reversed(self._closing):

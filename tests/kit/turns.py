@@ -52,6 +52,13 @@ class Turns:
             counter.cancel()
 
 
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, and wait for its end; raises what else it ended of."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
 # --- tasks that a test leaves unfinished on a loop that is closed
 # Such a task is collected at any later time, in the middle of another test, and runs its `finally` there.
 

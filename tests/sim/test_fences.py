@@ -290,7 +290,7 @@ def test_a_conductor_that_stands_still_suspects_no_service(target: str) -> None:
     assert len(took) == 12
 
 
-# --- cells are added and removed at run time: it holds. Its defects and other seeds: `test_mutants_of_one_kind.py`
+# --- cells are added and removed at run time: it holds. Its defects and other seeds: `test_mutants.py`
 
 
 KINDS = frozenset({Widening.DECIDED_CELLS})

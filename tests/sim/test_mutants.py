@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
-from lab.simulation.run import simulate
-from tests.sim.mutants import MUTANTS
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.moves import MoveKind
+from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.plan import Action, Cell, Order, Plan
+from lab.simulation.run import run, simulate
+from lab.simulation.widening import Widening
+from tests.sim import mutants_of_kinds as kinds
+from tests.sim.mutants import MUTANTS, Mutant
+from tests.sim.plans import plan_of_case
 from tests.sim.seeds_to_find import MAX_SEEDS, recorded
+from tests.sim.test_fences import KINDS
+from tests.sim.test_forgotten_builds import builds_forgotten, requests_forgotten, transfers
+
+# --- Deliberate defects are found, each within a bounded number of seeds (docs/contributing/simulation.md).
+
 
 # The seed on record for each is tried first. As the workers change so do the runs, and then another of the first seeds
 # finds it: `python -m tests.sim.seeds_to_find --write` looks for quick ones anew.
@@ -21,3 +37,66 @@ def test_a_defect_is_found(name: str) -> None:
             if simulate(seed).breach:
                 return
     pytest.fail(f"{name} was not found in {MAX_SEEDS} seeds")
+
+
+# --- Deliberate defects of one kind of world are found, each by the seed on record, and the same seeds find nothing.
+
+
+PlanOf = Callable[[int], Plan]
+OF_CELLS: PlanOf = partial(plan_of, kinds=KINDS)
+OF_GANGS: PlanOf = partial(plan_of, kinds=frozenset({Widening.GANGS}))
+ANY: dict[str, str] = {}  # of these the breach is not always the same
+
+
+def rows(
+    plan: PlanOf, mutants: Iterable[Mutant], found_by: Mapping[str, int], breaks: Mapping[str, str] = ANY
+) -> list[tuple[PlanOf, Mutant, int, str]]:
+    return [(plan, one, found_by[one.__name__], breaks.get(one.__name__, "")) for one in mutants]
+
+
+DEFECTS = [
+    *rows(OF_CELLS, kinds.MUTANTS_OF_CELLS, kinds.CELLS_FOUND_BY),
+    *rows(OF_GANGS, kinds.MUTANTS_OF_GANGS, kinds.GANGS_FOUND_BY),
+    *rows(transfers, kinds.MUTANTS_OF_TRANSFERS, kinds.TRANSFERS_FOUND_BY),
+    *rows(builds_forgotten, kinds.MUTANTS_OF_FORGOTTEN_BUILDS, kinds.BUILDS_FOUND_BY, kinds.BUILDS_BREAK),
+    *rows(requests_forgotten, kinds.MUTANTS_OF_FORGOTTEN_REQUESTS, kinds.REQUESTS_FOUND_BY, kinds.REQUESTS_BREAK),
+]
+
+
+@pytest.mark.parametrize(("plan", "mutant", "seed", "breach"), DEFECTS, ids=[one.__name__ for _, one, *_ in DEFECTS])
+def test_a_defect_of_one_kind_is_found(plan: PlanOf, mutant: Mutant, seed: int, breach: str) -> None:
+    with mutant():
+        found = run(plan(seed)).breach
+    assert found == breach if breach else found
+
+
+@pytest.mark.parametrize(("plan", "seed"), dict.fromkeys((plan, seed) for plan, _, seed, _ in DEFECTS))
+def test_without_a_defect_the_same_seeds_find_nothing(plan: PlanOf, seed: int) -> None:
+    held = run(plan(seed))
+    assert held.breach == "", held.detail
+
+
+INSTANCE = "a0000000-0000-4000-8000-000000000001"
+
+
+def deleted_as_it_leaves(delete_at: float | None) -> Plan:
+    """An instance migrates to another cell, and is deleted at this time."""
+    cells = tuple(Cell(name=f"cell{n}", conductors=1, services=((f"s{n}0", 1),), metal=()) for n in range(2))
+    build = Order(at=5.0, action=Action.BUILD, uuid=INSTANCE, flavor="m1.tiny", project="red")
+    uuid = "b0000000-0000-4000-8000-000000000001"
+    move = Order(at=15.0, action=Action.MOVE, verb=MoveKind.MIGRATE, uuid=uuid, instance=INSTANCE)
+    delete = [] if delete_at is None else [replace(build, at=delete_at, action=Action.DELETE)]
+    plan = plan_of_case(1, cells, (build, move, *delete), (), builds_s=0.5)
+    return replace(plan, widenings=(Widening.TRANSFERS,), load_s=60.0)
+
+
+def test_a_delete_that_does_not_follow_its_instance_is_found() -> None:
+    """The cell has given the instance away, and the schedulers have not read that, when the delete comes."""
+    event_log = EventLog(keep=True)
+    run(deleted_as_it_leaves(None), event_log=event_log)
+    [departs_at] = [float(line.split()[0]) for line in map(str, event_log.lines) if '"departure":' in line]
+    plan = deleted_as_it_leaves(departs_at)
+    held = run(plan)
+    assert held.breach == "", held.detail
+    with kinds.delete_does_not_follow():
+        assert run(plan).breach == "liveness"

@@ -35,6 +35,7 @@ from tests.contract.rig import (
     LocalRig,
     Rig,
     boot,
+    collect,
     settled,
     watched,
 )
@@ -46,8 +47,7 @@ from tests.kit.waiting import PATIENCE_S, until
 @KINDS
 async def test_what_is_published_is_handled_with_its_metadata(house: House) -> None:
     bus = await house.bus()
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS)
     await bus.publish(boot(1, name="a"), cause="why", correlation_id="c")
     (received,) = await handler.wait(1)
     assert received.message == boot(1, name="a")
@@ -59,8 +59,7 @@ async def test_what_is_published_is_handled_with_its_metadata(house: House) -> N
 @KINDS
 async def test_many_travel_together_and_are_handled_in_batches(house: House) -> None:
     bus = await house.bus()
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler, concurrency=1, max_batch=64)
+    handler = await house.answer(bus, REQUESTS, concurrency=1, max_batch=64)
     await bus.publish_all([(boot(number), str(number)) for number in range(1000)])
     received = await handler.wait(1000)
     assert [one.meta.cause for one in received] == [str(number) for number in range(1000)]
@@ -94,8 +93,7 @@ async def test_each_of_many_publishes_has_its_own_outcome(house: House) -> None:
 @KINDS
 async def test_publishers_wait_while_too_much_is_gathered(house: House) -> None:
     bus = await house.bus(waiting=10, batch_items=3)
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS)
     most = 0
 
     async def one(number: int) -> None:
@@ -117,8 +115,7 @@ def uuids_of(received: Sequence[Received]) -> list[str]:
 async def test_public_events_of_the_api_bus_are_one_json_object_each(house: House) -> None:
     bus = await house.bus()
     queue = await bus.declare("client.builds.{process}")
-    got = Collector()
-    await bus.transport.consume(queue, got, prefetch=100)
+    got = await collect(bus.transport, queue, 100)
     event = BuildEvent(instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.ACTIVE, sequence=3)
     await bus.publish_all([(event, "why")] * 20)
     for delivery in await got.wait(20):
@@ -139,8 +136,7 @@ async def test_public_events_also_travel_in_batches_and_singly_only_where_a_queu
         await publish(message)
 
     bus.transport.publish = counted  # type: ignore[method-assign]
-    handler = Answering()
-    await house.consume(bus, "client.feed.{process}", handler)
+    handler = await house.answer(bus, "client.feed.{process}")
     everybodys = Collector()
     singles = await bus.declare("client.builds.{process}", process="foreign")
     await bus.transport.consume(singles, everybodys, prefetch=1000)
@@ -171,8 +167,7 @@ async def test_events_that_were_lost_are_queried_once(house: House) -> None:
     ]
     # A queue is bound: from then on everything arrives.
     singles = await bus.declare("client.builds.{process}")
-    got = Collector()
-    await bus.transport.consume(singles, got, prefetch=1000)
+    got = await collect(bus.transport, singles, 1000)
     await asyncio.gather(*(bus.publish(event) for _ in range(50)))
     await got.wait(50)
 
@@ -185,8 +180,7 @@ async def test_close_sends_what_is_gathered(house: House) -> None:
     await asyncio.sleep(0)
     await bus.close()
     await publishing
-    handler = Answering()
-    await house.consume(other, REQUESTS, handler)
+    handler = await house.answer(other, REQUESTS)
     await handler.wait(300)
 
 
@@ -197,8 +191,7 @@ async def test_events_of_a_cell_travel_in_batches(house: House) -> None:
     event = BuildEvent(instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.ACTIVE, sequence=3)
     await bus.publish_all([(event, "why")] * 200)
     assert await bus.transport.depth(queue) < 50
-    handler = Answering()
-    await house.consume(bus, "scheduler.builds", handler)
+    handler = await house.answer(bus, "scheduler.builds")
     await handler.wait(200)
     await bus.transport.publish(Outgoing(exchange=EVENTS, routing_key="build.event.x", body=b"[]", content_type=BATCH))
     await settled(bus, queue)
@@ -219,8 +212,7 @@ def event(sequence: int = 1, state: BuildState = BuildState.ACCEPTED, project: s
 async def foreign(bus: Bus) -> Collector:
     """A program that is not ours, and receives every event singly."""
     queue = await bus.declare(SINGLES, process="foreign")
-    got = Collector()
-    await bus.transport.consume(queue, got, prefetch=1000)
+    got = await collect(bus.transport, queue, 1000)
     return got
 
 
@@ -255,8 +247,7 @@ async def test_an_event_that_is_alone_leaves_once_and_both_receive_it(house: Hou
 async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(house: House, count: int) -> None:
     """A project may bind a queue that refuses all: two malformed requests stopped every scheduler for ever."""
     bus = await house.bus()
-    client = Answering()
-    await house.consume(bus, FEED, client)
+    client = await house.answer(bus, FEED)
     row = structs.replace(BY_QUEUE[RECORD], max_length=1)
     await bus.transport.declare_queue(
         row, "client.record.full", ((EVENTS, "build.event.#"), (EVENTS, "instance.event.#"))
@@ -280,8 +271,7 @@ async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(h
 @KINDS
 async def test_a_few_of_one_call_leave_once_each_and_at_once(house: House) -> None:
     bus = await house.bus()
-    client = Answering()
-    await house.consume(bus, FEED, client)
+    client = await house.answer(bus, FEED)
     sent = watched(bus.transport)
     few = [(event(number), "") for number in range(FEW)]
     await bus.publish_all(few)
@@ -292,8 +282,7 @@ async def test_a_few_of_one_call_leave_once_each_and_at_once(house: House) -> No
 @KINDS
 async def test_a_burst_still_leaves_in_batches_and_probes_for_single_listeners(house: House) -> None:
     bus = await house.bus()
-    client = Answering()
-    await house.consume(bus, FEED, client)
+    client = await house.answer(bus, FEED)
     sent = watched(bus.transport)
     await bus.publish_all([(event(number), "") for number in range(FEW + 1)])
     assert sorted((one.routing_key, one.also, one.mandatory, one.content_type == BATCH) for one in sent) == [
@@ -307,8 +296,7 @@ async def test_a_burst_still_leaves_in_batches_and_probes_for_single_listeners(h
 async def test_without_single_listeners_only_the_client_gets_a_copy(house: House) -> None:
     """The client's copy is routed; that answers no question about those behind it under the single key."""
     bus = await house.bus()
-    client = Answering()
-    await house.consume(bus, FEED, client)
+    client = await house.answer(bus, FEED)
     sent = watched(bus.transport)
     await bus.publish(event(0))
     await bus.publish_all([(event(number), "") for number in range(1, 101)])
@@ -502,8 +490,7 @@ async def test_an_unreachable_server_is_reported_at_once(local: LocalRig) -> Non
 async def test_the_end_of_the_server_ends_every_call_and_gives_nothing_twice(local: LocalRig) -> None:
     transport = await local.transport()
     await transport.declare_queue(ROW, "work", ROW.bindings)
-    got = Collector(ack=False)
-    await transport.consume("work", got, prefetch=1)
+    got = await collect(transport, "work", 1, ack=False)
     await transport.publish(command(b"1"))
     await got.wait(1)
     await local.server.close()

@@ -25,7 +25,7 @@ from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
 from bus.wire import BATCH, MAX_LETTER_BYTES, Malformed
 from scheduler_worker.domain.requests import refused_unreadable
-from tests.contract.rig import KINDS, REQUESTS, Answering, Collector, House, boot, depth_is, settled
+from tests.contract.rig import KINDS, REQUESTS, Answering, Collector, House, boot, collect, depth_is, settled
 from tests.kit.cases import case
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -38,8 +38,7 @@ async def test_a_retry_comes_back_after_its_delay_and_ends_as_a_dead_letter(
     monkeypatch.setattr(topology, "DELAYS_S", (0.02, 0.03))
     monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=(0.02, 0.03)))
     bus = await house.bus()
-    handler = Answering(lambda _: Retry("not.yet", "come back"))
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS, lambda _: Retry("not.yet", "come back"))
     await bus.publish(boot(1), cause="why")
     await settled(bus, dead=1)
     assert [one.meta.attempt for one in handler.got] == [0, 1, 2]
@@ -92,8 +91,7 @@ async def the_only_letter(bus: Bus) -> DeadLetter:
 
 async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House) -> None:
     bus = await house.bus()
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS)
     for number, (body, code) in enumerate(UNREADABLE, 1):
         with case(body[:80], len(body)):
             await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=body))
@@ -109,8 +107,7 @@ async def test_an_invalid_request_is_answered_with_a_refusal(house: House) -> No
     bus = await house.bus()
     await house.consume(bus, REQUESTS, Answering())
     await bus.transport.declare_reply_queue("client.reply.somebodys")
-    answers = Collector()
-    await bus.transport.consume("client.reply.somebodys", answers, prefetch=10)
+    answers = await collect(bus.transport, "client.reply.somebodys", 10)
     await bus.transport.publish(
         Outgoing(
             exchange=COMMANDS,
@@ -129,8 +126,7 @@ async def test_an_invalid_request_is_answered_with_a_refusal(house: House) -> No
 async def test_the_owner_of_a_queue_may_answer_what_cannot_be_read(house: House) -> None:
     bus = await house.bus()
     queue = await bus.declare("client.builds.{process}")
-    events = Collector()
-    await bus.transport.consume(queue, events, prefetch=10)
+    events = await collect(bus.transport, queue, 10)
 
     def answer(bad: Malformed) -> list[Message]:
         if b"crash" in bad.body:
@@ -180,8 +176,7 @@ async def test_a_requested_reply_comes_beside_the_event_also_for_an_invalid_batc
 
 async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:
     bus = await house.bus()
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS)
     good = [
         json.dumps(
             {
@@ -216,8 +211,7 @@ CANNOT_TRAVEL: list[dict[str, object]] = [
 
 async def test_metadata_that_cannot_travel_ends_its_message_and_not_the_worker(house: House) -> None:
     bus = await house.bus()
-    handler = Answering(lambda _: Done(BuildAccepted(instance_uuid=boot(1).instance_uuid)))
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS, lambda _: Done(BuildAccepted(instance_uuid=boot(1).instance_uuid)))
     body = {"type": "build.request.v1", "instance_uuid": boot(1).instance_uuid, "flavor": "f", "project_id": "p"}
     for number, meta in enumerate(CANNOT_TRAVEL, 1):
         with case(meta):
@@ -537,8 +531,7 @@ async def test_a_message_is_acknowledged_after_what_its_handler_names(house: Hou
 async def test_what_could_not_be_flushed_is_delivered_again(house: House) -> None:
     bus = await house.bus()
     lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    handler = Answering(lambda received: Done() if received.redelivered else Done(after=lost))
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS, lambda received: Done() if received.redelivered else Done(after=lost))
     await bus.publish(boot(1))
     await handler.wait(1)
     lost.set_exception(DatabaseUnavailable("away"))
@@ -557,8 +550,7 @@ async def test_a_drain_gives_back_what_is_not_flushed(house: House, monkeypatch:
     await handler.wait(1)
     await consumer.drain(0.1)
     never.set_result(None)  # too late: it has been given back
-    again = Answering()
-    await house.consume(bus, REQUESTS, again)
+    again = await house.answer(bus, REQUESTS)
     await again.wait(1)
     assert again.uuids == [boot(1).instance_uuid]
 

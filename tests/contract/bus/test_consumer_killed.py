@@ -21,7 +21,7 @@ from bus.gather import SLOW_S
 from bus.key_trust import letters_code
 from bus.port import BusUnavailable, Delivery
 from bus.wire import batch, pack
-from tests.contract.rig import KINDS, LANE, REQUESTS, Answering, Collector, House, Rig, boot, depth_is, settled
+from tests.contract.rig import KINDS, LANE, REQUESTS, Answering, House, Rig, boot, collect, depth_is, settled
 from tests.kit.waiting import PATIENCE_S, until
 
 # --- The deliveries of a consumer that dies with them, over both transports alike.
@@ -210,8 +210,7 @@ async def test_what_a_consumer_gives_up_on_is_not_taken_by_the_next(house: House
     await bus.declare(REQUESTS)
     await bus.declare(GIVEN_UP)
     await bus.publish(boot(1))
-    held = Collector(ack=False)
-    await bus.transport.consume(LANE, held, prefetch=1)
+    held = await collect(bus.transport, LANE, 1, ack=False)
     (delivery,) = await held.wait(1)
     delivery.nack(requeue=False)
     await until(lambda: depth_is(bus, GIVEN_UP, 1))

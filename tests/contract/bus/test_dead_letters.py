@@ -181,8 +181,7 @@ async def test_a_letter_behind_those_of_other_queues_is_reached(
 async def test_item_7_a_forged_delete_is_parked_and_replaying_it_does_not_carry_it_out(house: House) -> None:
     """Its body names project p; it came under the key of another, and so a dead letter of it remembers."""
     bus = await house.bus()
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS)
     body = json.dumps({"instance_uuid": boot(1).instance_uuid, "project_id": "p"}).encode()
     headers = {"berth-key": "build.delete.17.p"}
     await bus.transport.publish(
@@ -226,8 +225,7 @@ async def test_a_full_queue_of_dead_letters_stops_no_consumer_and_keeps_what_it_
 async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> None:
     bus = await house.bus()
     willing = False
-    handler = Answering(lambda _: Done() if willing else Refuse("not.now"))
-    await house.consume(bus, REQUESTS, handler, concurrency=1)
+    handler = await house.answer(bus, REQUESTS, lambda _: Done() if willing else Refuse("not.now"), concurrency=1)
     await bus.publish_all([(boot(number), str(number)) for number in range(5)])
     await settled(bus, dead=5)
     letters = await dead_letters.list_dead(bus.transport, REQUESTS)
@@ -478,8 +476,9 @@ async def test_letters_of_clients_leave_room_for_those_of_workers(
     bus = await house.bus()
     dropped = metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value
     before = dropped.get()
-    handler = Answering(lambda one: Refuse("bad") if one.message == boot(2) else Done())
-    await house.consume(bus, REQUESTS, handler, concurrency=1, max_batch=1)
+    handler = await house.answer(
+        bus, REQUESTS, lambda one: Refuse("bad") if one.message == boot(2) else Done(), concurrency=1, max_batch=1
+    )
     for _ in range(9):
         await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"{"))
     await bus.publish(boot(1))
@@ -499,8 +498,7 @@ async def test_what_the_broker_gives_up_of_clients_requests_becomes_one_letter(h
     """
     bus = await house.bus()
     await bus.declare(REQUESTS)
-    ended = Answering()
-    await house.consume(bus, "scheduler.given_up", ended)
+    ended = await house.answer(bus, "scheduler.given_up")
     request = boot(1, name="n" * 200)
     sound = Outgoing(exchange=COMMANDS, routing_key=KEY, body=encode(request), message_id="sound", expiration_s=0.0)
     await bus.transport.publish(sound)

@@ -24,7 +24,7 @@ from bus.key_trust import letters_code
 from bus.port import waiting_in
 from bus.rabbitmq.transport import RabbitTransport
 from bus.wire import BATCH
-from tests.contract.rig import REQUESTS, Answering, Collector, boot
+from tests.contract.rig import REQUESTS, Answering, boot, collect
 from tests.kit.cases import case
 from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table
 from tests.kit.waiting import until
@@ -187,8 +187,7 @@ async def test_a_reply_carries_the_bytes_of_its_correlation_id(watched: Watched)
     """Sixteen raw bytes of a uuid are a correlation id that clients use."""
     transport = watched.bus.transport
     await transport.declare_reply_queue("client.reply.me")
-    answers = Collector()
-    await transport.consume("client.reply.me", answers, prefetch=10)
+    answers = await collect(transport, "client.reply.me", 10)
     reply_to = transport._names.queue("client.reply.me").encode()  # type: ignore[attr-defined]
     await watched.publish(REQUEST, correlation_id=FULL, reply_to=reply_to)
     await watched.publish(b"{", correlation_id=FF, reply_to=reply_to)

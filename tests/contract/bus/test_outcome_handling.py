@@ -136,8 +136,7 @@ async def test_with_the_bounds_of_berth_itself(
     bus.transport.publish = publish  # type: ignore[method-assign]
     await bus.declare(REQUESTS)
     await bus.publish_all([(boot(number), "") for number in range(count)])
-    handler = Answering(answer)
-    await house.consume(bus, REQUESTS, handler, concurrency=1, max_batch=256, prefetch=1024)
+    handler = await house.answer(bus, REQUESTS, answer, concurrency=1, max_batch=256, prefetch=1024)
     await until(lambda: is_at_rest(bus))
     assert (dict(handled), cut[0]) == ({0: count, 1: count}, 1), handler.batches
 
@@ -189,8 +188,8 @@ async def test_a_retry_comes_back_whatever_else_is_retried(house: House, monkeyp
     await bus.declare(REQUESTS)
     for message in (*heavy, innocent):
         await bus.publish(message)
-    handler = Answering(lambda one: Retry("not.yet") if one.meta.attempt == 0 else Done())
-    await house.consume(bus, REQUESTS, handler, concurrency=1)
+    once = Retry("not.yet")
+    handler = await house.answer(bus, REQUESTS, lambda one: Done() if one.meta.attempt else once, concurrency=1)
     await until(lambda: is_at_rest(bus))
     retried = sorted(one.message.instance_uuid for one in handler.got if one.meta.attempt == 1)  # type: ignore[attr-defined]
     assert retried == [boot(number).instance_uuid for number in range(4)]

@@ -44,10 +44,12 @@ from tests.contract.rig import (
     House,
     Rig,
     boot,
+    collect,
     command,
     declare,
     depth_is,
     settled,
+    with_queue,
 )
 from tests.kit.waiting import until
 
@@ -84,13 +86,11 @@ def test_every_delay_of_a_row_is_one_of_the_buss(kind: str) -> None:
 @EVERY_ADAPTER
 async def test_what_was_delayed_for_a_removed_queue_delays_no_other_and_is_a_dead_letter(rig: Rig) -> None:
     """A host was taken away. RabbitMQ offered its messages again and again, and moved no other queue's meanwhile."""
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     for _ in range(MANY):
         await delay(transport, "compute.gone")
     await delay(transport, queue, b"mine")
-    got = Collector()
-    await transport.consume(queue, got, prefetch=1)
+    got = await collect(transport, queue, 1)
     await got.wait(1)
     assert got.bodies == [b"mine"]
     await until(lambda: depth_is(transport, DEAD_LETTERS, MANY))
@@ -121,8 +121,7 @@ async def test_letters_of_one_queue_are_listed_sent_back_and_dropped_without_the
 @EVERY_ADAPTER
 async def test_more_letters_than_are_read_are_counted(rig: Rig, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(dead_letters, "MAX_COUNTED", 3)
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     for number in range(5):
         await park(transport, "flood", f"f{number}")
     await park(transport, queue, "w")
@@ -133,12 +132,10 @@ async def test_more_letters_than_are_read_are_counted(rig: Rig, monkeypatch) -> 
 
 @EVERY_ADAPTER
 async def test_where_a_letter_comes_from_is_not_taken_from_its_publisher(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     headers = {"berth-queue": "victim", "x-first-death-queue": "victim", "x-death": "victim", CODE: "victim"}
     await transport.publish(command(b"x", message_id="m", headers=headers))
-    got = Collector(ack=False)
-    await transport.consume(queue, got, prefetch=1)
+    got = await collect(transport, queue, 1, ack=False)
     (delivery,) = await got.wait(1)
     delivery.nack(requeue=False)
     await until(lambda: depth_is(transport, DEAD_LETTERS, 1))
@@ -149,8 +146,7 @@ async def test_where_a_letter_comes_from_is_not_taken_from_its_publisher(rig: Ri
 @EVERY_ADAPTER
 async def test_what_is_written_past_the_exchange_comes_from_nowhere(rig: Rig) -> None:
     """Every worker may write into every queue of its bus: what names its own origin goes back nowhere."""
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     await transport.publish(
         Outgoing(exchange="", routing_key=DEAD_LETTERS, body=b"{}", message_id="m", headers={"berth-queue": queue})
     )
@@ -371,16 +367,14 @@ async def test_a_lane_that_is_full_refuses_no_other_projects_request(house: Hous
 
     await until(is_full)
     await bus.publish(structs.replace(boot(1), project_id=QUIET))
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS)
     await handler.wait(1)
 
 
 @KINDS
 async def test_a_second_key_brings_a_request_into_no_other_projects_lane(house: House, bus: Bus) -> None:
     """RabbitMQ 3.10 checks no permission for it. It would be handled there as well, in another project's turn."""
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS)
     other = f"build.request.{lane_of(QUIET)}.{QUIET}"
     body = encode(structs.replace(boot(1), project_id=NOISY))
     await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, also=other, body=body, mandatory=True))
@@ -480,8 +474,7 @@ def event(instance: str) -> BuildEvent:
 
 @EVERY_ADAPTER
 async def test_a_paused_subscription_gets_nothing_until_it_is_resumed(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     got = Collector()
     subscription = await transport.consume(queue, got, prefetch=10)
     await transport.publish(command(b"1"))
@@ -506,8 +499,7 @@ async def test_a_paused_subscription_gets_nothing_until_it_is_resumed(rig: Rig) 
 @EVERY_ADAPTER
 async def test_a_subscription_that_is_cancelled_while_it_is_resumed_gives_nothing_back(rig: Rig) -> None:
     """It would go on at the broker, and each message given back would be one delivery nearer to its limit."""
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     subscription = await transport.consume(queue, Collector(), prefetch=10)
     for _ in range(10):
         subscription.pause()
@@ -515,16 +507,14 @@ async def test_a_subscription_that_is_cancelled_while_it_is_resumed_gives_nothin
         subscription.resume()
     await subscription.cancel()
     await transport.publish(command(b"1"))
-    got = Collector()
-    await transport.consume(queue, got, prefetch=1)
+    got = await collect(transport, queue, 1)
     (delivery,) = await got.wait(1)
     assert not delivery.redelivered
 
 
 @pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 async def test_a_lost_connection_neither_ends_a_pause_nor_makes_it_last(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     got = Collector(ack=False)
     back = asyncio.Event()
     transport.on_reconnect(back.set)

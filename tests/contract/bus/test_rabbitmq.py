@@ -38,7 +38,7 @@ from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
 from bus.service.health import Health
 from bus.service.service import Service
 from bus.topology import QueueNames, plan, shared_queues
-from tests.contract.rig import Collector, Rig, command, declare, row
+from tests.contract.rig import Collector, Rig, collect, command, declare, row, with_queue
 from tests.kit.waiting import until
 
 # --- Behaviour that only a real RabbitMQ can show: it is killed, and it refuses.
@@ -365,8 +365,7 @@ async def test_a_subscription_that_is_cancelled_while_it_is_taken_up_again_consu
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gave back at once whatever came, each time one delivery nearer to the limit."""
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     subscription = await transport.consume(queue, Collector(), prefetch=10)
     back, taking_up, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
     transport.on_reconnect(back.set)
@@ -386,8 +385,7 @@ async def test_a_subscription_that_is_cancelled_while_it_is_taken_up_again_consu
     await cancelling
     await back.wait()
     await transport.publish(command(b"1"))
-    got = Collector()
-    await transport.consume(queue, got, prefetch=1)
+    got = await collect(transport, queue, 1)
     (delivery,) = await got.wait(1)
     assert not delivery.redelivered
 

@@ -21,7 +21,7 @@ from bus.contracts.operations import ForgetHost, HostForgotten
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import BusUnavailable, Outgoing, Unroutable
-from tests.contract.rig import KINDS, LANE, REQUESTS, Answering, Collector, House, accepted, boot, settled
+from tests.contract.rig import KINDS, LANE, REQUESTS, Answering, Collector, House, accepted, boot, collect, settled
 from tests.kit.waiting import PATIENCE_S, until
 
 BEGUN_S = 3.0  # the time-out of a requester whose request has begun by then
@@ -30,11 +30,9 @@ pytestmark = KINDS
 
 async def test_a_foreign_client_needs_no_more_than_json_and_a_routing_key(house: House) -> None:
     bus = await house.bus()
-    handler = Answering(accepted)
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS, accepted)
     await bus.transport.declare_reply_queue("client.reply.somebodys")
-    answers = Collector()
-    await bus.transport.consume("client.reply.somebodys", answers, prefetch=10)
+    answers = await collect(bus.transport, "client.reply.somebodys", 10)
     body = json.dumps({"instance_uuid": boot().instance_uuid, "flavor": "m1.small", "project_id": "p"}).encode()
     for correlation_id in ("1", "2", "3"):
         await bus.transport.publish(
@@ -152,8 +150,7 @@ async def test_a_request_waits_for_the_other_side_to_start(house: House) -> None
     asking = asyncio.create_task(asker.request(BuildQuery(), Refusal, timeout_s=PATIENCE_S))
     async with asyncio.timeout(PATIENCE_S):
         await refused.wait()
-    handler = Answering(lambda _: Done(Refusal(code="hello")))
-    await house.consume(server, "scheduler.records", handler)
+    await house.answer(server, "scheduler.records", lambda _: Done(Refusal(code="hello")))
     assert (await asking).code == "hello"
 
 
@@ -210,8 +207,7 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
     await bus.transport.publish(delete({**late_by(), "berth-attempt": int(how == "retried")}))
     if how == "redelivered":
         other = await house.bus()
-        taken = Collector(ack=False)
-        await other.transport.consume(LANE, taken, prefetch=1)
+        taken = await collect(other.transport, LANE, 1, ack=False)
         await taken.wait(1)
         await other.close()  # with the message
     await house.consume(bus, REQUESTS, handler)
@@ -221,8 +217,7 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
 
 async def test_an_expiration_alone_is_the_patience_of_its_publisher(house: House) -> None:
     bus = await house.bus()
-    handler = Answering()
-    await house.consume(bus, REQUESTS, handler)
+    handler = await house.answer(bus, REQUESTS)
     for expiration_s, headers in ((600.0, {}), (600.0, {"berth-patience-ms": 60_000}), (None, {})):
         await bus.transport.publish(replace(delete(headers), expiration_s=expiration_s))
     assert [received.meta.patience_s for received in await handler.wait(3)] == [600.0, 60.0, None]
@@ -319,8 +314,7 @@ async def test_a_request_that_was_begun_goes_on_when_its_client_has_stopped_wait
             raise DatabaseUnavailable("away")
         return accepted(received)
 
-    handler = Answering(answer)
-    await house.consume(server, REQUESTS, handler)
+    handler = await house.answer(server, REQUESTS, answer)
     asking = asyncio.create_task(asker.request(boot(1), BuildAccepted, timeout_s=BEGUN_S))
     await until(lambda: begun)
     with pytest.raises(RequestTimeout):

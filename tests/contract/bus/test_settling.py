@@ -11,7 +11,7 @@ from bus import topology
 from bus.contracts.queues import DEAD, DEAD_LETTERS, QueueKind
 from bus.port import Delivery, Outgoing, PublishRefused
 from bus.topology import delay_exchange, delayed_queue
-from tests.contract.rig import EVERY_ADAPTER, Collector, Rig, command, declare, depth_is, row
+from tests.contract.rig import EVERY_ADAPTER, Collector, Rig, collect, command, declare, depth_is, row, with_queue
 from tests.kit.waiting import PATIENCE_S, until
 
 # --- The messages that a consumer holds, settles, gives back and gives up, tested on every adapter alike.
@@ -21,8 +21,7 @@ pytestmark = EVERY_ADAPTER
 
 
 async def test_what_is_given_back_comes_again_before_the_rest_and_in_order(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     for body in (b"1", b"2", b"3", b"4"):
         await transport.publish(command(body))
     held = Collector(ack=False)
@@ -32,8 +31,7 @@ async def test_what_is_given_back_comes_again_before_the_rest_and_in_order(rig: 
     for delivery in held.got:
         delivery.nack(requeue=True)
     await until(lambda: depth_is(transport, queue, 4))  # what is given back is not confirmed
-    got = Collector()
-    await transport.consume(queue, got, prefetch=1)
+    got = await collect(transport, queue, 1)
     await got.wait(4)
     assert got.bodies == [b"1", b"2", b"3", b"4"]
     assert [delivery.redelivered for delivery in got.got] == [True, True, False, False]
@@ -60,18 +58,15 @@ async def test_what_expired_while_it_was_held_does_not_come_again(rig: Rig) -> N
     await until(lambda: depth_is(transport, other, 0))  # so much time has passed
     for delivery in held.got:
         delivery.nack(requeue=True)
-    got = Collector()
-    await transport.consume(queue, got, prefetch=10)
+    got = await collect(transport, queue, 10)
     await got.wait(2)
     await until(lambda: depth_is(transport, queue, 0))
     assert b"1" in held.bodies and got.bodies == [b"2", b"3"]
 
 
 async def test_no_more_than_prefetch_is_outstanding(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
-    got = Collector(ack=False)
-    await transport.consume(queue, got, prefetch=2)
+    transport, queue = await with_queue(rig)
+    got = await collect(transport, queue, 2, ack=False)
     for number in range(5):
         await transport.publish(command(b"%d" % number))
     await got.wait(2)
@@ -122,8 +117,7 @@ async def test_what_is_lost_with_its_connection_counts_as_given_back(rig: Rig) -
     counts: list[int] = []
     for name in ("one", "two"):
         transport = await rig.transport(name)
-        held = Collector(ack=False)
-        await transport.consume(queue, held, prefetch=1)
+        held = await collect(transport, queue, 1, ack=False)
         counts.append((await held.wait(1))[0].delivery_count)
         await transport.close()
     assert counts == [0, 1]
@@ -131,10 +125,8 @@ async def test_what_is_lost_with_its_connection_counts_as_given_back(rig: Rig) -
 
 
 async def test_what_is_given_up_is_a_dead_letter(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
-    got = Collector(ack=False)
-    await transport.consume(queue, got, prefetch=1)
+    transport, queue = await with_queue(rig)
+    got = await collect(transport, queue, 1, ack=False)
     await transport.publish(command(b"bad"))
     (delivery,) = await got.wait(1)
     delivery.nack(requeue=False)
@@ -142,18 +134,15 @@ async def test_what_is_given_up_is_a_dead_letter(rig: Rig) -> None:
 
 
 async def test_the_dead_letter_exchange_leads_to_the_parking_queue(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     await transport.publish(Outgoing(exchange=DEAD, routing_key=queue, body=b"x", mandatory=True))
     assert await transport.depth(DEAD_LETTERS) == 1
 
 
 async def test_a_message_comes_back_after_its_delay(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "DELAYS_S", (0.05, 60.0))
-    transport = await rig.transport()
-    queue = await declare(transport)
-    got = Collector()
-    await transport.consume(queue, got, prefetch=10)
+    transport, queue = await with_queue(rig)
+    got = await collect(transport, queue, 10)
     loop = asyncio.get_running_loop()
     started = loop.time()
     for delay_s, body in ((60.0, b"much later"), (0.05, b"soon")):
@@ -177,8 +166,7 @@ async def test_what_was_got_and_not_settled_is_back_after_close(rig: Rig) -> Non
 
 
 async def test_after_cancel_nothing_comes_and_what_is_held_may_be_settled(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     got = Collector(ack=False)
     subscription = await transport.consume(queue, got, prefetch=1)
     await transport.publish(command(b"1"))
@@ -203,10 +191,8 @@ async def test_a_consumer_that_gives_back_at_once_stops_no_other(rig: Rig) -> No
 
 
 async def test_many_at_once_are_all_confirmed_and_all_acknowledged(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
-    got = Collector()
-    await transport.consume(queue, got, prefetch=50)
+    transport, queue = await with_queue(rig)
+    got = await collect(transport, queue, 50)
     await asyncio.gather(*(transport.publish(command(b"%d" % number)) for number in range(500)))
     await got.wait(500)
     await transport.close()
@@ -241,8 +227,7 @@ async def test_a_queue_is_full_by_bytes_as_well(rig: Rig, queue_kind: QueueKind)
         for _ in range(100):
             await transport.publish(command(b"x" * 400))
     assert await transport.depth(queue) < 100
-    got = Collector()
-    await transport.consume(queue, got, prefetch=10)
+    got = await collect(transport, queue, 10)
 
     async def taken() -> bool:
         try:
@@ -266,8 +251,7 @@ async def test_what_one_of_two_queues_refuses_the_other_has(rig: Rig) -> None:
         for number in range(100):  # a quorum queue notices a little later
             sent.append(b"%d" % number)
             await transport.publish(command(sent[-1]))
-    got = Collector()
-    await transport.consume(roomy, got, prefetch=10)
+    got = await collect(transport, roomy, 10)
     await got.wait(len(sent))
     assert got.bodies == sent
 
@@ -277,8 +261,7 @@ async def test_a_private_queue_drops_its_oldest(rig: Rig) -> None:
     queue = await declare(transport, QueueKind.PRIVATE, max_length=2)
     for body in (b"1", b"2", b"3"):
         await transport.publish(command(body))
-    got = Collector()
-    await transport.consume(queue, got, prefetch=10)
+    got = await collect(transport, queue, 10)
     await got.wait(2)
     assert got.bodies == [b"2", b"3"]
 
@@ -297,11 +280,9 @@ async def test_what_waits_for_its_retry_comes_back_to_a_full_queue(rig: Rig, mon
     for name in (queue, witness.name):
         again = Outgoing(exchange=delay_exchange(0.05), routing_key=name, body=b"again", mandatory=True)
         await transport.publish(again)
-    passed = Collector()
-    await transport.consume(witness.name, passed, prefetch=1)
+    passed = await collect(transport, witness.name, 1)
     await passed.wait(1)  # so the other one's time is over, too, and the queue is full
-    got = Collector()
-    await transport.consume(queue, got, prefetch=1)
+    got = await collect(transport, queue, 1)
     await until(lambda: b"again" in got.bodies, ROOM_S)
 
 

@@ -16,9 +16,11 @@ from tests.contract.rig import (
     EVERY_ADAPTER_THAT_RECONNECTS,
     Collector,
     Rig,
+    collect,
     command,
     declare,
     depth_is,
+    with_queue,
 )
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -27,10 +29,8 @@ from tests.kit.waiting import PATIENCE_S, until
 
 @EVERY_ADAPTER
 async def test_a_confirmed_message_arrives_with_all_that_travels_beside_it(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
-    got = Collector()
-    await transport.consume(queue, got, prefetch=10)
+    transport, queue = await with_queue(rig)
+    got = await collect(transport, queue, 10)
     headers = {"berth-cause": "c", "n": 7, "far": 2**40, "f": 1700000000.25}
     await transport.publish(
         command(b"{}", message_id="m1", type="t.v1", correlation_id="c1", reply_to="answers", headers=headers)
@@ -45,10 +45,8 @@ async def test_a_confirmed_message_arrives_with_all_that_travels_beside_it(rig: 
 
 @EVERY_ADAPTER
 async def test_a_large_body_arrives_whole(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
-    got = Collector()
-    await transport.consume(queue, got, prefetch=10)
+    transport, queue = await with_queue(rig)
+    got = await collect(transport, queue, 10)
     body = bytes(range(256)) * 4000
     await transport.publish(command(body))
     await transport.publish(command(b""))
@@ -129,8 +127,7 @@ async def test_a_private_queue_belongs_to_one_connection_at_a_time(rig: Rig) -> 
     first, second = await rig.transport("first"), await rig.transport("second")
     queue = await declare(first, QueueKind.PRIVATE)
     await declare(first, QueueKind.PRIVATE)  # its own, once more
-    got = Collector()
-    await first.consume(queue, got, prefetch=10)
+    got = await collect(first, queue, 10)
     for _ in range(2):
         with pytest.raises(QueueLocked):
             await declare(second, QueueKind.PRIVATE)
@@ -144,8 +141,7 @@ async def test_a_private_queue_belongs_to_one_connection_at_a_time(rig: Rig) -> 
         return False
 
     await until(declared)
-    again = Collector()
-    await second.consume(queue, again, prefetch=10)
+    again = await collect(second, queue, 10)
     await second.publish(command(b"2"))
     await again.wait(1)
     assert (got.bodies, again.bodies) == ([b"1"], [b"2"])
@@ -153,8 +149,7 @@ async def test_a_private_queue_belongs_to_one_connection_at_a_time(rig: Rig) -> 
 
 @EVERY_ADAPTER
 async def test_get_depth_and_purge(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     assert await transport.get(queue) is None
     for body in (b"1", b"2", b"3"):
         await transport.publish(command(body))
@@ -189,10 +184,8 @@ async def test_expiration_ends_a_message(rig: Rig) -> None:
 
 @EVERY_ADAPTER
 async def test_a_mistake_does_not_take_the_connection_down(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
-    got = Collector()
-    await transport.consume(queue, got, prefetch=10)
+    transport, queue = await with_queue(rig)
+    got = await collect(transport, queue, 10)
     with pytest.raises(QueueMissing):
         await transport.consume("no.such.queue", got, prefetch=1)
     with pytest.raises(QueueMissing):
@@ -349,8 +342,7 @@ async def test_where_a_key_is_a_queues_name_the_second_is_of_the_same_system(rig
 async def test_a_dead_letter_goes_nowhere_by_it(rig: Rig) -> None:
     transport = await rig.transport()
     queue, other = await declare_bound(transport, "work", "work"), await declare_bound(transport, "other", "other")
-    got = Collector(ack=False)
-    await transport.consume(queue, got, prefetch=1)
+    got = await collect(transport, queue, 1, ack=False)
     await transport.publish(message(key="work", also=other))
     (delivery,) = await got.wait(1)
     delivery.nack(requeue=False)
@@ -365,8 +357,7 @@ async def test_what_is_delayed_under_two_keys_comes_back_under_both(rig: Rig) ->
     """Berth delays nothing so."""
     transport = await rig.transport()
     queue, other = await declare_bound(transport, "work"), await declare_bound(transport, "other")
-    got = Collector()
-    await transport.consume(queue, got, prefetch=1)
+    got = await collect(transport, queue, 1)
     await transport.publish(
         Outgoing(exchange=delay_exchange(DELAYS_S[0]), routing_key=queue, also=other, body=b"x", mandatory=True)
     )
@@ -442,8 +433,7 @@ async def test_a_connection_that_comes_back_waits_for_its_private_queue_while_an
 
 @EVERY_ADAPTER_THAT_RECONNECTS
 async def test_while_the_broker_is_unavailable_publishing_fails(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue = await declare(transport)
+    transport, queue = await with_queue(rig)
     await transport.publish(command(b"kept"))
     await rig.shut()
     await until(lambda: not transport.connected)

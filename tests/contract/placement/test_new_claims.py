@@ -205,6 +205,8 @@ async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
     assert isinstance(full, ClaimResult) and full.outcome is ClaimOutcome.FULL
     assert isinstance(claimed, ClaimResult) and claimed.outcome is ClaimOutcome.CLAIMED
     assert claimed.generations == {HOSTS[0]: 1 + 7 + 7 + 1}
+    newest = (await book.changes(0, 100)).changes[-1]
+    assert (newest.sequence, newest.generation, newest.used["VCPU"]) == (claimed.sequence, 16, 90)
     assert book.rows.ways == {False: 1, True: 1}
     for connection in (holder, watcher):
         await connection.close()

@@ -111,6 +111,20 @@ async def test_the_comparison_sees_each_kind_of_change(empty_database: str, chan
     await database.close()
 
 
+async def refused_and_left(
+    database: Database, url: str, worker: str, why: str, code: str = "database.other_schema"
+) -> None:
+    """A worker does not open this schema, and changes nothing there."""
+    before = await description(database)
+    again = Database(url, database.schema)
+    with pytest.raises(DatabaseForbidden, match=why) as caught:
+        await again.open(f"{worker}.store.migrations")
+    assert caught.value.code == code
+    assert await description(database) == before
+    await again.close()
+    await database.close()
+
+
 @pytest.mark.parametrize(
     ("worker", "revision"),
     [
@@ -127,14 +141,7 @@ async def test_a_revision_that_no_version_has_is_refused_and_left_as_it_was(
     async with database.raw() as connection:
         await connection.execute(f"UPDATE {APPLIED} SET version_num = $1", revision)
         await connection.execute("CREATE TABLE of_yesterday (n integer)")
-    before = await description(database)
-    again = Database(empty_database, "old")
-    with pytest.raises(DatabaseForbidden, match=revision) as caught:
-        await again.open(f"{worker}.store.migrations")
-    assert caught.value.code == "database.other_schema"
-    assert await description(database) == before
-    await again.close()
-    await database.close()
+    await refused_and_left(database, empty_database, worker, revision)
 
 
 EARLIER_TABLES = (
@@ -165,14 +172,7 @@ async def test_a_schema_of_an_earlier_state_of_one_revision_is_refused_in_a_sent
     database = await opened(empty_database, "old", f"{worker}.store.migrations")
     async with database.raw() as connection:
         await connection.execute(change)
-    before = await description(database)
-    again = Database(empty_database, "old")
-    with pytest.raises(DatabaseForbidden, match="schema old is at revision") as caught:
-        await again.open(f"{worker}.store.migrations")
-    assert caught.value.code == "database.other_schema"
-    assert await description(database) == before
-    await again.close()
-    await database.close()
+    await refused_and_left(database, empty_database, worker, "schema old is at revision")
 
 
 @pytest.mark.parametrize("worker", WORKERS)
@@ -180,14 +180,7 @@ async def test_a_schema_that_berth_did_not_make_is_refused_and_left_as_it_was(em
     database = await opened(empty_database, "foreign")
     async with database.raw() as connection:
         await connection.execute("CREATE TABLE customers (n integer)")
-    before = await description(database)
-    again = Database(empty_database, "foreign")
-    with pytest.raises(DatabaseForbidden, match="berth did not make them") as caught:
-        await again.open(f"{worker}.store.migrations")
-    assert caught.value.code == "database.foreign_schema"
-    assert await description(database) == before
-    await again.close()
-    await database.close()
+    await refused_and_left(database, empty_database, worker, "berth did not make them", code="database.foreign_schema")
 
 
 # --- which of several PostgreSQL servers a worker uses: the first that answers in time and takes writes

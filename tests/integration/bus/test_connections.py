@@ -24,6 +24,8 @@ from tests.kit.lent import DatabasePair, database_pair
 from tests.kit.sent import Sent
 from tests.kit.servers import plain
 
+pytestmark = pytest.mark.postgres
+
 # --- A guarded statement on a real PostgreSQL: it writes everything or nothing, and says so without an error.
 
 
@@ -55,7 +57,6 @@ async def refused(connection: asyncpg.Connection, statement: GuardedStatement) -
     return caught.value.__cause__
 
 
-@pytest.mark.postgres
 @pytest.mark.parametrize("keys", [[FIRST], [FIRST, SECOND]])
 async def test_rows_that_another_has_written_are_refused_without_an_error(
     connection: asyncpg.Connection, keys: Sequence[str]
@@ -69,7 +70,6 @@ async def test_rows_that_another_has_written_are_refused_without_an_error(
     assert await refused(connection, statement) is None
 
 
-@pytest.mark.postgres
 async def test_a_row_that_exists_is_refused_without_an_error(connection: asyncpg.Connection) -> None:
     statement = GuardedStatement()
     statement.add("inserted", INSERT, [FIRST], rows=1)
@@ -77,7 +77,6 @@ async def test_a_row_that_exists_is_refused_without_an_error(connection: asyncpg
     assert await refused(connection, statement) is None
 
 
-@pytest.mark.postgres
 async def test_an_unmet_condition_is_refused_without_an_error(connection: asyncpg.Connection) -> None:
     statement = GuardedStatement()
     statement.expect("NOT EXISTS (SELECT FROM things WHERE key = ANY({}::uuid[]))", [FIRST, THIRD])
@@ -85,14 +84,12 @@ async def test_an_unmet_condition_is_refused_without_an_error(connection: asyncp
     assert await refused(connection, statement) is None
 
 
-@pytest.mark.postgres
 async def test_what_was_written_in_part_is_rolled_back(connection: asyncpg.Connection) -> None:
     statement = GuardedStatement()
     statement.add("inserted", INSERT, [FIRST, THIRD], rows=2)
     assert ROLLED_BACK in str(await refused(connection, statement)), "the server's log has why"
 
 
-@pytest.mark.postgres
 async def test_expected_rows_are_written_whole(connection: asyncpg.Connection) -> None:
     versions = dict(await connection.fetch(VERSIONS))
     statement = GuardedStatement()
@@ -118,7 +115,6 @@ NEW = NewBuild(
 )
 
 
-@pytest.mark.postgres
 @pytest.mark.parametrize("way", ["raw", "single"])
 async def test_a_primary_that_was_made_read_only_is_left_for_the_promoted_stand_by(way: str) -> None:
     manager = database_pair()
@@ -155,7 +151,6 @@ async def _written_at(database: Database, way: str) -> int:
         return 0
 
 
-@pytest.mark.postgres
 @pytest.mark.parametrize("way", ["raw", "single"])
 async def test_a_connection_that_takes_no_writes_is_dropped(empty_database: str, way: str) -> None:
     """The reason, without a pair: the session that has met 25006 is not used again."""
@@ -183,7 +178,6 @@ async def _execute(database: Database, way: str, statement: str) -> None:
         await connection.execute(statement)
 
 
-@pytest.mark.postgres
 async def test_idle_connections_to_a_server_that_takes_no_writes_are_dropped_and_count_as_lost(
     empty_database: str,
 ) -> None:
@@ -210,7 +204,6 @@ async def test_idle_connections_to_a_server_that_takes_no_writes_are_dropped_and
         await database.close()
 
 
-@pytest.mark.postgres
 async def test_a_connection_in_use_when_its_server_is_left_is_not_used_again(empty_database: str) -> None:
     """A reader's connection came back, and was taken first: reads saw the state of the former primary."""
     database = Database(empty_database, "owner", pool_size=2)
@@ -249,7 +242,6 @@ async def _promote(pair: DatabasePair, door: Proxy) -> None:
     door._server.close()  # type: ignore[union-attr]  (nobody else can come in, and nobody is put out)
 
 
-@pytest.mark.postgres
 async def test_a_flush_on_a_promoted_stand_by_vouches_for_no_commit_on_the_primary_before() -> None:
     """Found by reading: what is not on the stand-by was acknowledged as if it were on disk."""
     async with _two_servers() as (pair, door, url):
@@ -267,7 +259,6 @@ async def test_a_flush_on_a_promoted_stand_by_vouches_for_no_commit_on_the_prima
             await database.close()
 
 
-@pytest.mark.postgres
 async def test_versions_of_the_former_primary_are_not_compared_with_rows_of_the_stand_by() -> None:
     """Found by reading: the unit takes its connection with its write, and numbers of transactions are given again."""
     async with _two_servers() as (pair, door, url):
@@ -287,7 +278,6 @@ async def test_versions_of_the_former_primary_are_not_compared_with_rows_of_the_
             await builds.close()
 
 
-@pytest.mark.postgres
 async def test_a_commit_on_the_former_primary_flushes_nothing_of_the_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: its connection was taken before another task had connected to the stand-by."""
     monkeypatch.setattr(group_flush, "GATHER_S", 1_000.0)  # no flush but by a commit
@@ -318,7 +308,6 @@ async def _make_asynchronous(url: str) -> None:
     await admin.close()
 
 
-@pytest.mark.postgres
 async def test_a_connection_is_not_used_again_once_its_server_is_left() -> None:
     """It was in use when another one met the read-only server, so that it came back later."""
     async with _two_servers() as (pair, door, url):
@@ -355,7 +344,6 @@ async def test_each_change_between_two_servers_that_take_writes_is_logged() -> N
             await database.close()
 
 
-@pytest.mark.postgres
 async def test_a_statement_without_an_answer_counts_as_a_loss(
     empty_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,7 +394,6 @@ def lender(postgres_server: str) -> LentDatabases:
     return LentDatabases(postgres_server)
 
 
-@pytest.mark.postgres
 @pytest.mark.parametrize("size", [1, 20_000], ids=["few", "grown"])
 async def test_nothing_of_the_test_before_is_left(lender: LentDatabases, size: int) -> None:
     with lender.lend() as url:
@@ -435,7 +422,6 @@ async def test_nothing_of_the_test_before_is_left(lender: LentDatabases, size: i
     lender.close()
 
 
-@pytest.mark.postgres
 @pytest.mark.parametrize(
     "change",
     [

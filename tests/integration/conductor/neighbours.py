@@ -16,6 +16,7 @@ from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import (
     CellBuild,
+    CellDelete,
     ComputeHosts,
     ComputeOutcome,
     ComputeResult,
@@ -38,6 +39,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
 from cell_conductor.store.postgres import PostgresInstances
+from tests.kit.waiting import until
 from tests.unit.conductor.world import engine_of, hosts_of, requests_of, search_of
 
 CELL = "c1"
@@ -280,6 +282,26 @@ class Cell:
         )
         spec = InstanceSpec(instance_uuid=uuid, project_id="p")
         return CellBuild(spec=spec, selections=selections, consumer_generation=1, build_timeout_s=timeout_s)
+
+    async def given(self, *hosts: int, timeout_s: float = 60.0) -> str:
+        """The cell is commanded to build an instance, whose uuid this is."""
+        build = self.build(*hosts, timeout_s=timeout_s)
+        await self.around.bus.publish(build)
+        return build.spec.instance_uuid
+
+    async def active(self, *hosts: int) -> str:
+        """An instance that the cell has built."""
+        uuid = await self.given(*hosts)
+        await until(lambda: self.around.ends(uuid) == [BuildState.ACTIVE])
+        return uuid
+
+    async def delete(self, uuid: str, *, begun: bool = False) -> None:
+        await self.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=begun))
+
+    async def sql(self, *statements: str) -> None:
+        async with self.database.raw() as connection:
+            for statement in statements:
+                await connection.execute(statement)
 
     async def state(self, uuid: str) -> State:
         async with self.store.transaction() as transaction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import Awaitable, Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from bus.clock import new_uuid
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
-from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, HostReport, Running
+from bus.contracts.cell import CellBuild, ComputeHosts, ComputeOutcome, ComputeResult, HostReport, Running
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from bus.faults import Transient
 from cell_conductor.domain.events import DeleteRequested, InstanceEvent, SpawnFailed
@@ -21,30 +21,11 @@ from cell_conductor.domain.report import rescan_id
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import build_requested
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
-from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
+from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell
 from tests.kit.waiting import until
 from tests.unit.conductor.world import engine_of, requests_of
 
 # --- The engine over the in-process bus and a real PostgreSQL, with a scripted placement and compute service.
-
-
-@pytest.fixture
-async def cell(postgres_url: str) -> AsyncIterator[Cell]:
-    async with opened(postgres_url) as made:
-        yield made
-
-
-async def test_a_build_becomes_active(cell: Cell) -> None:
-    build = cell.build(1, 2)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build, cause="request")
-    await until(lambda: bool(cell.around.ends(uuid)))
-    assert [(e.state, e.sequence, e.terminal) for e in cell.around.events] == [
-        (BuildState.BUILDING, 10, False),
-        (BuildState.ACTIVE, 11, True),
-    ]
-    assert len(cell.around.spawns) == 1
-    await cell.check_at_rest()
 
 
 async def test_many_builds_use_alternates_and_none_is_lost_or_doubled(cell: Cell) -> None:
@@ -69,24 +50,10 @@ async def test_many_builds_use_alternates_and_none_is_lost_or_doubled(cell: Cell
 
 
 async def test_delete_of_an_active_instance_releases_after_the_destroy(cell: Cell) -> None:
-    build = cell.build(1)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build)
-    await until(lambda: bool(cell.around.ends(uuid)))
-    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    uuid = await cell.active(1)
+    await cell.delete(uuid)
     await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
     assert not cell.around.held and not cell.around.running
-
-
-async def test_delete_before_its_build_frees_the_claim(cell: Cell) -> None:
-    """The delete overtakes the build on the way."""
-    build = cell.build(1, 2)
-    uuid = build.spec.instance_uuid
-    await cell.engine.take([_delete_arrival(uuid, cell)], source="test")
-    assert await cell.state(uuid) is State.TOMBSTONE
-    await cell.around.bus.publish(build)
-    await until(lambda: cell.around.ends(uuid) == [BuildState.DELETED])
-    assert not cell.around.held and not cell.around.spawns
 
 
 async def test_a_hung_host_is_left_at_the_deadline_and_its_late_success_destroyed(cell: Cell) -> None:
@@ -116,9 +83,7 @@ async def test_a_crash_between_claim_and_record_leaks_nothing(cell: Cell) -> Non
     """Placement has released and claimed, the conductor dies before it could write that down."""
     cell.around.fails = {cell.host(1)}
     cell.around.silent_claims = 1
-    build = cell.build(1, 2, 3)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build)
+    uuid = await cell.given(1, 2, 3)
     await until(lambda: len(cell.around.destroys) == 1)
     await until(lambda: bool(cell.around.claims))
     assert cell.around.held[uuid][:2] == (2, cell.host(2))
@@ -134,9 +99,7 @@ async def test_a_crash_between_claim_and_record_leaks_nothing(cell: Cell) -> Non
 async def test_a_lost_answer_without_room_still_ends_as_exhausted(cell: Cell) -> None:
     cell.around.fails, cell.around.full = {cell.host(1)}, {cell.host(2)}
     cell.around.silent_claims = 1
-    build = cell.build(1, 2)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build)
+    uuid = await cell.given(1, 2)
     await until(lambda: bool(cell.around.claims))
     cell.clock.offset += 60.0
     await cell.new_engine().sweep()  # another process, which knows only the record
@@ -301,12 +264,7 @@ async def _on_outbox_insert(cell: Cell, statement: str) -> None:
 
 
 async def _calm_outbox(cell: Cell) -> None:
-    async with cell.database.raw() as connection:
-        await connection.execute("DROP TRIGGER disturb ON outbox")
-
-
-def _delete_arrival(uuid: str, cell: Cell) -> InstanceEvent:
-    return InstanceEvent(uuid, DeleteRequested(at=cell.clock.time()), new_uuid(cell.rng))
+    await cell.sql("DROP TRIGGER disturb ON outbox")
 
 
 def _build_arrival(build: CellBuild, cell: Cell) -> InstanceEvent:
@@ -400,7 +358,7 @@ async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(ce
     tombstone = new_uuid(cell.rng)
     await cell.around.bus.publish_all([(build, "") for build in (gone, kept, failed)])
     await until(lambda: all(cell.around.ends(uuid) for uuid in uuids))
-    await cell.around.bus.publish(CellDelete(instance_uuid=uuids[0], project_id="p"))
+    await cell.delete(uuids[0])
     await until(lambda: BuildState.DELETED in cell.around.ends(uuids[0]))
     await cell.engine.take([InstanceEvent(tombstone, DeleteRequested(at=cell.clock.time()))], source="test")
     day_s = cell.config.deleted_retention_s
@@ -411,23 +369,3 @@ async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(ce
     assert await cell.store.purge_deleted(cell.clock.time() - day_s, 10) == 0
     states = [await cell.state(uuid) for uuid in (*uuids, tombstone)]
     assert states == [State.ABSENT, State.ACTIVE, State.FAILED, State.ABSENT]
-
-
-async def test_only_a_scan_that_was_requested_proves_a_machine_missing(cell: Cell) -> None:
-    """A driver that lists for a minute: the machine came to be after its host was looked at. Seed 59: the report waited
-    for a conductor that was paused, and by the host's clock it was the later word.
-    """
-    build = cell.build(1)
-    uuid, host = build.spec.instance_uuid, cell.host(1)
-    await cell.around.bus.publish(build)
-    await until(lambda: bool(cell.around.ends(uuid)))
-    cell.clock.offset += 60.0
-    hosts = (HostReport(uuid=host, name="host-1", running=()),)
-    before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=cell.clock.time())
-    await cell.receive(before)
-    assert await cell.state(uuid) is State.ACTIVE
-    assert cell.around.running
-    del cell.around.running[host, uuid]
-    (record,) = await cell.store.briefs([], [uuid])
-    await cell.receive(replace(before, sequence=2, rescans=(rescan_id(record),)))
-    await until(lambda: cell.around.events[-1].state is BuildState.FAILED)

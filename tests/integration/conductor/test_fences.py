@@ -14,7 +14,7 @@ from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildState
-from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
+from bus.contracts.cell import ComputeHosts, HostReport, Running
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
@@ -83,16 +83,6 @@ class FencedCell(Cell):
     async def fence(self, n: int, version: int, *, lift: bool = False, at: float = 1.0) -> None:
         decision = CellFence(host_uuid=self.host(n), host=f"host-{n}", version=version, lift=lift, by="ann", at=at)
         await self.around.bus.publish(decision)
-
-    async def active(self, *hosts: int) -> str:
-        build = self.build(*hosts)
-        uuid = build.spec.instance_uuid
-        await self.around.bus.publish(build)
-        await until(lambda: self.around.ends(uuid) == [BuildState.ACTIVE])
-        return uuid
-
-    async def delete(self, uuid: str) -> None:
-        await self.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
 
     async def report(self, n: int, *running: Running, service: str = "s1") -> None:
         """By a scan that began after what is on record of the host by now."""
@@ -193,14 +183,11 @@ async def test_a_fence_survives_its_conductor_and_is_answered_again(cell: Fenced
 async def test_a_doubted_build_on_a_dead_host_goes_on_elsewhere_once_its_host_is_fenced(cell: FencedCell) -> None:
     """A machine that its host has, and that the set-back record forgot, is destroyed before the fence is lifted."""
     cell.around.hangs = {cell.host(1)}
-    build = cell.build(1, 2)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build)
+    uuid = await cell.given(1, 2)
     await until(lambda: bool(cell.around.spawns))
     cell.around.running[cell.host(1), uuid] = 1  # it is up, and the backup is from before that was reported
     cell.around.dead = {cell.host(1)}
-    async with cell.database.raw() as connection:
-        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    await cell.sql("UPDATE identity SET origin = 'another cluster'")
     for _ in range(4):  # it is doubted, then asked for, and its host does not answer
         cell.clock.offset += 100.0
         await cell.engine.sweep()

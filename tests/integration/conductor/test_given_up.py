@@ -39,13 +39,8 @@ from tests.unit.conductor.scenario import (
 # --- A message that a cell's queue of requests gives up ends with one event: its client does not wait for ever.
 
 
+pytestmark = pytest.mark.postgres
 REQUEST = "90000000-0000-4000-8000-000000000001"
-
-
-@pytest.fixture
-async def cell(postgres_url: str) -> AsyncIterator[Cell]:
-    async with opened(postgres_url) as made:
-        yield made
 
 
 def crash(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
@@ -104,21 +99,15 @@ async def test_a_build_that_was_begun_before_its_message_was_given_up_goes_on(ce
 async def test_a_delete_that_a_conductor_gave_up_is_tried_once_more(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = cell.build(1)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build)
-    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    uuid = await cell.active(1)
     crash(monkeypatch, uuid)
-    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await cell.delete(uuid)
     await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
     await cell.check_at_rest()
 
 
 async def test_a_move_that_a_conductor_gave_up_is_refused(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = cell.build(1)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build)
-    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    uuid = await cell.active(1)
     crash(monkeypatch, uuid)
     for _ in range(2):  # and again: it is answered as it was
         await cell.around.bus.publish(
@@ -212,7 +201,6 @@ def test_its_end_reaches_schedulers_that_have_it_as_active(attempt: int) -> None
     )
 
 
-@pytest.mark.postgres
 @pytest.mark.parametrize("is_given_up", [False, True], ids=["delivered again", "given up"])
 async def test_a_running_machine_keeps_its_allocation(cell: Cell, *, is_given_up: bool) -> None:
     """The build was carried out and its delivery never acknowledged; then the cell's database was set back."""
@@ -220,10 +208,7 @@ async def test_a_running_machine_keeps_its_allocation(cell: Cell, *, is_given_up
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
     await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
-    async with cell.database.raw() as connection:
-        await connection.execute("DELETE FROM instances")
-        await connection.execute("DELETE FROM handled")
-        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    await cell.sql("DELETE FROM instances", "DELETE FROM handled", "UPDATE identity SET origin = 'another cluster'")
     await cell.engine.sweep()  # notices it
     if is_given_up:
         await hand_over_as_given_up(cell, build)
@@ -273,7 +258,6 @@ async def forget(finder: Cell, build: CellBuild) -> None:
         await connection.execute("UPDATE identity SET origin = 'another cluster'")
 
 
-@pytest.mark.postgres
 async def test_a_build_without_a_record_and_without_a_machine_ends_and_holds_nothing(finder: Cell) -> None:
     build = finder.build(1, 2)
     uuid = build.spec.instance_uuid
@@ -286,7 +270,6 @@ async def test_a_build_without_a_record_and_without_a_machine_ends_and_holds_not
     assert not finder.around.spawns
 
 
-@pytest.mark.postgres
 async def test_a_copy_of_its_command_that_comes_after_its_end_is_not_built(finder: Cell) -> None:
     build = replace(finder.build(1, 2), requested_at=finder.clock.time() - 61.0)
     uuid = build.spec.instance_uuid
@@ -299,7 +282,6 @@ async def test_a_copy_of_its_command_that_comes_after_its_end_is_not_built(finde
     assert not finder.around.spawns
 
 
-@pytest.mark.postgres
 async def test_a_forgotten_build_whose_machine_runs_is_adopted_with_its_claim(finder: Cell) -> None:
     build = finder.build(1, 2)
     uuid = build.spec.instance_uuid
@@ -312,7 +294,6 @@ async def test_a_forgotten_build_whose_machine_runs_is_adopted_with_its_claim(fi
     await finder.check_at_rest()
 
 
-@pytest.mark.postgres
 async def test_nothing_is_released_while_a_service_does_not_answer(finder: Cell) -> None:
     build = finder.build(1, 2)
     uuid = build.spec.instance_uuid
@@ -330,7 +311,6 @@ async def test_nothing_is_released_while_a_service_does_not_answer(finder: Cell)
     await finder.check_at_rest()
 
 
-@pytest.mark.postgres
 async def test_a_machine_that_is_not_proved_to_be_its_own_stays_and_the_build_fails(finder: Cell) -> None:
     build = finder.build(1, 2)
     uuid = build.spec.instance_uuid
@@ -343,7 +323,6 @@ async def test_a_machine_that_is_not_proved_to_be_its_own_stays_and_the_build_fa
     assert not finder.around.destroys
 
 
-@pytest.mark.postgres
 async def test_a_query_releases_no_later_attempt_than_the_next_of_the_one_it_names(finder: Cell) -> None:
     """A record of it in another cell may have claimed since: only the query's own attempt is known to be over."""
     build = finder.build(1, 2)
@@ -354,7 +333,6 @@ async def test_a_query_releases_no_later_attempt_than_the_next_of_the_one_it_nam
     assert finder.around.held[uuid] == (7, finder.host(2), 3)
 
 
-@pytest.mark.postgres
 async def test_a_build_under_way_is_answered_by_a_number_above_all_that_the_schedulers_have(finder: Cell) -> None:
     finder.around.hangs = {finder.host(1)}
     build = finder.build(1, 2)
@@ -369,7 +347,6 @@ async def test_a_build_under_way_is_answered_by_a_number_above_all_that_the_sche
     assert finder.around.events[-1].sequence == 502
 
 
-@pytest.mark.postgres
 async def test_an_end_that_the_schedulers_have_not_had_is_announced_under_its_own_number(finder: Cell) -> None:
     build = finder.build(1, 2)
     await finder.around.bus.publish(build)
@@ -380,12 +357,8 @@ async def test_an_end_that_the_schedulers_have_not_had_is_announced_under_its_ow
     assert (above.state, above.terminal, above.sequence) == (BuildState.ACTIVE, True, end.sequence + 8)
 
 
-@pytest.mark.postgres
 async def test_a_delete_that_comes_again_while_it_is_under_way_is_announced_again(finder: Cell) -> None:
-    build = finder.build(1)
-    uuid = build.spec.instance_uuid
-    await finder.around.bus.publish(build)
-    await until(lambda: bool(finder.around.ends(uuid)))
+    uuid = await finder.active(1)
     finder.around.silent = True
     delete = CellDelete(instance_uuid=uuid, project_id="p", begun=True)
     sequences = []
@@ -399,22 +372,20 @@ async def test_a_delete_that_comes_again_while_it_is_under_way_is_announced_agai
     assert not finder.around.destroys
 
 
-@pytest.mark.postgres
 async def test_a_delete_that_came_before_its_build_is_carried_out_when_it_comes_again(finder: Cell) -> None:
     """Its build never comes: the cell has forgotten it. A tombstone would wait for it for ever."""
     build = finder.build(1)
     uuid = build.spec.instance_uuid
-    await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
+    await finder.delete(uuid)
+    await finder.delete(uuid, begun=True)
     await until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
     assert uuid not in finder.around.held
 
 
-@pytest.mark.postgres
 async def test_a_query_of_a_build_that_is_deleted_here_ends_with_the_delete(finder: Cell) -> None:
     build = finder.build(1)
     uuid = build.spec.instance_uuid
-    await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await finder.delete(uuid)
     await ask(finder, build)
     await until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
     assert uuid not in finder.around.held

@@ -36,25 +36,17 @@ from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.unanswered import UnansweredRequests
-from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
+from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell
 from tests.kit.waiting import until
 from tests.unit.conductor.world import requests_of
 
 # --- A conductor's database is set back, emptied or replaced, also under conductors that go on running.
 
 
-@pytest.fixture
-async def cell(postgres_url: str) -> AsyncIterator[Cell]:
-    async with opened(postgres_url) as made:
-        yield made
-
-
 async def _active(cell: Cell) -> tuple[str, str]:
     """An active instance, and its record while it was building."""
     cell.around.hangs = {cell.host(1)}
-    build = cell.build(1, 2)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build)
+    uuid = await cell.given(1, 2)
     await until(lambda: bool(cell.around.spawns))
     async with cell.database.raw() as connection:
         before: str = await connection.fetchval("SELECT record::text FROM instances")
@@ -115,9 +107,7 @@ async def test_a_forgotten_build_that_comes_again_for_another_host_is_adopted_wh
 ) -> None:
     """One drill in four: the second machine was built, and the first one ran on in quarantine."""
     uuid, _ = await _active(cell)
-    async with cell.database.raw() as connection:
-        await connection.execute("DELETE FROM instances")
-        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    await cell.sql("DELETE FROM instances", "UPDATE identity SET origin = 'another cluster'")
     if swept:
         await cell.engine.sweep()
     again = cell.build(3, 4)
@@ -139,8 +129,7 @@ async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_dat
     cell.around.answers.clear()
     await cell.around.bus.publish(build)
     await cell.around.requested.wait()
-    async with cell.database.raw() as connection:
-        await connection.execute("DELETE FROM instances")
+    await cell.sql("DELETE FROM instances")
     cell.around.answers.set()
     second = cell.build(2)
     await cell.around.bus.publish(second)
@@ -150,39 +139,26 @@ async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_dat
 
 async def test_a_conductor_does_not_go_on_with_the_database_that_replaces_its_own(cell: Cell) -> None:
     before = cell.store.deployment
-    async with cell.database.raw() as connection:
-        await connection.execute("UPDATE identity SET deployment = gen_random_uuid()")
+    await cell.sql("UPDATE identity SET deployment = gen_random_uuid()")
     with pytest.raises(DatabaseReplaced):
         await cell.engine.sweep()
     assert cell.store.deployment == before
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["its machine runs", "its machine is gone"])
-async def test_a_delete_of_what_a_set_back_cell_has_forgotten_is_answered(cell: Cell, *, is_lost: bool) -> None:
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["emptied", "set back"])
+async def test_a_delete_of_what_a_cell_has_forgotten_is_answered(
+    cell: Cell, *, is_lost: bool, is_noticed: bool
+) -> None:
     """It left a tombstone: the client waited for ever, and the machine went on running in quarantine."""
     uuid, _ = await _active(cell)
     if is_lost:
         cell.around.running.clear()
-    async with cell.database.raw() as connection:
-        await connection.execute("DELETE FROM instances")
-        await connection.execute("UPDATE identity SET origin = 'another cluster'")
-    await cell.engine.sweep()
-    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
-    assert await cell.state(uuid) is State.DELETED
-    await cell.check_at_rest()
-    assert cell.around.running == {} and cell.around.held == {}
-
-
-@pytest.mark.parametrize("is_lost", [False, True], ids=["its machine runs", "its machine is gone"])
-async def test_a_delete_of_what_an_emptied_cell_had_announced_is_answered(cell: Cell, *, is_lost: bool) -> None:
-    """A database that was replaced does not know it: the delete left a tombstone, and its client waited for ever."""
-    uuid, _ = await _active(cell)
-    if is_lost:
-        cell.around.running.clear()
-    async with cell.database.raw() as connection:
-        await connection.execute("DELETE FROM instances")
-    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
+    await cell.sql("DELETE FROM instances")
+    if is_noticed:
+        await cell.sql("UPDATE identity SET origin = 'another cluster'")
+        await cell.engine.sweep()
+    await cell.delete(uuid, begun=not is_noticed)
     await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
     assert await cell.state(uuid) is State.DELETED
     await cell.check_at_rest()
@@ -198,8 +174,7 @@ async def test_a_delete_of_an_instance_whose_machine_has_another_databases_mark_
     await cell.store.safety.record("s1", [theirs], 1.0)
     held = dict(cell.around.held)
     cell.around.running.clear()
-    async with cell.database.raw() as connection:
-        await connection.execute("DELETE FROM instances")
+    await cell.sql("DELETE FROM instances")
     handlers = requests_of(cell.engine, cell.clock, search=cell.search)
     message = CellDelete(instance_uuid=uuid, project_id="p", begun=True)
     for attempt, expected in ((0, UNSURE), (RETRIES, Done())):
@@ -285,7 +260,7 @@ async def test_a_delete_is_carried_out_though_the_cell_was_set_back_to_before_it
     async with cell.database.raw() as connection:
         before = await connection.fetchrow("SELECT state, deadline, record::text FROM instances")
     cell.around.silent = True  # the delete is on record and not carried out
-    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
+    await cell.delete(uuid, begun=True)
     async with asyncio.timeout(WAIT_S):
         while (  # noqa: ASYNC110  (nothing announces that it is acknowledged)
             await cell.state(uuid) is State.ACTIVE or sum(one.in_hand for one in cell.consumers)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -26,9 +26,21 @@ class Book:
         self.rows = PostgresBookRows(self.database)
         self.store = ResourceBook(self.rows)
         self.versions = 0
+        self._others: list[ResourceBook] = []
 
     async def open(self) -> None:
         await self.store.open()
+
+    async def another(self) -> ResourceBook:
+        """Another process on the same book."""
+        store = ResourceBook(PostgresBookRows(Database(self.url, "placement")))
+        await store.open()
+        self._others.append(store)
+        return store
+
+    async def close(self) -> None:
+        for store in (*self._others, self.store):
+            await store.close()
 
     async def hosts(self, count: int, rng: random.Random, **amounts: int) -> list[str]:
         """Flat hosts with these inventories, in the book."""
@@ -68,12 +80,7 @@ async def book(postgres_url: str) -> AsyncIterator[Book]:
     made = Book(postgres_url)
     await made.open()
     yield made
-    await made.store.close()
-
-
-@pytest.fixture
-def make_claim() -> Callable[..., Claim]:
-    return claim
+    await made.close()
 
 
 @pytest.fixture

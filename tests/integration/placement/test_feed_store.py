@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import asyncpg
 import msgspec
@@ -14,7 +14,7 @@ from sqlalchemy.engine import make_url
 from berth.trial.embedded.postgres import Postgres
 from bus.clock import new_uuid
 from bus.contracts.feed import Change, ChangesPage, FeedChanges, changes_in
-from bus.contracts.placement import Claim, ProviderState, Release
+from bus.contracts.placement import ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from placement_worker import book as resource_book
@@ -26,14 +26,13 @@ from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import until
 
-from .conftest import Book
+from .conftest import Book, claim
 
 pytestmark = pytest.mark.postgres
 
 
 # --- the feed on a real PostgreSQL: dense, in commit order, complete, published once and in order by many publishers
 
-MakeClaim = Callable[..., Claim]
 PATIENCE_S = 60.0
 
 
@@ -74,23 +73,20 @@ def as_replayed(providers: Sequence[ProviderState]) -> dict[str, tuple[int, dict
     return {state.uuid: (state.generation, dict(state.used)) for state in providers}
 
 
-async def busy(book: Book, store: ResourceBook, hosts: Sequence[str], seed: int, make_claim: MakeClaim) -> None:
+async def busy(book: Book, store: ResourceBook, hosts: Sequence[str], seed: int) -> None:
     rng = random.Random(seed)
     mine: list[str] = []
     for _ in range(30):
         fresh = [new_uuid(rng) for _ in range(4)]
-        await store.apply([make_claim(consumer, {rng.choice(hosts): {"VCPU": 1}}) for consumer in fresh])
+        await store.apply([claim(consumer, {rng.choice(hosts): {"VCPU": 1}}) for consumer in fresh])
         mine += fresh
         await store.apply([Release(consumer=mine.pop(rng.randrange(len(mine)))) for _ in range(2)])
         await store.report([book.host(rng.choice(hosts), VCPU=rng.randint(900, 999))])
 
 
-async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
-    book: Book, rng: random.Random, make_claim: MakeClaim
-) -> None:
+async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(book: Book, rng: random.Random) -> None:
     hosts = await book.hosts(5, rng, VCPU=1000)
-    second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
-    await second.open()
+    second = await book.another()
     seen: list[int] = []
     writing = True
 
@@ -103,7 +99,7 @@ async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
     watching = asyncio.create_task(watch())
     async with asyncio.TaskGroup() as group:
         for seed in range(4):
-            group.create_task(busy(book, book.store if seed % 2 else second, hosts, seed, make_claim))
+            group.create_task(busy(book, book.store if seed % 2 else second, hosts, seed))
     writing = False
     await watching
     changes = await all_changes(book.store)
@@ -114,14 +110,11 @@ async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
     assert page.sequence == numbers[-1]
     assert replay(changes) == as_replayed(page.providers)
     assert await book.findings() == []
-    await second.close()
 
 
-async def test_what_was_committed_leaves_as_the_same_bytes(
-    book: Book, rng: random.Random, make_claim: MakeClaim
-) -> None:
+async def test_what_was_committed_leaves_as_the_same_bytes(book: Book, rng: random.Random) -> None:
     hosts = await book.hosts(3, rng, VCPU=10)
-    await book.store.apply([make_claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in hosts])
+    await book.store.apply([claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in hosts])
     async with book.database.raw() as connection:
         committed = [row[0] for row in await connection.fetch("SELECT body FROM changes ORDER BY last")]
     page = await book.store.changes(0, 100)
@@ -139,12 +132,11 @@ async def test_what_was_committed_leaves_as_the_same_bytes(
 
 
 async def test_two_publishers_publish_everything_once_and_in_order(
-    book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
+    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)  # no worker hangs here, however slow the machine
     hosts = await book.hosts(5, rng, VCPU=1000)
-    second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
-    await second.open()
+    second = await book.another()
     published: list[int] = []
 
     async def send(announced: FeedChanges) -> None:
@@ -156,11 +148,10 @@ async def test_two_publishers_publish_everything_once_and_in_order(
         while not published or published[-1] < target:
             await store.publish(send, 7)
 
-    await busy(book, second, hosts, 1, make_claim)
+    await busy(book, second, hosts, 1)
     target = (await book.store.head()).sequence
     await asyncio.gather(publish(book.store), publish(second))
     assert published == list(range(1, target + 1))
-    await second.close()
 
 
 async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_skipped(
@@ -168,8 +159,7 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
 ) -> None:
     monkeypatch.setattr(resource_book, "LEASE_S", 0.01)
     await book.hosts(3, rng, VCPU=1)
-    second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
-    await second.open()
+    second = await book.another()
     sent: list[int] = []
 
     async def send(announced: FeedChanges) -> None:
@@ -203,7 +193,6 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
     assert sent == [1, 2, 3, 1, 2, 3]
     assert (await book.store.publish(send, 100)).count == 0
     await killer.close()
-    await second.close()
 
 
 async def test_a_lease_of_a_clock_that_was_set_back_delays_no_process(book: Book, rng: random.Random) -> None:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.placement import (
-    Claim,
     ClaimOutcome,
     ClaimResult,
     Inventory,
@@ -25,22 +24,18 @@ from bus.contracts.placement import (
 )
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
-from placement_worker.book import ResourceBook
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import SetTraits
 from placement_worker.domain.values import Provider
 from placement_worker.store.names import NameTable
-from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.kit.waiting import until
 
-from .conftest import Book
+from .conftest import Book, claim
 
 pytestmark = pytest.mark.postgres
 
 
 # --- inventory updates on a real PostgreSQL: versions, trees, names, what is in use
-
-MakeClaim = Callable[..., Claim]
 
 
 async def reported(book: Book, *updates: InventoryUpdate) -> list[str]:
@@ -67,21 +62,6 @@ def tree(root: str, *children: str, version: int, source: str = "s", gpus: int =
         for child in children
     ]
     return InventoryUpdate(source=source, version=version, root_uuid=root, providers=tuple(reports))
-
-
-async def test_an_older_version_loses_and_the_same_again_changes_nothing(book: Book, rng: random.Random) -> None:
-    root = new_uuid(rng)
-    assert await reported(book, book.host(root, version=5, VCPU=5)) == ["applied"]
-    head = (await book.store.head()).sequence
-    assert await reported(book, book.host(root, version=4, VCPU=4)) == ["stale"]
-    assert await reported(book, book.host(root, version=5, VCPU=9)) == ["stale"]
-    assert await reported(book, book.host(root, version=5, VCPU=5)) == ["unchanged"]
-    assert await reported(book, book.host(root, version=7, VCPU=5)) == ["unchanged"]
-    assert await reported(book, book.host(root, version=6, VCPU=6)) == ["stale"]
-    assert (await book.store.head()).sequence == head
-    assert await reported(book, book.host(root, version=1, source="other", VCPU=3)) == ["applied"]
-    # Another source has changed the tree since: the same report is no longer taken on trust.
-    assert await reported(book, book.host(root, version=8, VCPU=5)) == ["applied"]
 
 
 async def test_of_several_versions_in_one_batch_the_newest_wins(book: Book, rng: random.Random) -> None:
@@ -114,42 +94,21 @@ async def test_a_tree_grows_changes_and_goes(book: Book, rng: random.Random) -> 
     assert await reported(book, tree(root, one, version=4)) == ["applied"]
 
 
-async def test_what_is_in_use_is_stranded_until_it_is_free(
-    book: Book, rng: random.Random, make_claim: MakeClaim
-) -> None:
+async def test_what_is_in_use_is_stranded_until_it_is_free(book: Book, rng: random.Random) -> None:
     root, child = new_uuid(rng), new_uuid(rng)
     await reported(book, tree(root, child, version=1))
-    user = make_claim(new_uuid(rng), {child: {"VGPU": 1}})
+    user = claim(new_uuid(rng), {child: {"VGPU": 1}})
     await book.store.apply([user])
     (result,) = await book.store.report([tree(root, version=2)])
     assert isinstance(result, InventoryResult)
     assert result.stranded == (child,)
-    late = make_claim(new_uuid(rng), {child: {"VGPU": 1}})
+    late = claim(new_uuid(rng), {child: {"VGPU": 1}})
     assert [getattr(reply, "outcome", None) for reply in await book.store.apply([late])] == ["full"]
     assert await reported(book, tree(root, version=3)) == ["unchanged"]
     await book.store.apply([Release(consumer=user.consumer)])
     assert await reported(book, tree(root, version=4)) == ["applied"]
     assert [state.uuid for state in (await book.store.snapshot(None, 10)).providers] == [root]
     assert await book.findings() == []
-
-
-async def test_one_bad_update_leaves_its_neighbours_alone(book: Book, rng: random.Random) -> None:
-    good, taken, bad_trait = (new_uuid(rng) for _ in range(3))
-    await reported(book, book.host(good, VCPU=1))
-    name = ProviderReport(uuid=taken, name=f"host-{good}")
-    trait = ProviderReport(uuid=bad_trait, name="t", traits=("HW_NOT_A_TRAIT",))
-    results = await book.store.report(
-        [
-            InventoryUpdate(source="s", version=1, root_uuid=taken, providers=(name,)),
-            InventoryUpdate(source="s", version=1, root_uuid=bad_trait, providers=(trait,)),
-            book.host(good, VCPU=2),
-        ]
-    )
-    assert [result.code if isinstance(result, ReportRefusal) else result.outcome for result in results] == [
-        "provider.name_taken",
-        "trait.unknown",
-        "applied",
-    ]
 
 
 async def test_names_pass_on_in_one_batch(book: Book, rng: random.Random) -> None:
@@ -179,8 +138,7 @@ async def test_a_provider_moves_to_another_root(book: Book, rng: random.Random) 
 
 
 async def test_two_processes_create_the_same_names_at_once_and_one_is_refused(book: Book, rng: random.Random) -> None:
-    second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
-    await second.open()
+    second = await book.another()
 
     def named(name: str) -> InventoryUpdate:
         uuid = new_uuid(rng)
@@ -194,7 +152,6 @@ async def test_two_processes_create_the_same_names_at_once_and_one_is_refused(bo
     for a, b in zip(mine, reversed(theirs), strict=True):
         assert {type(a), type(b)} == {InventoryResult, ReportRefusal}
     assert sorted(await names_in_book(book)) == sorted(names)
-    await second.close()
 
 
 async def test_names_of_a_transaction_that_was_lost_are_not_used(
@@ -336,11 +293,9 @@ async def test_a_group_of_rest_writes_finds_a_provider_that_it_had_to_wait_for(b
     assert [outcome.generation for outcome in outcomes if isinstance(outcome, Provider)] == [9] * 4
 
 
-async def test_a_claim_finds_a_provider_that_it_had_to_wait_for(
-    book: Book, rng: random.Random, make_claim: Callable[..., Claim]
-) -> None:
+async def test_a_claim_finds_a_provider_that_it_had_to_wait_for(book: Book, rng: random.Random) -> None:
     hosts = await book.hosts(4, rng, VCPU=8)
-    claims = [make_claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in hosts]
+    claims = [claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in hosts]
     async with moved_by_another(book) as let_go:
         claiming = asyncio.create_task(book.store.apply(claims))
         await let_go()

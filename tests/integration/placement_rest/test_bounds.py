@@ -26,6 +26,8 @@ from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, ser
 from tests.kit.cases import case
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.postgres
+
 # --- one client's long search, and one that does not read its answer, cost no other client anything
 
 GROUPS = "&".join(f"resources{number}=SRIOV_NET_VF:1" for number in range(1, 81))
@@ -75,7 +77,6 @@ async def devices(placement: Placement, count: int) -> str:
     return root
 
 
-@pytest.mark.postgres
 async def test_others_are_answered_while_a_long_search_runs_and_it_sees_one_state(
     postgres_url: str, gate: Gate
 ) -> None:
@@ -105,7 +106,6 @@ async def test_others_are_answered_while_a_long_search_runs_and_it_sees_one_stat
         assert fresh.json()["allocation_requests"] == []
 
 
-@pytest.mark.postgres
 async def test_a_search_that_finds_nothing_in_time_fails_instead_of_answering_none(postgres_url: str) -> None:
     async with serving(postgres_url, search_timeout_s=1e-9) as placement:
         await devices(placement, 300)
@@ -114,7 +114,6 @@ async def test_a_search_that_finds_nothing_in_time_fails_instead_of_answering_no
         await placement.call("GET", "/allocation_candidates?resources=SRIOV_NET_VF:1", status=200)
 
 
-@pytest.mark.postgres
 async def test_too_many_long_searches_are_answered_503(postgres_url: str, gate: Gate) -> None:
     async with serving(postgres_url, search_timeout_s=0.2) as placement:
         await devices(placement, 300)
@@ -146,7 +145,6 @@ BEYOND = {
 }
 
 
-@pytest.mark.postgres
 async def test_queries_beyond_a_bound_are_400_with_a_reason(placement: Placement) -> None:
     for bound, query in BEYOND.items():
         with case(bound):
@@ -157,7 +155,6 @@ async def test_queries_beyond_a_bound_are_400_with_a_reason(placement: Placement
             assert answer.json()["errors"][0]["detail"]
 
 
-@pytest.mark.postgres
 async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(postgres_url: str) -> None:
     async with serving(postgres_url, write_timeout_s=0.2) as placement:
         await devices(placement, 300)
@@ -181,7 +178,6 @@ async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(p
         await placement.call("GET", big, status=200)
 
 
-@pytest.mark.postgres
 async def test_a_client_that_reads_slowly_gets_all_of_it(postgres_url: str) -> None:
     async with serving(postgres_url, write_timeout_s=2.0) as placement:
         await devices(placement, 300)
@@ -215,7 +211,6 @@ ENDLESS = {
 }
 
 
-@pytest.mark.postgres
 async def test_a_head_without_end_is_refused_before_it_is_large(postgres_url: str) -> None:
     async with serving(postgres_url) as placement:
         host, _, port = placement.base_url.removeprefix("http://").rpartition(":")
@@ -249,7 +244,6 @@ def gathering() -> float:
     return REGISTRY.get_sample_value("berth_placement_rest_buffered_bytes") or 0.0
 
 
-@pytest.mark.postgres
 async def test_bodies_that_do_not_get_whole_are_bounded_together(postgres_url: str) -> None:
     async with serving(postgres_url, max_bodies_bytes=2**20) as placement:
         host, _, port = placement.base_url.removeprefix("http://").rpartition(":")
@@ -269,7 +263,6 @@ async def test_bodies_that_do_not_get_whole_are_bounded_together(postgres_url: s
         other.close()
 
 
-@pytest.mark.postgres
 async def test_a_body_that_comes_drop_by_drop_is_not_waited_for_for_ever(postgres_url: str) -> None:
     async with serving(postgres_url, body_timeout_s=0.1) as placement:
         host, _, port = placement.base_url.removeprefix("http://").rpartition(":")
@@ -284,7 +277,6 @@ async def test_a_body_that_comes_drop_by_drop_is_not_waited_for_for_ever(postgre
         writer.close()
 
 
-@pytest.mark.postgres
 async def test_no_answer_has_more_candidates_than_the_site_allows(postgres_url: str) -> None:
     async with serving(postgres_url, default_limit=2) as placement:
         for _ in range(4):
@@ -357,7 +349,6 @@ async def answered_beside(placement: Placement, gate: BlockedTurn, long: asyncio
         gate.open.set()
 
 
-@pytest.mark.postgres
 async def test_what_is_wrong_with_a_long_body_is_found_off_the_event_loop(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +368,6 @@ async def test_what_is_wrong_with_a_long_body_is_found_off_the_event_loop(
         assert metrics.OFFLOADED.labels("text")._value.get() == before + 1
 
 
-@pytest.mark.postgres
 async def test_others_are_answered_while_a_long_list_of_providers_is_written(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,7 +400,6 @@ async def test_others_are_answered_while_a_long_list_of_providers_is_written(
         assert len(set(turns)) == len(hosts), turns
 
 
-@pytest.mark.postgres
 async def test_a_body_of_more_than_a_megabyte_is_413(postgres_url: str) -> None:
     async with serving(postgres_url) as placement:
         path = f"/resource_providers/{new_uuid(placement.rng)}/aggregates"
@@ -421,7 +410,6 @@ async def test_a_body_of_more_than_a_megabyte_is_413(postgres_url: str) -> None:
         assert "At most 1048576 bytes of body are taken (max_body_bytes)." in answer.text
 
 
-@pytest.mark.postgres
 async def test_words_about_a_long_body_are_short(postgres_url: str) -> None:
     async with serving(postgres_url) as placement:
         content = json.dumps({"name": "x" * 500_000})

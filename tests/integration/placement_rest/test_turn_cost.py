@@ -22,6 +22,8 @@ from placement_worker.rest.groups import MAX_ENTRIES
 from placement_worker.store.memory_table import MemoryBookTable
 from tests.integration.placement_rest.conftest import Placement, holding, serving
 
+pytestmark = pytest.mark.postgres
+
 # --- the cost of the longest turn of the event loop in function calls, which no other program on the machine can
 # change
 # A turn is one step of one task, from one wait to the next: nothing else of the process runs meanwhile, but the
@@ -177,7 +179,6 @@ def largest(uuids: list[str], rng: random.Random) -> dict[str, tuple[str, str, o
     }
 
 
-@pytest.mark.postgres
 async def test_item_16_no_turn_of_the_largest_requests_takes_many_calls(postgres_url: str) -> None:
     async with serving(postgres_url) as placement:
         uuids = await filled(placement)
@@ -199,7 +200,6 @@ class Cycle:
         self.itself = self
 
 
-@pytest.mark.postgres
 async def test_item_16_a_turn_is_counted_without_finalizers_of_other_garbage() -> None:
     finalized: list[object] = []
 
@@ -286,7 +286,6 @@ def without_ids(answer: dict[str, Any]) -> Any:
     return json.loads(json.dumps(answer, sort_keys=True))
 
 
-@pytest.mark.postgres
 async def test_writes_end_the_same_on_both_adapters(postgres_url: str) -> None:
     async with serving(postgres_url) as database, serving(MemoryBookTable(SystemClock())) as memory:
         caller = Caller([database, memory])
@@ -336,7 +335,6 @@ def too_many(of: list[str]) -> dict[str, tuple[str, str, Any]]:
     }
 
 
-@pytest.mark.postgres
 async def test_a_body_with_more_entries_than_the_bound_is_413(postgres_url: str) -> None:
     async with serving(postgres_url) as placement:
         caller = Caller([placement])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -66,6 +66,13 @@ def cut_request_consumer(world: World) -> None:
             transport.reconnect_soon()
 
 
+async def code_of(asked: Awaitable[object]) -> str:
+    """The code with which this is refused."""
+    with pytest.raises(RequestRefused) as refusal:
+        await asked
+    return refusal.value.code
+
+
 async def fill(world: World, host: str) -> str:
     consumer = new_uuid(world.rng)
     claim = Claim(consumer=consumer, options=(ClaimOption(allocations={host: {"VCPU": 1}}),), project_id="other")
@@ -83,22 +90,22 @@ async def forget(world: World, *uuids: str) -> None:
     world.events.clear()
 
 
-async def running(world: World, on: str = "c1") -> tuple[BuildRequest, str]:
+async def running(world: World, on: str = "c1", **more: str) -> tuple[BuildRequest, str]:
     """An instance on the only host, which has room for no other; its request is forgotten."""
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, on=on, **ROOM_FOR_ONE)
-    request = world.request()
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, on=on, **ROOM_FOR_ONE)
+    request = world.request(**more)
     await world.active(request)
     await forget(world, request.instance_uuid)
     return request, host
 
 
-async def unannounce(world: World, host: str) -> None:
-    """Another scheduler takes over, and nothing announces this host to it; there is one of another cell."""
+async def unannounce(world: World, host: str, *, has_another: bool = True) -> None:
+    """Another scheduler takes over, and nothing announces this host to it; there may be one of another cell."""
     await world.stop("s1")
     del world.hosts["c1"][host]
     await world.scheduler("s2", CONFIG)
-    await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
+    if has_another:
+        await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
 
 
 WARM = SchedulerConfig(hosts_warmup_s=0.001)
@@ -106,8 +113,7 @@ DONE = {"terminal": True, "condition": Condition.ACTIVE}
 
 
 async def one_active(world: World, hosts: int = 3, config: SchedulerConfig = WARM, **more: object) -> BuildRequest:
-    await world.scheduler(config=config)
-    await world.add_hosts("c1", hosts)
+    await world.scheduler_and_hosts(hosts, config)
     await world.add_hosts("c2", 1)
     request = world.request(**more)
     await world.active(request)

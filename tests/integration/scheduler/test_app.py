@@ -275,8 +275,7 @@ async def test_decisions_lock_in_the_order_of_their_uuids(
 
 async def test_a_dropped_schema_ends_the_scheduler_and_no_request(world: World) -> None:
     """Each request was taken for the cause of a crash, and ended as a dead letter."""
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     await world.sql("DROP SCHEMA scheduler CASCADE")
     requests = [world.request() for _ in range(5)]
     await world.ask(*requests)
@@ -349,8 +348,7 @@ SEARCHES = 8  # more than a scheduler makes at a time
 
 async def test_hosts_services_and_workers_are_answered_while_searches_wait_for_the_database(world: World) -> None:
     """An operator looks at the page because the database is slow: hosts and workers must not come as unknown, too."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     ask = world.buses[API].request
     connection = await asyncpg.connect(world.url)
     try:

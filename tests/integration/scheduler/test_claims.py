@@ -78,11 +78,7 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its host is not known any more, and its scheduler dies before the acknowledgement."""
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
-    request = world.request(host="c1-0")
-    await world.active(request)
-    await forget(world, request.instance_uuid)
+    request, host = await running(world, host="c1-0")
     await unannounce(world, host)
     ended = Gate(monkeypatch, placing, "write_decided", after=True)
     await world.ask(request)
@@ -125,11 +121,9 @@ async def test_a_run_whose_record_is_lost_takes_no_claim_back_from_the_run_after
                 taken_over.set()
 
     monkeypatch.setattr(HeldClaims, "take_over", taking_over)
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
     other = await fill(world, host)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await looking.wait()  # there is no room for it
     await forget(world, request.instance_uuid)
     await world.answer(Release(consumer=other), ReleaseResult)
@@ -154,8 +148,7 @@ SOON_S = 8.0
 async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
     world: World, monkeypatch: pytest.MonkeyPatch, *, has_deadline: bool, is_forgotten: bool
 ) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     request = world.request()
     with monkeypatch.context() as patched:
         writing = Gate(patched, placing, "write_decided")
@@ -199,9 +192,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     """No host has room, and that of the instance is not announced. Its scheduler dies before the acknowledgement."""
     monkeypatch.setattr(requests, "RETRIES", 0)
     request, host = await running(world)
-    await world.stop("s1")
-    del world.hosts["c1"][host]
-    await world.scheduler("s2", CONFIG)
+    await unannounce(world, host, has_another=False)
     book = world.replicas["s2"]
     await until(lambda: book.row_of(host) is not None)
     ended = Gate(monkeypatch, placing, "write_decided", after=True)
@@ -232,11 +223,10 @@ async def set_back(world: World, *uuids: str) -> None:
     world.events.clear()
 
 
-async def set_back_running(world: World) -> tuple[BuildRequest, str]:
+async def set_back_running(world: World, **more: str) -> tuple[BuildRequest, str]:
     """An instance on the only host, and its record before the dispatch."""
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
-    request = world.request()
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
+    request = world.request(**more)
     await world.active(request)
     await set_back(world, request.instance_uuid)
     return request, host
@@ -250,12 +240,15 @@ async def test_a_delete_of_a_build_that_was_set_back_reaches_its_cell(world: Wor
     assert set(await world.used()) == {host}, "the machine runs without its allocation"
 
 
-async def test_the_last_delivery_of_a_build_that_was_set_back_queries_its_cell(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("retries", "named"), [(0, {}), (requests.RETRIES, {"host": "c1-0"})], ids=["its last delivery", "it fits no host"]
+)
+async def test_a_build_that_was_set_back_and_cannot_be_built_queries_its_cell(
+    world: World, monkeypatch: pytest.MonkeyPatch, retries: int, named: dict[str, str]
 ) -> None:
     """Its host is announced to nobody, so it cannot be built there; it failed, and its claim was released."""
-    monkeypatch.setattr(requests, "RETRIES", 0)
-    request, host = await set_back_running(world)
+    monkeypatch.setattr(requests, "RETRIES", retries)
+    request, host = await set_back_running(world, **named)
     await unannounce(world, host)
     await world.answer(request, BuildAccepted)
     ((cell, query),) = await until(lambda: world.queries)
@@ -264,26 +257,12 @@ async def test_the_last_delivery_of_a_build_that_was_set_back_queries_its_cell(
     assert host in await world.used(), "the machine runs without its allocation"
 
 
-async def test_a_request_that_fits_no_host_any_more_queries_the_cell_of_its_claim(world: World) -> None:
-    request = world.request(host="c1-0")
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
-    await world.active(request)
-    await set_back(world, request.instance_uuid)
-    await unannounce(world, host)
-    await world.answer(request, BuildAccepted)
-    ((cell, query),) = await until(lambda: world.queries)
-    assert isinstance(query, CellBuildQuery) and (cell, query.spec.instance_uuid) == ("c1", request.instance_uuid)
-    assert host in await world.used()
-
-
 async def test_the_running_member_of_a_gang_that_is_short_keeps_its_claim(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other member was deleted before the records were set back."""
     monkeypatch.setattr(requests, "RETRIES", 0)
-    await world.scheduler("s1", CONFIG)
-    hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
+    hosts = await world.scheduler_and_hosts(2, CONFIG, on="c1", **ROOM_FOR_ONE)
     request = world.request(count=2)
     first, second = member_uuids(request)
     await world.ask(request)
@@ -312,8 +291,7 @@ async def test_a_late_release_by_the_run_of_a_lost_record_releases_nothing(world
 @pytest.mark.parametrize("members", [1, 2])
 async def test_a_build_that_no_message_carries_on_any_more_is_scheduled_again(world: World, members: int) -> None:
     """Its message was acknowledged before the records were set back, and its client waits."""
-    await world.scheduler("s1", replace(CONFIG, move_query_s=0.2))
-    hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
+    hosts = await world.scheduler_and_hosts(2, replace(CONFIG, move_query_s=0.2), on="c1", **ROOM_FOR_ONE)
     request = world.request(count=members)
     uuids = member_uuids(request)
     await world.ask(request)
@@ -348,8 +326,7 @@ async def test_a_build_that_no_host_can_take_is_two_reads_and_leaves_no_row_in_t
     """The newest changes, and what its instance holds. It was one round trip more, and a fence for a claim that nobody
     had sent.
     """
-    await world.scheduler("s1", CONFIG)
-    await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
     await world.active(world.request())
     book = world.replicas["s1"]
     await until(lambda: not book.free("VCPU", book.rows_of_roots()).any())
@@ -363,8 +340,7 @@ async def test_a_build_that_no_host_can_take_is_two_reads_and_leaves_no_row_in_t
 
 async def test_a_delete_of_a_build_that_another_scheduler_may_claim_for_is_released_behind_it(world: World) -> None:
     """Nobody waits for that: the message is committed with the delete, and kept until placement has carried it out."""
-    await world.scheduler("s1", CONFIG)
-    await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
     request = world.request()
     before = asked(world)
     await world.ask(request, DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id))

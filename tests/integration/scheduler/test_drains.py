@@ -40,7 +40,7 @@ from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresUnit
 from tests.integration.scheduler.steps import becomes as fence_becomes
-from tests.integration.scheduler.steps import decide
+from tests.integration.scheduler.steps import code_of, decide
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -88,10 +88,8 @@ async def shown(world: World, drain: DrainProgress) -> DrainProgress:
     return page.drains[0]
 
 
-async def code_of(world: World, name: str, **more: Any) -> str:
-    with pytest.raises(RequestRefused) as fault:
-        await begin(world, name, **more)
-    return fault.value.code
+async def start_code(world: World, name: str, **more: Any) -> str:
+    return await code_of(begin(world, name, **more))
 
 
 async def drain_becomes(world: World, drain: DrainProgress, there: Callable[[DrainProgress], object]) -> DrainProgress:
@@ -107,6 +105,13 @@ async def drain_becomes(world: World, drain: DrainProgress, there: Callable[[Dra
 
 async def drain_is(world: World, drain: DrainProgress, state: DrainState) -> DrainProgress:
     return await drain_becomes(world, drain, lambda found: found.state is state)
+
+
+async def left_by(world: World, drain: DrainProgress) -> list[tuple[str, str]]:
+    """The instances that a drain has not moved by its end, and the code of each."""
+    ended = await drain_is(world, drain, DrainState.ENDED)
+    assert ended.code == "drain.left"
+    return [(one.instance_uuid, one.code) for one in ended.failed]
 
 
 async def active(world: World, count: int, host: str, **more: Any) -> list[BuildRequest]:
@@ -165,8 +170,7 @@ async def carried_out(world: World, drain: DrainProgress, *, at_once: int, count
 
 async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(world: World) -> None:
     """It counts its own choices before each next one, begins nothing, and holds nothing afterwards."""
-    await world.scheduler(config=WARM)
-    (host,) = await world.add_hosts("c1", 1, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
+    (host,) = await world.scheduler_and_hosts(1, WARM, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
     builds = [world.request("m1.small") for _ in range(3)]
     for one in builds:
         await world.active(one)
@@ -174,8 +178,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     busy = world.request("m1.small", host="c1-0")
     await world.active(busy)
     stop = world.move(busy, MoveKind.STOP)
-    await world.ask(stop)
-    await world.dispatched(stop)
+    await world.commanded(stop)
     await until(lambda: not list(world.replicas["s1"].assumptions.keys()))  # the builds' claims have come
     for _ in range(2):  # the second is not misled by what the first has left behind
         plan = await plan_of(world, "c1-0")
@@ -190,15 +193,12 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     assert not list(world.replicas["s1"].assumptions.keys())
     few = await plan_of(world, host, limit=2)
     assert (len(few.moves), few.more) == (2, True)
-    with pytest.raises(RequestRefused) as unknown:
-        await plan_of(world, "nowhere")
-    assert unknown.value.code == "host.unknown"
+    assert await code_of(plan_of(world, "nowhere")) == "host.unknown"
 
 
 async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drained_hosts(world: World) -> None:
     """An anti-affinity group on two hosts of a rack has two hosts left: its members go to one each."""
-    await world.scheduler(config=WARM)
-    first, second = await world.add_hosts("c1", 2)
+    first, second = await world.scheduler_and_hosts(2, WARM)
     await world.add_hosts("c1", 1, VCPU=64, MEMORY_MB=262144, DISK_GB=4000)  # every weigher prefers it
     await world.add_hosts("c1", 1)
     for uuid in (first, second):
@@ -247,8 +247,7 @@ async def test_a_drain_moves_so_many_at_a_time_and_ends_when_nothing_is_left(wor
 
 async def test_each_move_chooses_when_it_begins_whatever_host_was_planned(world: World) -> None:
     """Nothing is held for a move that waits: the planned host is out of use by then, and another one has come."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     await active(world, 2, "c1-0")
     plan = await plan_of(world, "c1-0")
     assert [one.hosts for one in plan.moves] == [("c1-1",)] * 2
@@ -262,12 +261,11 @@ async def test_each_move_chooses_when_it_begins_whatever_host_was_planned(world:
 
 
 async def test_a_repeated_start_is_one_drain_and_a_killed_scheduler_leaves_the_rest_to_another(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 3)
+    await world.scheduler_and_hosts(3, WARM)
     await active(world, 4, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
     assert (await begin(world, "c1-0", drain=begun.id)).started_at == begun.started_at
-    assert await code_of(world, "c1-1", drain=begun.id) == "request.duplicate"
+    assert await start_code(world, "c1-1", drain=begun.id) == "request.duplicate"
     await until(partial(has_begun, world, 1))
     await world.kill("s1")
     await world.scheduler("s2", WARM)
@@ -280,27 +278,21 @@ async def test_what_cannot_move_stops_a_drain_before_its_start_and_with_force_is
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.01)
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     (built,) = await active(world, 1, "c1-0")
     with pytest.raises(RequestRefused, match=f"1 of 1 .*{built.instance_uuid} on c1-0: no_valid_host") as stuck:
         await begin(world, "c1-0")
     assert stuck.value.code == "drain.stuck"
     assert world.tables["s1"].decision_of(next(iter(world.hosts["c1"]))) is None
     begun = await begin(world, "c1-0", force=True)
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
-        "drain.left",
-        [(built.instance_uuid, "no_valid_host")],
-    )
+    assert await left_by(world, begun) == [(built.instance_uuid, "no_valid_host")]
     await world.add_hosts("c1", 1)
     assert (await command(world, begun, DrainAction.RESUME)).state is DrainState.RUNNING
     assert (await carried_out(world, begun, at_once=4, count=1)).code == "drain.done"
 
 
 async def test_a_drain_is_paused_resumed_and_stopped(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     await active(world, 3, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
     await until(partial(has_begun, world, 1))
@@ -316,49 +308,16 @@ async def test_a_drain_is_paused_resumed_and_stopped(world: World) -> None:
     assert (ended.code, len(ended.moved), len(ended.not_begun)) == ("drain.stopped", 2, 1)
 
 
-async def test_after_its_deadline_a_drain_begins_nothing_and_reports_what_is_left(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
-    await active(world, 3, "c1-0")
-    begun = await begin(world, "c1-0", at_once=1, deadline_s=0.01)
-    late = await drain_becomes(world, begun, lambda drain: drain.state is DrainState.ENDED or drain.under_way)
-    if late.state is not DrainState.ENDED:  # the first pass was within those milliseconds
-        await until(partial(has_begun, world, 1))
-        await ends(world, commanded(world)[0])
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, len(ended.not_begun)) == ("drain.deadline", 3 - len(commanded(world)))
-    assert len(commanded(world)) <= 1
-    await command(world, begun, DrainAction.RESUME, deadline_s=600.0)
-    for at in range(len(commanded(world)), 3):
-        await until(partial(has_begun, world, at + 1))
-        await ends(world, commanded(world)[at])
-    assert (await drain_is(world, begun, DrainState.ENDED)).code == "drain.done"
-
-
-async def test_a_rate_spreads_the_moves(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
-    await active(world, 3, "c1-0")
-    begun = await begin(world, "c1-0", at_once=3, per_minute=1)
-    await until(partial(has_begun, world, 1))
-    await ends(world, commanded(world)[0])
-    await drain_becomes(world, begun, lambda drain: drain.moved)
-    assert (len(commanded(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
-    await command(world, begun, DrainAction.STOP)
-    await drain_is(world, begun, DrainState.ENDED)
-
-
 async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "MAX_OPEN", 1)
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 3)
+    await world.scheduler_and_hosts(3, WARM)
     ended = await begin(world, "c1-0")
     await drain_is(world, ended, DrainState.ENDED)
     await active(world, 1, "c1-1")
     going = await begin(world, "c1-1")
-    assert await code_of(world, "c1-2") == "drain.too_many"
+    assert await start_code(world, "c1-2") == "drain.too_many"
     with pytest.raises(RequestRefused) as fault:
         await command(world, ended, DrainAction.RESUME)
     assert (fault.value.code, (await shown(world, ended)).state) == ("drain.too_many", DrainState.ENDED)
@@ -367,11 +326,10 @@ async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
 
 
 async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_up(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     await active(world, 1, "c1-0")
     first = await begin(world, "c1-0")
-    assert await code_of(world, "c1", target=DrainTarget.CELL, force=True) == "drain.overlap"
+    assert await start_code(world, "c1", target=DrainTarget.CELL, force=True) == "drain.overlap"
     assert (await carried_out(world, first, at_once=4, count=1)).code == "drain.done"
     second = await begin(world, "c1", target=DrainTarget.CELL, force=True)
     assert second.hosts == 2
@@ -423,8 +381,7 @@ async def test_nothing_is_moved_from_a_host_that_is_enabled_during_a_pass(
         return await lock(unit, drain, now, limit)
 
     monkeypatch.setattr(PostgresUnit, "lock_drain", slow)
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     await active(world, 2, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
     await until(partial(has_begun, world, 1))
@@ -442,8 +399,7 @@ async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world:
     """The decision on record is still the drain's: its cell has announced a fence of which the record, set back, has
     nothing. Machines that the host lost may still be there.
     """
-    await world.scheduler("s1", WARM)
-    (uuid, _) = await world.add_hosts("c1", 2)
+    (uuid, _) = await world.scheduler_and_hosts(2, WARM)
     await active(world, 2, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
     await until(partial(has_begun, world, 1))
@@ -457,12 +413,9 @@ async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world:
 
 
 async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_left(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     built, gone = await active(world, 2, "c1-0")
-    late = world.request(host="c1-0")
-    await world.ask(late)
-    await world.ended(late.instance_uuid, BuildState.SCHEDULED)
+    late = await world.scheduled(host="c1-0")
     begun = await begin(world, "c1-0", at_once=1)
     await until(partial(has_begun, world, 1))
     first = commanded(world)[0]
@@ -484,8 +437,7 @@ async def test_a_host_that_dies_in_the_middle_leaves_its_rest_with_the_reason(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.01)
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     await active(world, 2, "c1-0")
     begun = await begin(world, "c1-0", at_once=1)
     await until(partial(has_begun, world, 1))
@@ -500,20 +452,6 @@ async def test_a_host_that_dies_in_the_middle_leaves_its_rest_with_the_reason(
         1,
     )
     assert {one.code for one in (await plan_of(world, "c1-0")).moves} == {"service.down"}
-
-
-async def test_what_does_not_run_is_moved_cold(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
-    await active(world, 1, "c1-0")
-    begun = await begin(world, "c1-0")
-    await until(partial(has_begun, world, 1))
-    await ends(world, commanded(world)[0], MoveState.REFUSED, code="instance.not_running")
-    await until(partial(has_begun, world, 2))
-    cold = commanded(world)[1]
-    assert (commanded(world)[0].kind, cold.kind, cold.auto_confirm_s) == (MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE, 0.0)
-    await ends(world, cold, sequence=40)
-    assert (await drain_is(world, begun, DrainState.ENDED)).code == "drain.done"
 
 
 async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: DrainStart | DrainCommand) -> None:
@@ -545,8 +483,7 @@ async def test_a_request_about_a_drain_that_was_given_up_is_not_carried_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its operator may have decided otherwise since: it waited for the record's lock for longer than that."""
-    await world.scheduler(config=WARM)
-    await world.add_hosts("c1", 1, **AMOUNTS)
+    await world.scheduler_and_hosts(1, WARM, **AMOUNTS)
     build = (await active(world, 1, "c1-0"))[0]
     await world.add_hosts("c1", 1, **AMOUNTS)
     start = DrainStart(drain=new_uuid(world.rng), name="c1-0", by="ann")
@@ -560,11 +497,10 @@ async def test_a_request_about_a_drain_that_was_given_up_is_not_carried_out(
 
 
 async def test_other_kinds_of_moves_and_unknown_drains_are_refused(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
-    assert await code_of(world, "c1-0", kind=MoveKind.EVACUATE) == "request.invalid"
-    assert await code_of(world, "nowhere") == "host.unknown"
-    assert await code_of(world, "nowhere", target=DrainTarget.CELL) == "cell.unknown"
+    await world.scheduler_and_hosts(1, WARM)
+    assert await start_code(world, "c1-0", kind=MoveKind.EVACUATE) == "request.invalid"
+    assert await start_code(world, "nowhere") == "host.unknown"
+    assert await start_code(world, "nowhere", target=DrainTarget.CELL) == "cell.unknown"
     unknown = replace(await begin(world, "c1-0"), id=new_uuid(world.rng))
     with pytest.raises(RequestRefused, match="no drain"):
         await command(world, unknown, DrainAction.PAUSE)

@@ -20,17 +20,18 @@ from tests.integration.scheduler.test_drains import (
     WARM,
     active,
     begin,
-    code_of,
     command,
     commanded,
     drain_becomes,
     drain_is,
     ends,
     has_begun,
+    left_by,
     passed,
     plan_of,
     quick,
     shown,
+    start_code,
 )
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
@@ -56,9 +57,7 @@ async def waits(world: World, drain: DrainProgress, instance: str) -> None:
 
 async def building(world: World, host: str) -> BuildRequest:
     """A build that is dispatched to the host, and has not ended."""
-    build = world.request(host=host)
-    await world.ask(build)
-    await world.ended(build.instance_uuid, BuildState.SCHEDULED)
+    build = await world.scheduled(host=host)
     return build
 
 
@@ -103,8 +102,7 @@ async def test_a_build_in_progress_is_waited_for_and_moved(world: World) -> None
 
 
 async def test_a_build_that_fails_is_waited_for_until_its_resources_are_released(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
@@ -118,8 +116,7 @@ async def test_a_build_that_fails_is_waited_for_until_its_resources_are_released
 
 async def test_a_move_to_the_host_is_waited_for_and_its_instance_moved_on(world: World) -> None:
     """Before its conductor has claimed anything there, the record of the request alone names the host."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     move, sent = await moving(world, build, MoveKind.LIVE_MIGRATE)
     assert sent.selections[0].host == "c1-1"
@@ -135,8 +132,7 @@ async def test_a_move_to_the_host_is_waited_for_and_its_instance_moved_on(world:
 
 
 async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_left(world: World) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     move, _ = await unconfirmed(world, build)
     (planned,) = (await plan_of(world, "c1-0")).moves
@@ -146,14 +142,10 @@ async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_l
         "c1-0",
     )
     assert move.request_id in planned.reason and planned.flavor == "m1.small"
-    assert await code_of(world, "c1-0") == "drain.stuck"
+    assert await start_code(world, "c1-0") == "drain.stuck"
     begun = await begin(world, "c1-0", force=True)
     assert begun.planned == 1
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
-        "drain.left",
-        [(build.instance_uuid, "instance.unconfirmed")],
-    )
+    assert await left_by(world, begun) == [(build.instance_uuid, "instance.unconfirmed")]
     await world.release(move.request_id)  # it is confirmed
     confirmed = {"host": "c1-1", "terminal": True, "condition": Condition.ACTIVE}
     await world.move_announced("c1", move, MoveState.SOURCE_GONE, 31, **confirmed)
@@ -163,8 +155,7 @@ async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_l
 
 async def test_an_instance_that_is_reverted_to_the_host_is_moved(world: World) -> None:
     """It was left; the drain is resumed, and looks at it again."""
-    await world.scheduler("s1", WARM)
-    source, _ = await world.add_hosts("c1", 2)
+    source, _ = await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     _, sent = await unconfirmed(world, build)
     begun = await begin(world, "c1-0", force=True)
@@ -183,8 +174,7 @@ async def test_an_instance_that_is_reverted_to_the_host_is_moved(world: World) -
 
 async def leaving(world: World) -> tuple[BuildRequest, DrainProgress, CellMove]:
     """An instance that a drain moves to the second host, where it is claimed; the migration keeps its source."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     begun = await begin(world, "c1-0")
     await until(partial(has_begun, world, 1))
@@ -207,8 +197,7 @@ async def test_a_source_that_is_being_released_is_waited_for(world: World) -> No
 async def test_a_drain_that_waits_for_a_build_ends_by_its_deadline_or_a_stop(
     world: World, action: DrainAction | None, code: str
 ) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0", deadline_s=0.2 if action is None else None)
     if action is not None:
@@ -240,11 +229,7 @@ async def test_resources_that_are_never_released_are_what_is_left(
     build, begun, sent = await leaving(world)
     monkeypatch.setitem(LOOKS, UNRELEASED, 3)
     await arrives(world, build, sent)
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
-        "drain.left",
-        [(build.instance_uuid, "instance.unreleased")],
-    )
+    assert await left_by(world, begun) == [(build.instance_uuid, "instance.unreleased")]
     await world.release(sent.request_id)
     await command(world, begun, DrainAction.RESUME)
     ended = await drain_is(world, begun, DrainState.ENDED)
@@ -253,8 +238,7 @@ async def test_resources_that_are_never_released_are_what_is_left(
 
 async def test_a_host_that_no_service_has_announced_to_this_scheduler_is_not_waited_for(world: World) -> None:
     """Its service has died, and the scheduler was started again: a build there does not become active."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
@@ -271,8 +255,7 @@ async def test_a_host_that_no_service_has_announced_to_this_scheduler_is_not_wai
 
 async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_worker.drain_plan.MAX_HOLDERS", 1)
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     builds = [await building(world, "c1-0") for _ in range(3)]
     begun = await begin(world, "c1-0")
     found = await drain_becomes(world, begun, lambda one: len(one.not_begun) == 3 or one.state is DrainState.ENDED)
@@ -283,8 +266,7 @@ async def test_a_look_that_a_command_has_overtaken_changes_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drain is stopped while a scheduler reads what its host holds, which does not count any more."""
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, WARM)
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
@@ -309,8 +291,7 @@ ACROSS = replace(WARM, moves_across_cells=True)
 
 
 async def test_a_cold_drain_moves_no_instance_to_another_cell(world: World) -> None:
-    await world.scheduler("s1", ACROSS)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, ACROSS)
     await world.add_hosts("c2", 1)
     (build,) = await active(world, 1, "c1-0")
     (planned,) = (await plan_of(world, "c1-0", kind=MoveKind.MIGRATE)).moves
@@ -335,12 +316,10 @@ async def test_a_cold_drain_moves_no_instance_to_another_cell(world: World) -> N
 async def test_a_plan_names_what_its_cell_would_refuse_to_move(
     world: World, kind: MoveKind, condition: Condition, code: str
 ) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
     move = world.move(build, kind, rescue_password="p" if kind is MoveKind.RESCUE else "")
-    await world.ask(move)
-    sent = await world.dispatched(move)
+    sent = await world.commanded(move)
     host = "c1-0"
     if sent.selections:
         await world.claim_destination(sent)
@@ -349,13 +328,12 @@ async def test_a_plan_names_what_its_cell_would_refuse_to_move(
     await world.moved(move, MoveState.DONE)
     (planned,) = (await plan_of(world, host)).moves
     assert (planned.hosts, planned.code) == ((), code)
-    assert await code_of(world, host) == "drain.stuck"
+    assert await start_code(world, host) == "drain.stuck"
 
 
 async def test_a_drain_moves_no_instance_of_a_namesake_in_another_cell(world: World) -> None:
     """Also while the host's cell is not known: the record has each instance by the uuid of its host."""
-    await world.scheduler("s1", WARM)
-    (host,) = await world.add_hosts("c1", 1)
+    (host,) = await world.scheduler_and_hosts(1, WARM)
     namesake = new_uuid(world.rng)
     world.hosts["c2"][namesake] = HostReport(uuid=namesake, name="c1-0")
     await world.report(namesake, "c2-namesake", AMOUNTS)

@@ -48,10 +48,8 @@ async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asking = Gate(monkeypatch, BusClaims, "submit")
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
+    request = await world.requested()
     await asking.wait()
     cut_request_consumer(world)
     other = await fill(world, host)
@@ -71,10 +69,8 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_next_scheduler(
 ) -> None:
     """It took itself for the first, found the host full, and failed the build; the claim stayed for ever."""
     writing = Gate(monkeypatch, placing, "write_decided")
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
+    request = await world.requested()
     await writing.wait()
     await world.kill("s1")
     await forget(world, request.instance_uuid)
@@ -88,8 +84,7 @@ async def test_a_later_claim_of_the_cell_of_a_forgotten_record_goes_to_that_cell
     world: World, *, is_full: bool
 ) -> None:
     """A restore: the cell had claimed under attempt 2. The request failed, and its delete ended it as never built."""
-    await world.scheduler("s1", CONFIG)
-    first, second = await world.add_hosts("c1", 2, **ROOM_FOR_ONE)
+    first, second = await world.scheduler_and_hosts(2, CONFIG, **ROOM_FOR_ONE)
     request = world.request()
     chosen = await world.active(request)
     here, other = (first, second) if chosen == "c1-0" else (second, first)
@@ -132,10 +127,8 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_scheduler_that_ma
         raise DatabaseUnavailable("crashed")
 
     monkeypatch.setattr(placing, "write_decided", crash)
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
+    request = await world.requested()
     await until(lambda: world.builds)
     assert world.builds[0][1].selections[0].host_uuid == host
 
@@ -159,10 +152,8 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing = Gate(monkeypatch, placing, "write_decided")
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
+    request = await world.requested()
     await writing.wait()
     cut_request_consumer(world)
     await world.scheduler("s2", CONFIG)
@@ -183,8 +174,7 @@ async def test_a_claim_on_a_host_without_a_service_or_a_cell_blocks_no_request_a
     """No cell can be queried whether its machine runs: `berth audit` names it."""
     monkeypatch.setattr(requests, "RETRIES", 1)
     writing = Gate(monkeypatch, placing, "write_decided")
-    await world.scheduler("s1", CONFIG)
-    (lost,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    (lost,) = await world.scheduler_and_hosts(1, CONFIG, **ROOM_FOR_ONE)
     stranded, healthy = world.request(), world.request(availability_zone=None)
     await world.ask(stranded)
     await writing.wait()
@@ -269,8 +259,7 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
 
 async def test_a_delete_of_a_request_that_ended_before_any_look_up_reaches_the_cell(world: World) -> None:
     """Its flavor is gone."""
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
     request = world.request(host="c1-0")
     await world.active(request)
     await forget(world, request.instance_uuid)
@@ -335,10 +324,8 @@ async def test_a_copy_leaves_the_claim_of_the_copy_that_came_on_record_before_it
     """No cell has the build, and its claim is by the run on record. That it was not dispatched, its cell proves."""
     monkeypatch.setattr(requests, "RETRIES", 1)
     writing = Gate(monkeypatch, placing, "write_decided")
-    await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
+    (host,) = await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
+    request = await world.requested()
     await writing.wait()
     await world.kill("s1")
     del world.hosts["c1"][host]
@@ -354,8 +341,7 @@ async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(
 ) -> None:
     """One member had failed before the restore; its host is taken."""
     monkeypatch.setattr(requests, "RETRIES", retries)
-    await world.scheduler("s1", CONFIG)
-    hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
+    hosts = await world.scheduler_and_hosts(2, CONFIG, on="c1", **ROOM_FOR_ONE)
     request = world.request(count=2)
     first, second = member_uuids(request)
     await world.ask(request)
@@ -418,10 +404,8 @@ async def replay(late: Bus, request: BuildRequest) -> None:
 async def test_a_late_copy_of_a_forgotten_build_builds_nothing(
     world: World, late: Bus, bring: Callable[[Bus, BuildRequest], Awaitable[None]]
 ) -> None:
-    await world.scheduler("s1", RETAINING)
-    await world.add_hosts("c1", 1)
-    request = world.request()
-    await world.ask(request)
+    await world.scheduler_and_hosts(1, RETAINING)
+    request = await world.requested()
     await until(lambda: len(world.builds) == 1)
     await world.announced("c1", request, BuildState.ACTIVE, 10, terminal=True)
     await world.ended(request.instance_uuid, BuildState.ACTIVE)
@@ -443,8 +427,7 @@ async def test_a_late_copy_of_a_forgotten_build_builds_nothing(
 
 
 async def test_a_late_copy_of_what_lives_is_a_repeat(world: World, late: Bus) -> None:
-    await world.scheduler("s1", RETAINING)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, RETAINING)
     request, marker = world.request(), world.request(flavor="no such flavor")
     await world.ask(request)
     await until(lambda: len(world.builds) == 1)
@@ -459,8 +442,7 @@ async def test_an_old_request_that_is_on_record_undecided_is_carried_out(
 ) -> None:
     """Its scheduler died before it decided, and no scheduler ran for days: it was accepted, so it is built."""
     writing = Gate(monkeypatch, placing, "write_decided")
-    await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001, ended_retention_s=30 * DAY_S))
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001, ended_retention_s=30 * DAY_S))
     request = world.request()
     await late.publish(request)
     await writing.wait()

@@ -51,8 +51,7 @@ async def ends(world: World, request: BuildRequest) -> list[BuildEvent]:
 
 
 async def boot(world: World, **fields: object) -> list[BuildEvent]:
-    request = world.request(**fields)
-    await world.ask(request)
+    request = await world.requested(**fields)
     return await ends(world, request)
 
 
@@ -61,8 +60,7 @@ def codes(events: Sequence[BuildEvent]) -> dict[str, int]:
 
 
 async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2, **room_for(2))
+    await world.scheduler_and_hosts(2, **room_for(2))
     await world.add_hosts("c2", 1, **room_for(2))
     request = world.request(count=5, name="web")
     reply = await world.answer(request, BuildAccepted)
@@ -86,8 +84,7 @@ async def generations(world: World) -> list[int]:
 
 
 async def test_fewer_than_enough_is_none_and_every_member_has_its_reason(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2, **room_for(2))
+    await world.scheduler_and_hosts(2, **room_for(2))
     before = await generations(world)
     events = await boot(world, count=5)
     assert codes(events) == {"no_valid_host": 1, "gang.incomplete": 4}
@@ -100,35 +97,30 @@ async def test_fewer_than_enough_is_none_and_every_member_has_its_reason(world: 
 
 
 async def test_as_many_as_fit_start_when_they_are_enough(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2, **room_for(2))
+    await world.scheduler_and_hosts(2, **room_for(2))
     assert codes(await boot(world, count=6, min_count=5)) == {"no_valid_host": 2, "gang.incomplete": 4}
     assert codes(await boot(world, count=6, min_count=3)) == {"scheduled": 4, "no_valid_host": 2}
 
 
 async def test_members_of_several_flavors_start_together(world: World) -> None:
     """The large one has but one place, and the small ones leave it to it though they stand first."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1, VCPU=2, MEMORY_MB=4096, DISK_GB=40)
+    await world.scheduler_and_hosts(1, VCPU=2, MEMORY_MB=4096, DISK_GB=40)
     await world.add_hosts("c1", 2, **room_for(1))
-    request = world.request(count=2, also=(FlavorCount(flavor="m1.medium"),))
-    await world.ask(request)
+    request = await world.requested(count=2, also=(FlavorCount(flavor="m1.medium"),))
     assert codes(await ends(world, request)) == {"scheduled": 3}
     flavors = {command.spec.instance_uuid: command.spec.flavor for _, command in world.builds}
     assert [flavors[uuid] for uuid in member_uuids(request)] == ["m1.small", "m1.small", "m1.medium"]
 
 
 async def test_quota_counts_all_of_them(world: World) -> None:
-    await world.scheduler(config=SchedulerConfig(default_quota={"INSTANCES": 3}))
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2, SchedulerConfig(default_quota={"INSTANCES": 3}))
     assert codes(await boot(world, count=4)) == {"quota.exceeded": 1, "gang.incomplete": 3}
     assert await world.used() == {}
     assert codes(await boot(world, count=5, min_count=2)) == {"scheduled": 3, "quota.exceeded": 2}
 
 
 async def test_members_keep_apart_from_each_other(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 3)
+    await world.scheduler_and_hosts(3)
     apart = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.ANTI_AFFINITY)
     events = await boot(world, count=3, server_group=apart)
     assert codes(events) == {"scheduled": 3} and len({event.host for event in events}) == 3
@@ -137,8 +129,7 @@ async def test_members_keep_apart_from_each_other(world: World) -> None:
 
 async def test_members_that_stay_together_find_the_host_that_takes_all(world: World) -> None:
     """The roomiest by weight is full in another class; the only one with room for all is tried after it."""
-    await world.scheduler()
-    await world.add_hosts("c1", 4, VCPU=2, MEMORY_MB=65536, DISK_GB=1000)
+    await world.scheduler_and_hosts(4, VCPU=2, MEMORY_MB=65536, DISK_GB=1000)
     await world.add_hosts("c2", 1, **room_for(4))
     together = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.AFFINITY)
     events = await boot(world, count=4, server_group=together)
@@ -149,8 +140,7 @@ async def test_members_that_stay_together_find_the_host_that_takes_all(world: Wo
 
 
 async def test_a_repeated_request_changes_nothing_and_another_content_is_refused_whole(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     request = world.request(count=3)
     await world.ask(request, request)
     assert codes(await ends(world, request)) == {"scheduled": 3}
@@ -159,17 +149,14 @@ async def test_a_repeated_request_changes_nothing_and_another_content_is_refused
     await world.ask(larger)
     clash = await world.ended(request.instance_uuid, BuildState.REFUSED)
     assert clash.code == "request.duplicate"
-    late = world.request()
-    await world.ask(late)
-    await world.ended(late.instance_uuid, BuildState.SCHEDULED)
+    await world.scheduled()
     assert len(world.builds) == 4, "three members once, and the last request"
     for uuid in set(member_uuids(larger)) - set(member_uuids(request)):
         assert await world.show(uuid) is None
 
 
 async def test_a_member_that_was_deleted_is_not_waited_for(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 1, **room_for(2))
+    await world.scheduler_and_hosts(1, **room_for(2))
     request = world.request(count=3)
     third = structs.replace(request, instance_uuid=member_uuids(request)[2], count=1)
     await world.delete(third)
@@ -179,22 +166,13 @@ async def test_a_member_that_was_deleted_is_not_waited_for(world: World) -> None
     assert codes(states) == {"scheduled": 2}
 
 
-async def test_an_unknown_flavor_refuses_all_of_them(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    events = await boot(world, count=2, also=(FlavorCount(flavor="none"),))
-    assert codes(events) == {"flavor.unknown": 3}
-
-
 async def test_what_a_scheduler_claimed_before_it_died_is_found_and_built_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gang's own claims fill the hosts, so that nothing fits any more when the request is delivered again."""
     writing = Gate(monkeypatch, placing, "write_decided")
-    await world.scheduler("s1")
-    await world.add_hosts("c1", 2, **room_for(2))
-    request = world.request(count=4)
-    await world.ask(request)
+    await world.scheduler_and_hosts(2, **room_for(2))
+    request = await world.requested(count=4)
     await writing.wait()
     held = await world.used()
     await world.kill("s1")
@@ -207,10 +185,8 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
-    await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001))
-    (host,) = await world.add_hosts("c1", 1, **room_for(2))
-    request = world.request(count=2)
-    await world.ask(request)
+    (host,) = await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001), **room_for(2))
+    request = await world.requested(count=2)
     await claiming.wait()
     cut_request_consumer(world)
     other = await fill(world, host)
@@ -225,10 +201,8 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
 async def test_a_member_names_to_whom_its_gang_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another client takes one of two places while the gang's claim is on its way; no other host is left."""
     claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
-    await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001))
-    (host,) = await world.add_hosts("c1", 1, **room_for(2))
-    request = world.request(count=2)
-    await world.ask(request)
+    (host,) = await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001), **room_for(2))
+    request = await world.requested(count=2)
     await claiming.wait()
     other = await fill(world, host)
     claiming.open.set()
@@ -292,8 +266,7 @@ async def test_eight_schedulers_on_full_hosts_leave_no_partial_gang(world: World
 
 
 async def test_a_record_that_fails_leaves_nothing_assumed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     book, request = world.replicas["s1"], world.request()
     record, seen = SchedulingEngine.record, list[list[str]]()
 

@@ -107,9 +107,7 @@ async def test_a_request_that_expired_in_the_broker_ends_with_one_event(brokered
 
 @pytest.mark.rabbitmq
 async def test_a_delete_that_expired_in_the_broker_is_refused_and_deletes_nothing(brokered: Brokered) -> None:
-    request = brokered.request()
-    await brokered.ask(request)
-    await brokered.ended(request.instance_uuid, BuildState.SCHEDULED)
+    request = await brokered.scheduled()
     await brokered.stop("before")
     await brokered.expired(DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo"))
     await brokered.scheduler("after")
@@ -123,9 +121,7 @@ async def test_a_delete_that_expired_in_the_broker_is_refused_and_deletes_nothin
 @pytest.mark.rabbitmq
 async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(brokered: Brokered) -> None:
     """The broker (3.10) goes on with a record of its own kind that a publisher has written."""
-    request = brokered.request()
-    await brokered.ask(request)
-    await brokered.ended(request.instance_uuid, BuildState.SCHEDULED)
+    request = await brokered.scheduled()
     await brokered.stop("before")
     death = record_of(brokered.prefix, "build.delete.0.demo")
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo")
@@ -133,9 +129,7 @@ async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(b
     await brokered.scheduler("after")
     refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
     assert (refused.project_id, refused.code) == ("evil", "message.wrong_key"), "of its own project, and no other"
-    other = brokered.request()
-    await brokered.ask(other)
-    await brokered.ended(other.instance_uuid, BuildState.SCHEDULED)
+    await brokered.scheduled()
     assert not brokered.deletes
     shown = await brokered.show(request.instance_uuid)
     assert shown is not None
@@ -161,8 +155,7 @@ async def test_a_malformed_request_that_expires_has_an_event_of_its_own_project_
 async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     bad, good = world.request(), world.request()
     place = Placer.place
 
@@ -205,8 +198,7 @@ async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_wait
     world: World, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """A server is away for longer than that: the request was acknowledged, and stayed as it was, with its claim."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     request: BuildRequest = world.request()
     planted = Planted(monkeypatch)
     planted.unavailable(*((Placer, "place") if step == "claim" else (placing, "write_decided")))
@@ -221,8 +213,7 @@ async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_wait
 
 async def test_a_repeat_of_a_request_whose_requester_has_stopped_waiting_is_built(world: World) -> None:
     """As a program does after the answer 504 of HTTP."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     await world.stop("p1")
     request: BuildRequest = world.request()
     with pytest.raises(RequestTimeout):
@@ -241,8 +232,7 @@ async def expires_with_deadline(world: World, message: Message) -> None:
 
 async def test_a_request_that_expired_with_its_deadline_has_no_event_and_its_repeat_is_built(world: World) -> None:
     """Its client knows that it may be carried out, and requests it again: it had failed by then."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     request: BuildRequest = world.request()
     await expires_with_deadline(world, request)
     await world.until_expired_are_handled()
@@ -255,8 +245,7 @@ async def test_a_request_that_was_begun_goes_on_when_a_repeat_of_it_expires(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No scheduler had room for the repeat: it ended the build that one was about to make."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     request: BuildRequest = world.request()
     planted = Planted(monkeypatch)
     planted.unavailable(placing, "write_decided")
@@ -286,8 +275,7 @@ async def begun_and_expired(
     world: World, monkeypatch: pytest.MonkeyPatch, *, has_requester: bool = True
 ) -> BuildRequest:
     """A build on record whose request has expired, and whose scheduler has ended."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     request: BuildRequest = world.request()
     with monkeypatch.context() as patched:
         planted = Planted(patched)
@@ -336,11 +324,8 @@ async def test_a_delete_that_ends_every_scheduler_is_refused_and_deletes_nothing
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was carried out, by the last deliveries as by those before."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request: BuildRequest = world.request()
-    await world.ask(request)
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    await world.scheduler_and_hosts(1)
+    request = await world.scheduled()
     monkeypatch.setattr("bus.consuming.consumer.LAST_DELIVERIES", BY_QUEUE["scheduler.requests"].delivery_limit + 1)
     await world.delete(request)
     refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
@@ -392,11 +377,8 @@ async def test_a_build_that_comes_on_record_after_its_request_expired_goes_on(
 
 async def test_a_delete_that_expired_with_its_deadline_is_not_refused(world: World) -> None:
     """Another copy of it may be carried out."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request: BuildRequest = world.request()
-    await world.ask(request)
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    await world.scheduler_and_hosts(1)
+    request = await world.scheduled()
     await expires_with_deadline(world, DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo"))
     await world.until_expired_are_handled()
     assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
@@ -404,11 +386,8 @@ async def test_a_delete_that_expired_with_its_deadline_is_not_refused(world: Wor
 
 
 async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request: BuildRequest = world.request()
-    await world.ask(request)
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    await world.scheduler_and_hosts(1)
+    request = await world.scheduled()
 
     delete = SchedulingEngine._delete
 
@@ -448,8 +427,7 @@ def queries_of(world: World, request: str) -> list[tuple[str, CellMoveQuery]]:
 async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -> None:
     built = await one_active(world, config=QUERIES_SOON)
     move = world.move(built, MoveKind.MIGRATE)
-    await world.ask(move)
-    await world.dispatched(move)
+    await world.commanded(move)
     # A cell that was set back counts from lower numbers again than those that it has announced before.
     await world.move_announced("c1", move, MoveState.CLAIMING, 40, condition=Condition.MOVING)
     queried = await until(lambda: queries_of(world, move.request_id))
@@ -467,8 +445,7 @@ async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -
 async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World) -> None:
     built = await one_active(world, config=QUERIES_SOON)
     move = world.move(built, MoveKind.STOP)
-    await world.ask(move)
-    await world.dispatched(move)
+    await world.commanded(move)
 
     async def state() -> tuple[bool, str]:
         page = await world.answer(MoveQuery(request_id=move.request_id), MovePage)
@@ -491,8 +468,7 @@ async def test_a_delete_that_its_cell_has_forgotten_is_carried_out(
     world: World, repeats: int, *, is_lost: bool
 ) -> None:
     """The scripted cell has acknowledged it and announces nothing: its record is `active` again."""
-    await world.scheduler("s1", QUERIES_SOON)
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, QUERIES_SOON)
     request = world.request()
     host = await world.active(request)
     await world.delete(request)
@@ -516,10 +492,8 @@ async def test_a_delete_that_its_cell_has_forgotten_is_carried_out(
 @pytest.mark.parametrize("state", [BuildState.SCHEDULED, BuildState.BUILDING])
 @pytest.mark.parametrize("repeats", [0, 1])
 async def test_a_build_that_its_cell_has_forgotten_has_an_end(world: World, state: BuildState, repeats: int) -> None:
-    await world.scheduler("s1", QUERIES_SOON)
-    (host,) = await world.add_hosts("c1", 1)
-    request = world.request()
-    await world.ask(request)
+    (host,) = await world.scheduler_and_hosts(1, QUERIES_SOON)
+    request = await world.requested()
     await until(lambda: world.builds)
     if state is BuildState.BUILDING:
         await world.announced("c1", request, BuildState.BUILDING, 10, host="c1-0", attempt=1)

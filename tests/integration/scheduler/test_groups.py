@@ -89,8 +89,7 @@ async def test_wishes_are_met_as_far_as_they_can_be(world: World) -> None:
             "group_members.ServerGroupSoftAntiAffinityWeigher",
         )
     )
-    await world.scheduler(config=SchedulerConfig(enabled_weighers=weighers))
-    await world.add_hosts("c1", 3, VCPU=2, MEMORY_MB=32768, DISK_GB=500)
+    await world.scheduler_and_hosts(3, SchedulerConfig(enabled_weighers=weighers), VCPU=2, MEMORY_MB=32768, DISK_GB=500)
     apart, together = group(world, GroupPolicy.SOFT_ANTI_AFFINITY), group(world, GroupPolicy.SOFT_AFFINITY)
     first = [(await places(world, [world.request(server_group=apart)]))[0] for _ in range(3)]
     assert sorted(first) == ["c1-0", "c1-1", "c1-2"]
@@ -100,8 +99,7 @@ async def test_wishes_are_met_as_far_as_they_can_be(world: World) -> None:
 
 
 async def test_hints_name_hosts_by_who_is_there(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 3)
+    await world.scheduler_and_hosts(3)
     one, two = world.request(), world.request()
     here, there = await places(world, [one, two])
     assert await places(world, [world.request(same_host=(one.instance_uuid,))]) == [here]
@@ -117,11 +115,9 @@ async def test_hints_name_hosts_by_who_is_there(world: World) -> None:
 
 
 async def test_without_an_answer_where_the_others_are_it_is_tried_again(world: World) -> None:
-    await world.scheduler(config=SchedulerConfig(claim_timeout_s=0.3))
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1, SchedulerConfig(claim_timeout_s=0.3))
     await world.stop("p1")
-    request = world.request(server_group=group(world, GroupPolicy.AFFINITY))
-    await world.ask(request)
+    request = await world.requested(server_group=group(world, GroupPolicy.AFFINITY))
     await world.ended(request.instance_uuid, BuildState.ACCEPTED)
     await world.placement("p2")
     assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).host == "c1-0"
@@ -138,8 +134,7 @@ WEB = ObjectChange(kind=G, name="demo/web", body={"policy": "anti-affinity"})
 
 async def end(world: World, **request: Any) -> tuple[str, str | None]:
     """(code, host) of a request once it is scheduled or has ended."""
-    build = world.request(**request)
-    await world.ask(build)
+    build = await world.requested(**request)
     states = (BuildState.SCHEDULED, BuildState.REFUSED, BuildState.FAILED)
     event = await world.ended(build.instance_uuid, *states)
     return event.code, event.host
@@ -151,8 +146,7 @@ def zone(**body: Any) -> ObjectChange:
 
 
 async def test_a_request_names_a_group_on_record_and_is_held_to_its_rule(world: World) -> None:
-    await world.scheduler("s1")
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     assert (await end(world, group="web"))[0] == "group.unknown"
     await change(world, WEB)
     hosts = [await end(world, group="web") for _ in range(2)]
@@ -166,20 +160,8 @@ async def test_a_request_names_a_group_on_record_and_is_held_to_its_rule(world: 
     assert sorted(page.members.values()) == [("c1-0",), ("c1-1",)]
 
 
-async def test_a_group_on_record_has_one_rule_also_for_requests_that_state_one(world: World) -> None:
-    await world.scheduler("s1")
-    await world.add_hosts("c1", 1)
-    await change(world, WEB)
-    group = group_named("demo/web", GroupDefinition(policy=GroupPolicy.ANTI_AFFINITY))
-    assert (await end(world, server_group=group)) == ("", "c1-0")
-    other = ServerGroup(uuid=group.uuid, policy=GroupPolicy.SOFT_AFFINITY)
-    assert (await end(world, server_group=other))[0] == "group.invalid"
-    assert (await end(world, server_group=group, group="web"))[0] == "group.invalid"
-
-
 async def test_a_group_with_members_is_neither_changed_nor_deleted_unless_forced(world: World) -> None:
-    await world.scheduler("s1")
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     await change(world, WEB)
     await end(world, group="web")
     looser = ObjectChange(kind=G, name="demo/web", body={"policy": "anti-affinity", "max_per_host": 2})
@@ -217,8 +199,7 @@ async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> 
 
 
 async def test_a_host_in_two_zones_leaves_neither_with_an_instance_that_requested_it(world: World) -> None:
-    await world.scheduler("s1")
-    (host,) = await world.add_hosts("c1", 1)
+    (host,) = await world.scheduler_and_hosts(1)
     book = world.replicas["s1"]
     second = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
     await change(world, zone(hosts=["c1-0"]), ObjectChange(kind=A, name="west", body=second))
@@ -231,8 +212,7 @@ async def test_a_host_in_two_zones_leaves_neither_with_an_instance_that_requeste
 
 
 async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
-    await world.scheduler("s1")
-    (host, _) = await world.add_hosts("c1", 2)
+    (host, _) = await world.scheduler_and_hosts(2)
     book = world.replicas["s1"]
     await change(world, zone(hosts=["c1-0"]))
     west = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
@@ -255,8 +235,7 @@ async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
 
 async def test_members_that_are_set_otherwise_are_set_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_worker.keepers.LOOK_S", 0.05)
-    await world.scheduler("s1")
-    (host,) = await world.add_hosts("c1", 1)
+    (host,) = await world.scheduler_and_hosts(1)
     await change(world, zone(hosts=["c1-0"]))
     book = world.replicas["s1"]
 
@@ -418,8 +397,7 @@ async def test_a_revert_names_the_room_in_the_quota_and_a_confirm_does_not(
     assert built.project_id == "demo"
     for number, kind, expected in ((20, MoveKind.REVERT, room), (30, MoveKind.CONFIRM, {})):
         move = world.move(built, kind)
-        await world.ask(move)
-        command = await world.dispatched(move)
+        command = await world.commanded(move)
         assert command.room == expected
         assert not command.limits
         await world.move_announced("c1", move, MoveState.DONE, number, **DONE)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import CLOCKS_APART_S, new_uuid
-from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
@@ -36,47 +34,14 @@ from bus.contracts.moves import (
 from bus.contracts.operations import AdminState, AdminStateSet, EvacuationPolicy, SetAdminState
 from bus.contracts.placement import GroupPolicy, Release, ReleaseResult, ServerGroup
 from bus.contracts.queues import COMMANDS
-from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.moves import MoveEngine
-from tests.integration.scheduler.steps import BEGUN_S, DONE, WARM, one_active, refused
+from tests.integration.scheduler.steps import DONE, WARM, code_of, one_active, refused
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 OF_IMAGES = replace(WARM, enabled_filters=("ComputeFilter", "ImagePropertiesFilter"))
-
-
-async def test_a_move_whose_requester_has_stopped_waiting_is_not_begun(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server was away for longer than that, and the client has requested something else of the instance since."""
-    request = await one_active(world)
-    is_unavailable, begun, process = True, asyncio.Event(), MoveEngine.process
-    ends: asyncio.Queue[dict[int, Outcome]] = asyncio.Queue()
-
-    async def unavailable(engine: MoveEngine, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
-        if moves and is_unavailable:
-            begun.set()
-            raise DatabaseUnavailable("planted")
-        ended = await process(engine, moves)
-        if moves:
-            ends.put_nowait(ended)
-        return ended
-
-    monkeypatch.setattr(MoveEngine, "process", unavailable)
-    late = world.move(request, MoveKind.REBUILD, image="a")
-    asking = asyncio.create_task(world.buses[API].request(late, MoveAccepted, timeout_s=BEGUN_S))
-    await begun.wait()
-    with pytest.raises(RequestTimeout):
-        await asking
-    is_unavailable = False
-    async with asyncio.timeout(PATIENCE_S):
-        assert await ends.get() == {0: Done()}
-    await world.answer(late, MoveAccepted)  # a repeat is another matter
-    await world.dispatched(late)
 
 
 async def test_a_copy_of_a_move_is_late_by_the_clocks_as_well(world: World) -> None:
@@ -123,8 +88,7 @@ async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world
     # Another request is refused while this one is under way, an abort is not.
     assert await refused(world, world.move(built, MoveKind.STOP)) == "instance.busy"
     abort = world.move(built, MoveKind.ABORT)
-    await world.ask(abort)
-    await world.dispatched(abort)
+    await world.commanded(abort)
     await world.move_announced("c1", abort, MoveState.DONE, 13, **DONE)
     await world.moved(abort)
     target = command.selections[0].host
@@ -135,8 +99,7 @@ async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world
     await world.move_announced("c1", move, MoveState.FINISHING, 14, host=target)
     await world.moved(move)
     confirm = world.move(built, MoveKind.CONFIRM)
-    await world.ask(confirm)
-    assert (await world.dispatched(confirm)).selections == ()
+    assert (await world.commanded(confirm)).selections == ()
     await world.move_announced("c1", confirm, MoveState.DONE, 17, **DONE, host=target)
     await world.moved(confirm)
     ends = [event.state for event in world.move_events if event.request_id == move.request_id and event.terminal]
@@ -156,23 +119,17 @@ async def test_the_same_request_twice_moves_once_and_other_content_is_refused(wo
     await world.dispatched(move)
     await world.answer(move, MoveAccepted)
     other = world.move(built, MoveKind.START, request_id=move.request_id)
-    with pytest.raises(RequestRefused) as fault:
-        await world.answer(other, MoveAccepted)
-    assert fault.value.code == "request.duplicate"
+    assert await code_of(world.answer(other, MoveAccepted)) == "request.duplicate"
     answer = await until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
     assert [(event.sequence, event.kind) for event in answer] == [(0, MoveKind.START)]
     assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
     mine = world.move(built, MoveKind.STOP, request_id=built.instance_uuid)
-    with pytest.raises(RequestRefused) as fault:
-        await world.answer(mine, MoveAccepted)
-    assert fault.value.code == "request.duplicate"
+    assert await code_of(world.answer(mine, MoveAccepted)) == "request.duplicate"
 
 
 async def test_what_cannot_be_requested_is_refused_with_a_code(world: World) -> None:
     built = await one_active(world)
-    asleep = world.request()
-    await world.ask(asleep)
-    await world.ended(asleep.instance_uuid, BuildState.SCHEDULED)
+    asleep = await world.scheduled()
     unknown = world.request()
     codes = {
         "instance.unknown": world.move(unknown, MoveKind.STOP),
@@ -198,14 +155,12 @@ async def test_what_cannot_be_requested_is_refused_with_a_code(world: World) -> 
 async def test_a_shelved_instance_is_unshelved_on_a_named_host_only_once_it_is_offloaded(world: World) -> None:
     built = await one_active(world)
     shelve = world.move(built, MoveKind.SHELVE)
-    await world.ask(shelve)
-    await world.dispatched(shelve)
+    await world.commanded(shelve)
     await world.move_announced("c1", shelve, MoveState.DONE, 15, terminal=True, condition=Condition.SHELVED)
     await world.moved(shelve)
     assert await refused(world, world.move(built, MoveKind.UNSHELVE, host="c1-0")) == "instance.not_offloaded"
     unshelve = world.move(built, MoveKind.UNSHELVE)
-    await world.ask(unshelve)
-    assert (await world.dispatched(unshelve)).selections == ()
+    assert (await world.commanded(unshelve)).selections == ()
 
 
 async def test_an_unreadable_request_is_answered_on_the_stream_of_its_project(world: World) -> None:
@@ -220,8 +175,7 @@ async def test_an_unreadable_request_is_answered_on_the_stream_of_its_project(wo
         await publish(message)
 
     transport.publish = watch  # type: ignore[method-assign]
-    await world.ask(move)
-    await world.dispatched(move)
+    await world.commanded(move)
     good = sent[0]
     other = new_uuid(world.rng)
     body = good.body.replace(move.request_id.encode(), other.encode())
@@ -247,18 +201,17 @@ async def test_a_host_is_named_through_the_filters_and_no_host_is_explained(worl
         assert (answer.state, answer.code) == (MoveState.FAILED, "no_valid_host")
         assert [one.step for one in answer.funnel if one.rejected and not one.remaining][-1] == step
     move = world.move(built, MoveKind.LIVE_MIGRATE, host=named)
-    await world.ask(move)
-    assert [one.host for one in (await world.dispatched(move)).selections] == [named]
+    assert [one.host for one in (await world.commanded(move)).selections] == [named]
 
 
 async def test_a_resize_counts_what_it_holds_once_where_the_site_allows_the_same_host(world: World) -> None:
-    await world.scheduler(config=replace(WARM, allow_resize_to_same_host=True))
-    await world.add_hosts("c1", 1, VCPU=4, MEMORY_MB=8192, DISK_GB=80)
+    await world.scheduler_and_hosts(
+        1, replace(WARM, allow_resize_to_same_host=True), VCPU=4, MEMORY_MB=8192, DISK_GB=80
+    )
     built = world.request("m1.small")
     await world.active(built)
     move = world.move(built, MoveKind.RESIZE, flavor="m1.large")  # all of the host
-    await world.ask(move)
-    command = await world.dispatched(move)
+    command = await world.commanded(move)
     assert [one.host for one in command.selections] == ["c1-0"]
     assert command.spec is not None and command.spec.flavor == "m1.large"
     await world.move_announced("c1", move, MoveState.DONE, 20, **DONE, host="c1-0", flavor="m1.large")
@@ -269,8 +222,7 @@ async def test_a_resize_counts_what_it_holds_once_where_the_site_allows_the_same
     assert await refused(world, again) == "flavor.same"
     assert command.expected_flavor == ""
     rebuild = world.move(built, MoveKind.REBUILD, image="other")
-    await world.ask(rebuild)
-    assert (await world.dispatched(rebuild)).expected_flavor == "m1.large"
+    assert (await world.commanded(rebuild)).expected_flavor == "m1.large"
 
 
 async def announce_modes(world: World, modes: dict[str, str]) -> None:
@@ -296,8 +248,7 @@ async def test_a_rebuild_is_checked_by_the_filters_that_look_at_images_and_by_no
     ]
     assert answer.condition is Condition.ACTIVE and "c1-0" in answer.reason
     fits = world.move(built, MoveKind.REBUILD, image="new", image_properties={"hw_vm_mode": "hvm"})
-    await world.ask(fits)
-    assert (await world.dispatched(fits)).selections == ()
+    assert (await world.commanded(fits)).selections == ()
 
 
 @pytest.mark.parametrize(
@@ -323,8 +274,7 @@ async def test_a_rebuild_is_held_to_the_traits_of_its_image(
     if is_refused:
         assert await refused(world, rebuild) == "image.unsuitable"
     else:
-        await world.ask(rebuild)
-        assert (await world.dispatched(rebuild)).selections == ()
+        assert (await world.commanded(rebuild)).selections == ()
 
 
 async def test_an_instance_moves_by_the_properties_of_the_image_that_it_was_rebuilt_from(world: World) -> None:
@@ -334,13 +284,11 @@ async def test_an_instance_moves_by_the_properties_of_the_image_that_it_was_rebu
     await announce_modes(world, {str(source): "xen hvm", fitting: "hvm", other: "xen"})
     for number, mode, state in ((1, "hvm", MoveState.DONE), (2, "xen", MoveState.FAILED)):
         rebuild = world.move(built, MoveKind.REBUILD, image=mode, image_properties={"hw_vm_mode": mode})
-        await world.ask(rebuild)
-        await world.dispatched(rebuild)
+        await world.commanded(rebuild)
         await world.move_announced("c1", rebuild, state, 20 * number, **DONE, host=source, image="hvm")
         await world.moved(rebuild)
     move = world.move(built, MoveKind.MIGRATE)
-    await world.ask(move)
-    assert [one.host for one in (await world.dispatched(move)).selections] == [fitting]
+    assert [one.host for one in (await world.commanded(move)).selections] == [fitting]
 
 
 async def test_a_cell_is_told_the_whole_flavor_that_hosts_were_chosen_for_and_the_image_of_a_rebuild(
@@ -364,8 +312,7 @@ async def test_a_cell_is_told_the_whole_flavor_that_hosts_were_chosen_for_and_th
         (MoveKind.STOP, {}),
     ):
         move = world.move(built, kind, **more)
-        await world.ask(move)
-        spec = (await world.dispatched(move)).spec
+        spec = (await world.commanded(move)).spec
         if kind is MoveKind.STOP:
             assert spec is None
             break
@@ -387,8 +334,7 @@ async def test_members_that_keep_apart_keep_apart_when_they_move(world: World) -
     other_host = await world.active(other)
     source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
     move = world.move(built, MoveKind.MIGRATE)
-    await world.ask(move)
-    command = await world.dispatched(move)
+    command = await world.commanded(move)
     assert {one.host for one in command.selections} == {"c1-0", "c1-1", "c1-2"} - {source, other_host}
     assert command.server_group == group
 
@@ -400,15 +346,13 @@ async def test_an_evacuation_needs_a_host_that_an_operator_has_fenced(world: Wor
     command = SetAdminState(host=source, state=AdminState.FENCED, reason="dead", by="ann", force=True)
     await world.answer(command, AdminStateSet)
     move = world.move(built, MoveKind.EVACUATE, fenced=True)
-    await world.ask(move)
-    answer = await world.dispatched(move)
+    answer = await world.commanded(move)
     assert answer.fenced and source not in {one.host for one in answer.selections}
 
 
 async def test_moves_of_one_moment_spread_over_hosts_without_a_claim(world: World) -> None:
     """Nothing is claimed above: what was chosen counts as used until the cell has claimed it."""
-    await world.scheduler(config=WARM)
-    await world.add_hosts("c1", 1, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
+    await world.scheduler_and_hosts(1, WARM, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
     builds = [world.request("m1.small") for _ in range(4)]
     for one in builds:
         await world.active(one)
@@ -422,8 +366,7 @@ async def test_moves_of_one_moment_spread_over_hosts_without_a_claim(world: Worl
 async def test_an_instance_that_is_deleted_takes_no_move_and_a_move_does_not_stop_a_delete(world: World) -> None:
     built = await one_active(world)
     move = world.move(built, MoveKind.MIGRATE)
-    await world.ask(move)
-    await world.dispatched(move)
+    await world.commanded(move)
     await world.delete(built)
     await until(lambda: world.deletes)
     assert await refused(world, world.move(built, MoveKind.STOP)) == "instance.not_active"
@@ -449,8 +392,7 @@ async def test_a_scheduler_killed_at_any_moment_loses_and_doubles_no_move(world:
         await world.dispatched(move)
         await world.moved(move, MoveState.SCHEDULED)
     last = world.move(others[0], MoveKind.ABORT)
-    await world.ask(last)
-    await world.dispatched(last)
+    await world.commanded(last)
     sent = [one.request_id for _, one in world.moves]
     assert {one.request_id for one in moves} <= set(sent)
     record = await world.show(built.instance_uuid)
@@ -469,13 +411,11 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
 
 async def test_room_beside_a_claimed_move_is_given_to_builds(world: World) -> None:
     """It counted twice for five seconds: as claimed, and as chosen; eight of eight builds behind a drain failed."""
-    await world.scheduler(config=replace(WARM, choice_held_s=600.0))
-    hosts = await world.add_hosts("c1", 2, VCPU=2, MEMORY_MB=8192, DISK_GB=100)
+    hosts = await world.scheduler_and_hosts(2, replace(WARM, choice_held_s=600.0), VCPU=2, MEMORY_MB=8192, DISK_GB=100)
     built = world.request()
     await world.active(built)
     move = world.move(built, MoveKind.LIVE_MIGRATE)
-    await world.ask(move)
-    await world.claim_destination(await world.dispatched(move))
+    await world.claim_destination(await world.commanded(move))
     book = world.replicas["s1"]
     await until(lambda: [book.inventory_of(book.row_of(one))["VCPU"][1] for one in hosts] == [1, 1])
     builds = [world.request(), world.request()]
@@ -486,15 +426,12 @@ async def test_room_beside_a_claimed_move_is_given_to_builds(world: World) -> No
 
 async def test_no_build_ends_without_a_host_for_what_a_move_has_chosen(world: World) -> None:
     """The move's cell may never claim it; and where it has, the build's claim is turned down by the book."""
-    await world.scheduler(config=replace(WARM, choice_held_s=600.0))
-    await world.add_hosts("c1", 2, VCPU=1, MEMORY_MB=8192, DISK_GB=100)
+    await world.scheduler_and_hosts(2, replace(WARM, choice_held_s=600.0), VCPU=1, MEMORY_MB=8192, DISK_GB=100)
     built = world.request()
     await world.active(built)
     move = world.move(built, MoveKind.LIVE_MIGRATE)
-    await world.ask(move)
-    await world.dispatched(move)
-    build = world.request()
-    await world.ask(build)
+    await world.commanded(move)
+    build = await world.requested()
     assert (await world.ended(build.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).state == "scheduled"
 
 
@@ -502,8 +439,7 @@ async def to_be_unshelved_elsewhere(world: World, config: SchedulerConfig) -> tu
     """An offloaded instance of c1, and a request to unshelve it on the host of c2."""
     built = await one_active(world, config=config)
     shelve = world.move(built, MoveKind.SHELVE, offload=True)
-    await world.ask(shelve)
-    await world.dispatched(shelve)
+    await world.commanded(shelve)
     await world.move_announced("c1", shelve, MoveState.DONE, 15, terminal=True, condition=Condition.OFFLOADED)
     await world.moved(shelve)
     return built, world.move(built, MoveKind.UNSHELVE, host="c2-0")
@@ -548,16 +484,14 @@ async def test_its_own_cell_is_preferred_to_a_cell_with_far_more_room(world: Wor
     built, _ = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
     await world.add_hosts("c2", 3, VCPU=512, MEMORY_MB=4_194_304, DISK_GB=65_536)
     move = world.move(built, MoveKind.UNSHELVE)
-    await world.ask(move)
-    staying = await world.dispatched(move)
+    staying = await world.commanded(move)
     assert (staying.to_cell, [cell for cell, one in world.moves if one == staying]) == (None, ["c1"])
     assert {one.host.partition("-")[0] for one in staying.selections} == {"c1"}
 
 
 async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: World) -> None:
     built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
-    await world.ask(move)
-    leaving = await world.dispatched(move)
+    leaving = await world.commanded(move)
     assert (leaving.to_cell, [one.host for one in leaving.selections], leaving.arrival) == ("c2", ["c2-0"], None)
     departure = departure_of(leaving)
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
@@ -577,8 +511,7 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
 async def test_a_cell_has_a_host_of_another_one_checked_by_way_of_the_schedulers(world: World) -> None:
     built = await one_active(world, config=replace(WARM, moves_across_cells=True))
     move = world.move(built, MoveKind.MIGRATE, host="c2-0")
-    await world.ask(move)
-    leaving = await world.dispatched(move)
+    leaving = await world.commanded(move)
     assert (leaving.to_cell, [one.host for one in leaving.selections], leaving.kind) == ("c2", ["c2-0"], move.kind)
     (there,) = leaving.selections
     asked = AskedBy(cell="c1", request_id=move.request_id)
@@ -615,8 +548,7 @@ async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(wor
     """Queried it would end the request as lost before it has come there, and the instance would be in no cell."""
     config = replace(WARM, moves_across_cells=True, move_query_s=0.2)
     _, move = await to_be_unshelved_elsewhere(world, config)
-    await world.ask(move)
-    leaving = await world.dispatched(move)
+    leaving = await world.commanded(move)
     departure = departure_of(leaving)
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
     found = await until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
@@ -630,8 +562,7 @@ async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_lea
 ) -> None:
     """Its cell was set back to before the departure, which may be known here first, or come later."""
     built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
-    await world.ask(move)
-    leaving = await world.dispatched(move)
+    leaving = await world.commanded(move)
     await world.claim_destination(leaving)
     departure = departure_of(leaving)
 
@@ -659,8 +590,7 @@ async def test_what_a_cell_asks_of_placement_holds_up_nothing_that_it_announces(
     """A batch of announcements waited for each such question by itself, for as long as placement was away."""
     config = replace(WARM, moves_across_cells=True, claim_timeout_s=600.0)
     _, move = await to_be_unshelved_elsewhere(world, config)
-    await world.ask(move)
-    leaving = await world.dispatched(move)
+    leaving = await world.commanded(move)
     await world.kill("p1")
     await world.buses["c1"].publish(book_question(move))
     await world.move_announced("c1", move, MoveState.CLAIMING, 16)

@@ -13,8 +13,6 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.contracts.build import (
     BuildAccepted,
-    BuildPage,
-    BuildQuery,
     BuildRequest,
     BuildState,
     DeleteRequest,
@@ -40,10 +38,8 @@ def world_delete(request: BuildRequest) -> DeleteRequest:
 
 
 async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> None:
-    await world.scheduler()
-    hosts = await world.add_hosts("c1", 3)
-    request = world.request("m1.small")
-    await world.ask(request)
+    hosts = await world.scheduler_and_hosts(3)
+    request = await world.requested("m1.small")
     await until(lambda: world.builds)
     cell, build = world.builds[0]
     assert cell == "c1" and build.spec.instance_uuid == request.instance_uuid
@@ -72,10 +68,8 @@ async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> No
 
 async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place(world: World) -> None:
     """Two schedulers share the announcements, so that one may overtake another; the stream stays in order."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request = world.request()
-    await world.ask(request)
+    await world.scheduler_and_hosts(1)
+    request = await world.requested()
     await until(lambda: world.builds)
     started = world.builds[0][1].requested_at + 100
     await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, attempt=1, at=started + 1)
@@ -98,10 +92,8 @@ async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place
 
 async def test_a_loss_that_overtakes_the_end_of_its_request_waits_for_it(world: World) -> None:
     """Seed 61174 at d0562af: a database that died forgot `active`, and clients had `failed` as a second end."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request = world.request()
-    await world.ask(request)
+    await world.scheduler_and_hosts(1)
+    request = await world.requested()
     await until(lambda: world.builds)
     await world.announced("c1", request, BuildState.FAILED, 12, attempt=1, code="instance.lost")
     await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, attempt=1)
@@ -113,21 +105,17 @@ async def test_a_loss_that_overtakes_the_end_of_its_request_waits_for_it(world: 
 async def test_a_loss_whose_request_has_no_other_end_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its `active` is a dead letter, or older than the scheduler's backup."""
     monkeypatch.setattr(announcements, "MAX_EARLY", 1)
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request = world.request()
-    await world.ask(request)
+    await world.scheduler_and_hosts(1)
+    request = await world.requested()
     await until(lambda: world.builds)
     await world.announced("c1", request, BuildState.FAILED, 12, attempt=1, code="instance.lost")
     assert (await world.ended(request.instance_uuid, BuildState.FAILED)).terminal
 
 
 async def test_a_decision_keeps_the_scores_of_its_host_and_its_alternates(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     await world.add_hosts("c1", 1, VCPU=16, MEMORY_MB=16384, DISK_GB=500)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     answer = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     record = await world.show(request.instance_uuid)
     assert record is not None
@@ -137,8 +125,7 @@ async def test_a_decision_keeps_the_scores_of_its_host_and_its_alternates(world:
 
 
 async def test_the_same_request_twice_builds_once_and_other_content_is_refused(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     request = world.request()
     api = world.buses[API]
     await api.request(request, BuildAccepted, timeout_s=PATIENCE_S)
@@ -154,9 +141,7 @@ async def test_the_same_request_twice_builds_once_and_other_content_is_refused(w
     again = world.request()
     await world.ask(*[again] * 20)
     await world.ended(again.instance_uuid, BuildState.SCHEDULED)
-    last = world.request()
-    await world.ask(last)
-    await world.ended(last.instance_uuid, BuildState.SCHEDULED)
+    last = await world.scheduled()
     await until(lambda: len(world.builds) >= 3)  # on the cell's bus, which the API's events do not wait for
     built = Counter(build.spec.instance_uuid for _, build in world.builds)
     assert built == {request.instance_uuid: 1, again.instance_uuid: 1, last.instance_uuid: 1}
@@ -166,11 +151,8 @@ async def test_the_same_request_twice_builds_once_and_other_content_is_refused(w
 
 async def test_a_uuid_on_record_with_other_content_is_refused_on_the_event_stream(world: World) -> None:
     """No client waits for a reply: the event is all that it receives."""
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
-    first = world.request()
-    await world.ask(first)
-    await world.ended(first.instance_uuid, BuildState.SCHEDULED)
+    await world.scheduler_and_hosts(2)
+    first = await world.scheduled()
     await world.ask(world.request("m1.large", instance_uuid=first.instance_uuid))
     await until(lambda: [e for e in world.events if e.code == "request.duplicate"])
     duplicate = world.request()
@@ -178,49 +160,6 @@ async def test_a_uuid_on_record_with_other_content_is_refused_on_the_event_strea
     await until(lambda: [e for e in world.events if e.instance_uuid == duplicate.instance_uuid and e.code])
     transport = world.buses[API].transport
     assert await transport.depth(DEAD_LETTERS) == 0
-
-
-async def test_bad_requests_are_refused_with_a_code_and_the_worker_goes_on(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    unknown = world.request("m1.nonsense")
-    with pytest.raises(RequestRefused) as refused:
-        await world.answer(unknown, BuildAccepted)
-    assert refused.value.code == "flavor.unknown"
-    answer = await world.ended(unknown.instance_uuid)
-    assert (answer.state, answer.code) == (BuildState.REFUSED, "flavor.unknown") and "m1.small" in answer.reason
-    good = world.request()
-    await world.ask(good)
-    await world.ended(good.instance_uuid, BuildState.SCHEDULED)
-    record = await world.show(unknown.instance_uuid)
-    assert record is not None and record.state is BuildState.REFUSED
-
-
-async def test_no_host_is_explained(world: World) -> None:
-    await world.scheduler(config=SchedulerConfig(hosts_warmup_s=0.001))
-    await world.add_hosts("c1", 3, VCPU=2, MEMORY_MB=1024, DISK_GB=500)
-    uuids = await world.add_hosts("c2", 2)
-    for uuid in uuids:
-        world.hosts["c2"][uuid] = type(world.hosts["c2"][uuid])(
-            uuid=uuid, name=world.hosts["c2"][uuid].name, enabled=False
-        )
-    await world.announce("c2")
-    request = world.request("m1.medium")
-    await world.ask(request)
-    failed = await world.ended(request.instance_uuid)
-    assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
-    steps = {step.step: step for step in failed.funnel}
-    assert steps["ComputeFilter"].rejected == {"host.disabled": 2} and steps["ComputeFilter"].remaining == 0
-    assert steps["MEMORY_MB"].remaining == 2, failed.funnel
-    assert failed.reason.startswith("None of 5 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): 2 are di")
-    record = await world.show(request.instance_uuid)
-    assert record is not None and record.funnel == failed.funnel and record.timeline[-1].what == "failed"
-    for stamps in (failed.stamps, record.timeline[-1].stamps):  # published, and on record
-        assert stamps is not None and 0 < stamps.requested <= stamps.queued <= stamps.decided and not stamps.claimed
-    zoned = world.request(availability_zone="mars")
-    await world.ask(zoned)
-    failed = await world.ended(zoned.instance_uuid)
-    assert failed.code == "no_valid_host" and "mars" in failed.reason and failed.funnel[0].remaining == 0
 
 
 async def test_two_schedulers_fill_few_hosts_without_overcommitting(world: World) -> None:
@@ -244,9 +183,7 @@ async def test_two_schedulers_fill_few_hosts_without_overcommitting(world: World
 async def test_a_shape_that_changed_is_folded_in_and_the_same_host_claimed_again(world: World) -> None:
     service = await world.scheduler()
     (uuid,) = await world.add_hosts("c1", 1)
-    first = world.request()
-    await world.ask(first)
-    await world.ended(first.instance_uuid, BuildState.SCHEDULED)
+    await world.scheduled()
     # The shape moves while the replica cannot receive it: hold its next decision until the book has moved on.
     requests = [world.request("m1.tiny") for _ in range(10)]
     report = world.report(uuid, "c1-0", {"VCPU": 20, "MEMORY_MB": 32768, "DISK_GB": 500})
@@ -258,8 +195,7 @@ async def test_a_shape_that_changed_is_folded_in_and_the_same_host_claimed_again
 
 
 async def test_delete_before_after_and_of_nothing(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     # In one batch with its build: never dispatched, claim freed, one terminal event.
     request = world.request()
     await world.buses[API].publish_all([(request, ""), (world_delete(request), ""), (world_delete(request), "")])
@@ -267,8 +203,7 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     assert answer.terminal
     assert world.builds == [] or world.deletes or await world.used() == {}
     # After dispatch: the cell's business; its `deleted` ends it.
-    built = world.request()
-    await world.ask(built)
+    built = await world.requested()
     await until(lambda: any(b.spec.instance_uuid == built.instance_uuid for _, b in world.builds))
     await world.announced("c1", built, BuildState.ACTIVE, 11, terminal=True)
     await world.ended(built.instance_uuid, BuildState.ACTIVE)
@@ -298,8 +233,7 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
 
 async def test_a_build_whose_delete_was_answered_with_no_such_instance_is_never_built(world: World) -> None:
     """It was behind the delete in another scheduler's hands, or forgotten with a database (simulation, seed 89)."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
+    await world.scheduler_and_hosts(1)
     request, another = world.request(), world.request()
     await world.delete(request)
     assert (await world.ended(request.instance_uuid)).code == "instance.unknown"
@@ -382,14 +316,10 @@ async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_t
 
 
 async def test_an_unavailable_placement_is_waited_for_and_never_no_host(world: World) -> None:
-    await world.scheduler(config=SchedulerConfig(claim_timeout_s=0.5))
-    await world.add_hosts("c1", 1)
-    warm = world.request()
-    await world.ask(warm)
-    await world.ended(warm.instance_uuid, BuildState.SCHEDULED)
+    await world.scheduler_and_hosts(1, SchedulerConfig(claim_timeout_s=0.5))
+    await world.scheduled()
     await world.kill("p1")
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     await world.ended(request.instance_uuid, BuildState.ACCEPTED)
     unavailable = metrics.CLAIMS.labels("request.timeout")
     before = unavailable._value.get()
@@ -400,11 +330,8 @@ async def test_an_unavailable_placement_is_waited_for_and_never_no_host(world: W
 
 
 async def test_hosts_query_and_a_foreign_cell_is_ignored(world: World) -> None:
-    await world.scheduler()
-    (uuid,) = await world.add_hosts("c1", 1)
-    request = world.request()
-    await world.ask(request)
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    (uuid,) = await world.scheduler_and_hosts(1)
+    request = await world.scheduled()
     page = await world.answer(HostsQuery(), HostsPage)
     (host,) = page.hosts
     assert (host.uuid, host.cell, host.service, host.up) == (uuid, "c1", "compute-c1", True)
@@ -429,8 +356,7 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
         return await decide(self, *arguments)
 
     monkeypatch.setattr(OptimisticBuildUnit, "write_decisions", later)
-    request = world.request()
-    await world.ask(request)
+    request = await world.requested()
     async with asyncio.timeout(PATIENCE_S):
         await claimed.wait()
     assert len(await world.used()) == 1
@@ -451,8 +377,7 @@ async def test_a_request_that_the_database_forgets_while_it_is_claimed_is_record
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record waits for no disk. Gone at the decision it was taken for deleted: a boot lost, its claim leaked."""
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     decide, crashes = OptimisticBuildUnit.write_decisions, iter(("one",))
 
     async def after_a_crash(self: OptimisticBuildUnit, *arguments: Any) -> set[str]:
@@ -464,9 +389,7 @@ async def test_a_request_that_the_database_forgets_while_it_is_claimed_is_record
         return await decide(self, *arguments)
 
     monkeypatch.setattr(OptimisticBuildUnit, "write_decisions", after_a_crash)
-    request = world.request()
-    await world.ask(request)
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    request = await world.scheduled()
     assert [build.spec.instance_uuid for _, build in world.builds] == [request.instance_uuid]
     assert list(await world.used()) == [world.builds[0][1].selections[0].host_uuid]
 
@@ -500,8 +423,7 @@ async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -
 
 
 async def test_an_unavailable_database_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 2)
+    await world.scheduler_and_hosts(2)
     failures = iter(range(3))
     insert = OptimisticBuildUnit.insert
 
@@ -511,23 +433,6 @@ async def test_an_unavailable_database_is_waited_for(world: World, monkeypatch: 
         return await insert(self, *arguments)
 
     monkeypatch.setattr(OptimisticBuildUnit, "insert", unavailable)
-    request = world.request()
-    await world.ask(request)
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    request = await world.scheduled()
     assert world.states(request.instance_uuid) in (["accepted", "scheduled"], ["scheduled"])
     assert next(failures, None) is None
-
-
-async def test_a_page_of_builds_newest_first(world: World) -> None:
-    await world.scheduler()
-    await world.add_hosts("c1", 4)
-    requests = [world.request("m1.tiny", project_id=project) for project in ("a", "b", "a", "a")]
-    for request in requests:
-        await world.answer(request, BuildAccepted)
-    page = await world.answer(BuildQuery(project_id="a", limit=2), BuildPage)
-    assert [build.instance_uuid for build in page.builds] == [requests[3].instance_uuid, requests[2].instance_uuid]
-    older = BuildQuery(project_id="a", limit=2, before=page.builds[-1].created_at)
-    page = await world.answer(older, BuildPage)
-    assert [build.instance_uuid for build in page.builds] == [requests[0].instance_uuid]
-    nothing = BuildQuery(instance_uuid=world.request().instance_uuid)
-    assert (await world.answer(nothing, BuildPage)).builds == ()

@@ -257,6 +257,13 @@ class World:
         await until(lambda: all(t.index_of(u) is not None for u in uuids for t in self.tables.values()))
         return uuids
 
+    async def scheduler_and_hosts(
+        self, count: int, config: SchedulerConfig | None = None, *, on: str = API, **inventory: int
+    ) -> list[str]:
+        """The scheduler s1, and so many hosts of c1."""
+        await self.scheduler("s1", config)
+        return await self.add_hosts("c1", count, on=on, **inventory)
+
     async def report(
         self,
         uuid: str,
@@ -348,6 +355,18 @@ class World:
         assert cell is not None
         return cell
 
+    async def requested(self, *flavor: str, **more: Any) -> BuildRequest:
+        """A build that is requested."""
+        request = self.request(*flavor, **more)
+        await self.ask(request)
+        return request
+
+    async def scheduled(self, *flavor: str, **more: Any) -> BuildRequest:
+        """A build that is requested, and has its host."""
+        request = await self.requested(*flavor, **more)
+        await self.ended(request.instance_uuid, BuildState.SCHEDULED)
+        return request
+
     def states(self, uuid: str) -> list[str]:
         return [event.state.value for event in self.events if event.instance_uuid == uuid]
 
@@ -393,6 +412,11 @@ class World:
         """Wait for the command to the cell."""
         found = await until(lambda: [one for _, one in self.moves if one.request_id == move.request_id])
         return found[0]
+
+    async def commanded(self, move: MoveRequest) -> CellMove:
+        """Ask for a move, and wait for the command to the cell."""
+        await self.ask(move)
+        return await self.dispatched(move)
 
     async def move_announced(self, cell: str, move: MoveRequest, state: MoveState, sequence: int, **more: Any) -> None:
         """The announcements that the cell's conductor would make of a move."""

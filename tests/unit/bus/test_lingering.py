@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 from msgspec import structs
@@ -24,6 +24,7 @@ from bus.port import Outgoing
 from cell_conductor.app import is_progress, position_of
 from scheduler_worker.app import position_of_event
 from tests.kit.posting import PostedBus
+from tests.kit.turns import cancelled
 from tests.kit.virtual_time import on_virtual_time
 
 # --- An event that is not waited for leaves with the next one, or a moment later: in order, and as one broker
@@ -95,9 +96,7 @@ async def relaying(
     try:
         yield relay
     finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
+        await cancelled(running)
 
 
 async def turns() -> None:
@@ -298,9 +297,7 @@ async def relaying_deletes(rows: Rows) -> AsyncIterator[Relay]:
         try:
             yield relay
         finally:
-            running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
+            await cancelled(running)
 
 
 def sweep(relay: Relay, bus: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,7 @@ from bus.publishing import BusLimits, Waiter
 from scheduler_worker.app import project_of_event
 from tests.contract.rig import boot
 from tests.kit.posting import PostedBus
+from tests.kit.turns import cancelled
 from tests.kit.virtual_time import on_virtual_time
 from tests.kit.waiting import until
 
@@ -79,9 +80,7 @@ async def test_each_row_is_deleted_when_all_of_its_messages_are_confirmed() -> N
         assert table.rows.empty() and relay.held == 1
         slow.confirms.set()
         assert await table.rows.get() == 2
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await cancelled(running)
 
 
 async def test_a_row_of_which_one_message_waits_for_its_confirm_stays() -> None:
@@ -99,9 +98,7 @@ async def test_a_row_of_which_one_message_waits_for_its_confirm_stays() -> None:
         last.settle(None)
         await relay.drain(30)
         assert await table.rows.get() == 1
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await cancelled(running)
 
 
 class SlowLast(PostedBus):
@@ -166,9 +163,7 @@ async def test_an_outage_is_logged_when_it_begins_at_intervals_and_when_it_ends(
         assert relay.held == 0 and not bus.batches, "the rows stay in the table"
         bus.come_back()
         await asyncio.wait_for(relay.drain(60.0), 60)
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
+        await cancelled(running)
     counts = Counter(line["event"] for line in lines)
     assert 2 <= counts["outbox.bus_unavailable"] <= OUTAGE_S / UNAVAILABLE_LOG_INTERVAL_S + 1
     assert counts["outbox.bus_back"] == 1
@@ -193,9 +188,7 @@ async def test_a_drain_does_not_wait_for_a_bus_that_is_away_but_for_what_goes_on
     began = asyncio.get_running_loop().time()
     await draining
     assert asyncio.get_running_loop().time() - began < 1.0 and not relay.held
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await cancelled(running)
 
 
 # --- the events of all projects leave by one relay: those of a quiet one wait for few of a noisy one's
@@ -269,9 +262,7 @@ async def test_a_worker_that_is_ahead_of_its_broker_waits() -> None:
     assert not waiting.done()
     bus.confirms.set()
     await asyncio.wait_for(waiting, 30)
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await cancelled(running)
 
 
 # --- a bus that confirms nothing, or fails what it is given, though it says that it is connected
@@ -346,9 +337,7 @@ class World:
                 await asyncio.sleep(0)
                 yield
         finally:
-            running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
+            await cancelled(running)
 
 
 @pytest.mark.parametrize(("max_rows", "messages"), [(60, 1), (MAX_ROWS, 1_000)])

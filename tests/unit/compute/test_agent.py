@@ -164,6 +164,18 @@ class Service:
             while self.agent._jobs.tasks:
                 await asyncio.wait(self.agent._jobs.tasks)
 
+    async def carry_out(self, *commands: Spawn | Destroy) -> None:
+        """Take the commands, and come to rest."""
+        self.agent.take(commands)
+        await self.rest()
+
+
+async def started(driver: Scripted, records: Records | None = None, limits: Limits = LIMITS) -> Service:
+    """A service that goes on with what is on record."""
+    service = Service(driver, records, limits)
+    await service.agent.resume()
+    return service
+
 
 def spawn(number: int, attempt: int = 1, host: int = 0) -> Spawn:
     return Spawn(
@@ -197,8 +209,7 @@ def test_any_order_of_commands_and_restarts_ends_in_agreement(steps: list[object
 
 async def _any_order(steps: list[object], seed: int) -> None:
     driver = Scripted(random.Random(seed))
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     results: list[ComputeResult] = []
     commands: list[Spawn | Destroy] = []
     for step in steps:
@@ -208,8 +219,7 @@ async def _any_order(steps: list[object], seed: int) -> None:
         elif step == "restart":
             await service.agent.stop(0)
             results += service.results
-            service = Service(driver, service.records)
-            await service.agent.resume()
+            service = await started(driver, service.records)
         else:
             assert isinstance(step, list)
             service.agent.take(step)
@@ -243,10 +253,8 @@ def _agree(driver: Scripted, records: Records, commands: list[Spawn | Destroy], 
 
 
 async def test_every_destroy_is_answered_for_its_own_attempt() -> None:
-    service = Service(Scripted())
-    await service.agent.resume()
-    service.agent.take([spawn(0), destroy(0, 1), destroy(0, 2), spawn(0, 3), destroy(0, 1)])
-    await service.rest()
+    service = await started(Scripted())
+    await service.carry_out(spawn(0), destroy(0, 1), destroy(0, 2), spawn(0, 3), destroy(0, 1))
     destroyed = sorted(r.attempt for r in service.results if r.outcome is ComputeOutcome.DESTROYED)
     assert set(destroyed) == {1, 2}
     assert service.driver.machines == {(HOSTS[0], INSTANCES[0]): 3}
@@ -257,8 +265,7 @@ async def test_every_destroy_is_answered_for_its_own_attempt() -> None:
 async def test_an_older_attempt_is_destroyed_before_a_newer_one_is_built(ends: str) -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     service.agent.take([spawn(0, 1)])
     for _ in range(10):
         await asyncio.sleep(0)
@@ -278,8 +285,7 @@ async def test_a_host_may_be_offered_while_the_build_after_a_clearance_goes_on()
     settled: list[Key] = []
     service.agent._on_settled = settled.append
     await service.agent.resume()
-    service.agent.take([spawn(0, 1)])
-    await service.rest()
+    await service.carry_out(spawn(0, 1))
     settled.clear()
     driver.gate = asyncio.Event()
     service.agent.take([spawn(0, 2)])
@@ -293,8 +299,7 @@ async def test_a_host_may_be_offered_while_the_build_after_a_clearance_goes_on()
 async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = Service(driver, limits=Limits(per_host=2, builds=3, accepted=100, build_s=30, destroy_attempts=1))
-    await service.agent.resume()
+    service = await started(driver, limits=Limits(per_host=2, builds=3, accepted=100, build_s=30, destroy_attempts=1))
     service.agent.take([spawn(0), spawn(1), spawn(2), spawn(0, host=1)])
     for _ in range(10):  # turns of the loop are enough: nothing waits for time
         await asyncio.sleep(0)
@@ -307,28 +312,23 @@ async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> No
 async def test_too_many_accepted_builds_are_sent_elsewhere() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30, destroy_attempts=1))
-    await service.agent.resume()
+    service = await started(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30, destroy_attempts=1))
     service.agent.take([spawn(0), spawn(1), spawn(2)])
     assert [(r.instance_uuid, r.code) for r in service.results] == [(INSTANCES[2], "service.busy")]
     driver.gate.set()
     await service.rest()
-    service.agent.take([spawn(2, attempt=1)])
-    await service.rest()
+    await service.carry_out(spawn(2, attempt=1))
     assert len(driver.machines) == 3
 
 
 async def test_a_drivers_bug_in_a_destruction_is_tried_again_and_ends_no_service() -> None:
     """The destruction is on record: it would have ended each later start of the service as well."""
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     watching = asyncio.create_task(service.agent.watch())
-    service.agent.take([spawn(0)])
-    await service.rest()
+    await service.carry_out(spawn(0))
     driver.destroy_bug = ZeroDivisionError("oops")
-    service.agent.take([destroy(0)])
-    await service.rest()
+    await service.carry_out(destroy(0))
     assert not watching.done()
     assert service.results[-1].code == "destroy.failed"
     driver.destroy_bug = None
@@ -341,13 +341,10 @@ async def test_a_drivers_bug_in_a_destruction_is_tried_again_and_ends_no_service
 async def test_a_drivers_bug_costs_its_build_and_no_more() -> None:
     driver = Scripted()
     driver.bug = ZeroDivisionError("oops")
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0))
     driver.bug = None
-    service.agent.take([spawn(1)])
-    await service.rest()
+    await service.carry_out(spawn(1))
     assert [(r.outcome, r.code) for r in service.results] == [
         (ComputeOutcome.FAILED, "driver.fault"),
         (ComputeOutcome.ACTIVE, ""),
@@ -357,39 +354,30 @@ async def test_a_drivers_bug_costs_its_build_and_no_more() -> None:
 async def test_a_build_that_takes_too_long_is_given_up() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=0.0, destroy_attempts=1))
-    await service.agent.resume()
-    service.agent.take([spawn(0)])
-    await service.rest()
+    service = await started(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=0.0, destroy_attempts=1))
+    await service.carry_out(spawn(0))
     assert [r.code for r in service.results] == ["build.timeout"]
 
 
 async def test_a_protected_machine_is_reported_at_once_and_destroyed_when_it_is_not_any_more() -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0))
     driver.protected = True
-    service.agent.take([destroy(0)])
-    await service.rest()
+    await service.carry_out(destroy(0))
     assert (service.results[-1].code, driver.destroys) == ("destroy.protected", 1)
     driver.protected = False
-    service.agent.take([destroy(0)])
-    await service.rest()
+    await service.carry_out(destroy(0))
     assert service.results[-1].outcome is ComputeOutcome.DESTROYED and not driver.machines
 
 
 async def test_what_could_not_be_destroyed_is_taken_up_again_without_a_command() -> None:
     """Of an instance that has failed no conductor repeats it: what was left of it kept its node until a restart."""
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0), spawn(1)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0), spawn(1))
     driver.failures = 3  # every try
-    service.agent.take([destroy(0)])
-    await service.rest()
+    await service.carry_out(destroy(0))
     assert service.results[-1].code == "destroy.failed" and len(driver.machines) == 2
     done = asyncio.Event()
     service.agent._answers._send = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
@@ -403,13 +391,10 @@ async def test_what_could_not_be_destroyed_is_taken_up_again_without_a_command()
 
 async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     driver.failures = 3
-    service.agent.take([destroy(0)])
-    await service.rest()
-    service.agent.take([spawn(0, 2)])
-    await service.rest()
+    await service.carry_out(destroy(0))
+    await service.carry_out(spawn(0, 2))
     destroys_before = driver.destroys
     service.agent.resume_destroys()
     await service.rest()
@@ -419,13 +404,10 @@ async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() ->
 @pytest.mark.parametrize("failures", [2, 3])
 async def test_destroyed_is_published_only_when_it_is_certain(failures: int) -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0))
     driver.failures = failures  # of three tries
-    service.agent.take([destroy(0)])
-    await service.rest()
+    await service.carry_out(destroy(0))
     last = service.results[-1]
     if failures < 3:
         assert last.outcome is ComputeOutcome.DESTROYED and not driver.machines
@@ -439,13 +421,10 @@ async def test_destroyed_is_published_only_when_it_is_certain(failures: int) -> 
 
 async def test_unconfirmed_results_are_published_again_by_the_next_start() -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0), spawn(1)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0), spawn(1))
     service.records.reported([r for r in service.results if r.instance_uuid == INSTANCES[0]])
-    again = Service(driver, service.records)
-    await again.agent.resume()
+    again = await started(driver, service.records)
     assert [(r.instance_uuid, r.outcome) for r in again.results] == [(INSTANCES[1], ComputeOutcome.ACTIVE)]
 
 
@@ -453,14 +432,11 @@ async def test_unconfirmed_results_are_published_again_by_the_next_start() -> No
 async def test_a_machine_on_record_of_another_deployment_is_neither_replaced_nor_reported_destroyed(
     command: Spawn | Destroy,
 ) -> None:
-    service = Service(Scripted())
-    await service.agent.resume()
+    service = await started(Scripted())
     mine, other = "10000000-0000-4000-8000-000000000000", "20000000-0000-4000-8000-000000000000"
-    service.agent.take([replace(spawn(0, 1), deployment=other)])
-    await service.rest()
+    await service.carry_out(replace(spawn(0, 1), deployment=other))
     service.results.clear()
-    service.agent.take([replace(command, deployment=mine)])
-    await service.rest()
+    await service.carry_out(replace(command, deployment=mine))
     assert [(one.outcome, one.attempt) for one in service.results] == [(ComputeOutcome.FAILED, 2)]
     assert service.driver.machines == {(HOSTS[0], INSTANCES[0]): 1}
     assert (service.driver.destroys, service.driver.misused) == (0, [])
@@ -476,15 +452,12 @@ ENDED = replace(destroy(0), unless_built=True)
 @pytest.mark.parametrize("recorded", [True, False], ids=["on record", "not on record"])
 async def test_a_complete_machine_stays_and_is_reported_active_again(recorded: bool) -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     if recorded:
-        service.agent.take([spawn(0)])
-        await service.rest()
+        await service.carry_out(spawn(0))
     driver.machines[KEY] = 1
     service.results.clear()
-    service.agent.take([ENDED])
-    await service.rest()
+    await service.carry_out(ENDED)
     assert [(one.attempt, one.outcome) for one in service.results] == [(1, ComputeOutcome.ACTIVE)]
     assert driver.machines == {KEY: 1} and not driver.destroys
     assert service.records.is_live(*KEY)
@@ -493,51 +466,42 @@ async def test_a_complete_machine_stays_and_is_reported_active_again(recorded: b
 async def test_one_that_is_being_built_is_ended() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0), ENDED])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0), ENDED)
     assert [(one.attempt, one.outcome) for one in service.results] == [(1, ComputeOutcome.DESTROYED)]
-    service.agent.take([spawn(0)])
-    await service.rest()
+    await service.carry_out(spawn(0))
     assert service.results[-1].code == "spawn.fenced" and not driver.machines
 
 
 @pytest.mark.parametrize("there", [None, 2], ids=["nothing", "a newer attempt"])
 async def test_one_that_its_host_does_not_know_is_fenced(there: int | None) -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     if there is not None:
         driver.machines[KEY] = there
-    service.agent.take([ENDED])
-    await service.rest()
+    await service.carry_out(ENDED)
     assert [(one.attempt, one.outcome) for one in service.results] == [(1, ComputeOutcome.DESTROYED)]
     assert driver.machines == ({} if there is None else {KEY: there})
 
 
 async def test_what_is_commanded_while_its_host_is_looked_at_counts() -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([ENDED, spawn(0)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(ENDED, spawn(0))
     # Unknown when it was to end, and begun since: it is complete or ended, and its host has reported which.
     assert (driver.machines == {KEY: 1}) is (service.results[-1].outcome is ComputeOutcome.ACTIVE)
 
 
 async def test_a_host_that_cannot_be_scanned_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
 
     async def unavailable(hosts: object = None) -> None:
         raise DriverUnavailable("unavailable")
 
     monkeypatch.setattr(driver, "list", unavailable)
     driver.machines[KEY] = 1
-    service.agent.take([ENDED])
-    await service.rest()
+    await service.carry_out(ENDED)
     assert not service.results and driver.machines == {KEY: 1}
 
 

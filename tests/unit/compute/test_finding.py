@@ -37,7 +37,7 @@ from compute_sim.records import Records
 from compute_sim.reporter import Reporter
 from compute_sim.survey import Survey
 from tests.kit.turns import Turns
-from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn
+from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn, started
 
 # --- a compute service's answer to the query which of its hosts have a machine of an instance
 
@@ -71,10 +71,8 @@ async def ask(service: Service, instance: int = 0) -> tuple[FoundMachine, ...]:
 
 
 async def built() -> Service:
-    service = Service(Marking())
-    await service.agent.resume()
-    service.agent.take([replace(spawn(0), deployment=OURS)])
-    await service.rest()
+    service = await started(Marking())
+    await service.carry_out(replace(spawn(0), deployment=OURS))
     return service
 
 
@@ -97,8 +95,7 @@ async def test_a_machine_on_record_is_found_with_its_project_and_what_it_takes()
 async def test_one_that_is_being_built_is_found_and_one_that_is_ended_is_not() -> None:
     driver = Marking()
     driver.gate = asyncio.Event()
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     service.agent.take([replace(spawn(0), deployment=OURS)])
     (one,) = await ask(service)
     assert not one.built and one.attempt == 1
@@ -113,8 +110,7 @@ async def test_one_that_is_not_on_record_is_found_by_its_mark() -> None:
     """Its journal is lost: then it is not known whose it is."""
     driver = Marking()
     driver.machines[HOSTS[1], INSTANCES[0]] = 3
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     (one,) = await ask(service)
     assert (one.host_uuid, one.attempt, one.project_id) == (HOSTS[1], 3, None)
     del driver.machines[HOSTS[1], INSTANCES[0]]
@@ -186,8 +182,7 @@ async def test_a_query_that_names_a_host_which_the_service_no_longer_has_does_no
 async def test_a_query_that_names_hosts_does_not_count_what_an_order_has_ended_or_what_is_not_complete() -> None:
     driver = Marking()
     driver.machines[HOSTS[0], INSTANCES[0]] = 1
-    service = Service(driver)
-    await service.agent.resume()
+    service = await started(driver)
     assert await look(service) == ([(HOSTS[0], 1)], (HOSTS[0],)), "without a record its mark counts"
     for entry in (
         Entry(1, Phase.BUILDING, deployment=OURS),

@@ -35,7 +35,7 @@ from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet, Guest
 from compute_sim.journal import MAX_KEPT, MAX_LINE, Journal, JournalInUse, JournalUnusable
 from compute_sim.records import PurgeRow, Records
-from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn
+from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, destroy, spawn, started
 
 # --- the journal and what is remembered through it
 
@@ -174,8 +174,9 @@ async def test_machines_whose_lines_are_damaged_are_neither_lost_nor_destroyed(t
         records.write_bytes(recorded)
         fleet = Fleet.planned(config, "c1", "s")
         fleet.open()
-        service = Service(Hypervisors(fleet, config.faults, seed=1, clock=SystemClock(), nested=True), fleet.records)
-        await service.agent.resume()
+        service = await started(
+            Hypervisors(fleet, config.faults, seed=1, clock=SystemClock(), nested=True), fleet.records
+        )
         await service.rest()
         assert {guest.instance_uuid: guest.attempt for _, guest in fleet.guests()} == {instances[0]: 2, instances[1]: 1}
         assert set(fleet.records.running()) == {(host, instance) for instance in instances}
@@ -445,20 +446,15 @@ class LeavesMachines(Scripted):
 @pytest.mark.parametrize("phase", ["destroyed", "replaced and destroyed"])
 async def test_what_was_destroyed_and_runs_again_is_destroyed_at_the_start(phase: str) -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0))
     last = 1 if phase == "destroyed" else 2
     if last == 2:
-        service.agent.take([spawn(0, attempt=2)])
-        await service.rest()
-    service.agent.take([destroy(0, attempt=last)])
-    await service.rest()
+        await service.carry_out(spawn(0, attempt=2))
+    await service.carry_out(destroy(0, attempt=last))
     assert not driver.machines
     driver.machines[KEY] = 1  # the host's disk is what it was
-    again = Service(driver, service.records)
-    await again.agent.resume()
+    again = await started(driver, service.records)
     await again.rest()
     assert not driver.machines
     assert [(result.attempt, result.outcome) for result in again.results] == [(last, ComputeOutcome.DESTROYED)]
@@ -466,13 +462,10 @@ async def test_what_was_destroyed_and_runs_again_is_destroyed_at_the_start(phase
 
 async def test_a_newer_machine_than_what_was_destroyed_stays() -> None:
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0), destroy(0), spawn(0, attempt=2)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0), destroy(0), spawn(0, attempt=2))
     assert driver.machines == {KEY: 2}
-    again = Service(driver, service.records)
-    await again.agent.resume()
+    again = await started(driver, service.records)
     await again.rest()
     assert driver.machines == {KEY: 2}
 
@@ -480,26 +473,22 @@ async def test_a_newer_machine_than_what_was_destroyed_stays() -> None:
 async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attempt_is_fenced() -> None:
     """Seed 1094: an operator cleared `instance_uuid` alone; each report had both conductors order its destruction."""
     driver = LeavesMachines()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0))
     driver.left = True
 
     async def leaving() -> list[bool]:
         return [one.destroying for one in (await service.survey.running())[HOSTS[0]]]
 
     assert await leaving() == [False], "no client has asked for its end"
-    service.agent.take([destroy(0)])
-    await service.rest()
+    await service.carry_out(destroy(0))
     assert driver.machines == {KEY: 1} and await leaving() == [True]
     assert [result.outcome for result in service.results][-1] is ComputeOutcome.DESTROYED
     driver.machines[KEY] = 2
     assert await leaving() == [False], "a newer one than its fence"
     driver.machines[KEY] = 1
     destroys_before = driver.destroys
-    again = Service(driver, service.records)
-    await again.agent.resume()
+    again = await started(driver, service.records)
     await again.rest()
     assert driver.destroys == destroys_before, "nor is it destroyed with each start"
 
@@ -507,14 +496,10 @@ async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attemp
 async def test_what_appears_after_its_destruction_is_destroyed_when_that_is_ordered_again() -> None:
     """Ironic carried out the request that takes a node seconds after its answer was given up."""
     driver = Scripted()
-    service = Service(driver)
-    await service.agent.resume()
-    service.agent.take([spawn(0)])
-    await service.rest()
-    service.agent.take([destroy(0)])
-    await service.rest()
+    service = await started(driver)
+    await service.carry_out(spawn(0))
+    await service.carry_out(destroy(0))
     driver.machines[KEY] = 1
-    service.agent.take([destroy(0)])
-    await service.rest()
+    await service.carry_out(destroy(0))
     assert not driver.machines
     assert [result.outcome for result in service.results[1:]] == [ComputeOutcome.DESTROYED] * 2

@@ -46,7 +46,7 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 from tests.unit.conductor.scenario import claimed as taken
-from tests.unit.conductor.world import Conductor, Queried, Relay, Services, engine_of
+from tests.unit.conductor.world import Conductor, Queried, Relay, Services, engine_of, insert
 
 S = State
 ABSENT = Instance(uuid=UUID)
@@ -492,8 +492,7 @@ async def after_crash(building: Instance, event: Event) -> Instance:
     table, bus, relay = MemoryInstanceTable(clock := SystemClock()), Queried(), Relay()
     store = MemoryInstances(table.session())
     await store.open()
-    async with store.transaction() as transaction:
-        await transaction.insert([building])
+    await insert(store, building)
     made: dict[str, Any] = {"store": store, "bus": bus, "relay": relay, "config": ConductorConfig()}
     engine = engine_of(**made, clock=clock, cell="c1")
     await engine._apply([InstanceEvent(UUID, event)])

@@ -45,7 +45,7 @@ from cell_conductor.guard import Guard, QuarantineReservations
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_report import CONFIG, MANY, MOVED_AT, SERVICE, SOURCE, guarded, moved, report_of_source
-from tests.unit.conductor.world import Silent, engine_of, hosts_of, listing
+from tests.unit.conductor.world import Silent, engine_of, hosts_of, insert, listing, opened_store
 
 # --- The breaker: how much of one report may be done without an operator's word.
 
@@ -89,10 +89,8 @@ def active(number: int) -> Instance:
 async def busy_guarded(instances: list[Instance]) -> tuple[MemoryInstances, Guard]:
     """A conductor's guard, and its store with these records."""
     clock, config = SystemClock(), ConductorConfig()
-    store = MemoryInstances(MemoryInstanceTable(clock).session())
-    await store.open()
-    async with store.transaction() as transaction:
-        await transaction.insert(instances)
+    store = await opened_store(clock)
+    await insert(store, *instances)
     bus = cast(Bus, Silent())
     engine = engine_of(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
     return store, Guard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt)
@@ -170,13 +168,11 @@ async def test_what_an_open_breaker_holds_takes_no_place_in_a_request_for_rescan
     was requested in answer to each scan.
     """
     clock, config, bus = SystemClock(), ConductorConfig(), Kept()
-    store = MemoryInstances(MemoryInstanceTable(clock).session())
-    await store.open()
+    store = await opened_store(clock)
     held = [active(number) for number in range(MAX_RESCANS + 1)]
     last = active(MAX_RESCANS + 1)
     deleting = replace(last, state=State.DESTROYING, then=State.DELETED)
-    async with store.transaction() as transaction:
-        await transaction.insert([*held, deleting])
+    await insert(store, *held, deleting)
     await store.safety.trip(Breaker(service=BUSY_SERVICE, tripped_at=60.0, lost=len(held)))
     engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
     hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), outdated=lambda _service, _epoch: None)

@@ -23,12 +23,12 @@ from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.fences import FenceKeeper
-from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.conductor.test_single_conditions import fences_on
-from tests.unit.conductor.world import Conductor, Services, engine_of, listing
+from tests.unit.conductor.world import Services, engine_of, insert, listing, opened, opened_store
 
 # --- One conductor's copy of its cell's fences, while reads and decisions overlap.
 
@@ -64,8 +64,7 @@ def keeper_of(fences: HeldReads) -> FenceKeeper:
 
 
 async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None:
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     fences = HeldReads(store)
     keeper = keeper_of(fences)
     quick, fences.answer = fences.answer, asyncio.Event()
@@ -83,8 +82,7 @@ async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None
 
 
 async def test_a_loss_recorded_during_a_read_makes_another_read_due() -> None:
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     fences = HeldReads(store)
     keeper = keeper_of(fences)
     fences.answer.clear()
@@ -108,8 +106,7 @@ class SentOrders:
 
 async def test_a_loss_ends_by_a_scan_from_after_it_whatever_its_hosts_clock_reads() -> None:
     """Seed 93608: by the host's clock no report was later than the loss, so its fence was not lifted for minutes."""
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
@@ -131,8 +128,7 @@ async def test_a_loss_ends_by_a_scan_from_after_it_whatever_its_hosts_clock_read
 
 async def test_a_loss_ends_by_the_scan_of_its_service_or_of_one_that_the_host_has_passed_to() -> None:
     """A second service with a host of the same uuid ended it by its own scan, and the fence was lifted."""
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
@@ -153,8 +149,7 @@ async def test_a_loss_ends_by_the_scan_of_its_service_or_of_one_that_the_host_ha
 
 async def test_a_second_service_does_not_clear_what_the_first_one_has_found_running() -> None:
     """The machines were evacuated, and ran twice."""
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     fence = Fence(host_uuid=HOST, host="h1", version=1)
     await store.fences.put(fence)
     keeper = keeper_of(HeldReads(store))
@@ -175,8 +170,7 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
 
 async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_next_one() -> None:
     """Nobody demanded that scan: evacuations from there were refused until they were forced."""
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     fence = Fence(host_uuid=HOST, host="h1", version=1)
     await store.fences.put(fence)
     keeper = keeper_of(HeldReads(store))
@@ -195,8 +189,7 @@ async def test_a_young_loss_causes_no_scan(ahead_s: float, *, is_scanned: bool) 
     """The order that its host has to carry out first may be behind others. One from the future is no young one: its
     conductor's clock was ahead, and its fence was not lifted for a day.
     """
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
@@ -210,8 +203,7 @@ async def test_a_young_loss_causes_no_scan(ahead_s: float, *, is_scanned: bool) 
 
 async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:
     """Any service's answer ended it: one that never had the machine answers at once, and the fence was lifted."""
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
@@ -242,8 +234,7 @@ async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:
 
 async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced_again() -> None:
     """A scan soon after a fence may show what ran before it, because clocks differ: it shows nothing."""
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     keeper = keeper_of(HeldReads(store))
     runs = Running(instance_uuid=INSTANCE, attempt=1, deployment="d")
 
@@ -299,8 +290,7 @@ def evacuated(uuid: str, source: int) -> Instance:
 async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fence_stands() -> None:
     clock = SystemClock()
     bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
-    store = MemoryInstances(MemoryInstanceTable(clock).session())
-    await store.open()
+    store = await opened_store(clock)
     keeper = FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
     for number in (1, 5):
         await store.fences.put(Fence(host_uuid=host(number), host=f"h{number}", version=1))
@@ -308,8 +298,7 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     config = ConductorConfig(claim_timeout_s=0.05)
     engine = engine_of(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=keeper)
     first, second = evacuated(UUID, 1), evacuated(SECOND, 5)
-    async with store.transaction() as transaction:
-        await transaction.insert([first, second])
+    await insert(store, first, second)
     await store.fences.put(Fence(host_uuid=host(1), host="h1", version=2, lifting=True))
     assert await store.fences.lift(host(1), 2)  # by another conductor
     with pytest.raises(Transient, match="lifted meanwhile"):
@@ -330,8 +319,7 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     """The host was ordered to destroy it once it was back, and the operator's word went with the machine. A word that
     came after the loss was not asked for.
     """
-    conductor = Conductor(Services(), ())
-    await conductor.store.open()
+    conductor = await opened(Services(), ())
     await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
     keeper = keeper_of(HeldReads(conductor.store))
     await keeper.load()

@@ -1,4 +1,4 @@
-"""The orders of a record: a row for each state, request and fact that alone makes the difference."""
+"""The orders of a record, and what is asked and granted in each state: a row for each that makes the difference."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import Destroy
 from bus.contracts.moves import CellAsks, CellCheck, ChangeKind, ChangeMachine, MoveKind
+from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert, ServerGroup
+from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Move, Phase, Power, State
 from cell_conductor.domain.orders import (
     MAX_STEP_S,
@@ -20,18 +22,25 @@ from cell_conductor.domain.orders import (
     step_s,
     with_orders,
 )
+from cell_conductor.domain.rules import ignore, tombstone
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
-from tests.unit.conductor.move_scenario import MOVE as REQUEST
-from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, phase_of, selection
+from cell_conductor.domain.table import ByThen, Rule, question_of, rules_of, step
+from cell_conductor.domain.way_back import SourceQuery
+from tests.unit.conductor.move_scenario import MOVE, OTHER
+from tests.unit.conductor.records import BY_REVERT, ON_1, ON_2, ON_3, at_source, in_place, moving, record, unshelving
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, claimed, host, phase_of, selection
+
+# --- The orders of a record: a row for each state, request and fact that alone makes the difference.
+
 
 OLD, NEW = replace(SPEC, flavor="small"), replace(SPEC, flavor="large")
 DELETING, CONFIRMING, UNDOING, OFFLOADING = (
     (State.DESTROYING, then) for then in (State.DELETED, State.ACTIVE, State.REVERTING, State.OFFLOADED)
 )
 BACK = replace(PATIENCE, set_back=SetBack(1000.0))
-MOVE = Move(
-    request_id=REQUEST,
+MIGRATING = Move(
+    request_id=MOVE,
     kind=MoveKind.MIGRATE,
     source=replace(selection(1), service="s9"),
     source_attempt=1,
@@ -42,13 +51,13 @@ MOVE = Move(
     step_timeout_s=100.0,
 )
 NO_MOVE: dict[str, Any] = {"move": None}
-OF_INSTANCE = frozenset({"move", "queried", "doubted", "selections"})
+FIELDS_OF_INSTANCE = frozenset({"move", "queried", "doubted", "selections"})
 
 
-def record(at: State | Phase, kind: MoveKind = MoveKind.MIGRATE, **facts: Any) -> Instance:
+def in_phase(at: State | Phase, kind: MoveKind = MoveKind.MIGRATE, **facts: Any) -> Instance:
     """Attempt 2 on host 2, from attempt 1 on host 1. facts: of the instance, or else of its move."""
     state, then = phase_of(at)
-    of_move = {name: fact for name, fact in facts.items() if name not in OF_INSTANCE}
+    of_move = {name: fact for name, fact in facts.items() if name not in FIELDS_OF_INSTANCE}
     known = Instance(
         uuid=UUID,
         state=state,
@@ -59,15 +68,15 @@ def record(at: State | Phase, kind: MoveKind = MoveKind.MIGRATE, **facts: Any) -
         attempt=2,
         order=5,
         image="snapshot",
-        move=replace(MOVE, kind=kind, **of_move),
+        move=replace(MIGRATING, kind=kind, **of_move),
     )
-    return replace(known, **{name: fact for name, fact in facts.items() if name in OF_INSTANCE})
+    return replace(known, **{name: fact for name, fact in facts.items() if name in FIELDS_OF_INSTANCE})
 
 
-def in_place(at: State | Phase, **facts: Any) -> Instance:
+def resized_here(at: State | Phase, **facts: Any) -> Instance:
     """A resize on host 1, which another service has by now."""
     here = replace(selection(1), service="s8", allocations={host(1): {"VCPU": 8}})
-    return record(at, MoveKind.RESIZE, selections=(selection(1), here), **facts)
+    return in_phase(at, MoveKind.RESIZE, selections=(selection(1), here), **facts)
 
 
 HERE, SOURCE = (2, host(2)), (1, host(1))
@@ -76,32 +85,32 @@ HERE, SOURCE = (2, host(2)), (1, host(1))
 @pytest.mark.parametrize(
     ("known", "context", "destroyed", "unless_built"),
     [
-        (record(State.ACTIVE, **NO_MOVE), PATIENCE, [], False),
-        (record(State.ACTIVE, queried=True, **NO_MOVE), PATIENCE, [HERE], True),
-        (record(State.BUILDING, **NO_MOVE), PATIENCE, [], False),
-        (record(State.BUILDING, queried=True, **NO_MOVE), PATIENCE, [HERE], True),
-        (record((State.CLAIMING, State.BUILDING), queried=True, **NO_MOVE), PATIENCE, [], False),
-        (record(State.FINISHING), PATIENCE, [], False),
-        (record(State.FINISHING, queried=True), PATIENCE, [HERE], True),
-        (record(State.RESIZED), PATIENCE, [], False),
-        (record(State.RESIZED, queried=True), PATIENCE, [HERE, SOURCE], True),
-        (record(State.RESIZED, queried=True, here_gone=True), PATIENCE, [SOURCE], True),
-        (record(State.RESIZED, queried=True, source_gone=True), PATIENCE, [HERE], True),
-        (record(DELETING), PATIENCE, [HERE, SOURCE], False),
-        (record(DELETING, queried=True), PATIENCE, [HERE, SOURCE], False),
-        (record(DELETING, doubted=True), BACK, [HERE, SOURCE], False),
-        (record(DELETING, here_gone=True), PATIENCE, [SOURCE], False),
-        (record(DELETING, source_gone=True), PATIENCE, [HERE], False),
-        (record(DELETING, source=None), PATIENCE, [HERE], False),
-        (record(DELETING, **NO_MOVE), PATIENCE, [HERE], False),
-        (record(DELETING, doubted=True, **NO_MOVE), BACK, [HERE], False),
-        (in_place(DELETING), PATIENCE, [(2, host(1))], False),
-        (record(CONFIRMING), PATIENCE, [SOURCE], False),
-        (record(OFFLOADING), PATIENCE, [HERE], False),
-        (record(UNDOING), PATIENCE, [HERE], False),
-        (record(UNDOING), BACK, [HERE], False),
-        (record(UNDOING), PATIENCE, [HERE], False),
-        (record(UNDOING, doubted=True), BACK, [HERE], True),
+        (in_phase(State.ACTIVE, **NO_MOVE), PATIENCE, [], False),
+        (in_phase(State.ACTIVE, queried=True, **NO_MOVE), PATIENCE, [HERE], True),
+        (in_phase(State.BUILDING, **NO_MOVE), PATIENCE, [], False),
+        (in_phase(State.BUILDING, queried=True, **NO_MOVE), PATIENCE, [HERE], True),
+        (in_phase((State.CLAIMING, State.BUILDING), queried=True, **NO_MOVE), PATIENCE, [], False),
+        (in_phase(State.FINISHING), PATIENCE, [], False),
+        (in_phase(State.FINISHING, queried=True), PATIENCE, [HERE], True),
+        (in_phase(State.RESIZED), PATIENCE, [], False),
+        (in_phase(State.RESIZED, queried=True), PATIENCE, [HERE, SOURCE], True),
+        (in_phase(State.RESIZED, queried=True, here_gone=True), PATIENCE, [SOURCE], True),
+        (in_phase(State.RESIZED, queried=True, source_gone=True), PATIENCE, [HERE], True),
+        (in_phase(DELETING), PATIENCE, [HERE, SOURCE], False),
+        (in_phase(DELETING, queried=True), PATIENCE, [HERE, SOURCE], False),
+        (in_phase(DELETING, doubted=True), BACK, [HERE, SOURCE], False),
+        (in_phase(DELETING, here_gone=True), PATIENCE, [SOURCE], False),
+        (in_phase(DELETING, source_gone=True), PATIENCE, [HERE], False),
+        (in_phase(DELETING, source=None), PATIENCE, [HERE], False),
+        (in_phase(DELETING, **NO_MOVE), PATIENCE, [HERE], False),
+        (in_phase(DELETING, doubted=True, **NO_MOVE), BACK, [HERE], False),
+        (resized_here(DELETING), PATIENCE, [(2, host(1))], False),
+        (in_phase(CONFIRMING), PATIENCE, [SOURCE], False),
+        (in_phase(OFFLOADING), PATIENCE, [HERE], False),
+        (in_phase(UNDOING), PATIENCE, [HERE], False),
+        (in_phase(UNDOING), BACK, [HERE], False),
+        (in_phase(UNDOING), PATIENCE, [HERE], False),
+        (in_phase(UNDOING, doubted=True), BACK, [HERE], True),
     ],
 )
 def test_the_machines_that_are_to_be_destroyed(
@@ -117,25 +126,25 @@ def test_the_machines_that_are_to_be_destroyed(
 @pytest.mark.parametrize(
     ("known", "change"),
     [
-        (record(State.CHANGING, MoveKind.STOP), ChangeKind.STOP),
-        (record(State.CHANGING, MoveKind.UNSHELVE), ChangeKind.START),
-        (record(State.CHANGING, **NO_MOVE), None),
-        (record(State.RESTARTING, **NO_MOVE), None),
-        (record(State.RESIZED), None),
-        (record(State.RESIZING), None),
-        (in_place(State.RESIZING), ChangeKind.RESIZE),
-        (in_place(UNDOING), ChangeKind.RESIZE),
-        (record(UNDOING), None),
-        (record(State.HANDING_OVER), ChangeKind.HAND_OVER),
-        (record(State.HANDING_OVER, to_cell="c2"), ChangeKind.SNAPSHOT),
-        (record(State.HANDING_OVER, MoveKind.LIVE_MIGRATE), ChangeKind.HAND_OVER_LIVE),
-        (record(State.HANDING_OVER, MoveKind.LIVE_MIGRATE, to_cell="c2"), ChangeKind.SNAPSHOT),
-        (record(State.PREPARING), ChangeKind.CHECK),
-        (record(State.PREPARING, to_cell="c2"), ChangeKind.CHECK),
-        (record(State.PREPARING, MoveKind.LIVE_MIGRATE), ChangeKind.CHECK),
-        (record(State.RESTARTING, MoveKind.LIVE_MIGRATE), ChangeKind.START),
-        (replace(record(State.RESTARTING), move=replace(MOVE, power=Power.STOPPED)), ChangeKind.STOP),
-        (replace(record(State.PREPARING), move=replace(MOVE, power=Power.STOPPED)), ChangeKind.CHECK),
+        (in_phase(State.CHANGING, MoveKind.STOP), ChangeKind.STOP),
+        (in_phase(State.CHANGING, MoveKind.UNSHELVE), ChangeKind.START),
+        (in_phase(State.CHANGING, **NO_MOVE), None),
+        (in_phase(State.RESTARTING, **NO_MOVE), None),
+        (in_phase(State.RESIZED), None),
+        (in_phase(State.RESIZING), None),
+        (resized_here(State.RESIZING), ChangeKind.RESIZE),
+        (resized_here(UNDOING), ChangeKind.RESIZE),
+        (in_phase(UNDOING), None),
+        (in_phase(State.HANDING_OVER), ChangeKind.HAND_OVER),
+        (in_phase(State.HANDING_OVER, to_cell="c2"), ChangeKind.SNAPSHOT),
+        (in_phase(State.HANDING_OVER, MoveKind.LIVE_MIGRATE), ChangeKind.HAND_OVER_LIVE),
+        (in_phase(State.HANDING_OVER, MoveKind.LIVE_MIGRATE, to_cell="c2"), ChangeKind.SNAPSHOT),
+        (in_phase(State.PREPARING), ChangeKind.CHECK),
+        (in_phase(State.PREPARING, to_cell="c2"), ChangeKind.CHECK),
+        (in_phase(State.PREPARING, MoveKind.LIVE_MIGRATE), ChangeKind.CHECK),
+        (in_phase(State.RESTARTING, MoveKind.LIVE_MIGRATE), ChangeKind.START),
+        (replace(in_phase(State.RESTARTING), move=replace(MIGRATING, power=Power.STOPPED)), ChangeKind.STOP),
+        (replace(in_phase(State.PREPARING), move=replace(MIGRATING, power=Power.STOPPED)), ChangeKind.CHECK),
     ],
 )
 def test_the_change_that_is_awaited(known: Instance, change: ChangeKind | None) -> None:
@@ -148,20 +157,20 @@ AT_SOURCE = {"attempt": 1, "host_uuid": host(1), "service": "s9", "spec": OLD, "
 @pytest.mark.parametrize(
     ("known", "fields"),
     [
-        (record(State.PREPARING), {}),
-        (record(State.HANDING_OVER), {**AT_SOURCE, "to_host": host(2)}),
-        (record(State.HANDING_OVER, MoveKind.LIVE_MIGRATE), {**AT_SOURCE, "to_host": host(2)}),
-        (record(State.HANDING_OVER, to_cell="c2"), AT_SOURCE),
-        (record(State.RESTARTING), {}),
-        (record(State.RESTARTING, resizing_back=True), {}),
-        (record(State.CHANGING, MoveKind.STOP), {}),
-        (record(State.CHANGING, MoveKind.RESCUE), {"rescue_password": "secret"}),
+        (in_phase(State.PREPARING), {}),
+        (in_phase(State.HANDING_OVER), {**AT_SOURCE, "to_host": host(2)}),
+        (in_phase(State.HANDING_OVER, MoveKind.LIVE_MIGRATE), {**AT_SOURCE, "to_host": host(2)}),
+        (in_phase(State.HANDING_OVER, to_cell="c2"), AT_SOURCE),
+        (in_phase(State.RESTARTING), {}),
+        (in_phase(State.RESTARTING, resizing_back=True), {}),
+        (in_phase(State.CHANGING, MoveKind.STOP), {}),
+        (in_phase(State.CHANGING, MoveKind.RESCUE), {"rescue_password": "secret"}),
         (
-            in_place(State.RESIZING),
+            resized_here(State.RESIZING),
             {"host_uuid": host(1), "service": "s8", "allocations": {host(1): {"VCPU": 8}}},
         ),
-        (in_place(State.RESIZING, resizing_back=True), {**AT_SOURCE, "service": "s8"}),
-        (in_place(UNDOING), {**AT_SOURCE, "service": "s8"}),
+        (resized_here(State.RESIZING, resizing_back=True), {**AT_SOURCE, "service": "s8"}),
+        (resized_here(UNDOING), {**AT_SOURCE, "service": "s8"}),
     ],
 )
 def test_what_a_change_is_commanded_with(known: Instance, fields: dict[str, object]) -> None:
@@ -187,31 +196,31 @@ def test_what_a_change_is_commanded_with(known: Instance, fields: dict[str, obje
     ("fields", "is_query"), [({}, False), ({"lost_code": "move.in_doubt"}, True), ({"delete": True}, True)]
 )
 def test_a_host_of_another_cell_is_checked_by_way_of_the_schedulers(fields: dict[str, Any], is_query: bool) -> None:
-    (asked,) = orders_of(record(State.PREPARING, to_cell="c2", **fields), PATIENCE)
+    (asked,) = orders_of(in_phase(State.PREPARING, to_cell="c2", **fields), PATIENCE)
     assert isinstance(asked, CellAsks)
     check = asked.message
     assert isinstance(check, CellCheck) and check.change is not None
     assert (check.cell, check.change.image, check.change.host_uuid) == ("c2", "snapshot", host(2))
     assert check.change.asked_by == check.asked_by
     by = check.asked_by
-    assert (by.cell, by.request_id, check.is_query) == ("c1", REQUEST, is_query)
+    assert (by.cell, by.request_id, check.is_query) == ("c1", MOVE, is_query)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "again", "count"),
     [
-        (record(State.RESIZED), record(DELETING), False, 2),
-        (record(DELETING), record(DELETING), False, 0),
-        (record(DELETING), record(DELETING), True, 2),
-        (record(CONFIRMING), record(DELETING), False, 2),
-        (record(DELETING, source=None), record(DELETING), False, 1),
-        (record(DELETING), record(State.DELETED), False, 0),
+        (in_phase(State.RESIZED), in_phase(DELETING), False, 2),
+        (in_phase(DELETING), in_phase(DELETING), False, 0),
+        (in_phase(DELETING), in_phase(DELETING), True, 2),
+        (in_phase(CONFIRMING), in_phase(DELETING), False, 2),
+        (in_phase(DELETING, source=None), in_phase(DELETING), False, 1),
+        (in_phase(DELETING), in_phase(State.DELETED), False, 0),
     ],
 )
 def test_orders_are_sent_once_and_before_the_other_messages(
     before: Instance, after: Instance, again: bool, count: int
 ) -> None:
-    (other,) = orders_of(record(OFFLOADING), PATIENCE)
+    (other,) = orders_of(in_phase(OFFLOADING), PATIENCE)
     stepped = with_orders(before, Step(after, (other,), again=again), PATIENCE)
     assert stepped.commands == (*orders_of(after, PATIENCE)[len(orders_of(after, PATIENCE)) - count :], other)
 
@@ -219,12 +228,12 @@ def test_orders_are_sent_once_and_before_the_other_messages(
 @pytest.mark.parametrize(
     ("known", "queried", "order"),
     [
-        (record(State.BUILDING, **NO_MOVE), True, 5),
-        (record((State.CLAIMING, State.BUILDING), **NO_MOVE), False, 5),
-        (record((State.CLAIMING, State.BUILDING), queried=True, **NO_MOVE), True, 5),
-        (record(DELETING), False, 5),
-        (record(State.RESIZED), True, 5),
-        (record(State.PREPARING), False, 2000),
+        (in_phase(State.BUILDING, **NO_MOVE), True, 5),
+        (in_phase((State.CLAIMING, State.BUILDING), **NO_MOVE), False, 5),
+        (in_phase((State.CLAIMING, State.BUILDING), queried=True, **NO_MOVE), True, 5),
+        (in_phase(DELETING), False, 5),
+        (in_phase(State.RESIZED), True, 5),
+        (in_phase(State.PREPARING), False, 2000),
     ],
 )
 def test_without_an_answer_all_is_sent_again_under_a_new_number(known: Instance, queried: bool, order: int) -> None:
@@ -242,7 +251,7 @@ def test_what_is_not_answered_is_sent_less_and_less_often(waited: float, wait: f
 
 @pytest.mark.parametrize(("at", "order"), [(0.001, 6), (0.006, 6), (0.007, 7), (2.0, 2000)])
 def test_a_change_is_numbered_above_all_before_and_by_the_time(at: float, order: int) -> None:
-    after = numbered(record(State.PREPARING), at)
+    after = numbered(in_phase(State.PREPARING), at)
     assert after.move is not None and (after.order, after.move.order) == (order, order)
 
 
@@ -263,5 +272,123 @@ LARGE = replace(selection(1), allocations={host(1): {"MEMORY_MB": 4000, "VCPU": 
 def test_a_live_migration_has_the_time_to_copy_its_memory(
     source: object, kind: ChangeKind, mb_s: float, seconds: float
 ) -> None:
-    move = replace(MOVE, source=source)
+    move = replace(MIGRATING, source=source)
     assert step_s(move, kind, replace(PATIENCE, live_copy_mb_s=mb_s)) == seconds
+
+
+# --- What is asked of placement or of services in each state, which claims may be granted in it, and what is illegal.
+
+
+S = State
+GROUP = ServerGroup(uuid="g", policy="affinity")
+OPTION_2, OPTION_3 = (ClaimOption(allocations=on.allocations, shapes=on.shapes) for on in (ON_2, ON_3))
+CLAIM = Claim(
+    consumer=UUID,
+    attempt=5,
+    consumer_generation=7,
+    release_first=True,
+    options=(OPTION_3,),
+    project_id="p",
+    user_id="u",
+)
+MIGRATION = Migration(uuid=MOVE, source=ON_1.allocations)
+OF_INSTANCE = Release(consumer=UUID, attempt=5)
+OF_MIGRATION = Release(consumer=MOVE, project_id="p", of_migration=True)
+BOTH = (OPTION_2, OPTION_3)
+
+
+@pytest.mark.parametrize(
+    ("known", "question"),
+    [
+        (record(S.CLAIMING, S.BUILDING), CLAIM),
+        (record(S.CLAIMING, S.BUILDING, server_group=GROUP, limits={"VCPU": 9}),
+         replace(CLAIM, server_group=GROUP, limits={"VCPU": 9}, options=(replace(OPTION_3, host=host(3)),))),
+        (record(S.CLAIMING, S.BUILDING, position=0), replace(CLAIM, options=BOTH)),
+        (record(S.CLAIMING, S.DELETED), CLAIM),
+        (record(S.CLAIMING, S.ACTIVE), replace(CLAIM, options=(OPTION_2,))),
+        (at_source(), replace(CLAIM, release_first=False, options=BOTH, migration=MIGRATION)),
+        (moving(S.CLAIMING, S.PREPARING), replace(CLAIM, migration=MIGRATION)),
+        (unshelving(S.CLAIMING, S.PREPARING), CLAIM),
+        (unshelving(S.CLAIMING, S.PREPARING, position=0), replace(CLAIM, release_first=False, options=BOTH)),
+        (moving(S.REVERTING), Revert(consumer=UUID, migration=MIGRATION, source_attempt=4, attempt=5)),
+        (record(S.RELEASING, S.FAILED), OF_INSTANCE),
+        (moving(S.RELEASING, S.FAILED), OF_INSTANCE),
+        (moving(S.RELEASING, S.DELETED, {"instance_released": True}), OF_MIGRATION),
+        (unshelving(S.RELEASING, S.OFFLOADED), OF_INSTANCE),
+        (moving(S.RELEASING, S.ACTIVE), OF_MIGRATION),
+        (moving(S.RELEASING, S.DEPARTED), OF_MIGRATION),
+        (moving(S.RESIZED, move=BY_REVERT), SourceQuery(host(1), "s1", 1, OTHER)),
+        (in_place(S.RESIZED, move={"lost_code": "host.fenced"}), SourceQuery(host(1), "s1", 1)),
+        (moving(S.RESIZED), None),
+        (moving(S.REVERTING, move=BY_REVERT), Revert(consumer=UUID, migration=MIGRATION, source_attempt=4, attempt=5)),
+        (moving(S.PREPARING, move={"instance_released": True}), None),
+        (record(S.ACTIVE), None),
+        (record(S.BUILDING), None),
+        (record(S.DESTROYING, S.DELETED), None),
+    ],
+)  # fmt: skip
+def test_the_request_that_follows_from_a_record(known: Instance, question: object) -> None:
+    assert question_of(known) == question
+
+
+@pytest.mark.parametrize(
+    ("before", "highest"),
+    [
+        (record(S.CLAIMING, S.BUILDING), 5),
+        (record(S.CLAIMING, S.ACTIVE), 5),
+        (record(S.FAILED), 5),
+        (record(S.DELETED), 5),
+        (record(S.RELEASING, S.FAILED), 5),
+        (moving(S.REVERTING), 5),
+        (record(S.ACTIVE), 4),
+        (moving(S.PREPARING), 4),
+        (moving(S.FINISHING), 4),
+        (record(S.BUILDING), 4),
+    ],
+)
+def test_a_claim_beyond_the_one_that_was_requested_changes_nothing(before: Instance, highest: int) -> None:
+    step(before, claimed(highest), PATIENCE)
+    assert step(before, claimed(highest + 1), PATIENCE).instance is before
+
+
+def test_the_rules_of_a_cell_by_what_follows() -> None:
+    first, second, other = Rule(ignore), Rule(tombstone), Rule(ignore, (S.FAILED,))
+    cell = ByThen({S.ACTIVE: first, S.DELETED: second}, other)
+    assert [cell.of(then) for then in (S.ACTIVE, S.DELETED, S.FAILED, None)] == [first, second, other, other]
+    assert ByThen({S.ACTIVE: first}).of(S.FAILED) is None
+    assert (rules_of(cell), rules_of(ByThen({S.ACTIVE: first}))) == ((first, second, other), (first,))
+    assert (rules_of(first), rules_of(None)) == ((first,), ())
+
+
+ANSWERS = {
+    Claim: lambda **of: e.Claimed(at=220.0, option=0, consumer_generation=9, **of),
+    Release: lambda **of: e.Released(at=220.0, **of),
+    Revert: lambda **of: e.Reverted(at=220.0, **of),
+}
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        record(S.CLAIMING, S.BUILDING),
+        record(S.CLAIMING, S.DELETED),
+        record(S.CLAIMING, S.ACTIVE),
+        at_source(),
+        moving(S.REVERTING),
+        record(S.RELEASING, S.FAILED),
+        moving(S.RELEASING, S.FAILED),
+        moving(S.RELEASING, S.DELETED, {"instance_released": True}),
+        unshelving(S.RELEASING, S.OFFLOADED),
+        moving(S.RELEASING, S.ACTIVE),
+    ],
+)
+def test_only_the_answer_to_what_is_asked_now_counts(known: Instance) -> None:
+    """A conductor that was paused brings the answer to what an earlier record had asked: a release that it took for its
+    own left an allocation that nobody released.
+    """
+    question = question_of(known)
+    assert isinstance(question, Claim | Release | Revert)
+    answer, attempt = ANSWERS[type(question)], question.attempt or 0
+    assert step(known, answer(consumer=question.consumer, attempt=attempt), PATIENCE).instance is not known
+    for consumer, other in ((question.consumer, attempt - 1), (OTHER, attempt)):
+        assert step(known, answer(consumer=consumer, attempt=other), PATIENCE) == Step(known)

@@ -36,7 +36,7 @@ from cell_conductor.guard import Guard
 from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of, selection
-from tests.unit.conductor.world import Quiet, Relay, Silent, engine_of, hosts_of, listing
+from tests.unit.conductor.world import Quiet, Relay, Silent, engine_of, hosts_of, insert, listing, opened_store
 
 # --- The disagreements of a host's report and the record.
 
@@ -164,10 +164,8 @@ def moved(number: int, service: str) -> Instance:
 async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryInstances, Guard]]:
     """A conductor's store that has these instances, and its guard."""
     clock = SystemClock()
-    store = MemoryInstances(MemoryInstanceTable(clock).session())
-    await store.open()
-    async with store.transaction() as transaction:
-        await transaction.insert(instances)
+    store = await opened_store(clock)
+    await insert(store, *instances)
     bus = cast(Bus, Silent())
     relay = cast(Sender, None)
     engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL)
@@ -260,8 +258,7 @@ async def test_an_active_instance_is_not_lost_by_the_report_of_a_second_service(
     record = Instance(
         uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, since=clock.time() - 3600.0
     )
-    async with store.transaction() as transaction:
-        await transaction.insert([record])
+    await insert(store, record)
 
     async def report(page: ComputeHosts) -> None:
         page = replace(page, seen_at=clock.time())

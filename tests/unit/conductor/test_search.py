@@ -42,7 +42,7 @@ from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_transfers import held, leaving
-from tests.unit.conductor.world import BUILD, Conductor, Quiet, Services, hosts_of, listing
+from tests.unit.conductor.world import BUILD, Conductor, Quiet, Services, hosts_of, insert, listing, opened
 
 # --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is
 # begun.
@@ -103,10 +103,8 @@ def offloaded(since: float = 1.0) -> Instance:
 
 async def set_back_with(services: Services, known: Instance, *up: str) -> Conductor:
     """A conductor whose database was set back to this record."""
-    conductor = Conductor(services, up)
-    await conductor.store.open()
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([known])
+    conductor = await opened(services, up)
+    await insert(conductor.store, known)
     conductor.table.place += 1
     await conductor.engine.sweep()
     return conductor
@@ -170,10 +168,8 @@ async def test_its_own_machine_and_a_service_that_does_not_answer_show_that_ther
 
 async def test_a_doubted_instance_is_searched_for_whether_the_database_was_set_back_or_not() -> None:
     """Its request waited for ever, and with it all that had come in the same batch."""
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
-    await conductor.store.open()
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([replace(at_rest(), doubted=True)])
+    conductor = await opened(Services(s1=(OWN,)), ("s1",))
+    await insert(conductor.store, replace(at_rest(), doubted=True))
     assert isinstance(await conductor.request(STOP), Done)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.CHANGING
@@ -183,8 +179,7 @@ async def test_a_request_goes_on_though_it_is_cached_as_doubted_and_another_cond
     """The record decided that nothing was to be searched for, the cache refused it unsearched, and its batch waited
     without end. One record decides, the one that the request is taken by.
     """
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=(OWN,)), ("s1",))
     doubted = replace(at_rest(), doubted=True)
     async with conductor.store.optimistic({UUID}) as cached:
         await cached.insert([doubted])
@@ -234,8 +229,7 @@ async def test_a_request_between_a_set_back_and_the_next_sweep_is_begun_only_aft
 ) -> None:
     """It was begun as a new one: a second machine, or a delete without an answer (builds-forgotten, seed 7)."""
     services = Services(s2=(machine(),))
-    conductor = Conductor(services, ("s2",))
-    await conductor.store.open()
+    conductor = await opened(services, ("s2",))
     conductor.table.place += 1
     if by_another:
         other = MemoryInstances(conductor.table.session())
@@ -269,8 +263,7 @@ async def test_a_build_that_is_begun_beside_a_machine_in_quarantine_proves_nothi
     """A later attempt of it, on the same host, proved the machine to be over."""
     services = Services(s1=(), s2=(machine(),))
     services.silent = {"s2"}
-    conductor = Conductor(services, ("s1", "s2"))
-    await conductor.store.open()
+    conductor = await opened(services, ("s1", "s2"))
     await conductor.keep(3)
     build = replace(BUILD, requested_at=SystemClock().time() + 3600.0)
     assert isinstance(await conductor.take(build, set_back=False, attempt=RETRIES), Done)
@@ -282,8 +275,7 @@ async def test_a_build_that_is_begun_beside_a_machine_in_quarantine_proves_nothi
 async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_whenever_it_was_sent() -> None:
     """A client that requests its build again, after a restore, has sent it since."""
     services = Services(s1=(replace(machine(), service="s1"),))
-    conductor = Conductor(services, ("s1",))
-    await conductor.store.open()
+    conductor = await opened(services, ("s1",))
     await conductor.keep(3)
     await conductor.take(replace(BUILD, requested_at=SystemClock().time() + 3600.0), set_back=False)
     recorded = await conductor.recorded()
@@ -297,11 +289,9 @@ async def test_a_doubted_record_fails_over_or_ends_only_when_all_have_answered(
 ) -> None:
     """A record that was set back claimed an alternate, while the forgotten attempt 2 ran on a third host."""
     services = Services(s1=listed, s2=(replace(machine(), attempt=2),))
-    conductor = Conductor(services, ("s1", "s2"))
-    await conductor.store.open()
+    conductor = await opened(services, ("s1", "s2"))
     over = replace(claims_again(SystemClock().time()), state=phase[0], then=phase[1])
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([over])
+    await insert(conductor.store, over)
     services.silent = {"s2"} if listed else {"s1", "s2"}
     assert await conductor.engine.sweep() == 1
     await conductor.engine.search()
@@ -346,8 +336,7 @@ async def test_the_limit_of_a_doubt_bounds_only_the_wait_for_services_that_are_d
     conductor = Conductor(services, ("s1", "s2"))
     conductor.down = {"s3"}
     await conductor.store.open()
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([claims_again(SystemClock().time() - age_s)])
+    await insert(conductor.store, claims_again(SystemClock().time() - age_s))
     assert await conductor.engine.sweep() == 1
     await conductor.engine.search()
     assert bool(services.of_placement) is is_asked
@@ -359,8 +348,7 @@ async def test_another_set_back_begins_the_wait_for_services_that_are_down_anew(
     conductor = Conductor(services, ("s1",))
     conductor.down = {"s3"}
     await conductor.store.open()
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([claims_again(1.0)])
+    await insert(conductor.store, claims_again(1.0))
     conductor.table.place += 1
     assert await conductor.engine.sweep() == 0, "it is recognised first"
     assert await conductor.engine.sweep() == 1
@@ -404,8 +392,7 @@ async def test_a_delete_releases_nothing_while_an_unexplained_machine_is_there(f
 
 
 async def test_an_unexplained_machine_that_its_host_has_is_deleted() -> None:
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=(OWN,)), ("s1",))
     await conductor.keep(1)
     assert isinstance(await conductor.take(DELETE), Done)
     recorded = await conductor.recorded()
@@ -417,8 +404,7 @@ async def test_a_delete_neither_waits_for_nor_destroys_a_machine_that_an_operato
     found: tuple[FoundMachine, ...],
 ) -> None:
     """It held its instance's delete up for ever, or was destroyed with it."""
-    conductor = Conductor(Services(s1=found), ("s1",))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=found), ("s1",))
     await conductor.keep(1, KEEP)
     assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
     recorded = await conductor.recorded()
@@ -428,8 +414,7 @@ async def test_a_delete_neither_waits_for_nor_destroys_a_machine_that_an_operato
 @pytest.mark.parametrize("is_kept", [True, False])
 async def test_a_build_of_a_deleted_instance_is_a_delete_to_the_machines_that_are_found(is_kept: bool) -> None:
     """It destroyed the machine that an operator keeps, which the delete before it had left."""
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=(OWN,)), ("s1",))
     assert isinstance(await conductor.take(DELETE, set_back=False), Done)
     await conductor.keep(1, KEEP if is_kept else "")
     assert isinstance(await conductor.request(BUILD, message_id="n"), Done)
@@ -439,8 +424,7 @@ async def test_a_build_of_a_deleted_instance_is_a_delete_to_the_machines_that_ar
 
 
 async def test_a_build_of_a_deleted_instance_releases_nothing_while_an_unexplained_machine_is_there() -> None:
-    conductor = Conductor(Services(s1=()), ("s1",))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=()), ("s1",))
     assert isinstance(await conductor.take(DELETE, set_back=False), Done)
     await conductor.keep(1)
     outcome = await conductor.request(BUILD, message_id="n")
@@ -461,8 +445,7 @@ async def test_a_service_that_is_down_is_missed_without_a_query() -> None:
 
 async def test_a_machine_that_an_operator_keeps_stays_when_its_instance_is_deleted() -> None:
     """The next report listed it, and its record, which was deleted by then, proved it to be over."""
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=(OWN,)), ("s1",))
     await conductor.keep(1, KEEP)
     assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
     own = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
@@ -481,8 +464,7 @@ async def test_a_machine_that_an_operator_keeps_stays_when_its_instance_is_delet
 @pytest.mark.parametrize("outcome", [ComputeOutcome.ACTIVE, ComputeOutcome.FAILED])
 async def test_a_machine_that_an_operator_keeps_stays_when_its_host_answers_late(outcome: ComputeOutcome) -> None:
     """It was not complete yet: the result of its build was the proof, and no report was asked."""
-    conductor = Conductor(Services(s1=(replace(OWN, built=False),)), ("s1",))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=(replace(OWN, built=False),)), ("s1",))
     await conductor.keep(1, KEEP)
     assert isinstance(await conductor.take(replace(DELETE, begun=True), set_back=False), Done)
     conductor.relay.sent.clear()
@@ -497,8 +479,7 @@ async def test_a_machine_that_an_operator_keeps_stays_when_its_host_answers_late
 @pytest.mark.parametrize("n", [1, 2], ids=["its first host", "its alternate"])
 async def test_no_build_leads_to_a_host_that_has_a_machine_which_an_operator_keeps(n: int) -> None:
     services = Services()
-    conductor = Conductor(services, ())
-    await conductor.store.open()
+    conductor = await opened(services, ())
     await conductor.keep(n, KEEP)
     build = replace(BUILD, attempt=2)
     assert isinstance(await conductor.take(build, set_back=False, attempt=RETRIES), Done)
@@ -521,8 +502,7 @@ async def test_no_build_leads_to_a_host_that_has_a_machine_which_an_operator_kee
 
 async def test_the_build_of_a_machine_that_an_operator_keeps_is_repeated_on_its_host() -> None:
     """Its host has that attempt, and only answers."""
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=(OWN,)), ("s1",))
     await conductor.keep(1, KEEP)
     assert isinstance(await conductor.take(set_back=False), Done)
     recorded = await conductor.recorded()
@@ -532,12 +512,10 @@ async def test_the_build_of_a_machine_that_an_operator_keeps_is_repeated_on_its_
 @pytest.mark.parametrize("word", [ADOPT, KEEP])
 async def test_a_machine_is_given_to_its_instance_by_the_word_that_stands_when_it_is_searched_for(word: str) -> None:
     """The word that its last report was read with was carried out, though it was another by then."""
-    conductor = Conductor(Services(s1=(), s2=(machine(),)), ("s1", "s2"))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=(), s2=(machine(),)), ("s1", "s2"))
     await conductor.keep(3, ADOPT)
     up = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=2, reused_from=1)
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([up])
+    await insert(conductor.store, up)
     own = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
     bus: Any = Quiet()
     hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), bus)
@@ -551,13 +529,11 @@ async def test_a_machine_is_given_to_its_instance_by_the_word_that_stands_when_i
 
 async def test_a_report_of_a_machine_whose_delete_is_under_way_begins_no_transaction() -> None:
     """Each page of a drain paid for one, to ask whether an operator keeps the machine."""
-    conductor = Conductor(Services(), ())
-    await conductor.store.open()
+    conductor = await opened(Services(), ())
     leaving = Instance(
         uuid=UUID, state=State.DESTROYING, then=State.DELETED, spec=SPEC, selections=(selection(1),), attempt=1
     )
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([leaving])
+    await insert(conductor.store, leaving)
     begun, begin = list[None](), conductor.store.transaction
 
     def counted() -> Any:
@@ -574,10 +550,8 @@ async def test_a_report_of_a_machine_whose_delete_is_under_way_begins_no_transac
 
 async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an_operator_keeps() -> None:
     """It had not seen the machine come into quarantine, and by its deleted record it was over."""
-    conductor = Conductor(Services(s1=(OWN,)), ("s1",))
-    await conductor.store.open()
-    other = Conductor(Services(s1=()), ("s1",), table=conductor.table)
-    await other.store.open()
+    conductor = await opened(Services(s1=(OWN,)), ("s1",))
+    other = await opened(Services(s1=()), ("s1",), table=conductor.table)
     bus: Any = Quiet()
     hosts = hosts_of(other.engine, other.store, SystemClock(), ConductorConfig(), bus)
     await hosts.hosts([Received(listing("s1", 1), Meta(id="r"), "c1", "conductor.hosts.p")])
@@ -608,8 +582,7 @@ async def test_item_16_the_hosts_that_were_looked_at_are_read_in_pages() -> None
     """Of each service on their own; a machine that every page names is one."""
     services = Services(s1=(machine(),), s2=())
     services.page = 4
-    conductor = Conductor(services, ("s1", "s2"))
-    await conductor.store.open()
+    conductor = await opened(services, ("s1", "s2"))
     searched = await conductor.search.find((UUID,), {"s1", "s2"}, thorough=True)
     assert [(one.service, one.hosts_after) for one in services.queried] == [
         (service, after) for after in (0, 4, 8) for service in ("s1", "s2")
@@ -621,8 +594,7 @@ async def test_item_16_the_hosts_that_were_looked_at_are_read_in_pages() -> None
 async def test_a_service_without_all_of_its_pages_has_not_answered() -> None:
     services = Services(s1=())
     services.page = 0
-    conductor = Conductor(services, ("s1",))
-    await conductor.store.open()
+    conductor = await opened(services, ("s1",))
     assert (await conductor.search.find((UUID,), {"s1"}, thorough=True)).missing == ("s1",)
     assert len(services.queried) == 1
 
@@ -631,10 +603,8 @@ async def test_a_service_without_all_of_its_pages_has_not_answered() -> None:
 
 
 async def conductor_of(services: Services, *instances: Instance) -> Conductor:
-    conductor = Conductor(services, ("s1",))
-    await conductor.store.open()
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert([replace(one, deadline=1.0) for one in instances])
+    conductor = await opened(services, ("s1",))
+    await insert(conductor.store, *[replace(one, deadline=1.0) for one in instances])
     return conductor
 
 
@@ -671,8 +641,7 @@ async def test_a_service_that_does_not_answer_holds_up_no_other_instance() -> No
         await conductor.engine.sweep()
         assert services.released == [OTHER]
         await services.has_begun.wait()
-        async with conductor.store.transaction() as transaction:
-            await transaction.insert([replace(second, deadline=1.0)])
+        await insert(conductor.store, replace(second, deadline=1.0))
         await conductor.engine.sweep()
         for _ in range(100):
             await asyncio.sleep(0)

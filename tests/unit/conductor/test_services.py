@@ -48,7 +48,18 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 from tests.unit.conductor.test_transfers import held
-from tests.unit.conductor.world import Queried, Quiet, Relay, Services, engine_of, listing, requests_of, search_of
+from tests.unit.conductor.world import (
+    Queried,
+    Quiet,
+    Relay,
+    Services,
+    engine_of,
+    insert,
+    listing,
+    opened_store,
+    requests_of,
+    search_of,
+)
 
 # --- The failure detector of a cell: who is suspected, and who never is.
 
@@ -245,8 +256,7 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     await receive(keeper, digest(DOWN))
     services = Services(s1=(), s2=())
     services.silent = {"s3"}
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     search = search_of(
         store,
         services,  # type: ignore[arg-type]
@@ -275,8 +285,7 @@ class Published:
 
 
 async def test_it_is_forgotten_once_it_is_down_and_has_no_instance(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
+    store = await opened_store()
     term = await store.leases.keep("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [DOWN])
     bus: Any = Published()
@@ -288,8 +297,7 @@ async def test_it_is_forgotten_once_it_is_down_and_has_no_instance(monkeypatch: 
     assert (await code_of(forgetter)) == "service.up"
     up = ("s1",)
     there = replace(run(on("s3", "s1")).instance, state=State.ACTIVE)
-    async with store.transaction() as transaction:
-        await transaction.insert([there])
+    await insert(store, there)
     assert (await code_of(forgetter)) == "service.has_instances"
     async with store.transaction() as transaction:
         await transaction.lock([UUID])
@@ -427,8 +435,7 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
     await store.open()
     keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
     engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
-    async with store.transaction() as transaction:
-        await transaction.insert([run(on("s1", "s2")).instance])
+    await insert(store, run(on("s1", "s2")).instance)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
@@ -448,8 +455,7 @@ async def test_no_build_leaves_a_lost_service_before_the_database_was_compared()
     keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
     engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
     building = run(on("s1", "s2")).instance
-    async with store.transaction() as transaction:
-        await transaction.insert([building])
+    await insert(store, building)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])

@@ -1,19 +1,27 @@
-"""What a database that was set back proves, and what an event or a state says where it says nothing: tables."""
+"""What a database that was set back proves, and what an operator keeps: nothing is begun in its place."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.clock import CLOCKS_APART_S
-from bus.contracts.base import Refusal
+from bus.clock import CLOCKS_APART_S, SystemClock
+from bus.consuming.outcome import Received
+from bus.contracts.base import Message, Meta, Refusal
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, RescanHosts, Running, Spawn
 from bus.contracts.moves import CellMove, Departure, MoveKind
 from bus.contracts.stages import Stamps
+from bus.persistence.outbox import OutboxMessage
+from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import desires
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_sql, in_text, states_where
-from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.instance import Instance, Move, Phase, State
+from cell_conductor.domain.rules import _spawn
 from cell_conductor.domain.set_back import (
     SetBack,
     doubted_from,
@@ -23,8 +31,14 @@ from cell_conductor.domain.set_back import (
     marked_reused,
     numbered_on,
 )
-from cell_conductor.domain.table import step
-from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, queried, selection, spawned
+from cell_conductor.domain.table import _without_kept, step
+from cell_conductor.store.safety import KEEP
+from tests.unit.conductor.move_scenario import begun, claimed
+from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, queried, selection, spawned
+from tests.unit.conductor.world import Conductor, Quiet, Services, hosts_of, insert, listing, opened
+
+# --- What a database that was set back proves, and what an event or a state says where it says nothing: tables.
+
 
 AT = 1000.0
 BACK, NEVER = SetBack(AT), SetBack()
@@ -278,3 +292,224 @@ def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
 )
 def test_what_is_so_in_which_states(states: frozenset[Phase], named: str) -> None:
     assert {in_text(phase) for phase in states} == set(named.split())
+
+
+# --- What an operator keeps stays, and nothing is begun in its place, until it is proved to be gone.
+
+
+class Reported(Conductor):
+    """A conductor whose operator keeps a machine on host 1. Its instance, deleted by its record, proves it over."""
+
+    async def begin(self) -> None:
+        await self.store.open()
+        gone = Instance(uuid=UUID, state=State.DELETED, spec=SPEC, selections=(selection(1),), attempt=1)
+        await insert(self.store, gone)
+        await self.keep(1, KEEP)
+        self.bus: Any = Quiet()
+        self.sequence = 0
+        self.own = Running(instance_uuid=UUID, attempt=1, deployment=self.store.deployment)
+        self.hosts = hosts_of(self.engine, self.store, SystemClock(), ConductorConfig(), self.bus, up=lambda: self.up)
+
+    async def report(self, *runs: Running, service: str = "s1", rescans: tuple[str, ...] = ()) -> None:
+        """A report of host 1."""
+        self.sequence += 1
+        report = listing(service, 1, sequence=self.sequence, runs=runs, rescans=rescans)
+        await self.hosts.hosts([Received(report, Meta(id=str(self.sequence)), "c1", "conductor.hosts.p")])
+
+    @property
+    def rescans(self) -> tuple[str, ...]:
+        """Those requested last."""
+        requested = [one.rescans for one in self.bus.published if isinstance(one, RescanHosts)]
+        return requested[-1] if requested else ()
+
+    async def kept(self) -> list[str]:
+        """The words on record."""
+        return [one.verdict for one in await self.store.safety.records()]
+
+
+async def kept_on_host_1() -> Reported:
+    conductor = Reported(Services(s1=(), s2=()), ("s1", "s2"))
+    await conductor.begin()
+    return conductor
+
+
+async def test_what_one_report_lacks_is_kept_still() -> None:
+    """A scan that was older than the machine, or of a host that did not answer, lost the word, and the next destroyed
+    the machine."""
+    conductor = await kept_on_host_1()
+    await conductor.report(conductor.own)
+    await conductor.report()
+    first = conductor.rescans
+    assert await conductor.kept() == [KEEP] and len(first) == 1
+    await conductor.report(conductor.own)
+    await conductor.report(rescans=first)  # it was requested before the machine was last seen
+    assert await conductor.kept() == [KEEP]
+    await conductor.report(conductor.own)
+    assert not conductor.relay.sent and await conductor.kept() == [KEEP]
+
+
+async def test_a_scan_from_after_the_machine_was_last_seen_ends_the_word() -> None:
+    conductor = await kept_on_host_1()
+    await conductor.report(conductor.own)
+    await conductor.report()
+    await conductor.report(conductor.own)
+    await conductor.report()
+    await conductor.report(rescans=conductor.rescans)
+    assert await conductor.kept() == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"attempt": 0},
+        {"attempt": 2},
+        {"deployment": None},
+        {"deployment": "another"},
+        {"destroying": True},
+    ],
+    ids=lambda one: ",".join(f"{name} {value}" for name, value in one.items()),
+)
+async def test_what_is_listed_otherwise_is_kept_still(changed: dict[str, Any]) -> None:
+    """The word went with the attempt or the mark, and the next report that had them again destroyed the machine."""
+    conductor = await kept_on_host_1()
+    await conductor.report(conductor.own)
+    await conductor.report(replace(conductor.own, **changed))
+    await conductor.report(replace(conductor.own, **changed), rescans=conductor.rescans)
+    assert await conductor.kept() == [KEEP]
+    await conductor.report(conductor.own)
+    assert not conductor.relay.sent and await conductor.kept() == [KEEP]
+
+
+@pytest.mark.parametrize("up", [("s1", "s2"), ("s2",)], ids=["both are up", "the first one is down"])
+async def test_a_second_service_of_its_host_proves_nothing_while_the_first_is_up(up: tuple[str, ...]) -> None:
+    conductor = await kept_on_host_1()
+    conductor.up = up
+    await conductor.report(conductor.own)
+    await conductor.report(service="s2")
+    await conductor.report(service="s2", rescans=conductor.rescans)
+    assert await conductor.kept() == ([KEEP] if "s1" in up else [])
+
+
+async def test_what_a_record_explains_by_now_is_kept_no_more() -> None:
+    conductor = await kept_on_host_1()
+    await conductor.report(conductor.own)
+    up = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1)
+    async with conductor.store.transaction() as transaction:
+        await transaction.lock([UUID])
+        await transaction.update([up])
+    await conductor.report(conductor.own)
+    assert await conductor.kept() == []
+
+
+async def test_a_word_that_comes_while_a_report_is_compared_is_kept() -> None:
+    """By its record the machine was over, no word was known yet, and the row went with the new word."""
+    conductor = await kept_on_host_1()
+    await conductor.report(conductor.own)
+    briefs = conductor.store.briefs
+
+    async def too_early(*asked: Any) -> Any:
+        return [replace(one, kept=()) for one in await briefs(*asked)]
+
+    conductor.store.briefs = too_early  # type: ignore[method-assign]
+    await conductor.report(conductor.own)
+    conductor.store.briefs = briefs  # type: ignore[method-assign]
+    await conductor.report(conductor.own)
+    assert not conductor.relay.sent and await conductor.kept() == [KEEP]
+
+
+# --- No order leads to its host. Of a record that does not want it, it is as if the host had answered.
+
+
+async def over(instance: Instance, *messages: Message, kept: tuple[int, ...] = (1,)) -> tuple[Instance, list[Destroy]]:
+    """The record after these messages in one batch, and what hosts were commanded to destroy."""
+    conductor = await opened(Services(s1=()), ("s1",))
+    await insert(conductor.store, instance)
+    for n in kept:
+        await conductor.keep(n, KEEP)
+    if not messages:
+        await conductor.engine.sweep()
+    batch = [Received(one, Meta(id=f"m{number}"), "c1", "q") for number, one in enumerate(messages)]
+    await conductor.requests.results(batch)
+    after = await conductor.recorded()
+    assert after is not None
+    sent = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    return after, [one for one in sent if isinstance(one, Destroy)]
+
+
+def result(outcome: ComputeOutcome, attempt: int = 1, n: int = 1) -> ComputeResult:
+    return ComputeResult(instance_uuid=UUID, attempt=attempt, host_uuid=host(n), service=f"s{n}", outcome=outcome)
+
+
+UP = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1)
+BUILDING = replace(UP, state=State.BUILDING, deadline=1.0, build_timeout_s=60.0)
+DELETE_IT = CellDelete(instance_uuid=UUID, project_id=SPEC.project_id)
+
+
+@pytest.mark.parametrize("attempt", [1, 2], ids=["as on record", "of an earlier attempt"])
+async def test_a_delete_neither_destroys_nor_waits_for_what_is_kept_on_its_host(attempt: int) -> None:
+    after, destroyed = await over(replace(UP, attempt=attempt), DELETE_IT)
+    assert (after.phase, destroyed) == ((State.RELEASING, State.DELETED), [])
+
+
+async def test_a_delete_that_waits_for_a_machine_goes_on_once_it_is_kept() -> None:
+    leaving = replace(UP, state=State.DESTROYING, then=State.DELETED, deadline=1.0)
+    after, destroyed = await over(leaving)
+    assert (after.phase, destroyed) == ((State.RELEASING, State.DELETED), [])
+
+
+@pytest.mark.parametrize("kept", [(1,), (2,), (1, 2)])
+async def test_a_delete_waits_for_the_host_of_a_move_whose_machine_is_not_kept(kept: tuple[int, ...]) -> None:
+    move = Move(kind=MoveKind.MIGRATE, request_id=UUID, source=selection(2), source_attempt=2, spec=SPEC, began=1.0)
+    resized = replace(
+        UP, state=State.RESIZED, selections=(selection(2), selection(1)), position=1, attempt=3, move=move
+    )
+    after, destroyed = await over(resized, DELETE_IT, kept=kept)
+    assert {one.host_uuid for one in destroyed} == {host(n) for n in {1, 2} - set(kept)}
+    expected = State.DESTROYING if len(kept) == 1 else State.RELEASING
+    assert after.phase == (expected, State.DELETED)
+    if len(kept) == 1:
+        assert after.move is not None and (after.move.here_gone, after.move.source_gone) == (kept == (1,), kept == (2,))
+
+
+async def test_results_of_one_batch_destroy_nothing_that_is_kept() -> None:
+    """The word was read for the record before the batch: by that the second result proved nothing over."""
+    failed = replace(result(ComputeOutcome.FAILED), final=True)
+    after, destroyed = await over(BUILDING, failed, result(ComputeOutcome.ACTIVE))
+    assert (after.phase, destroyed) == ((State.RELEASING, State.FAILED), [])
+
+
+async def test_a_build_that_wants_what_is_kept_waits_for_its_host() -> None:
+    """Its order to end what is not complete yet would end it."""
+    after, destroyed = await over(BUILDING)
+    assert (after.state, after.queried, destroyed) == (State.BUILDING, True, [])
+
+
+# --- No machine is begun in its place.
+
+
+@pytest.mark.parametrize("since", ["the claim", "the hand-over"])
+def test_a_move_begins_no_machine_where_another_was_kept_meanwhile(since: str) -> None:
+    """The destination was judged when its claim was requested, and its new machine took the place of the kept one."""
+    word = replace(PATIENCE, kept={(host(2), UUID): 7})
+    moving = begun(MoveKind.MIGRATE, 2, 3)
+    moving.context = word if since == "the claim" else PATIENCE
+    moving.apply(claimed())
+    if since != "the claim":
+        moving.end(2, 2)
+        moving.context = word
+        moving.end(1, 1)
+    assert moving.instance.state is State.CLAIMING and [one.host for one in moving.instance.alternates] == ["host-3"]
+    assert not moving.spawns and not moving.destroys
+    assert moving.instance.move is not None
+    assert [(one.host, one.code) for one in moving.instance.move.history] == [("host-2", "host.machine_kept")]
+
+
+def test_a_build_that_is_commanded_where_another_machine_is_kept_goes_on_elsewhere() -> None:
+    """No rule need ask: its record was judged before the word came, or by none."""
+    word = replace(PATIENCE, kept={(host(2), UUID): 7})
+    adopted = replace(BUILDING, state=State.CLAIMING, then=State.ACTIVE, selections=(selection(2), selection(3)))
+    stepped = _without_kept(_spawn(adopted, 1.0, word), 1.0, word)
+    assert stepped.instance.phase == (State.CLAIMING, State.BUILDING)
+    assert [type(one) for one in stepped.commands] == [BuildEvent]
+    own = replace(PATIENCE, kept={(host(2), UUID): 1})
+    assert any(isinstance(one, Spawn) for one in _without_kept(_spawn(adopted, 1.0, own), 1.0, own).commands)

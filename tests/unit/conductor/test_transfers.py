@@ -46,7 +46,7 @@ from tests.unit.conductor.move_scenario import (
     unbegun,
 )
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
-from tests.unit.conductor.world import Conductor, Quiet, Services, requests_of
+from tests.unit.conductor.world import Conductor, Quiet, Services, insert, opened, requests_of
 
 # --- an instance moves to another cell: it never runs in both, and is destroyed only for a place that reads its image
 
@@ -357,8 +357,7 @@ def test_a_complete_machine_of_an_arrival_is_the_instances(how: str) -> None:
 @pytest.mark.parametrize("is_built", [False, True])
 async def test_a_move_in_doubt_ends_no_machine_that_an_operator_keeps(is_built: bool) -> None:
     """It became the destination that is given up. The move waits for another word about it."""
-    conductor = Conductor(Services(s1=(), s2=(machine(9, built=is_built),)), ("s1", "s2"))
-    await conductor.store.open()
+    conductor = await opened(Services(s1=(), s2=(machine(9, built=is_built),)), ("s1", "s2"))
     await conductor.keep(3, KEEP)
     machines, waits = await conductor.search.find_forgotten({UUID: held().instance})
     assert waits == {UUID} and not machines
@@ -368,8 +367,7 @@ async def test_a_move_in_doubt_ends_no_machine_that_an_operator_keeps(is_built: 
 async def test_placement_is_requested_once_all_services_have_answered_that_they_have_none(how: str) -> None:
     services = Services(s1=(), s2=(machine(9),) if how == "found" else ())
     services.silent = {"s2"} if how == "silent" else {"s3"}
-    conductor = Conductor(services, None if how == "unknown" else ("s1", "s2"))
-    await conductor.store.open()
+    conductor = await opened(services, None if how == "unknown" else ("s1", "s2"))
     if how in ("unseen", "fenced"):  # it may have the machine, which no record has
         conductor.listed |= {host(77)}
     conductor.fenced = {host(77)} if how == "fenced" else set()
@@ -482,11 +480,9 @@ async def test_a_cell_answers_a_check_by_its_record_for_what_it_has_and_where_on
     record: Instance | None, has_arrived: bool, is_query: bool
 ) -> None:
     """A query waited for the host, for good where that was dead; and what a third cell had was given back."""
-    conductor, bus = Conductor(Services(s1=()), ("s1",)), Quiet()
-    await conductor.store.open()
+    conductor, bus = await opened(Services(s1=()), ("s1",)), Quiet()
     if record is not None:
-        async with conductor.store.transaction() as transaction:
-            await transaction.insert([record])
+        await insert(conductor.store, record)
     (check,) = checks(checking())
     check = replace(check, is_query=is_query)
     handlers = requests_of(conductor.engine, SystemClock(), bus=bus)  # type: ignore[arg-type]
@@ -508,12 +504,10 @@ async def test_a_cell_with_a_machine_in_quarantine_does_not_answer_that_the_inst
     record: Instance | None, is_query: bool
 ) -> None:
     """The record of the arrival was lost, its machine ran, and the former cell had its claim given back."""
-    conductor, bus = Conductor(Services(s1=()), ("s1",)), Quiet()
-    await conductor.store.open()
+    conductor, bus = await opened(Services(s1=()), ("s1",)), Quiet()
     await conductor.keep(1)
     if record is not None:
-        async with conductor.store.transaction() as transaction:
-            await transaction.insert([record])
+        await insert(conductor.store, record)
     (check,) = checks(checking())
     handlers = requests_of(conductor.engine, SystemClock(), bus=bus, search=conductor.search)  # type: ignore[arg-type]
     asked = Received(replace(check, is_query=is_query), Meta(id="m"), "c2", "conductor.requests")
@@ -528,8 +522,7 @@ async def test_a_cell_with_a_machine_in_quarantine_does_not_answer_that_the_inst
 
 async def test_an_arrival_that_comes_in_one_batch_with_the_check_of_it_comes_first() -> None:
     """The check was answered by the record before the batch: the claim was given back, and the machine built."""
-    conductor, bus = Conductor(Services(s1=()), ("s1",)), Quiet()
-    await conductor.store.open()
+    conductor, bus = await opened(Services(s1=()), ("s1",)), Quiet()
     (check,) = checks(checking())
     arrival = arrives(departed()[1])
     handlers = requests_of(conductor.engine, SystemClock(), bus=bus, search=conductor.search)  # type: ignore[arg-type]

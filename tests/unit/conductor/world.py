@@ -169,6 +169,19 @@ class Services:
         return self.hosts[query.hosts_after : query.hosts_after + page]
 
 
+async def insert(store: MemoryInstances, *instances: Instance) -> None:
+    """Put these on record."""
+    async with store.transaction() as transaction:
+        await transaction.insert(instances)
+
+
+async def opened_store(clock: Clock | None = None) -> MemoryInstances:
+    """A cell's database in memory."""
+    store = MemoryInstances(MemoryInstanceTable(clock or SystemClock()).session())
+    await store.open()
+    return store
+
+
 class Conductor:
     """Takes requests over a database that was set back just now."""
 
@@ -234,3 +247,10 @@ class Conductor:
     async def recorded(self) -> Instance | None:
         async with self.store.transaction() as transaction:
             return (await transaction.lock([UUID])).get(UUID)
+
+
+async def opened(services: Services, up: Collection[str] | None, table: MemoryInstanceTable | None = None) -> Conductor:
+    """A conductor whose database is open, and was not set back yet."""
+    conductor = Conductor(services, up, table)
+    await conductor.store.open()
+    return conductor

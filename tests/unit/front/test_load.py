@@ -200,20 +200,9 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_grace")
-async def test_what_never_ends_is_lost_and_reported(client_world: ClientWorld) -> None:
-    client_world.answer_at_once = False
-    plan = LoadPlan(boots=5, mix={"f": 1.0}, timeout_s=5.0)
-    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
-    going = asyncio.create_task(run.go())
-    await client_world.requested_more()
-    await client_world.finish(2)
-    await going
-    assert outcomes(run) == {"active": 2, "lost": 3}
-
-
-@pytest.mark.usefixtures("no_grace")
-async def test_what_a_scheduler_still_has_under_way_at_the_bound_is_late_and_not_lost(
-    client_world: ClientWorld,
+@pytest.mark.parametrize(("goes_on", "found"), [(False, {"lost": 3}), (True, {"late": 1, "lost": 2})])
+async def test_what_does_not_end_is_lost_or_late_if_a_scheduler_has_it_under_way_at_the_bound(
+    client_world: ClientWorld, goes_on: bool, found: dict[str, int]
 ) -> None:
     client_world.answer_at_once = False
     plan = LoadPlan(boots=5, mix={"f": 1.0}, timeout_s=5.0)
@@ -221,9 +210,10 @@ async def test_what_a_scheduler_still_has_under_way_at_the_bound_is_late_and_not
     going = asyncio.create_task(run.go())
     await client_world.requested_more()
     await client_world.finish(2)
-    await client_world.notify(client_world.waiting[0], BuildState.BUILDING, 3, terminal=False)
+    if goes_on:
+        await client_world.notify(client_world.waiting[0], BuildState.BUILDING, 3, terminal=False)
     await going
-    assert outcomes(run) == {"active": 2, "late": 1, "lost": 2}
+    assert outcomes(run) == {"active": 2, **found}
 
 
 @pytest.mark.usefixtures("no_grace")

@@ -263,16 +263,24 @@ async def other_process() -> AsyncIterator[Health]:
     await health.close()
 
 
+@pytest.mark.parametrize(
+    ("command", "timeout_s", "why"),
+    [
+        (LIVES, SOON_S, f"not ready after.*compute-cell4-c1: process {os.getpid()} answers"),
+        (FALLS, PATIENCE_S, r"(?s)compute-cell4-c1 ended.*cannot listen"),
+    ],
+    ids=["it lives", "it has ended"],
+)
 async def test_a_worker_at_whose_port_another_process_answers_is_not_ready(
-    processes_processes: Given, other_process: Health
+    processes_processes: Given, other_process: Health, command: tuple[str, ...], timeout_s: float, why: str
 ) -> None:
     """Two workers had drawn one port; the second died of it, and the first one's answer passed for both.
 
     Seen: four cells with 2,500 hosts each, all workers "ready", and 7,500 hosts in the book for ever.
     """
-    processes_processes.begin("compute-cell4-c1", LIVES, other_process.port)
-    with pytest.raises(ServerFailed, match=f"not ready after.*compute-cell4-c1: process {os.getpid()} answers"):
-        await processes_processes.ready(timeout_s=SOON_S)
+    processes_processes.begin("compute-cell4-c1", command, other_process.port)
+    with pytest.raises(ServerFailed, match=why):
+        await processes_processes.ready(timeout_s=timeout_s)
 
 
 async def test_every_worker_that_was_waited_for_in_vain_is_named_with_what_it_waits_for(
@@ -290,14 +298,6 @@ async def test_every_worker_that_was_waited_for_in_vain_is_named_with_what_it_wa
         await processes_processes.ready(timeout_s=SOON_S)
     first = str(fault.value).splitlines()[0]
     assert "scheduler1: replica" in first and f"compute-c1: its port {ports[1]} does not answer" in first
-
-
-async def test_a_worker_that_ended_is_not_ready_even_if_its_port_answers(
-    processes_processes: Given, other_process: Health
-) -> None:
-    processes_processes.begin("compute-cell4-c1", FALLS, other_process.port)
-    with pytest.raises(ServerFailed, match=r"(?s)compute-cell4-c1 ended.*cannot listen"):
-        await processes_processes.ready(timeout_s=PATIENCE_S)
 
 
 async def test_a_worker_that_answers_itself_is_ready(processes_processes: Given) -> None:

@@ -97,7 +97,7 @@ async def test_the_fences_of_a_cell_in_reach_do_not_wait_for_one_whose_broker_is
     """A rack of the one was fenced, and then a host whose cell is not known here."""
     clock, published = SimClock(), asyncio.Queue[str]()
     store = MemoryBuilds(MemoryBuildTable(clock).session())
-    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=clock, stall_watch=StallWatch())
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=clock)
     rack = {f"{number:08}-0000-4000-8000-000000000000": FENCED for number in range(40)}
     registry.fences = {**rack, FIRST: replace(FENCED, cell=None)}
     cells: dict[str, Bus] = {"c1": BlockedBus(published.put_nowait), "c2": FenceBus(published.put_nowait)}

@@ -1,26 +1,33 @@
-"""The selector of hosts: its ranking, its isolation of projects, flavors and images, and its costs."""
+"""The selector of hosts: its rankings by rows, its isolation of projects, flavors and images, and its costs."""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.clock import new_uuid
-from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
 from bus.contracts.placement import LocatePage
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.plugins import Filter, applies_to
-from scheduler_worker.domain.ranking import CellRuns, Choice, Ranking
-from scheduler_worker.domain.view import has_peers, peers_of
+from scheduler_worker.domain import plugins, ranking
+from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, clamp, multipliers, score, verdict_of
+from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns, Choice, HostHeap, Ranking, Spread
+from scheduler_worker.domain.view import HostsView, RequestSpec, has_peers, peers_of
 from scheduler_worker.filters.group import ServerGroupAffinityFilter, ServerGroupAntiAffinityFilter
 from scheduler_worker.filters.hinted_hosts import DifferentHostFilter, SameHostFilter
-from tests.unit.scheduler.hosts import PLENTY, Hosts
+from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+
+# --- The selector of hosts: its ranking, its isolation of projects, flavors and images, and its costs.
+
 
 # --- from a flavor to a choice: queries, pre-filters, rankings, alternates, explanations
 
@@ -197,3 +204,275 @@ def test_a_choice_keeps_what_each_weigher_gave_its_host_and_the_runners_up(
     again = ranking.pick({}, subset=1, alternates=2)
     assert again is not None and hosts.name(again.alternates[1].row) == "h2"
     assert again.weights[2]["cpu"] == 0.25
+
+
+# --- A ranking by rows: which host is chosen, which alternates are named with it, and what the weights are.
+
+
+@pytest.mark.parametrize(
+    ("before", "claims", "lost", "after"),
+    [(0.0, 10, 10, 0.2), (0.5, 10, 0, 0.4), (0.5, 10, 5, 0.5), (0.5, 0, 0, 0.5), (1.0, 4, 4, 1.0)],
+)
+def test_the_share_of_lost_claims_is_smoothed(before: float, claims: int, lost: int, after: float) -> None:
+    assert Spread(before).after(claims, lost).lost == pytest.approx(after)
+
+
+@pytest.mark.parametrize(
+    ("lost", "least", "most", "subset"),
+    [(0.0, 1, 64, 1), (0.5, 1, 64, 32), (1.0, 1, 64, 64), (0.5, 40, 64, 40), (1.0, 5, 2, 5), (0.5, 1, 3, 2)],
+)
+def test_a_choice_is_drawn_from_more_hosts_the_more_claims_are_lost(
+    lost: float, least: int, most: int, subset: int
+) -> None:
+    assert Spread(lost).subset(least, most) == subset
+
+
+def test_runs_of_cells() -> None:
+    runs = CellRuns()
+    assert [runs.place(cell) for cell in (0, 1)] == [0, 0]
+    for _ in range(LONGEST_RUN - 1):
+        runs.chose(0)
+    assert runs.place(0) < runs.place(1) == 0, "the run goes on"
+    runs.chose(0)
+    assert runs.place(0) > runs.place(1), "it has its length"
+    runs.chose(1)
+    assert runs.place(1) < runs.place(2) < runs.place(0)
+    runs.begin_round()
+    assert runs.place(2) < runs.place(0) < runs.place(1), "the oldest run first"
+    runs.chose(0)
+    runs.chose(2)
+    runs.begin_round()
+    assert runs.place(1) < runs.place(0) < runs.place(2)
+
+
+# --- choices
+
+
+def by_memory(memory: Sequence[int], services: str = "", **more: Any) -> Hosts:
+    """Hosts with so much memory, which alone is weighed; of the compute services (and with c: cells) named."""
+    config = SchedulerConfig(
+        enabled_weighers=("scheduler_worker.weighers.free_amounts.RAMWeigher",),
+        shuffle_best_same_weighed_hosts=more.pop("shuffle", False),
+    )
+    hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000 * one} for one in memory], config=config, **more)
+    if services:
+        hosts.give_up()
+        for sequence, (at, service) in enumerate(enumerate(services)):
+            announced = (HostReport(uuid=hosts.uuids[at], name=f"h{at}"),)
+            hosts.table.apply(
+                ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence + 1, hosts=announced), 0.0
+            )
+    return hosts
+
+
+def names(hosts: Hosts, choice: Choice | None) -> str:
+    return "" if choice is None else "".join(hosts.name(one.row)[1:] for one in (choice.selected, *choice.alternates))
+
+
+@pytest.mark.parametrize(
+    ("memory", "services", "given", "chosen"),
+    [
+        ([9, 8, 7, 6], "", {}, "012"),
+        ([6, 7, 8, 9], "", {}, "321"),
+        ([9, 8, 7, 6], "", {"excluded": [0, 2]}, "13"),
+        ([9, 8, 7, 6], "", {"group": [0, 1]}, "23"),
+        ([9, 8, 7, 6], "", {"full": [0, 1]}, "23"),
+        ([9, 8, 7, 6], "", {"excluded": [0], "group": [1], "full": [2, 3]}, ""),
+        ([9, 8, 7, 6], "", {"alternates": 0}, "0"),
+        ([9, 8, 7, 6], "", {"alternates": 9}, "0123"),
+        ([9, 8, 7, 6], "", {"cells": ["c1", "c2", "c1", "c1"]}, "023"),
+        ([9, 8, 7, 6], "", {"cells": ["c1", "c2", "c2", "c2"]}, "0"),
+        ([9, 8, 7, 6], "", {"cells": ["c1", "c2", "c1", "c2"], "full": [0, 1, 2, 3]}, ""),
+        # Of other compute services first.
+        ([9, 8, 7, 6], "aabc", {}, "023"),
+        ([9, 8, 7, 6], "aabb", {}, "012"),
+        ([9, 8, 7, 6, 5], "aabbc", {}, "024"),
+        ([9, 8, 7, 6], "aaab", {"alternates": 3}, "0123"),
+        ([9, 8, 7, 6], "aabc", {"excluded": [2]}, "013"),
+        ([9, 8, 7, 6], "aabc", {"group": [2]}, "013"),
+        ([9, 8, 7, 6], "aabc", {"full": [2]}, "013"),
+        ([9, 8, 7, 6], "aabb", {"excluded": [2]}, "013"),
+        ([9, 8, 7, 6], "aabc", {"alternates": 1}, "02"),
+        ([9, 8, 7, 6], "aabc", {"alternates": 0}, "0"),
+        ([9, 8, 7, 6], "abcd", {"alternates": 2}, "012"),
+    ],
+)
+def test_the_best_host_and_its_alternates(memory: list[int], services: str, given: Any, chosen: str) -> None:
+    """full: since they were ranked. group: hosts that each pick excludes."""
+    hosts = by_memory(memory, services, **({"cells": given["cells"]} if "cells" in given else {}))
+    found = hosts.selector.rank(hosts.spec(), hosts.rng)
+    for at in given.get("full", ()):
+        hosts.book.assume(f"full {at}", {hosts.uuids[at]: {"VCPU": 16}})
+    rows = [hosts.book.row_of(uuid) for uuid in hosts.uuids]
+    excluded, group = ([rows[at] for at in given.get(key, ())] for key in ("excluded", "group"))
+    for _ in range(1 if services else 2):  # what was drawn is put back; services take turns
+        choice = found.pick(excluded, subset=1, alternates=given.get("alternates", 2), full=group)
+        assert names(hosts, choice) == chosen
+        assert choice is None or (choice.passed, len(choice.weights)) == (len(memory), len(chosen))
+    if "group" in given and "excluded" not in given:
+        others = found.pick((), subset=1, alternates=0)
+        assert names(hosts, others) == "0", "another group excludes others"
+
+
+@pytest.mark.parametrize(("subset", "seen"), [(1, "0"), (2, "01"), (3, "012"), (9, "0123")])
+def test_a_choice_is_drawn_from_so_many_of_the_best(subset: int, seen: str) -> None:
+    hosts = by_memory([9, 8, 7, 6], cells=["c1", "c2", "c1", "c2"])
+    found = hosts.selector.rank(hosts.spec(), random.Random(4))
+    choices = [names(hosts, found.pick((), subset=subset, alternates=3)) for _ in range(60)]
+    assert "".join(sorted({one[0] for one in choices})) == seen
+    assert all(sorted(one) == (["0", "2"] if one[0] in "02" else ["1", "3"]) for one in choices)
+
+
+def test_an_alternate_is_the_best_drawn_host_of_another_service() -> None:
+    hosts = by_memory([9, 8, 7], "sst")
+    found = hosts.selector.rank(hosts.spec(), hosts.rng)
+    assert {names(hosts, found.pick((), subset=3, alternates=1)) for _ in range(60)} == {"02", "12", "20"}
+
+
+@pytest.mark.parametrize("off", ["c2", "c1"])
+def test_alternates_of_hosts_without_a_service_are_of_their_cell(off: str) -> None:
+    hosts = by_memory([9, 8, 7, 6], cells=["c1", "c2", "c1", "c2"], filters=[])
+    hosts.table.forget_service(ServiceGone(service=f"compute-{off}", cell=off), 0.0)
+    assert names(hosts, hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=1, alternates=3)) == "02"
+
+
+def test_cells_are_kept_apart_however_many_services_there_are() -> None:
+    hosts = by_memory([9, 8, 7, 6], cells=["c1", "c2", "c1", "c2"])
+    hosts.table.services += [hosts.table.services[1]] * 69_998
+    hosts.table.service[[1, 3]] = 61_071  # in 16 bits its place would be that of the other cell's service
+    assert names(hosts, hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=1, alternates=3)) == "02"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_no_more_alternates_are_named_than_were_requested(count: int) -> None:
+    hosts = by_memory([9, 8, 7, 6], "abcd")
+    for _ in range(8):
+        choice = hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=4, alternates=count)
+        assert choice is not None and len(choice.alternates) == count
+
+
+def test_alternates_that_were_drawn_from_are_not_named_twice() -> None:
+    hosts = by_memory([9, 8, 7, 6, 5], "aabbc")
+    found = hosts.selector.rank(hosts.spec(), random.Random(4))
+    for _ in range(30):
+        choice = found.pick((), subset=4, alternates=3)
+        assert choice is not None and len(choice.alternates) == 3
+        chosen = names(hosts, choice)
+        assert len(set(chosen)) == 4 and {"aabbc"[int(at)] for at in chosen} == {"a", "b", "c"}
+        assert list(chosen[1:]) == sorted(chosen[1:]), "the best first"
+
+
+@pytest.mark.parametrize("kept", [9, 1])
+def test_a_host_that_was_chosen_is_weighed_again(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    """kept: of how many hosts at most the weights are kept."""
+    monkeypatch.setattr(plugins, "KEPT_HOSTS", kept)
+    monkeypatch.setattr(ranking, "KEPT_HOSTS", kept)
+    hosts = by_memory([9, 8, 5])
+    found = hosts.selector.rank(hosts.spec("m1.large"), hosts.rng)
+    order = []
+    for at in range(6):
+        choice = found.pick((), subset=1, alternates=1)
+        assert choice is not None
+        order.append(names(hosts, choice))
+        free = hosts.view().free("MEMORY_MB")
+        assert [one["ram"] for one in choice.weights] == pytest.approx([free[int(name)] / 90_000 for name in order[-1]])
+        assert choice.selected.score == pytest.approx(choice.weights[0]["ram"])
+        hosts.book.assume(str(at), choice.selected.options[0].allocations)
+        found.consumed(choice.selected)
+    assert order == ["01", "01", "10", "01", "10", "01"]
+
+
+@pytest.mark.parametrize(("memory", "weight"), [([5, 5], {"ram": 1.0}), ([5], {})])
+def test_a_host_that_is_alone_is_not_weighed(memory: list[int], weight: dict[str, float]) -> None:
+    hosts = by_memory(memory)
+    choice = hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=1, alternates=1)
+    assert choice is not None and choice.selected.score == sum(weight.values())
+    assert choice.weights == (weight,) * len(memory)
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(64, 16), (17, 16), (16, 16), (1, 16), (0, 16)])
+def test_a_heap_gives_all_hosts_best_first(count: int, chunk: int) -> None:
+    scores = np.array([float(at * 7 % 64) for at in range(64)])
+    for rng in (None, random.Random(1)):
+        heap = HostHeap(np.arange(count), scores, chunk, rng)
+        drawn = []
+        while not heap.is_empty:
+            assert heap.best_score == -heap.top()[0]
+            drawn.append(heap.draw())
+        assert [entry[0] for entry in drawn if entry] == sorted(-scores[:count]) and heap.draw() is None
+        assert heap.best_score == -np.inf
+
+
+def test_equal_hosts_beyond_a_chunk_are_cut_elsewhere_by_each_scheduler() -> None:
+    drawn = set()
+    for seed in range(12):
+        heap = HostHeap(np.arange(64), np.zeros(64), 16, random.Random(seed))
+        drawn |= {entry[2] for _ in range(16) if (entry := heap.draw())}
+    assert len(drawn) > 32
+
+
+def test_a_verdict_counts_those_that_did_not_pass() -> None:
+    assert verdict_of(np.array([True, False, True]), "x").rejected == {"x": 1}
+
+
+# --- weights
+
+
+class Fixed:
+    """Weighs hosts as it is told."""
+
+    name: ClassVar[str] = "fixed"
+    multiplier: ClassVar[float] = 1.0
+
+    def __init__(self, raw: Sequence[float], low: float | None = None, high: float | None = None, sign: float = 1.0):
+        self.raw, self.minimum, self.maximum, self.sign = np.array(raw), low, high, sign
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Any:
+        return self.raw[: len(view)]
+
+    def applies_to(self, spec: RequestSpec) -> bool:
+        return spec.flavor != "m1.tiny"
+
+
+@pytest.mark.parametrize(
+    ("weigher", "multiplier", "weights"),
+    [
+        (Fixed([1, 2, 3]), 1.0, [0.0, 0.5, 1.0]),
+        (Fixed([1, 2, 3]), 4.0, [0.0, 2.0, 4.0]),
+        (Fixed([1, 2, 3], sign=-1.0), 2.0, [0.0, -1.0, -2.0]),
+        (Fixed([1, 2, 3], low=2), 1.0, [0.0, 0.0, 1.0]),
+        (Fixed([1, 2, 3], low=0), 3.0, [1.0, 2.0, 3.0]),
+        (Fixed([1, 2, 3], high=2), 1.0, [0.0, 1.0, 1.0]),
+        (Fixed([1, 2, 3], low=0, high=6), 6.0, [1.0, 2.0, 3.0]),
+        (Fixed([2, 2, 2]), 1.0, [0.0, 0.0, 0.0]),
+    ],
+)
+def test_weights_are_clamped_scaled_and_multiplied(weigher: Fixed, multiplier: float, weights: list[float]) -> None:
+    hosts = Hosts([PLENTY] * 3)
+    total, scales = score(hosts.view(), hosts.spec(), [Weighing(weigher, multiplier)])
+    assert total.tolist() == weights and len(scales) == (0 if len({*weigher.raw}) == 1 else 1)
+    assert clamp(weigher, np.array([0.0, 9.0])).tolist() == [weigher.minimum or 0.0, weigher.maximum or 9.0]
+    assert score(hosts.view(), hosts.spec("m1.tiny"), [Weighing(weigher, 1.0)])[1] == [], "it does not apply"
+    alone = score(Hosts([PLENTY]).view(), hosts.spec(), [Weighing(weigher, 1.0)])
+    assert (alone[0].tolist(), alone[1]) == ([0.0], [])
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, [2.0, 2.0, 2.0]),
+        ({"a": ("5", [0, 1])}, [5.0, 5.0, 2.0]),
+        ({"a": ("5", [0, 1]), "b": ("3", [1])}, [5.0, 3.0, 2.0]),
+        ({"a": ("3", [1]), "b": ("5", [0, 1])}, [5.0, 3.0, 2.0]),
+        ({"a": ("x", [0]), "b": ("3", [0, 1])}, [2.0, 3.0, 2.0]),
+        ({"a": ("nan", [0]), "b": ("3", [0, 1])}, [2.0, 3.0, 2.0]),
+    ],
+)
+def test_an_aggregate_sets_a_multiplier(values: Mapping[str, tuple[str, list[int]]], expected: list[float]) -> None:
+    every = {name: aggregate(name, fixed_weight_multiplier=value) for name, (value, _) in values.items()}
+    config = SchedulerConfig(aggregates=tuple(every.values()))
+    members = {every[name].uuid: at for name, (_, at) in values.items()}
+    view = Hosts([PLENTY] * 3, config=config, members=members).view()
+    for sign in (1.0, -1.0):
+        found = multipliers(view, Weighing(Fixed([], sign=sign), 2.0))
+        assert (np.zeros(3) + found).tolist() == [sign * one for one in expected]

@@ -358,21 +358,13 @@ def test_usage_of_before_a_hold_is_no_part_of_its_rise() -> None:
         assert holds.next_until == left
 
 
-def test_what_is_used_before_a_hold_ends_no_hold() -> None:
+@pytest.mark.parametrize("released", [True, False], ids=["used before it was held", "used after, and another has come"])
+def test_what_is_used_ends_the_holds_that_were_there_before(released: bool) -> None:
     hosts = Hosts([{"VCPU": 8}])
     holds = Holds(hosts.book)
     holds.add("a", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
-    holds.release()
-    hosts.book.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
-    holds.add("b", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
-    holds.settle()
-    assert list(hosts.book.assumptions.keys()) == ["b"]
-
-
-def test_what_is_used_after_a_hold_ends_it_though_another_one_has_come() -> None:
-    hosts = Hosts([{"VCPU": 8}])
-    holds = Holds(hosts.book)
-    holds.add("a", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
+    if released:
+        holds.release()
     hosts.book.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
     holds.add("b", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
     holds.settle()

@@ -147,25 +147,23 @@ async def test_a_side_task_that_dies_ends_the_service_undrained_with_its_fault()
     assert recorder.logged[-2:] == ["close two", "close one"]
 
 
-async def test_a_side_task_that_just_ends_is_a_fault_too() -> None:
+@pytest.mark.parametrize(
+    ("raised", "fault"),
+    [
+        (None, SideTaskEnded),
+        (ExceptionGroup("both", [KeyError("other"), BrokenInvariant("used > capacity")]), BrokenInvariant),
+    ],
+    ids=["it just ends", "of a group the broken invariant"],
+)
+async def test_the_end_of_a_side_task_is_a_fault(raised: Exception | None, fault: type[Exception]) -> None:
     service = service_of(Recorder())
 
     async def side() -> None:
-        return
+        if raised is not None:
+            raise raised
 
     service.add_task("side", side)
-    with pytest.raises(SideTaskEnded):
-        await service.run(asyncio.Event())
-
-
-async def test_of_a_group_the_broken_invariant_is_reported() -> None:
-    service = service_of(Recorder())
-
-    async def side() -> None:
-        raise ExceptionGroup("both", [KeyError("other"), BrokenInvariant("used > capacity")])
-
-    service.add_task("side", side)
-    with pytest.raises(BrokenInvariant):
+    with pytest.raises(fault):
         await service.run(asyncio.Event())
 
 
