@@ -30,7 +30,7 @@ from placement_worker.domain.report_group import ReportGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from scheduler_worker import announcements
-from tests.sim.mutants_of_cases import refused_while_another_bus_is_away
+from tests.sim.mutants_of_cases import refused_while_another_bus_is_away, release_under_the_reverts_number
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS
 from tests.sim.mutants_of_messages import MUTANTS_OF_MESSAGES, UNPROVEN_OF_MESSAGES, releases
@@ -369,6 +369,7 @@ UNPROVEN: dict[str, Mutant] = {
     for mutant in (
         late_success_accepted,
         refused_while_another_bus_is_away,  # of the kind buses-apart
+        release_under_the_reverts_number,  # found by tests/unit/conductor/test_move_requests.py
         *UNPROVEN_OF_DISKS,
         *UNPROVEN_OF_MESSAGES,
         *UNPROVEN_OF_PEERS,

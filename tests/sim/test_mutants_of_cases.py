@@ -4,7 +4,6 @@ requests, and those that need two rare things at once.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -22,7 +21,6 @@ from lab.simulation.draw import plan_of
 from lab.simulation.moves import DRAIN
 from lab.simulation.plan import Action, Cell, Order, Plan
 from lab.simulation.run import run, simulate
-from lab.simulation.steering import deleted_amid
 from lab.simulation.widening import Widening
 from scheduler_worker import drains
 from scheduler_worker.unanswered import UnansweredRequests
@@ -142,7 +140,6 @@ def test_a_drain_that_does_not_look_at_its_hosts_is_found(monkeypatch: pytest.Mo
 
 
 MOVES = frozenset({Widening.MOVES})
-MOST_SEEDS = 60
 NODE_POWER = frozenset({Widening.NODE_POWER})
 # {defect: the kind of the world, and a seed that finds it}
 FOUND_BY: dict[Mutant, tuple[frozenset[Widening], int]] = {
@@ -156,20 +153,3 @@ def test_a_defect_of_a_rare_pair_is_found(mutant: Mutant) -> None:
     held(plan_of(seed, kinds))
     with mutant():
         assert simulate(seed, kinds).breach
-
-
-@pytest.mark.timeout(900)
-def test_a_release_under_the_number_of_a_revert_is_found_by_a_run_steered_to_reverts() -> None:
-    """By the seed and the draw on record, or another of the first ones."""
-    for seed, draw in ((25, 0), *((seed, draw) for seed in range(1, MOST_SEEDS) for draw in range(4))):
-        plan = plan_of(seed, MOVES)
-        if Widening.MOVES not in plan.widenings or plan.placements < 2:
-            continue
-        steered = deleted_amid(plan, run(plan).seen.stays, "reverting", random.Random(draw))
-        with defects.release_under_the_reverts_number():
-            found = run(steered).breach
-        if found:
-            clean = run(steered)
-            assert (found, clean.breach) == ("hosts_instances_allocations_agree", ""), clean.detail
-            return
-    pytest.fail(f"it was not found in {MOST_SEEDS} seeds")
