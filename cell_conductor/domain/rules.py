@@ -288,8 +288,12 @@ def destroy(instance: Instance, event: DeleteRequested, context: StepContext) ->
     return steps.announce(leaving, BuildState.DELETING, event.at, context)
 
 
-def lose(instance: Instance, event: HostMissing, context: StepContext) -> Step:
-    """An active instance is gone from its host: fence possible remains, release, and end as failed."""
+def lose(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
+    """An active instance is gone from its host: fence possible remains, release, and end as failed.
+
+    Its host answers so as well, if the deadline of its build ordered the end of what was not built: it ends this
+    attempt wherever it comes up again.
+    """
     if not steps.here_gone(instance, event):
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"

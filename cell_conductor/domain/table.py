@@ -247,7 +247,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ACTIVE: {
         **USUAL,
         Spawned: CONFIRM_RUNNING,
-        Destroyed: IGNORE,  # we ordered nothing: it is lost when a report, which the breaker judges, leaves it out
+        Destroyed: Rule(rules.lose, (State.RELEASING,)),  # its build was ended just before the late word that it runs
         Released: IGNORE,  # of a migration, once more
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(rules.lose, (State.RELEASING,)),

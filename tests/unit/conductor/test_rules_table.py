@@ -221,6 +221,10 @@ CLAIMS: list[Case] = [
     case(record(S.ACTIVE), missed(record(S.ACTIVE), 2), "releasing/failed", "destroy 2@2"),
     case(record(S.ACTIVE), missed(record(S.ACTIVE), 1), "active"),
     case(record(S.ACTIVE), e.HostMissing(at=900.0, host_uuid=host(2), service="s1"), "active"),
+    case(record(S.ACTIVE), GONE, "releasing/failed", "destroy 2@2"),
+    case(record(S.ACTIVE), replace(GONE, attempt=1), "active"),
+    case(record(S.ACTIVE), replace(GONE, host_uuid=host(1)), "active"),
+    case(record(S.ACTIVE), replace(GONE, service="s2"), "active"),
 ]
 
 
