@@ -179,7 +179,9 @@ class OutcomeHandler:
 
     def _messages_of(self, item: InFlightMessage, outcome: Outcome) -> list[OutcomeMessage]:
         received = item.received
-        messages = self._letter_of_brokers(item) if item.in_flight.delivery.exchange == GIVEN_UP else []
+        messages: list[OutcomeMessage] = []
+        if item.in_flight.delivery.exchange == GIVEN_UP:  # of a queue that keeps keys: delivered here alone
+            messages.append(self._dead_letter(item, letters_code(item.in_flight.delivery), "given up by the broker"))
         if isinstance(received, Malformed):
             messages += self._refuse_malformed(item, received)
         elif isinstance(outcome, Done):
@@ -241,10 +243,6 @@ class OutcomeHandler:
             return [self._dead_letter(item, code, reason)]
         log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=item.received.meta.cause)
         return []
-
-    def _letter_of_brokers(self, item: InFlightMessage) -> list[OutcomeMessage]:
-        """The letter of a message that the broker gave up of a queue that keeps keys, which is delivered here alone."""
-        return [self._dead_letter(item, letters_code(item.in_flight.delivery), "given up by the broker")]
 
     def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> OutcomeMessage:
         received, delivery = item.received, item.in_flight.delivery

@@ -138,7 +138,7 @@ class RabbitSubscription:
         """No new deliveries; those handed over may still be acknowledged, so the channel stays."""
         self._cancelled = True  # what begins to consume afterwards does not
         await self._follow()
-        self._on_delivery = _requeue
+        self._on_delivery = lambda delivery: delivery.nack(requeue=True)
 
     async def flush(self) -> None:
         """Hand the settled deliveries to the connection before it closes."""
@@ -150,11 +150,6 @@ class RabbitSubscription:
         if self._channel is channel and not self._cancelled and not session.lost.is_set():
             self._channel = None
             self._transport.run_beside(self._transport.restore(self, session))
-
-
-def _requeue(delivery: Delivery) -> None:
-    """What becomes of a delivery whose subscription is cancelled."""
-    delivery.nack(requeue=True)
 
 
 class RabbitTransport:

@@ -161,14 +161,12 @@ class ClaimLedger:
         joined = self.joined.get(key, {})
         for consumer in self._changes[group.seen :]:
             if consumer in group.hosts or consumer in joined:
-                group.put(consumer, self._hosts_now(consumer))
+                # Its hosts now, by what it holds, as of every other member.
+                holding = holding_of(self.changed_consumers[consumer])
+                group.put(consumer, hosts_of(self.providers[uuid] for uuid in holding))
         group.seen = len(self._changes)
         own = {claim.consumer} if claim.migration is None else {claim.consumer, claim.migration.uuid}
         return group.without(own.union(besides), hosts_that_matter(claim))
-
-    def _hosts_now(self, consumer: str) -> Sequence[str]:
-        """The hosts of a consumer that this group has changed, by what it holds, as of every other member."""
-        return hosts_of(self.providers[uuid] for uuid in holding_of(self.changed_consumers[consumer]))
 
     def join(self, claim: Claim) -> None:
         """Record that the claim's consumer is a member of its server group. Its row is written next."""

@@ -116,12 +116,6 @@ def changes_of(decision: Decision) -> list[Change]:
     ]
 
 
-def may_be_new(claim: Claim) -> bool:
-    """Whether the claim allows that its consumer holds nothing."""
-    # A claim with release_first may be repeated after a crash, and then finds nothing left to release.
-    return claim.consumer_generation is None or claim.release_first
-
-
 def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimResult:
     ledger.claims += 1
     known = ledger.consumer(claim.consumer)
@@ -231,7 +225,8 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     if is_fenced and not claim.foreign:
         return False
     if known is None or not known.holding:
-        return may_be_new(claim)
+        # A claim with release_first may be repeated after a crash, and then finds nothing left to release.
+        return claim.consumer_generation is None or claim.release_first
     return claim.consumer_generation == known.generation
 
 
@@ -424,11 +419,6 @@ def _release(ledger: ClaimLedger, release: Release) -> ReleaseResult:
     return ReleaseResult(outcome="released", sequence=CHANGED)
 
 
-def _trimmed(revert: Revert, migration: ConsumerState) -> ConsumerState:
-    """The fence of an instance that holds nothing, if a move has taken longer than fences are kept."""
-    return ConsumerState(0, revert.attempt - 1, migration.project_id, migration.user_id, INSTANCE_TYPE)
-
-
 def _keeps_source(revert: Revert, held: Holding, kept: Holding) -> bool:
     """Whether a consumer that is no migration by its type must be one: it alone has something where the source was.
 
@@ -451,7 +441,8 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
     if ledger.is_others(held) or ledger.is_others(kept):
         return RevertResult(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
     if known is None and migration is not None and migration.holding:
-        known = _trimmed(revert, migration)
+        # The move has taken longer than fences are kept: the one of an instance that holds nothing is gone.
+        known = ConsumerState(0, revert.attempt - 1, migration.project_id, migration.user_id, INSTANCE_TYPE)
     if known is None or known.attempt > revert.attempt:
         return RevertResult(outcome="consumer_changed", consumer_generation=None if known is None else known.generation)
     if migration is not None and migration.holding and migration.project_id != known.project_id:
