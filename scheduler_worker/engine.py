@@ -41,7 +41,6 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     ProjectsBuild,
     effects,
-    releases_of,
 )
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
@@ -242,9 +241,6 @@ class SchedulingEngine:
 def _answer(unit: BuildUnit, admission: Admission) -> Admission:
     """Emit the messages of a request that is not carried on."""
     if isinstance(admission, Answered):
-        if admission.event is not None:
-            unit.emit(admission.event)
-        if admission.ended is not None:
-            for message in releases_of(admission.ended):
-                unit.emit(message)
+        for message in admission.messages:
+            unit.emit(message)
     return admission

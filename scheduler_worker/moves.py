@@ -414,8 +414,8 @@ class MoveEngine:
         if verdict is None and (found.build, found.instance) != (before.build, before.instance):
             verdict = overtaken(pending)
         if isinstance(verdict, Answered):
-            if verdict.event is not None:
-                unit.emit(verdict.event)
+            for message in verdict.messages:
+                unit.emit(message)
             batch.labels.append(verdict.label)
             return verdict.outcome
         move, command = self._decided(pending, found, verdict, chosen, author)

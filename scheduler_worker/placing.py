@@ -370,8 +370,7 @@ class Dispatcher:
         async with self._store.unit() as unit:
             known = await unit.read(list(runs))
             for uuid, one in known.items():
-                for run in dict.fromkeys((runs[uuid], one.build.run)):
-                    for message in releases_of(replace(one.build, run=run)):
-                        unit.emit(message)
+                for message in releases_of(one.build, runs[uuid]):
+                    unit.emit(message)
         waits = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
         return (runs.keys() - known.keys()) | waits

@@ -5,7 +5,7 @@ One build request of a batch: the request as received, and its first record. Pur
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
 from msgspec import Struct
@@ -19,11 +19,13 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     ACCEPTED,
     FAILED_OR_REFUSED,
+    FIRST_ATTEMPT,
     Author,
     BuildStatus,
     Gang,
     NewBuild,
     RecordedBuild,
+    releases_of,
 )
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.requests import (
@@ -54,15 +56,14 @@ class Continue(Struct, frozen=True):
 class Answered(Struct, frozen=True, kw_only=True):
     """Nothing more is to be done for it.
 
-    label: for the metrics. ended: its record, if that does not go on: another delivery may have claimed for it since it
-    ended. event: published to the project, because no other event of this request will follow. withdrawn: a delete has
-    ended it, or will: its gang does not wait for it.
+    label: for the metrics. messages: published with it: its event, if no other of this request will follow, and the
+    releases of what another delivery may have claimed since its record ended. withdrawn: a delete has ended it, or
+    will: its gang does not wait for it.
     """
 
     outcome: Outcome
     label: str = ""
-    ended: RecordedBuild | None = None
-    event: OutboxMessage | None = None
+    messages: Sequence[OutboxMessage] = ()
     withdrawn: bool = False
 
 
@@ -96,7 +97,7 @@ def admit(
     """
     uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
     if pending.is_later_member and is_clash_of_first(pending, firsts, known):
-        return replace(_clash(pending), event=None)  # no member of its request is put on record
+        return replace(_clash(pending), messages=())  # no member of its request is put on record
     if first is not pending:
         if pending.digest != first.digest:
             return _clash(pending)
@@ -140,12 +141,13 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     if build.state is BuildState.REFUSED:
         return Answered(outcome=Done(reply=Refusal(code=build.code, reason=build.reason)))
     withdrawn = build.state in (BuildState.DELETING, BuildState.DELETED)
-    return Answered(outcome=repeated, label="repeated", ended=build, withdrawn=withdrawn)
+    messages = releases_of(build, pending.run)
+    return Answered(outcome=repeated, label="repeated", messages=messages, withdrawn=withdrawn)
 
 
 def clash(event: OutboxMessage, why: Refusal) -> Answered:
     """It is refused, and nothing goes on record."""
-    return Answered(outcome=Done(reply=why), label="duplicate", event=event)
+    return Answered(outcome=Done(reply=why), label="duplicate", messages=(event,))
 
 
 def _clash(pending: PendingBuild) -> Answered:
@@ -165,7 +167,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     position: among those that are processed with it; of a request for several, each member has one. requested_at,
     taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
     member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild. attempt: that an earlier
-    delivery may have claimed for its record (0: the record is new).
+    delivery may have claimed under its run (0: there was none).
     """
 
     position: int
@@ -245,7 +247,8 @@ def pending_build(received: Received, delivery: RequestDelivery, *, now: float, 
         taken_at=now,
         delivery=delivery,
         refusal=refusal,
-        run=_run(meta.id or digest.hex(), now),
+        run=_run(meta.id or digest.hex()),
+        attempt=0 if delivery.is_first else FIRST_ATTEMPT,
     )
 
 
@@ -263,11 +266,11 @@ def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> Pe
     )
 
 
-def _run(message: str, now: float) -> str:
-    """The name of the record that this delivery may make. A later delivery of the same message finds that record, or
-    makes another one, when it is lost: what was claimed for the lost one may have been dispatched by then.
+def _run(message: str) -> str:
+    """The name of the record that a delivery of this message may make. A later one finds that record, or makes it anew
+    when it is lost, and then owns what was claimed for it, also by a process that has died since.
     """
-    return blake2b(f"{message} {now!r}".encode(), digest_size=DIGEST_BYTES).hexdigest()
+    return blake2b(message.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def unknown_flavor(names: Collection[str], project: str, flavors: Selector) -> Refusal | None:

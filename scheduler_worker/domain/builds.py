@@ -233,16 +233,19 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
     return [to_clients]
 
 
-def releases_of(build: RecordedBuild) -> list[OutboxMessage]:
+def releases_of(build: RecordedBuild, reader: str = "") -> list[OutboxMessage]:
     """What placement is told of a record that another process may have claimed for, and of one that is read again: if
-    it has ended and no cell has it, no claim of its run is granted any more. Its instance held nothing when it ended,
-    so what it holds now was never dispatched.
+    it has ended and no cell has it, no claim of its run is granted any more, nor of the run that reads it. Its instance
+    held nothing when it ended, so what it holds now was never dispatched.
     """
-    if not _is_over(build.state, build) or not build.run:
+    if not _is_over(build.state, build):
         return []
     uuid = build.instance_uuid
-    release = ReleaseRun(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=build.run)
-    return [OutboxMessage(API, release, uuid)]
+    return [
+        OutboxMessage(API, ReleaseRun(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=run), uuid)
+        for run in dict.fromkeys((build.run, reader))
+        if run
+    ]
 
 
 def _is_over(state: BuildState | None, build: RecordedBuild) -> bool:

@@ -2,7 +2,7 @@
 
 How a request came: by which delivery, and whether another one may follow. Pure, and made in one function.
 
-What a delivery has done before is on record, or is not: no delivery tells.
+What a delivery has done before is on record. A claim for a record that is lost is not: it has the run of the message.
 """
 
 from __future__ import annotations
@@ -188,15 +188,17 @@ HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 class RequestDelivery(Struct, frozen=True, kw_only=True):
     """How a request came.
 
-    attempt: how often its queue has had it retried. has_letter: if its handling crashes its queue gives it up, and its
-    letter ends it; a letter has none. last: it is not retried any more; it ends now. why: it ends with this, unless it
-    is on record and goes on (None: it does not end). has_requester: one waits for an answer, and knows that a request
-    whose time is over may be carried out. is_late: whether its time is over, whenever it is asked. is_old: it was sent
-    so long ago that its record may be purged. awaits_hosts: this process has just started, so hosts that were not
-    announced yet may still be, and "no host" would be a guess.
+    attempt: how often its queue has had it retried. is_first: no delivery of it was before, so none has claimed for
+    it (another copy of it that has is delivered again, and reads its end). has_letter: if its handling crashes its
+    queue gives it up, and its letter ends it; a letter has none. last: it is not retried any more; it ends now. why:
+    it ends with this, unless it is on record and goes on (None: it does not end). has_requester: one waits for an
+    answer, and knows that a request whose time is over may be carried out. is_late: whether its time is over,
+    whenever it is asked. is_old: it was sent so long ago that its record may be purged. awaits_hosts: this process
+    has just started, so hosts that were not announced yet may still be, and "no host" would be a guess.
     """
 
     attempt: int = 0
+    is_first: bool = True
     has_letter: bool = True
     last: bool = False
     why: Refusal | None = None
@@ -245,6 +247,7 @@ def delivery_of(received: Received, *, is_warming_up: bool = False, kept_since: 
     last = why is not None or received.meta.attempt >= RETRIES
     return RequestDelivery(
         attempt=received.meta.attempt,
+        is_first=not (received.redelivered or received.meta.attempt or is_letter),
         has_letter=not is_letter,
         last=last,
         why=why,

@@ -11,7 +11,7 @@ from bus.consuming.outcome import EXPIRED_WAITING, Done, Received, Wait
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, TimelineEntry
 from bus.contracts.objects import GroupDefinition
-from bus.contracts.placement import GroupPolicy, ServerGroup
+from bus.contracts.placement import GroupPolicy, ReleaseRun, ServerGroup
 from bus.contracts.stages import Stamps
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import (
@@ -29,9 +29,9 @@ from scheduler_worker.domain.admission import (
     pending_build,
 )
 from scheduler_worker.domain.builds import ACCEPTED as ACCEPTED_NUMBER
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, BuildStatus, Gang, RecordedBuild
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, BuildStatus, Gang, RecordedBuild, releases_of
 from scheduler_worker.domain.placement import HostClaimed
-from scheduler_worker.domain.requests import RequestDelivery, refused_build
+from scheduler_worker.domain.requests import RequestDelivery, delivery_of, refused_build
 from scheduler_worker.domain.selector import Selector
 from tests.unit.scheduler.hosts import Hosts
 
@@ -121,12 +121,9 @@ def test_how_a_request_goes_on_that_is_on_record(
         assert found == clash(refused_build(UUID, "p", why, 1000.0), why)
         assert (found.outcome, found.label) == (Done(reply=why), "duplicate")
         return
-    assert (found.label, found.withdrawn, found.event) == (
-        answer.get("label", ""),
-        answer.get("withdrawn", False),
-        None,
-    )
-    assert found.ended == (known.build if known is not None and answer.get("ends") else None)
+    assert (found.label, found.withdrawn) == (answer.get("label", ""), answer.get("withdrawn", False))
+    released = releases_of(known.build, pending.run) if known is not None and answer.get("ends") else []
+    assert list(found.messages) == released
     if "waits" in answer:
         assert isinstance(found.outcome, Wait) and found.outcome.code == answer["waits"]
     else:
@@ -146,7 +143,7 @@ def test_a_later_member_is_refused_beside_its_first_without_an_event() -> None:
     firsts = {UUID: other, later.instance_uuid: later}
     alone = [admit(one, firsts, [UUID, later.instance_uuid], {}) for one in (later, first)]
     assert all(isinstance(one, Answered) and one.label == "duplicate" for one in alone)
-    assert [one.event is None for one in alone if isinstance(one, Answered)] == [True, False]
+    assert [not one.messages for one in alone if isinstance(one, Answered)] == [True, False]
     assert admit(later, {one.instance_uuid: one for one in gang}, [later.instance_uuid], {}) == Start()
 
 
@@ -259,11 +256,33 @@ def test_the_record_of_a_member_names_its_gang() -> None:
     assert new.timeline[0].detail == f"m1.small for p, one of 2 of gang {UUID}"
 
 
-def test_the_records_of_a_message_have_names_of_their_own() -> None:
-    """A later delivery makes another record, if the first is lost."""
+def test_all_deliveries_of_a_message_are_one_run() -> None:
+    """If its record is lost, a later one owns what was claimed for it by a process that is dead (seed 4950352)."""
     runs = [taken(id=message, now=now).run for message in ("m", "n", "") for now in (1.0, 2.0)]
-    assert len({*runs}) == 6 and taken(id="m", now=1.0).run == runs[0]
-    assert taken(replace(REQUEST, name="x"), id="", now=1.0).run != taken(id="", now=1.0).run
+    assert len({*runs}) == 3 and runs[::2] == runs[1::2]
+    assert taken(replace(REQUEST, name="x"), id="").run != taken(id="").run
+
+
+@pytest.mark.parametrize(
+    ("queue", "redelivered", "retried", "attempt"),
+    [
+        ("scheduler.requests", False, 0, 0),
+        ("scheduler.requests", True, 0, 1),
+        ("scheduler.requests", False, 1, 1),
+        ("scheduler.given_up", False, 0, 1),
+    ],
+)
+def test_an_earlier_delivery_may_have_claimed(queue: str, redelivered: bool, retried: int, attempt: int) -> None:
+    received = Received(REQUEST, Meta(id="m", attempt=retried), "api", queue, redelivered)
+    assert pending_build(received, delivery_of(received), now=1.0, flavors=SELECTOR).attempt == attempt
+
+
+def test_a_run_that_finds_its_request_ended_under_another_is_released_with_it() -> None:
+    pending = taken()
+    found = admit_known(pending, on_record(pending, BuildState.FAILED, run="another"))
+    assert isinstance(found, Answered)
+    released = [one.message.by for one in found.messages if isinstance(one.message, ReleaseRun)]
+    assert released == ["another", pending.run]
 
 
 @pytest.mark.parametrize(

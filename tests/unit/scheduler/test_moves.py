@@ -80,7 +80,7 @@ def word(verdict: Answered | Refusal | None) -> str:
         case Answered(outcome=Done(reply=MoveAccepted(request_id=request_id, instance_uuid=uuid))):
             assert (request_id, uuid) == (MOVE, UUID)
             return "accepted"
-        case Answered(outcome=Done(reply=Refusal(code=code)), event=event):
+        case Answered(outcome=Done(reply=Refusal(code=code)), messages=event):
             return f"answered {code}" + (" with an event" if event else "")
         case Answered(outcome=Done(reply=None)):
             return "left"
@@ -147,8 +147,8 @@ def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> Non
     assert checked(request) == CLASH
     pending = pending_move(Received(request, Meta(id="m"), "api", "q"), LATE, 0, now=1000.0)
     answer = check_move(pending, KNOWN, SELECTOR, same_host=True)
-    assert isinstance(answer, Answered) and answer.event is not None
-    event = answer.event.message
+    assert isinstance(answer, Answered)
+    event = answer.messages[0].message
     assert isinstance(event, MoveEvent)
     assert (event.request_id, event.instance_uuid, event.project_id, event.kind, event.at, event.code) == (
         UUID, UUID, "p", MoveKind.STOP, 1000.0, "request.duplicate",
