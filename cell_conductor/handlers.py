@@ -70,6 +70,7 @@ log = structlog.get_logger(__name__)
 
 DONE = Done()
 UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services have answered")
+NOT_ALL = Refusal(code=UNSURE.code, reason=UNSURE.reason)
 GIVEN_UP_QUEUE = "conductor.given_up"
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
 ANOTHERS = Refusal(
@@ -184,10 +185,10 @@ class RequestHandlers:
         and the messages to retry.
 
         Nothing is begun while a service has not answered that has to, until the queue's retries are exhausted: what
-        comes for the last time is begun then, and a move is refused. The same for deletes of instances that the
-        database may have lost and has no record of: it was set back, or the cell has announced their builds. A query of
-        a build without a record is dropped then: it comes again; so is a delete while a host has a machine that no
-        record explains: what it takes is not free.
+        comes for the last time is begun then, unless a machine of it was found, and a move is refused. The same for
+        deletes of instances that the database may have lost and has no record of: it was set back, or the cell has
+        announced their builds. A query of a build without a record is dropped then: it comes again; so is a delete
+        while a host has a machine that no record explains: what it takes is not free.
         """
         last = {
             received.meta.id
@@ -228,7 +229,11 @@ def _with_found(one: InstanceEvent, searched: Searched, *, is_delete: bool, is_l
         reason = f"it may have a later machine, and not all compute services have answered: {searched.silent}"
         why = Refusal(code=IN_DOUBT, reason=cut(reason))
         return replace(one, event=move_event(event.request, event.at, event.cause, given_up=why))
-    return replace(one, event=replace(event, found=found or ()))
+    part = searched.of(one.uuid, to_delete=is_delete, in_part=True)
+    if isinstance(event, BuildRequested) and found is None and part and not is_delete:
+        # It goes on record in doubt, and is searched for until that has its limit.
+        return replace(one, event=replace(event, found=(), given_up=event.given_up or NOT_ALL))
+    return replace(one, event=replace(event, found=part))
 
 
 def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested | MoveRequested]:

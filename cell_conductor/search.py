@@ -48,13 +48,14 @@ class Searched(Struct, frozen=True):
     hosts: AbstractSet[str] = frozenset()
     unexplained: Sequence[UnexplainedRecord] = ()
 
-    def of(self, uuid: str, *, to_delete: bool = False) -> tuple[FoundMachine, ...] | None:
-        """The machines of this instance; None: it is not known whether there is one. to_delete: but those that an
-        operator keeps, which no delete is about.
+    def of(self, uuid: str, *, to_delete: bool = False, in_part: bool = False) -> tuple[FoundMachine, ...] | None:
+        """The machines of this instance; None: a service has not answered that may have another one, and one of several
+        shows nothing of a later one. in_part: those that were found all the same. to_delete: but those that an operator
+        keeps, which no delete is about.
         """
         kept = {one.place for one in self.unexplained if to_delete and one.verdict == KEEP}
         found = tuple(one for one in self.machines.get(uuid, ()) if (one.host_uuid, uuid) not in kept)
-        return found if found or not self.missing else None
+        return found if in_part or not self.missing else None
 
     def is_unexplained(self, uuid: str) -> bool:
         """Whether a host has a machine of this instance that no record explains, that no service has by our mark, and
@@ -140,11 +141,9 @@ class MachineSearch:
         """The search for the instance of each of these requests, before they are taken."""
         outdated = {one.uuid for one in requests if is_begun_by(one.event)}
         lost = {one.uuid for one in requests if not is_begun_by(one.event)}
-        # One machine of an outdated record shows nothing of a later one: without every answer none counts.
         searched, complete = await asyncio.gather(
             self.find(lost, self._asked(down=self._is_awaiting(0.0))), self.find(outdated, self._asked())
         )
-        complete = replace(complete, machines={}) if complete.missing else complete
         return dict.fromkeys(lost, searched) | dict.fromkeys(outdated, complete)
 
     def _asked(self, *, down: bool = True) -> set[str] | None:
@@ -260,19 +259,18 @@ class MachineSearch:
             self.find(over, self._asked(down=False)),
             self.find(moved, asked, thorough=True),
         )
-        found = {uuid: ended for uuid in thorough.machines if (ended := thorough.of(uuid, to_delete=True))}
         unseen = set(self._listed(asked or ())) - thorough.hosts - set(self._fenced()) if moved else ()
         held = set(moved) if thorough.missing or unseen else thorough.machines.keys() & moved.keys()
+        found = {uuid: () if unseen else thorough.of(uuid, to_delete=True) or () for uuid in held}
         metrics.HELD_MOVES.inc(len(held))
         for uuid in sorted(held)[:LOGGED_MOVES]:
             _log_held(moved[uuid], thorough.machines.get(uuid, ()), thorough.missing, unseen)
         for uuid in sorted(builds):
-            seen = beyond if uuid in over else searched
-            if forgotten := forgotten_machines(doubted[uuid], seen.machines.get(uuid, ())):
-                found[uuid] = forgotten
-            if forgotten or seen.missing:
+            seen = (beyond if uuid in over else searched).of(uuid)
+            found[uuid] = forgotten_machines(doubted[uuid], seen or ())
+            if seen is None or found[uuid]:
                 held.add(uuid)
-        return found, held
+        return {uuid: machines for uuid, machines in found.items() if machines}, held
 
     async def find_decided(
         self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]

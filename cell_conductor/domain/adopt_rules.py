@@ -62,16 +62,17 @@ def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tup
 def start_or_adopt(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A build that is new here: its machine is adopted, if the cell was found to have one.
 
-    A machine on its first host that is of its first attempt is no other machine: the command there is repeated, and
-    answered; unless an earlier record has released that attempt, or the build was given up, and is not commanded. A
-    query that no search has answered is awaited again.
+    A machine on its first host that is of its first attempt, and of none later, is no other machine: the command there
+    is repeated, and answered; unless an earlier record has released that attempt, or the build was given up, and is not
+    commanded. A query that no search has answered is awaited again.
     """
     if event.is_query and event.found is None:
         return Step(instance)
     requested = rules.with_request(instance, event)
     first = (requested.attempt, requested.host_uuid)
     is_held = event.given_up is None and not is_released(instance, event)
-    is_new = is_held and any((one.attempt, one.host_uuid) == first for one in event.found or ())
+    is_newest = all(one.attempt <= event.attempt for one in event.found or ())
+    is_new = is_held and is_newest and any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or is_new:
         return rules.start_build(instance, event, context)
     adopted = replace(numbered_on(requested, context.set_back, event), reused_from=1)
@@ -182,9 +183,14 @@ def is_held(selection: Selection, event: ClaimRefused) -> bool:
     return event.consumer_generation is not None and event.holding == selection.allocations
 
 
+def by_worth(one: FoundMachine) -> tuple[bool, int, str]:
+    """Which of several machines of one instance is taken for its own: one that is complete, else the newest."""
+    return one.built, one.attempt, one.host_uuid
+
+
 def adopt_found(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
-    """The machine that is complete, else the newest. The other machines stay, in quarantine (`reused_from`)."""
-    best = max(found, key=lambda one: (one.built, one.attempt, one.host_uuid))
+    """The others stay, in quarantine (`reused_from`)."""
+    best = max(found, key=by_worth)
     if (allocations := proved_of(instance, best)) is None:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=True)

@@ -11,7 +11,7 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, InstanceSpec, Selection
 from bus.contracts.moves import Condition, MoveState
 
 from . import rules, steps
-from .adopt_rules import report_deleting
+from .adopt_rules import by_worth, report_deleting
 from .departure_rules import refer
 from .desires import WANTED, Ask, Wish, desire_of
 from .events import (
@@ -45,7 +45,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     if event.found is None:
         return rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
     own = [one for one in event.found if one.project_id in (None, event.project_id) and one.attempt > UNKNOWN_ATTEMPT]
-    own.sort(key=lambda one: (one.built, one.attempt, one.host_uuid), reverse=True)
+    own.sort(key=by_worth, reverse=True)
     last = max((one.attempt for one in own), default=0)
     forgotten = replace(
         numbered_on(instance, context.set_back),

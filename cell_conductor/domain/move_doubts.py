@@ -17,7 +17,7 @@ from bus.contracts.cell import Selection
 from bus.contracts.moves import MoveState
 
 from . import rules, steps, way_back
-from .adopt_rules import adopt_found, proved_of, unproved_from
+from .adopt_rules import adopt_found, by_worth, proved_of, unproved_from
 from .desires import Wish, desire_of
 from .events import Destroyed, HostRuns, MachineFound, MoveRequested, Spawned
 from .instance import Instance, Move, Power, State
@@ -44,7 +44,7 @@ def follow_found(instance: Instance, event: MachineFound, context: StepContext) 
     if not is_unsure(instance):
         return Step(instance)
     move = move_of(instance)
-    best = max(event.machines, key=lambda one: (one.built, one.attempt, one.host_uuid))
+    best = max(event.machines, key=by_worth)
     allocations = proved_of(instance, best)
     is_another = any(one.foreign or one.attempt <= move.book_attempt for one in event.machines)
     if is_another or allocations is None:

@@ -89,7 +89,10 @@ STARTS: list[Case] = [
     case(ABSENT, build(found=(FIRST,)), "building", "spawn 1@1", "build: building"),
     case(ABSENT, build(found=(replace(FIRST, attempt=2),)), "claiming/active"),
     case(ABSENT, build(found=(replace(FIRST, host_uuid=host(2)),)), "claiming/active"),
-    case(ABSENT, build(found=(ON_HOST_3, FIRST)), "building", "spawn 1@1", "build: building"),
+    # What its first attempt has left is not built again while the cell has a later one: its claim is that one's.
+    case(ABSENT, build(found=(ON_HOST_3, FIRST)), "claiming/active"),
+    case(ABSENT, build(found=(replace(ON_HOST_3, built=False), FIRST)), "claiming/active"),
+    case(ABSENT, build(found=(replace(ON_HOST_3, attempt=1), FIRST)), "building", "spawn 1@1", "build: building"),
     case(ABSENT, build(given_up=Refusal(code="x", reason="y"), found=(FIRST,)), "claiming/active"),
     case(ABSENT, build(found=(replace(ON_HOST_3, project_id="q"),)), "releasing/failed"),
     case(ABSENT, build(found=(replace(ON_HOST_3, project_id=None),)), "releasing/failed"),

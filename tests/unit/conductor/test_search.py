@@ -13,6 +13,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Message, Meta
 from bus.contracts.cell import (
+    CellBuildQuery,
     CellDelete,
     ComputeOutcome,
     ComputeResult,
@@ -75,6 +76,65 @@ async def test_nothing_is_begun_while_a_service_that_is_up_has_not_answered(up: 
     assert isinstance(await conductor.take(attempt=RETRIES), Done), "that wait is bounded"
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.BUILDING and recorded.doubted
+
+
+COPY = replace(machine(), service="s1")
+LATER = replace(machine(), host_uuid=host(4), host="host-4", attempt=2, built=True, allocations={host(4): {"VCPU": 1}})
+
+
+async def test_no_machine_is_adopted_while_a_service_has_not_answered_that_may_have_a_later_one() -> None:
+    """What a first attempt had left was adopted, and the machine of the client, of a silent service, was not wanted."""
+    services = Services(s1=(COPY,), s2=(LATER,))
+    services.silent = {"s2"}
+    conductor = Conductor(services, ("s1", "s2"))
+    outcome = await conductor.take()
+    assert isinstance(outcome, Retry) and outcome.code == "build.search_unanswered"
+    assert await conductor.recorded() is None and not conductor.relay.sent
+    services.silent = set()
+    assert isinstance(await conductor.request(BUILD), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 2)
+
+
+async def test_a_build_of_which_a_part_is_found_stays_in_doubt_after_its_last_delivery() -> None:
+    """Its doubt has the limit of every other; nothing is released or claimed before."""
+    services = Services(s1=(COPY,), s2=(LATER,))
+    services.silent = {"s2"}
+    conductor = Conductor(services, ("s1", "s2"))
+    assert isinstance(await conductor.take(attempt=RETRIES), Done)
+    await conductor.engine.search()
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.doubted and recorded.phase == (State.RELEASING, State.FAILED)
+    assert not conductor.relay.sent and not services.of_placement
+    services.silent = set()
+    async with conductor.store.transaction() as transaction:
+        await transaction.lock([UUID])
+        await transaction.update([replace(recorded, deadline=1.0)])
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 2)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+async def test_a_query_of_a_build_adopts_nothing_while_a_service_has_not_answered(*, silent: bool) -> None:
+    services = Services(s1=(COPY,), s2=(LATER,))
+    services.silent = {"s2"} if silent else set()
+    conductor = Conductor(services, ("s1", "s2"))
+    assert isinstance(await conductor.take(CellBuildQuery(spec=SPEC, sequence=1)), Done)
+    recorded = await conductor.recorded()
+    assert (None if recorded is None else recorded.attempt) == (None if silent else 2)
+
+
+async def test_a_delete_takes_what_is_found_with_its_last_delivery() -> None:
+    """What it destroyed first was released with the claim of the machine that was still to be found."""
+    services = Services(s1=(COPY,), s2=(LATER,))
+    services.silent = {"s2"}
+    conductor = Conductor(services, ("s1", "s2"))
+    assert isinstance(await conductor.take(DELETE), Retry) and not conductor.relay.sent
+    assert isinstance(await conductor.request(DELETE, attempt=RETRIES), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.state, recorded.host_uuid) == (State.DESTROYING, host(3))
 
 
 async def test_it_is_begun_when_all_have_answered_that_they_have_nothing() -> None:
@@ -282,7 +342,11 @@ async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_w
     assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)
 
 
-@pytest.mark.parametrize("listed", [(), (replace(OWN, attempt=1),)], ids=["nothing", "its own"])
+@pytest.mark.parametrize(
+    "listed",
+    [(), (replace(OWN, attempt=1),), (replace(machine(), host_uuid=host(4), service="s1"),)],
+    ids=["nothing", "its own", "an earlier one"],
+)
 @pytest.mark.parametrize("phase", [(State.CLAIMING, State.BUILDING), (State.RELEASING, State.FAILED)], ids=in_text)
 async def test_a_doubted_record_fails_over_or_ends_only_when_all_have_answered(
     phase: Phase, listed: tuple[FoundMachine, ...]
