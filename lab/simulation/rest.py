@@ -77,6 +77,7 @@ def unsettled(world: World, client: Client) -> list[str]:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
     found += [f"no_dead_letters: {words}" for words in world.listener.dead[:1]]
+    found += [f"steps_are_made: {count} failed" for count in [world.machines.failed_steps()] if count]
     for name, replica in world.replicas.items():
         if words := _replica_differs(world.book, replica):
             found.append(f"replica_agrees: {name}: {words}")
