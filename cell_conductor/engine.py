@@ -40,8 +40,9 @@ from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
+from .domain.orders import repeat_at
 from .domain.set_back import is_unsearched
-from .domain.steps import StepContext
+from .domain.steps import Step, StepContext
 from .domain.table import FenceSteps, question_of, step
 from .domain.way_back import SourceQuery
 from .placement_requests import (
@@ -174,7 +175,7 @@ class Engine:
         for one in incoming:
             instance = known.get(one.uuid)
             if instance is not None:
-                stepped = step(instance, one.event, context)
+                stepped = self._stepped(instance, one, context, None, set())
                 if stepped.instance is not instance or stepped.commands:
                     found.append((one, instance))
         return found
@@ -248,20 +249,16 @@ class Engine:
         now: dict[str, Instance] = dict(known)
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
-        ended, unsearched = list[Instance](), list[InstanceEvent]()
+        ended, unsearched, failed = list[Instance](), list[InstanceEvent](), set[str]()
         context, ended_by = await self._context_of(transaction, incoming), FenceSteps()
         for instance_event in incoming:
             before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
             if is_unsearched(before, event, context.set_back, context.unexplained):
                 unsearched.append(instance_event)
                 continue
-            stepped = step(before, event, context)
+            stepped = self._stepped(before, instance_event, context, ended_by, failed)
             if isinstance(event, DeleteRequested) and is_of_another_project(before, event):
                 log.warning("instance.delete_refused", instance=before.uuid, reason="it is of another project")
-            if misses_proof(before, stepped.instance) and not self._fences.is_recent:
-                raise Transient("the fence may be on record and not read yet", code="fence.unread")
-            if context.fences:
-                stepped = ended_by.follow(before, stepped, event, context)
             after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)
             cause = after.cause or instance_event.cause
             trace = traceparent_of(cause) or after.traceparent
@@ -279,7 +276,43 @@ class Engine:
         await transaction.insert(created)
         await transaction.update(changed)
         await transaction.send_later(outgoing)
-        return Transition(now, outgoing, steps, ended, ended_by.losses)
+        stepped_on = {uuid: one for uuid, one in now.items() if uuid not in failed}
+        return Transition(stepped_on, outgoing, steps, ended, ended_by.losses)
+
+    def _stepped(
+        self,
+        before: Instance,
+        incoming: InstanceEvent,
+        context: StepContext,
+        ended_by: FenceSteps | None,
+        failed: set[str],
+    ) -> Step:
+        """The step, with those that fences lead to, and what it asks of placement known to be readable.
+
+        If it cannot be made, it is logged and noted in `failed`, and the record stays as it is until its next deadline.
+        A message that crashes is a dead letter; what no message brings has none, and would end the process at each
+        start, and with it the whole cell.
+        """
+        event = incoming.event
+        try:
+            stepped = step(before, event, context)
+            question_of(stepped.instance)
+            if ended_by is None:
+                return stepped
+            if misses_proof(before, stepped.instance) and not self._fences.is_recent:
+                raise Transient("the fence may be on record and not read yet", code="fence.unread")
+            return ended_by.follow(before, stepped, event, context) if context.fences else stepped
+        except Transient:
+            raise
+        except Exception as error:  # any: it must not stop the other records
+            if incoming.message_id:
+                raise
+            failed.add(before.uuid)
+            metrics.STEPS_FAILED.labels(before.state, type(event).__name__).inc()
+            code = getattr(error, "code", type(error).__name__)
+            log.exception("instance.step_failed", instance=before.uuid, code=code, cause=before.cause)
+            is_due = isinstance(event, TimedOut)
+            return Step(replace(before, deadline=repeat_at(before, event.at, context)) if is_due else before)
 
     async def _context_of(self, transaction: Transaction, incoming: Sequence[InstanceEvent]) -> StepContext:
         context = replace(

@@ -11,6 +11,11 @@ from bus.contracts.build import BuildEvent
 from bus.service.stages import STAGE_S
 
 STEPS = Counter("berth_conductor_steps", "Events taken, by state before and event.", ["state", "event"])
+STEPS_FAILED = Counter(
+    "berth_conductor_steps_failed",
+    "Steps that a defect prevents, by state and event: they are tried again.",
+    ["state", "event"],
+)
 ANSWERS = Counter(
     "berth_conductor_placement_requests", "Questions to placement, by kind and outcome.", ["kind", "outcome"]
 )

@@ -16,17 +16,20 @@ from msgspec import Struct
 
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.feed import Change
+from bus.contracts.moves import Condition
 from bus.contracts.placement import ProviderState
+from cell_conductor.domain.desires import Wish, in_text, states_where
 
 MAX_EXAMPLES = 5
 
-# Instance states in which nothing is under way.
-TOMBSTONE = "tombstone"
+TOMBSTONE, RESIZED = "tombstone", "resized"
 DEPARTED = "departed"  # another cell has it: this record is no instance
-RESIZED = "resized"
-AT_REST = frozenset({"active", RESIZED, "offloaded", "failed", "deleted", TOMBSTONE, DEPARTED})
+# Instance states in which nothing is under way: no host and no placement is to do anything, and no request is open.
+_RESTS = states_where(lambda row: row.condition is not Condition.MOVING or row.elsewhere)
+_WAITS = states_where(lambda row: row.asks is not None or Wish.DESTROY in (row.here, row.source))
+AT_REST = frozenset(map(in_text, _RESTS - _WAITS))
 # Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
-ALIVE = frozenset({"active", RESIZED})
+ALIVE = frozenset(map(in_text, states_where(lambda row: row.here is Wish.RUN)))
 # Of a request: no client wants its instance.
 ENDED = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 

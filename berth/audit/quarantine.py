@@ -23,7 +23,8 @@ from bus.service.environment import Environment
 from bus.service.settings import SettingsError
 from cell_conductor.domain.adopt_rules import why_not_adoptable
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.desires import PURGED, PURGED_FAILED
+from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import (
     ADOPT,
@@ -35,8 +36,7 @@ from cell_conductor.store.safety import (
 from cell_conductor.store.tables import decode
 
 TIMEOUT_S = 10.0
-# In another cell: it has no instance of this uuid, or has one no more.
-OVER = frozenset({State.ABSENT, State.TOMBSTONE, State.DELETED, State.DEPARTED, State.FAILED})
+OVER = PURGED | PURGED_FAILED  # in another cell: it has an instance of this uuid no more
 _INSTANCES = "SELECT uuid::text, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
 T = TypeVar("T")
@@ -201,7 +201,7 @@ def _checked(
     cell, machine = here[0]
     if why := why_not_adoptable(records.get(cell)):
         raise RequestRefused(f"{uuid} in {cell}: {why}", code="quarantine.not_adoptable")
-    if elsewhere := [name for name, one in records.items() if name != cell and one.state not in OVER]:
+    if elsewhere := [name for name, one in records.items() if name != cell and one.phase not in OVER]:
         reason = f"{uuid} is on record in {', '.join(elsewhere)} as well"
         raise RequestRefused(reason, code="quarantine.recorded_elsewhere")
     return cell, machine

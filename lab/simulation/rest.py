@@ -25,12 +25,11 @@ from lab.simulation.load import Client
 from lab.simulation.orders import NONE_ALLOWED
 from lab.simulation.peer_watch import OVER_QUOTA, resources_of_flavor
 from lab.simulation.plan import Action
-from lab.simulation.standing import forgotten_have_ends, standing
+from lab.simulation.standing import forgotten_have_ends, is_stranded, standing
 from lab.simulation.world import World, marked
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory_table import MemoryBookTable
-from scheduler_worker.domain.builds import STRANDED
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.objects import drains_of
 
@@ -70,13 +69,14 @@ def unsettled(world: World, client: Client) -> list[str]:
     burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else _unfenced(world)
     found += list(_requests_have_ends(world, burnt))
     found += list(_former_cells_rest(world))
-    found += list(forgotten_have_ends(world, _stranded(world)))
+    found += list(forgotten_have_ends(world, _stranded(world) | _left_to_the_audit(world)))
     found += list(_drains_have_ended(world, burnt))
     found += list(_fences_are_on_record(world))
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
     found += [f"no_dead_letters: {words}" for words in world.listener.dead[:1]]
+    found += [f"steps_are_made: {count} failed" for count in [world.machines.failed_steps()] if count]
     for name, replica in world.replicas.items():
         if words := _replica_differs(world.book, replica):
             found.append(f"replica_agrees: {name}: {words}")
@@ -251,13 +251,13 @@ def _stranded(world: World) -> set[str]:
 
 
 def _left_to_the_audit(world: World) -> set[str]:
-    """Builds that ended because no cell is known of what they hold, on nodes that their operators have removed from
-    Ironic: nothing will ever announce these, and `berth placement audit --repair` gives that back.
+    """Builds that end, or have ended, because no cell is known of what they hold, on nodes that their operators have
+    removed from Ironic: nothing will ever announce these, and `berth placement audit --repair` gives that back.
     """
     return {
         uuid
         for uuid, build in world.builds.recorded.items()
-        if build.code == STRANDED and (kept := world.book.consumers.get(uuid)) is not None
+        if is_stranded(build) and (kept := world.book.consumers.get(uuid)) is not None
         if all(_is_removed(world, provider) for provider in kept.consumer.holding)
     }
 

@@ -12,16 +12,20 @@ from lab.simulation.world import World
 from scheduler_worker.domain.builds import OPEN, STRANDED, RecordedBuild
 
 
+def is_stranded(build: RecordedBuild) -> bool:
+    """Whether it has ended because no cell is known of what it holds, or may wait for that."""
+    return build.state is BuildState.ACCEPTED or build.code == STRANDED
+
+
 def standing(world: World, build: RecordedBuild) -> str:
-    """The state of a request. Where schedulers forget requests, one that has failed because the host of its instance
-    was not announced, and its cell not known, counts as active while that runs: `berth check` names it, until
+    """The state of a request. Where schedulers forget requests, one that waits, or has failed, because the host of its
+    instance is not announced, and its cell not known, counts as active while that runs: `berth check` names it, until
     it is deleted.
     """
     stopped = {order.service for order in world.plan.orders if order.action is Action.LEAVE}
     is_kept = (
         Widening.REQUESTS_FORGOTTEN in world.plan.widenings
-        and build.state is BuildState.FAILED
-        and build.code == STRANDED
+        and is_stranded(build)
         and any(
             instance.here is not None and instance.here.service in stopped
             for table in world.cells.values()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeAlias
 
 from msgspec.structs import replace
@@ -29,7 +29,6 @@ ACTS = 8  # more than the plan before has
 FAULTS = (FaultType.MUTE, FaultType.PAUSE, FaultType.CUT, FaultType.CRASH)
 HELD_S, BEFORE_S = 3.0, 0.002
 FAULT_S = (0.5, 4.0, 12.0, 30.0)
-STANDS_STILL_S = (4.0, 8.0, 14.0)  # of placement's worker that a delete overtakes
 
 
 class Steering:
@@ -91,19 +90,6 @@ def with_act(plan: Plan, stay: Stay, act: Act, rng: random.Random) -> Plan:
                 plan, FaultEvent(at=stay.since - BEFORE_S, kind=FaultType.PAUSE, target=target, seconds=HELD_S)
             )
     return act(plan, stay, rng.uniform(stay.since, until), rng)
-
-
-def deleted_amid(plan: Plan, stays: Iterable[Stay], state: str, rng: random.Random) -> Plan:
-    """A delete of each instance amid its stays in this state, while one worker of placement stands still: what it was
-    requested before may be done after the delete's own requests.
-    """
-    for stay in stays:
-        if stay.state.startswith(state):
-            at, worker = stay.since + rng.uniform(0.01, 1.0), f"placement{rng.randrange(plan.placements)}"
-            seconds = rng.choice(STANDS_STILL_S)
-            pause = FaultEvent(at=stay.since - BEFORE_S, kind=FaultType.PAUSE, target=worker, seconds=seconds)
-            plan = _delete(_faulty(plan, pause), stay, at, rng)
-    return plan
 
 
 def acts_in(plan: Plan) -> dict[str, Act]:

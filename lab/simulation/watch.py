@@ -12,6 +12,7 @@ from bus.contracts.catalogue import MESSAGES
 from bus.contracts.cell import ComputeOutcome, ComputeResult
 from bus.contracts.queues import DEAD, EVENTS, TAKES_GIVEN_UP, Where
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.metrics import STEPS_FAILED
 from compute_sim.fleet import Fleet, Guest, Host
 from lab.simulation.loop import PROCESS, Process
 from lab.simulation.plan import MAX_FAULT_S
@@ -105,11 +106,19 @@ def _is_placed_anew(provider: Provider, before: Provider) -> bool:
     return has_the_same and provider.shape >= before.shape and replace(provider, **of_place) == before
 
 
+def failed_steps() -> int:
+    """How many steps of conductors a defect has prevented in this process: no worker ends because of them."""
+    return int(
+        sum(one.value for metric in STEPS_FAILED.collect() for one in metric.samples if one.name.endswith("total"))
+    )
+
+
 class MachineWatch:
     """Looks at the machines as they come to be, and at what conductors and hosts report of them."""
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
         self._now = now
+        self._failed_before = failed_steps()  # in other runs
         self._recorded: dict[tuple[str, str, int], float] = {}  # when a record first had this attempt as active
         self._built: set[tuple[str, str, int]] = set()  # every machine there ever was: (host, instance, attempt)
         self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host reported as gone for good
@@ -128,6 +137,10 @@ class MachineWatch:
             tuple[str, str, int], tuple[WatchedFleet, Process | None]
         ] = {}  # who built it last, and in what
         self._untold: set[tuple[str, str, int]] = set()
+
+    def failed_steps(self) -> int:
+        """How many of this run."""
+        return failed_steps() - self._failed_before
 
     def deployed(self, node: str, instance: str) -> None:
         """A machine of metal comes to be."""

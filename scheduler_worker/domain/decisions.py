@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Outcome, Retry
+from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellBuildQuery, InstanceSpec
@@ -99,9 +99,9 @@ def _decided_of(pending: PendingBuild, one: BuildDecision, result: DecidedResult
     return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run, attempt=attempt)), claimed)
 
 
-def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> DecidedBuild:
-    """The decision about a build that is not placed, while a claim of it is held, or may be."""
-    return _decided_of(pending, _stranded(pending.request, held, author))
+def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> Conclusion:
+    """The conclusion about a build that is not placed, while a claim of it is held, or may be."""
+    return _again(pending, held) or _decided_of(pending, _stranded(pending.request, held, author))
 
 
 def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
@@ -128,9 +128,10 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else needed(gang, [one.result for one in members]))
-    retry = next(filter(None, map(_retry_of, members)), None) if is_short else None
-    if retry is not None:
-        return [(one.pending, retry) for one in members]
+    looks = (_again(one.pending, one.result) for one in members) if is_short else ()
+    again: Outcome | None = next((one for one in looks if one is not None), None)
+    if again is not None:
+        return [(one.pending, one.pending.accepted if isinstance(again, Done) else again) for one in members]
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     for one in members:
         result = one.result
@@ -144,13 +145,21 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
     return concluded
 
 
-def _retry_of(placed: PlacedBuild) -> Retry | None:
-    """How a placement is tried again with its request; None: its result is final."""
-    result, delivery = placed.result, placed.pending.delivery
-    is_early = isinstance(result, ClaimStranded) or (isinstance(result, NoValidHost) and result.may_be_early)
-    if is_early and delivery.awaits_hosts:
-        return HOSTS_UNKNOWN
-    return None if delivery.last else retry_of(result)
+def _again(pending: PendingBuild, result: PlacementResult) -> Outcome | None:
+    """How a placement is tried again: with its request, or after the last retry of that from its record, which stays
+    open (`unanswered`): what is held on a host that is not announced yet may run there. None: its result is final.
+    """
+    delivery = pending.delivery
+    match result:
+        case ClaimStranded() | NoValidHost(may_be_early=True) if delivery.awaits_hosts:
+            return HOSTS_UNKNOWN
+        case ClaimsContended() if not delivery.last:
+            return Retry(CONTENDED, f"{result.claims} claims were lost to others")
+        case ClaimStranded(cell=None) if not delivery.last:  # a known cell is queried at once: its host may be gone
+            return Retry(STRANDED, result.reason)
+        case ClaimStranded(cell=None) if delivery.has_letter:
+            return pending.accepted
+    return None
 
 
 def decision(
@@ -175,16 +184,6 @@ def decision(
     return replace(decided, timeline=(*lost, *decided.timeline))
 
 
-def retry_of(result: PlacementResult) -> Retry | None:
-    """How a result is retried while its queue has retries left; None: it is final."""
-    match result:
-        case ClaimsContended():
-            return Retry(CONTENDED, f"{result.claims} claims were lost to others")
-        case ClaimStranded(cell=None):  # a known cell is queried at once: the host may be gone for good
-            return Retry(STRANDED, result.reason)
-    return None
-
-
 def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> BuildDecision:
     main = claimed.selections[0]
     alternates = ", ".join(selection.host for selection in claimed.selections[1:]) or "none"
@@ -201,7 +200,7 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
 
 def _stranded(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildDecision:
     """The build is given to the cell of its claim, which is queried: a machine of it is adopted, and without one the
-    cell ends it. While its cell is not known it fails, and its claim stays.
+    cell ends it. If its cell stays unknown it fails in the end, and its claim stays.
     """
     if held.cell is None:
         return _failed(request, STRANDED, held.reason, author)

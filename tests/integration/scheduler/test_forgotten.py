@@ -182,7 +182,7 @@ async def test_a_claim_on_a_host_without_a_service_or_a_cell_blocks_no_request_a
     # The host's compute service has died with the scheduler, and does not come back.
     del world.hosts["c1"][lost]
     (alive,) = await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
-    await world.scheduler("s2", CONFIG)
+    await world.scheduler("s2", structs.replace(CONFIG, move_query_s=0.05))
     await world.ask(healthy)
     assert (await world.ended(healthy.instance_uuid, BuildState.SCHEDULED)).cell == "c2"
     failed = await world.ended(stranded.instance_uuid)
@@ -280,7 +280,7 @@ async def test_each_delete_is_refused_while_it_is_not_known_which_cell_has_the_i
     request, host = await running(world, API)
     await world.stop("s1")
     announced = world.hosts["c1"].pop(host)
-    await world.scheduler("s2", CONFIG)
+    await world.scheduler("s2", structs.replace(CONFIG, move_query_s=0.05))
     await world.ask(request)
     assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
     for _ in range(2):

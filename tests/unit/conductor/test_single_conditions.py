@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, Spawn
@@ -12,6 +13,7 @@ from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain import leases, way_back
 from cell_conductor.domain.breaker import pages
+from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.fences import Fence, losses_of
 from cell_conductor.domain.instance import NOT_TRIED, Instance, Phase, State, summary_of
 from cell_conductor.domain.leases import FARTHEST_EPOCH, Lease, LeaseState, LeaseTable
@@ -29,6 +31,7 @@ from tests.unit.conductor.move_scenario import (
     request,
     to_resized,
 )
+from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import (
     DELETE,
     DEPLOYMENT,
@@ -49,6 +52,7 @@ from tests.unit.conductor.scenario import (
 from tests.unit.conductor.scenario import (
     claimed as claimed_alternate,
 )
+from tests.unit.conductor.world import Services, insert, opened
 
 # --- Single conditions of the cell's rules that no table of a decision holds.
 
@@ -493,3 +497,43 @@ def test_a_ring_loses_who_missed_three_heartbeats(
     assert table.rings() == rings
     table.adopt([Lease(service="c", epoch=1)])
     assert table.rings() is None
+
+
+# --- a record with which a step cannot be made
+
+LONE = "00000000-0000-4000-8000-0000000000aa"
+POISONED = {
+    "an event that is impossible in its state": record(State.ACTIVE),
+    "its move is not on record": record(State.RESIZED),
+    "it asks what cannot be asked": record(State.CLAIMING, State.BUILDING, spec=None),
+}
+
+
+@pytest.mark.parametrize("poisoned", POISONED.values(), ids=POISONED)
+async def test_a_record_without_a_step_does_not_stop_the_deadlines_of_others(poisoned: Instance) -> None:
+    """It ended the conductor, and again at each start, and with it the whole cell."""
+    conductor = await opened(Services(), ())
+    await insert(conductor.store, poisoned, record(State.BUILDING, uuid=LONE, queried=False))
+    with capture_logs() as logged:
+        assert await conductor.engine.sweep() == 2
+        assert await conductor.engine.sweep() == 0, "it is tried again, and later"
+    known = await conductor.engine.known((LONE, UUID))
+    assert known[LONE].queried and known[UUID].deadline is not None and known[UUID].deadline > 99.0
+    assert known[UUID] == replace(poisoned, deadline=known[UUID].deadline)
+    assert [(one["event"], one["instance"]) for one in logged if one["log_level"] == "error"] == [
+        ("instance.step_failed", UUID)
+    ]
+
+
+async def test_a_record_without_a_step_does_not_stop_a_report_and_makes_a_message_a_dead_letter() -> None:
+    """Each report with it ended the conductor; the message of a fence did, and ended no step of the others."""
+    conductor = await opened(Services(), ())
+    poisoned = record(State.RESIZED)
+    await insert(conductor.store, poisoned, record(State.BUILDING, uuid=LONE))
+    runs = e.HostRuns(at=300.0, attempt=2, host_uuid=host(2), service="s2")
+    reported = [InstanceEvent(one, runs) for one in (UUID, LONE)]
+    await conductor.engine.take(reported, source="reports")
+    known = await conductor.engine.known((LONE, UUID))
+    assert (known[LONE].state, known[UUID]) == (State.ACTIVE, poisoned)
+    with pytest.raises(AssertionError):
+        await conductor.engine.take([replace(reported[0], message_id="m")], source="results")

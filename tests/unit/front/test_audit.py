@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, FindingKind, findings
 from berth.audit.invariants import (
+    ALIVE,
+    AT_REST,
     BreakerFact,
     Facts,
     GangFact,
@@ -502,3 +504,8 @@ def test_nothing_is_repaired_by_itself_unless_the_site_has_decided_so() -> None:
     assert chosen(AuditSettings(orphaned="repair"), many) == [] and chosen(AuditSettings(orphaned="repair"), many[1:])
     other = AuditFinding(K.MISSING, A, "r", "claim it", "proof")
     assert chosen(AuditSettings(orphaned="repair"), [other]) == []
+
+
+def test_the_states_at_rest_follow_from_the_cells_table() -> None:
+    assert sorted(AT_REST - ALIVE) == ["deleted", "departed", "failed", "offloaded", "tombstone"]
+    assert sorted(AT_REST & ALIVE) == sorted(ALIVE) == ["active", "resized"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from bus.consuming.outcome import Done
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellBuildQuery, Selection
@@ -76,7 +77,9 @@ def placed(result: Any, one: PendingBuild | None = None, **delivery: Any) -> Pla
 
 
 def outcome(concluded: Any) -> Any:
-    """(state, code, cell, host uuid, attempt) of a decision, or the code of a retry or wait."""
+    """(state, code, cell, host uuid, attempt) of a decision, or the code of a retry or wait; "accepted": it is open."""
+    if isinstance(concluded, Done):
+        return "accepted"
     if not isinstance(concluded, DecidedBuild):
         return concluded.code
     build = concluded.decision.build
@@ -101,7 +104,9 @@ FAILED, SCHEDULED = "failed", "scheduled"
         (STRANDED, {"awaits_hosts": True}, "hosts.unknown"),
         (STRANDED, {}, (SCHEDULED, "", "c1", HOST, 2)),
         (ClaimStranded("why"), {}, "claim.stranded"),
-        (ClaimStranded("why"), {"last": True}, (FAILED, "claim.stranded", None, None, 0)),
+        (ClaimStranded("why"), {"last": True}, "accepted"),
+        (ClaimStranded("why"), {"last": True, "has_letter": False}, (FAILED, "claim.stranded", None, None, 0)),
+        (ClaimsContended(3), {"last": True, "has_letter": False}, (FAILED, "claims.contended", None, None, 1)),
         (PlacementRefused("x.y", "why"), {}, (FAILED, "x.y", None, None, 0)),
         (PlacementRefused("x.y", "why", claims=1), {}, (FAILED, "x.y", None, None, 1)),
         (GangIncomplete(Gang(uuid=UUID, size=3, min_count=2), 1, 1), {}, (FAILED, "gang.incomplete", None, None, 1)),
@@ -114,7 +119,7 @@ def test_what_follows_from_the_result_of_a_placement(result: Any, delivery: Any,
     if isinstance(concluded, DecidedBuild):
         assert concluded.claimed is (result if result is CLAIMED else None)
         assert concluded.decision.funnel == getattr(result, "funnel", ())
-        ((_, again),) = conclude([placed(result, pending(attempt=1), last=True)], AUTHOR, 3)
+        ((_, again),) = conclude([placed(result, pending(attempt=1), last=True, has_letter=False)], AUTHOR, 3)
         assert outcome(again)[-1] == (expected[-1] or 1), "an earlier delivery may have claimed"
 
 
@@ -130,6 +135,7 @@ def test_what_follows_from_the_result_of_a_placement(result: Any, delivery: Any,
         ([NONE, ClaimsContended(1)], 1, {}, ["claims.contended"] * 2),
         ([CLAIMED, PlacementUnavailable("away")], 1, {}, ["placement.unavailable"] * 2),
         ([NONE, NONE], 1, {}, [FAILED, FAILED]),
+        ([CLAIMED, ClaimStranded("why")], 2, {"last": True}, ["accepted"] * 2),
     ],
 )
 def test_what_follows_for_the_members_of_a_gang(
@@ -184,7 +190,9 @@ def test_the_timeline_of_a_decision() -> None:
     ((_, alone),) = conclude([placed(replace(CLAIMED, selections=CLAIMED.selections[:1]))], AUTHOR, 3)
     assert isinstance(alone, DecidedBuild) and alone.decision.timeline[1].detail.endswith("none")
     held = ended_where_held(pending(), STRANDED, AUTHOR)
-    assert outcome(held) == (SCHEDULED, "", "c1", HOST, 2) and held.claimed is None
+    assert isinstance(held, DecidedBuild) and held.claimed is None
+    assert outcome(held) == (SCHEDULED, "", "c1", HOST, 2)
+    assert outcome(ended_where_held(pending(), ClaimStranded("why"), AUTHOR)) == "claim.stranded"
     ((_, long),) = conclude([placed(PlacementRefused("x", "y" * 9999))], AUTHOR, 3)
     assert isinstance(long, DecidedBuild) and long.decision.build.reason == "y" * MAX_REASON
 

@@ -29,7 +29,7 @@ from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.domain.requests import LAST, LETTERS, RequestDelivery
+from scheduler_worker.domain.requests import LAST, LETTERS, RETRIES, RequestDelivery
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
@@ -143,9 +143,7 @@ async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_ends_and
     site.cluster.port.refused = REFUSED
     retried, done = await site.process(taken(ruled_out), taken(fits))
     assert isinstance(retried, Retry) and retried.code == "claim.stranded" and isinstance(done, Done)
-    (ended,) = await site.process(taken(ruled_out, LAST))
-    build = await site.build_of(ruled_out.instance_uuid)
-    assert isinstance(ended, Done) and (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+    await ends_by_its_last_look(site, ruled_out)
 
 
 async def test_a_build_whose_claim_placement_refuses_to_hand_over_ends(site: Site) -> None:
@@ -157,9 +155,33 @@ async def test_a_build_whose_claim_placement_refuses_to_hand_over_ends(site: Sit
     hold(site.cluster, ruled_out)
     retried, done = await site.process(taken(ruled_out), taken(fits))
     assert isinstance(retried, Retry) and isinstance(done, Done)
-    (ended,) = await site.process(taken(ruled_out, LAST))
-    build = await site.build_of(ruled_out.instance_uuid)
-    assert isinstance(ended, Done) and (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+    await ends_by_its_last_look(site, ruled_out)
+
+
+async def ends_by_its_last_look(site: Site, request: BuildRequest) -> None:
+    """It stays open when its message is retried no more, and is looked after a bounded number of times."""
+    uuid = request.instance_uuid
+    (left,) = await site.process(taken(request, LAST))
+    assert isinstance(left, Done) and (await site.build_of(uuid)).state is BuildState.ACCEPTED
+    for tries in (0, RETRIES - 1, RETRIES):
+        assert (await site.build_of(uuid)).state is BuildState.ACCEPTED
+        assert await site.handler.resume({uuid: tries}) == set()
+    build = await site.build_of(uuid)
+    assert (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+
+
+async def test_a_build_whose_host_is_announced_after_the_last_retry_goes_to_its_cell(site: Site) -> None:
+    """It failed 26 s after it was sent, and its machine ran on: the claim was left to a delete or the audit."""
+    request = site.cluster.hosts.request()
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    hold(site.cluster, request, on=-1, run="mine")
+    (left,) = await site.process(taken(request, LAST))
+    assert isinstance(left, Done) and (await site.build_of(request.instance_uuid)).state is BuildState.ACCEPTED
+    hold(site.cluster, request, run="mine")
+    assert await site.handler.resume({request.instance_uuid: 0}) == set()
+    build = await site.build_of(request.instance_uuid)
+    assert (build.state, build.host_uuid) == (BuildState.SCHEDULED, site.cluster.hosts.uuids[4])
+    assert len(site.emitted(CellBuild)) == 1
 
 
 async def test_a_claim_that_changes_while_it_is_taken_over_holds_up_no_other_build(site: Site) -> None:
