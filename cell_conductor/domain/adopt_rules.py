@@ -268,8 +268,7 @@ def answer_build(instance: Instance, event: BuildRequested, context: StepContext
     desire = desire_of(instance)
     if desire.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
-    is_adopted = desire.asks is Ask.CLAIM and instance.move is None
-    if desire.work is Work.BUILD or desire.condition is Condition.FAILED or is_adopted:
+    if desire.work in (Work.BUILD, Work.ADOPTION) or desire.condition is Condition.FAILED:
         return report_building(instance, event, context)
     return _announce_again(instance, event, BuildState.ACTIVE, context)
 

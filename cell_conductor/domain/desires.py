@@ -44,6 +44,7 @@ class Work(StrEnum):
     """What was under way: after a set-back of the database it may have advanced beyond its record."""
 
     BUILD = "build"
+    ADOPTION = "adoption"
     MOVE = "move"
 
 
@@ -87,7 +88,7 @@ DESIRES: Mapping[Phase, Desire] = {
     (State.CLAIMING, State.PREPARING): Desire(
         here=Wish.NONE, source=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.CLAIMING, work=Work.MOVE
     ),
-    (State.CLAIMING, State.ACTIVE): Desire(here=Wish.STAY, asks=Ask.CLAIM),
+    (State.CLAIMING, State.ACTIVE): Desire(here=Wish.STAY, asks=Ask.CLAIM, work=Work.ADOPTION),
     # Of hosts: all machines of it, the source of a move that has arrived, the destination of one that is undone, the
     # machine of one that is shelved, and that of one that leaves for another cell, which has a host for it.
     (State.DESTROYING, State.DELETED): Desire(here=Wish.DESTROY, source=Wish.DESTROY, condition=_DELETED),

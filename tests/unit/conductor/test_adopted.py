@@ -20,6 +20,7 @@ from cell_conductor.domain.events import Event, InstanceEvent
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
+from cell_conductor.domain.set_back import is_outdated
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -46,7 +47,7 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 from tests.unit.conductor.scenario import claimed as taken
-from tests.unit.conductor.world import Conductor, Queried, Relay, Services, engine_of, insert
+from tests.unit.conductor.world import Conductor, Queried, Relay, Services, engine_of, insert, opened
 
 S = State
 ABSENT = Instance(uuid=UUID)
@@ -514,3 +515,18 @@ async def test_the_answer_of_a_host_that_was_queried_in_vain_is_on_disk(late: bo
     building = run(queried(), *([TIMED_OUT] if late else [])).instance
     assert building.queried is late
     assert (await after_crash(building, spawned())).state is kept
+
+
+async def test_an_adoption_that_was_set_back_leaves_a_record_that_is_searched_for() -> None:
+    """It came to rest after the set-back and counted as certain, though its instance had been moved since the backup:
+    the next move was begun beside the machine that its client has.
+    """
+    conductor = await opened(Services(), ())
+    adopting = replace(record(State.CLAIMING, State.ACTIVE), found_built=True, doubted=False, position=0)
+    await insert(conductor.store, adopting)
+    conductor.table.place += 1
+    assert await conductor.engine.sweep() == 0, "it is recognised"
+    known = (await conductor.engine.known([UUID]))[UUID]
+    answer = e.ClaimRefused(at=conductor.store.set_back.at + 1e4, attempt=known.next_attempt, consumer_changed=True)
+    rested = step(known, answer, PATIENCE).instance
+    assert rested.state is State.ACTIVE and is_outdated(rested, conductor.store.set_back)
