@@ -270,7 +270,8 @@ def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
         (desires.ELSEWHERE, "departed"),
         (
             desires.IN_DOUBT_AFTER_SET_BACK,
-            "building claiming/building claiming/preparing claiming/active destroying/active destroying/reverting destroying/departed"
+            "building claiming/building claiming/preparing claiming/active destroying/active"
+            " destroying/reverting destroying/departed"
             " releasing/active releasing/departed preparing handing_over finishing resized reverting restarting"
             " changing resizing destroying/offloaded releasing/offloaded",
         ),
