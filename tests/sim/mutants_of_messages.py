@@ -26,9 +26,8 @@ from cell_conductor.domain.report import Newest
 from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker import engine as scheduling
 from scheduler_worker import placing
-from scheduler_worker.domain import builds, decision_round, placement
+from scheduler_worker.domain import admission, builds, decision_round, placement
 from scheduler_worker.domain.builds import RecordedBuild, releases_of
 from scheduler_worker.fleet import HostsListener
 
@@ -84,12 +83,12 @@ def progress_lingers_for_ever() -> AbstractContextManager[Any]:
 def releases(change: Callable[[RecordedBuild, list[OutboxMessage]], list[OutboxMessage]]) -> Iterator[None]:
     """What placement is told of a record is changed."""
 
-    def changed(build: RecordedBuild) -> list[OutboxMessage]:
-        return change(build, releases_of(build))
+    def changed(build: RecordedBuild, reader: str = "") -> list[OutboxMessage]:
+        return change(build, releases_of(build, reader))
 
     with (
         patch.object(builds, "releases_of", changed),
-        patch.object(scheduling, "releases_of", changed),
+        patch.object(admission, "releases_of", changed),
         patch.object(placing, "releases_of", changed),
     ):
         yield

@@ -95,7 +95,7 @@ def test_a_delete_that_does_not_follow_its_instance_is_found() -> None:
     event_log = EventLog(keep=True)
     run(deleted_as_it_leaves(None), event_log=event_log)
     [departs_at] = [float(line.split()[0]) for line in map(str, event_log.lines) if '"departure":' in line]
-    plan = deleted_as_it_leaves(departs_at)
+    plan = deleted_as_it_leaves(departs_at - 0.003)
     held = run(plan)
     assert held.breach == "", held.detail
     with kinds.delete_does_not_follow():

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming import in_flight
+from bus.consuming import consumer, in_flight
 from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.rules import Step
 from lab.simulation import drain_watch
@@ -39,7 +39,8 @@ def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
     Without the watch of builds, which carries it on, and so mends this.
     """
     patches = ExitStack()
-    patches.enter_context(patch.object(in_flight, "ENDED_BY_LETTER", frozenset()))
+    for place in (in_flight, consumer):  # as it comes, and as it is handed over once more
+        patches.enter_context(patch.object(place, "ENDED_BY_LETTER", frozenset()))
     patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
     return patches
 
@@ -119,14 +120,14 @@ def test_a_defect_is_found(plan: Callable[[], Plan], mutant: Mutant, breach: str
 
 
 def a_build_comes_to_a_host_that_is_being_drained() -> Plan:
-    """Builds every millisecond around the start of a drain: of some, the claim comes after its plan."""
+    """Builds every millisecond before a drain: of some, the claim comes after its plan."""
     cell = Cell(name="cell0", conductors=1, services=(("s00", 1), ("s01", 6)), metal=())
     uuids = [f"a0000000-0000-4000-8000-0000000000{number:02}" for number in range(34)]
     build = Order(at=5.0, action=Action.BUILD, flavor="m1.tiny", project="red")
     early = [replace(build, uuid=uuid) for uuid in uuids[:14]]
     late = [replace(build, uuid=uuid, at=40.0 + number * 0.001) for number, uuid in enumerate(uuids[14:])]
     uuid = "d0000000-0000-4000-8000-000000000001"
-    drain = Order(at=40.0, action=Action.MOVE, verb=DRAIN, service="s00", uuid=uuid, seconds=60.0)
+    drain = Order(at=40.03, action=Action.MOVE, verb=DRAIN, service="s00", uuid=uuid, seconds=60.0)
     plan = plan_of_case(1, (cell,), (*early, *late, drain), (), builds_s=0.5)
     return replace(plan, widenings=(Widening.DRAINS,), drains_by_schedulers=True, load_s=110.0)
 
