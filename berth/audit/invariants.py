@@ -488,7 +488,7 @@ def _generations(facts: Facts) -> Iterator[str]:
         last[provider] = change.generation
         used.setdefault(provider, {}).update(change.used or {})
         if change.state is not None:
-            states[provider] = change.state
+            states[provider], used[provider] = change.state, dict(change.state.used)
 
 
 def _is_freed(change: Change, before: Mapping[str, int]) -> bool:

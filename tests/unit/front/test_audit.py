@@ -292,6 +292,16 @@ def test_a_generation_stays_when_a_name_changes_and_not_when_an_amount_does(afte
     assert broken(replace(SOUND, changes=changes)) == (set() if holds else {"generations_rise"})
 
 
+def test_what_a_whole_state_says_is_used_may_fall_at_its_generation() -> None:
+    """A report may raise it: the amounts of changes before the state said less (seed 4980067)."""
+    changes = [
+        Change(sequence=3, provider=HOST, generation=4, used={"CUSTOM_A": 1}),
+        Change(sequence=4, provider=HOST, generation=5, state=replace(NAMED, used={"CUSTOM_A": 5})),
+        Change(sequence=5, provider=HOST, generation=5, used={"CUSTOM_A": 4}),
+    ]
+    assert broken(replace(SOUND, changes=changes)) == set()
+
+
 NOT_ALWAYS = ("events", "changes", "connections", "breakers", "quarantine")
 
 
