@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import asyncpg
 import pytest
 from msgspec import structs
 
-from bus.clock import new_uuid
 from bus.contracts.build import (
     BuildAccepted,
     BuildEvent,
@@ -19,19 +17,9 @@ from bus.contracts.build import (
     BuildQuery,
     BuildRequest,
     BuildState,
-    FlavorCount,
     member_uuids,
 )
-from bus.contracts.feed import SnapshotPage, SnapshotRequest
-from bus.contracts.placement import GroupPolicy, Release, ReleaseResult, ServerGroup
-from bus.faults import DatabaseUnavailable
-from scheduler_worker import placing
-from scheduler_worker.claims import BusClaims
-from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.engine import SchedulingEngine
-from tests.integration.scheduler.steps import Gate, cut_request_consumer, fill
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import until
 
 # --- Requests for several machines that start together or not at all, from the message to the book.
 
@@ -48,11 +36,6 @@ def room_for(machines: int) -> dict[str, int]:
 async def ends(world: World, request: BuildRequest) -> list[BuildEvent]:
     """Of each member whether it was scheduled, or how it ended."""
     return [await world.ended(uuid, *ENDS) for uuid in member_uuids(request)]
-
-
-async def boot(world: World, **fields: object) -> list[BuildEvent]:
-    request = await world.requested(**fields)
-    return await ends(world, request)
 
 
 def codes(events: Sequence[BuildEvent]) -> dict[str, int]:
@@ -77,84 +60,6 @@ async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
     }
 
 
-async def generations(world: World) -> list[int]:
-    """Of every provider; each claim and each release moves one."""
-    page = await world.answer(SnapshotRequest(limit=5000), SnapshotPage)
-    return [provider.generation for provider in page.providers]
-
-
-async def test_fewer_than_enough_is_none_and_every_member_has_its_reason(world: World) -> None:
-    await world.scheduler_and_hosts(2, **room_for(2))
-    before = await generations(world)
-    events = await boot(world, count=5)
-    assert codes(events) == {"no_valid_host": 1, "gang.incomplete": 4}
-    assert all(event.terminal for event in events)
-    (incomplete, *_) = [event for event in events if event.code == "gang.incomplete"]
-    assert "4 of the 5 members" in incomplete.reason and "5 start together" in incomplete.reason
-    assert await generations(world) == before, "nothing was claimed, not even for a moment"
-    assert await world.used() == {} and world.builds == []
-    assert codes(await boot(world, count=4)) == {"scheduled": 4}
-
-
-async def test_as_many_as_fit_start_when_they_are_enough(world: World) -> None:
-    await world.scheduler_and_hosts(2, **room_for(2))
-    assert codes(await boot(world, count=6, min_count=5)) == {"no_valid_host": 2, "gang.incomplete": 4}
-    assert codes(await boot(world, count=6, min_count=3)) == {"scheduled": 4, "no_valid_host": 2}
-
-
-async def test_members_of_several_flavors_start_together(world: World) -> None:
-    """The large one has but one place, and the small ones leave it to it though they stand first."""
-    await world.scheduler_and_hosts(1, VCPU=2, MEMORY_MB=4096, DISK_GB=40)
-    await world.add_hosts("c1", 2, **room_for(1))
-    request = await world.requested(count=2, also=(FlavorCount(flavor="m1.medium"),))
-    assert codes(await ends(world, request)) == {"scheduled": 3}
-    flavors = {command.spec.instance_uuid: command.spec.flavor for _, command in world.builds}
-    assert [flavors[uuid] for uuid in member_uuids(request)] == ["m1.small", "m1.small", "m1.medium"]
-
-
-async def test_quota_counts_all_of_them(world: World) -> None:
-    await world.scheduler_and_hosts(2, SchedulerConfig(default_quota={"INSTANCES": 3}))
-    assert codes(await boot(world, count=4)) == {"quota.exceeded": 1, "gang.incomplete": 3}
-    assert await world.used() == {}
-    assert codes(await boot(world, count=5, min_count=2)) == {"scheduled": 3, "quota.exceeded": 2}
-
-
-async def test_members_keep_apart_from_each_other(world: World) -> None:
-    await world.scheduler_and_hosts(3)
-    apart = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.ANTI_AFFINITY)
-    events = await boot(world, count=3, server_group=apart)
-    assert codes(events) == {"scheduled": 3} and len({event.host for event in events}) == 3
-    assert codes(await boot(world, count=2, min_count=1, server_group=apart)) == {"no_valid_host": 2}
-
-
-async def test_members_that_stay_together_find_the_host_that_takes_all(world: World) -> None:
-    """The roomiest by weight is full in another class; the only one with room for all is tried after it."""
-    await world.scheduler_and_hosts(4, VCPU=2, MEMORY_MB=65536, DISK_GB=1000)
-    await world.add_hosts("c2", 1, **room_for(4))
-    together = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.AFFINITY)
-    events = await boot(world, count=4, server_group=together)
-    assert codes(events) == {"scheduled": 4} and {event.host for event in events} == {"c2-0"}
-    other = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.AFFINITY)
-    events = await boot(world, count=3, min_count=2, server_group=other)
-    assert codes(events) == {"scheduled": 2, "no_valid_host": 1} and len({e.host for e in events if e.host}) == 1
-
-
-async def test_a_repeated_request_changes_nothing_and_another_content_is_refused_whole(world: World) -> None:
-    await world.scheduler_and_hosts(2)
-    request = world.request(count=3)
-    await world.ask(request, request)
-    assert codes(await ends(world, request)) == {"scheduled": 3}
-    await world.ask(request)
-    larger = structs.replace(request, count=5)
-    await world.ask(larger)
-    clash = await world.ended(request.instance_uuid, BuildState.REFUSED)
-    assert clash.code == "request.duplicate"
-    await world.scheduled()
-    assert len(world.builds) == 4, "three members once, and the last request"
-    for uuid in set(member_uuids(larger)) - set(member_uuids(request)):
-        assert await world.show(uuid) is None
-
-
 async def test_a_member_that_was_deleted_is_not_waited_for(world: World) -> None:
     await world.scheduler_and_hosts(1, **room_for(2))
     request = world.request(count=3)
@@ -164,53 +69,6 @@ async def test_a_member_that_was_deleted_is_not_waited_for(world: World) -> None
     await world.ask(request)
     states = [await world.ended(uuid, *ENDS) for uuid in member_uuids(request)[:2]]
     assert codes(states) == {"scheduled": 2}
-
-
-async def test_what_a_scheduler_claimed_before_it_died_is_found_and_built_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gang's own claims fill the hosts, so that nothing fits any more when the request is delivered again."""
-    writing = Gate(monkeypatch, placing, "write_decided")
-    await world.scheduler_and_hosts(2, **room_for(2))
-    request = await world.requested(count=4)
-    await writing.wait()
-    held = await world.used()
-    await world.kill("s1")
-    await world.scheduler("s2")
-    assert codes(await ends(world, request)) == {"scheduled": 4}
-    assert len(world.builds) == 4 and await world.used() == held
-
-
-async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
-    (host,) = await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001), **room_for(2))
-    request = await world.requested(count=2)
-    await claiming.wait()
-    cut_request_consumer(world)
-    other = await fill(world, host)
-    await world.scheduler("s2", SchedulerConfig(hosts_warmup_s=0.001))
-    assert codes(await ends(world, request)) == {"no_valid_host": 1, "gang.incomplete": 1}
-    await world.answer(Release(consumer=other), ReleaseResult)
-    claiming.open.set()
-    await until(lambda: not list(world.replicas["s1"].assumptions.keys()))
-    assert await world.used() == {} and world.builds == []
-
-
-async def test_a_member_names_to_whom_its_gang_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another client takes one of two places while the gang's claim is on its way; no other host is left."""
-    claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
-    (host,) = await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001), **room_for(2))
-    request = await world.requested(count=2)
-    await claiming.wait()
-    other = await fill(world, host)
-    claiming.open.set()
-    events = await ends(world, request)
-    assert codes(events) == {"no_valid_host": 1, "gang.incomplete": 1}
-    shown = [await world.show(event.instance_uuid) for event in events if event.code == "no_valid_host"]
-    (lost,) = [line for one in shown if one is not None for line in one.timeline if line.what == "not_claimed"]
-    assert (lost.detail, [(one.consumer, one.project_id) for one in lost.holders]) == ("c1-0: full", [(other, "other")])
 
 
 class Watch:
@@ -263,21 +121,3 @@ async def test_eight_schedulers_on_full_hosts_leave_no_partial_gang(world: World
     )
     assert 11 <= sum(started) <= 12, "the smallest gang is of two, so at most one place is left"
     assert len(world.builds) == 228 + sum(started)
-
-
-async def test_a_record_that_fails_leaves_nothing_assumed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.scheduler_and_hosts(2)
-    book, request = world.replicas["s1"], world.request()
-    record, seen = SchedulingEngine.record, list[list[str]]()
-
-    async def fail_first(self: Any, builds: Any) -> Any:
-        seen.append(list(book.assumptions.keys()))
-        if len(seen) == 1:
-            raise DatabaseUnavailable("it went away")
-        return await record(self, builds)
-
-    monkeypatch.setattr(SchedulingEngine, "record", fail_first)
-    await world.ask(request)
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    assert seen == [[], []], "assumed while the database was unavailable"
-    await until(lambda: not list(book.assumptions.keys()))

@@ -9,14 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.book import GroupMembersPage, GroupMembersQuery
-from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.build import BuildState
 from bus.contracts.cell import HostReport
 from bus.contracts.moves import MoveKind, MoveState
-from bus.contracts.objects import GroupDefinition, ObjectChange, ObjectKind, group_named
+from bus.contracts.objects import ObjectChange, ObjectKind
 from bus.contracts.placement import (
-    AggregateMembers,
-    AggregateMembersSet,
     GroupPolicy,
     Inventory,
     InventoryResult,
@@ -30,97 +27,11 @@ from tests.integration.scheduler.steps import DONE, WARM, change, one_active, re
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
 
-# --- Server groups and hints, from the request to the book, while two schedulers race.
-
-
 pytestmark = pytest.mark.postgres
 
 
 def group(world: World, policy: GroupPolicy, **fields: int) -> ServerGroup:
     return ServerGroup(uuid=new_uuid(world.rng), policy=policy, **fields)
-
-
-async def places(world: World, requests: list[BuildRequest]) -> list[str]:
-    """Where each was sent, and in all of them an end: no request is lost."""
-    await world.ask(*requests)
-    ended = [await world.ended(r.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED) for r in requests]
-    return [event.host or event.code for event in ended]
-
-
-async def test_members_that_keep_apart_fill_all_hosts_and_no_more(world: World) -> None:
-    await world.scheduler("s1")
-    await world.scheduler("s2")
-    await world.add_hosts("c1", 4)
-    await world.add_hosts("c2", 2)
-    apart = group(world, GroupPolicy.ANTI_AFFINITY)
-    found = await places(world, [world.request(server_group=apart) for _ in range(8)])
-    counted = Counter(found)
-    assert counted.pop("no_valid_host") == 2
-    assert sorted(counted.values()) == [1] * 6, found
-    # The one that fits nowhere is answered why, on the newest state of where the others are.
-    failed = await places(world, [late := world.request(server_group=apart)])
-    event = await world.ended(late.instance_uuid)
-    assert failed == ["no_valid_host"]
-    assert event.funnel[-1].step == "ServerGroupAntiAffinityFilter"
-    assert event.funnel[-1].rejected == {"group.no_room": 6}
-    assert "6 have as many of the server group as they may" in event.reason
-    # Alternates go along with the rule, so that the cell's own claims keep it.
-    assert all(build.server_group == apart for _, build in world.builds)
-    assert len({build.selections[0].host_uuid for _, build in world.builds}) == 6
-
-
-async def test_members_that_stay_together_share_a_host_though_all_are_first_at_once(world: World) -> None:
-    await world.scheduler("s1")
-    await world.scheduler("s2")
-    await world.add_hosts("c1", 3)
-    await world.add_hosts("c2", 3)
-    together = group(world, GroupPolicy.AFFINITY)
-    found = await places(world, [world.request(server_group=together) for _ in range(8)])
-    assert len(set(found)) == 1
-    assert found[0] != "no_valid_host"
-
-
-async def test_wishes_are_met_as_far_as_they_can_be(world: World) -> None:
-    # Without other weighers; one after another, since wishes are not held to by claims.
-    weighers = tuple(
-        f"scheduler_worker.weighers.{one}"
-        for one in (
-            "group_members.ServerGroupSoftAffinityWeigher",
-            "group_members.ServerGroupSoftAntiAffinityWeigher",
-        )
-    )
-    await world.scheduler_and_hosts(3, SchedulerConfig(enabled_weighers=weighers), VCPU=2, MEMORY_MB=32768, DISK_GB=500)
-    apart, together = group(world, GroupPolicy.SOFT_ANTI_AFFINITY), group(world, GroupPolicy.SOFT_AFFINITY)
-    first = [(await places(world, [world.request(server_group=apart)]))[0] for _ in range(3)]
-    assert sorted(first) == ["c1-0", "c1-1", "c1-2"]
-    second = [(await places(world, [world.request(server_group=together)]))[0] for _ in range(2)]
-    assert len(set(second)) == 2, "one place was left on each host: the second went elsewhere all the same"
-    assert "no_valid_host" not in second
-
-
-async def test_hints_name_hosts_by_who_is_there(world: World) -> None:
-    await world.scheduler_and_hosts(3)
-    one, two = world.request(), world.request()
-    here, there = await places(world, [one, two])
-    assert await places(world, [world.request(same_host=(one.instance_uuid,))]) == [here]
-    both = (one.instance_uuid, two.instance_uuid)
-    (other,) = await places(world, [world.request(different_host=both)])
-    assert other not in {here, there}
-    nowhere = world.request(same_host=(new_uuid(world.rng),))
-    assert await places(world, [nowhere]) == ["no_valid_host"]
-    event = await world.ended(nowhere.instance_uuid)
-    assert event.funnel[-1].rejected == {"hint.same_host": 3}
-    # Another project's instance is none: a request learns nothing of it.
-    assert await places(world, [world.request(project_id="other", same_host=(one.instance_uuid,))]) == ["no_valid_host"]
-
-
-async def test_without_an_answer_where_the_others_are_it_is_tried_again(world: World) -> None:
-    await world.scheduler_and_hosts(1, SchedulerConfig(claim_timeout_s=0.3))
-    await world.stop("p1")
-    request = await world.requested(server_group=group(world, GroupPolicy.AFFINITY))
-    await world.ended(request.instance_uuid, BuildState.ACCEPTED)
-    await world.placement("p2")
-    assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).host == "c1-0"
 
 
 # --- Server groups and the hosts of aggregates as objects: in effect everywhere, refused where they harm.
@@ -143,21 +54,6 @@ async def end(world: World, **request: Any) -> tuple[str, str | None]:
 def zone(**body: Any) -> ObjectChange:
     aggregate = {"uuid": ZONE, "name": "east", "metadata": {"availability_zone": "east"}, **body}
     return ObjectChange(kind=A, name="east", body=aggregate)
-
-
-async def test_a_request_names_a_group_on_record_and_is_held_to_its_rule(world: World) -> None:
-    await world.scheduler_and_hosts(2)
-    assert (await end(world, group="web"))[0] == "group.unknown"
-    await change(world, WEB)
-    hosts = [await end(world, group="web") for _ in range(2)]
-    assert sorted(hosts) == [("", "c1-0"), ("", "c1-1")]
-    assert (await end(world, group="web"))[0] == "no_valid_host"
-    assert (await end(world, group="web", project_id="other"))[0] == "group.unknown", "a group is of its project"
-    group = group_named("demo/web", GroupDefinition(policy=GroupPolicy.ANTI_AFFINITY))
-    assert {build.server_group for _, build in world.builds} == {group}
-    query = GroupMembersQuery(project_id="demo", server_group=group.uuid)
-    page = await world.answer(query, GroupMembersPage)
-    assert sorted(page.members.values()) == [("c1-0",), ("c1-1",)]
 
 
 async def test_a_group_with_members_is_neither_changed_nor_deleted_unless_forced(world: World) -> None:
@@ -196,19 +92,6 @@ async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> 
     await change(world, zone(hosts=[other]), force=True)
     await until(lambda: members("s1") == members("s2") == {other})
     assert (await end(world, availability_zone="east")) == ("", "c1-1")
-
-
-async def test_a_host_in_two_zones_leaves_neither_with_an_instance_that_requested_it(world: World) -> None:
-    (host,) = await world.scheduler_and_hosts(1)
-    book = world.replicas["s1"]
-    second = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
-    await change(world, zone(hosts=["c1-0"]), ObjectChange(kind=A, name="west", body=second))
-    joined = AggregateMembers(aggregate=WEST, joins=(host,))  # as Placement's API can, which knows no zones
-    await world.answer(joined, AggregateMembersSet)
-    await until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
-    assert (await end(world, availability_zone="west")) == ("", "c1-0")
-    why = await refused_change(world, ObjectChange(kind=A, name="west", body={**second, "hosts": []}))
-    assert why.code == "object.in_use" and "c1-0 (east and west to east)" in why.reason
 
 
 async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from bus.bus import API
 from bus.contracts.build import BuildState
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceOutdated, ServicesDigest
+from bus.contracts.cell import ComputeHosts, ServiceDown, ServiceOutdated, ServicesDigest
 from bus.contracts.objects import (
     ObjectChange,
     ObjectKind,
@@ -23,16 +23,12 @@ from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
     FenceState,
-    ServicesPage,
-    ServicesQuery,
     SetAdminState,
 )
-from bus.contracts.placement import InventoryResult, InventoryUpdate, Release, ReleaseResult
+from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import RequestRefused, RequestTimeout
 from bus.persistence.database import Database
-from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.store.postgres import PostgresBuilds
-from tests.contract.rig import watched
 from tests.integration.scheduler.steps import WARM, code_of, decide, digests, forget_host, hosts_of, publish_fence
 from tests.integration.scheduler.world import World
 from tests.kit.sent import Sent
@@ -76,55 +72,6 @@ async def test_a_disabled_host_takes_nothing_from_any_scheduler_until_it_is_enab
     assert second != first
 
 
-async def test_a_host_under_maintenance_takes_no_forced_request_either(world: World) -> None:
-    await world.scheduler_and_hosts(1, SchedulerConfig(force_host_projects=("demo",)))
-    await decide(world, "c1-0", AdminState.DISABLED)
-    await world.scheduled(host="c1-0", forced=True)
-    for state in (AdminState.MAINTENANCE, AdminState.FENCED):
-        await decide(world, "c1-0", state)
-        again = await world.requested(host="c1-0", forced=True)
-        failed = await world.ended(again.instance_uuid)
-        assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
-        assert failed.funnel[-1].rejected == {f"host.{state}": 1}
-        plain = await world.requested(host="c1-0")
-        funnel = (await world.ended(plain.instance_uuid)).funnel
-        assert [step.rejected for step in funnel if step.step == "ComputeFilter"] == [{f"host.{state}": 1}]
-
-
-async def test_a_fence_is_ended_by_a_scheduler_that_has_never_received_the_host(world: World) -> None:
-    """It is off, or offered only after its fence has been lifted: no service announces it, and the book has lost it."""
-    config = SchedulerConfig(hosts_warmup_s=0.001)
-    (host,) = await world.scheduler_and_hosts(1, config)
-    await decide(world, "c1-0", AdminState.FENCED)
-    await world.stop("s1")
-    del world.hosts["c1"][host]
-    await world.answer(InventoryUpdate(source="world", version=2, root_uuid=host, providers=()), InventoryResult)
-    await world.scheduler("s2", config=config)
-    await until(lambda: world.tables["s2"].decision_of(host) is not None)
-    assert world.tables["s2"].index_of(host) is None
-    decided = await decide(world, "c1-0", AdminState.ENABLED, force=True)
-    assert (decided.host_uuid, decided.host, decided.state) == (host, "c1-0", AdminState.ENABLED)
-    await until(lambda: any(bus == "c1" and fence.lift for bus, fence in world.fences))
-
-
-async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(world: World) -> None:
-    """The process that handled it may die before it acknowledges."""
-    (host,) = await world.scheduler_and_hosts(1)
-    first = await decide(world, host, AdminState.DISABLED)
-    sent = watched(world.buses[API].transport)
-    await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
-    table = world.tables["s1"]
-    await until(lambda: (found := table.decision_of(host)) is not None and found.reason == "twice")
-    (copy,) = sent
-    await decide(world, host, AdminState.ENABLED)
-    await world.buses[API].transport.publish(copy)
-    last = await decide(world, host, AdminState.ENABLED, reason="last")
-    assert last.version == first.version + 3
-    log = await world.answer(ObjectLogQuery(name=host), ObjectLogPage)
-    assert [(one.after or {})["state"] for one in log.entries] == ["enabled", "enabled", "disabled", "disabled"]
-    assert {(one.kind, one.who) for one in log.entries} == {(ObjectKind.HOST, "ann")}
-
-
 async def test_a_decision_that_waits_longer_than_its_requester_is_not_made(world: World) -> None:
     """Its requester decides anew, and perhaps otherwise by then: a host that was enabled again would be fenced."""
     (host,) = await world.scheduler_and_hosts(1)
@@ -145,30 +92,6 @@ async def test_a_decision_that_waits_longer_than_its_requester_is_not_made(world
     assert [one.why for one in log.entries] == ["last", "fan"]
     assert world.fences == []
     await store.close()
-
-
-async def test_unknown_and_ambiguous_hosts_are_refused_by_name(world: World) -> None:
-    await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001))
-    await world.add_hosts("c2", 1)
-    world.hosts["c2"] = {uuid: type(one)(uuid=uuid, name="c1-0") for uuid, one in world.hosts["c2"].items()}
-    await world.announce("c2")
-    await until(lambda: len(world.tables["s1"].find("c1-0")) == 2)
-    assert await code_of(decide(world, "c1-0", AdminState.DISABLED)) == "host.ambiguous"
-    assert (await decide(world, "c1-0", AdminState.DISABLED, cell="c2")).host_uuid in world.hosts["c2"]
-    assert await code_of(decide(world, "nowhere", AdminState.DISABLED)) == "host.unknown"
-
-
-async def test_compute_services_are_listed_with_their_hosts(world: World) -> None:
-    await world.scheduler_and_hosts(3)
-    await world.add_hosts("c2", 1)
-    await decide(world, "c1-1", AdminState.DISABLED)
-    page = await world.answer(ServicesQuery(), ServicesPage)
-    assert [(one.name, one.cell, one.up, one.hosts, one.enabled) for one in page.services] == [
-        ("compute-c1", "c1", True, 3, 2),
-        ("compute-c2", "c2", True, 1, 1),
-    ]
-    page = await world.answer(ServicesQuery(cell="c2", up=False), ServicesPage)
-    assert page.services == ()
 
 
 async def test_a_host_whose_compute_service_is_up_is_fenced_only_by_force(world: World) -> None:
@@ -192,17 +115,11 @@ async def test_a_host_whose_compute_service_is_up_is_fenced_only_by_force(world:
             await world.answer(change, reply)
         assert refusal.value.code == "host.service_up"
     assert (await hosts_of(world))["c1-0"].admin is None
+    without_reason = decide(world, "c1-0", AdminState.ENABLED, reason="", force=True)
+    assert await code_of(without_reason) == "host.reason_missing"
     forced = await decide(world, "c1-0", AdminState.FENCED, force=True)
     again = await decide(world, "c1-0", AdminState.FENCED, reason="PSU", force=False)  # it is fenced already
     assert (forced.state, again.state, again.reason) == (AdminState.FENCED, AdminState.FENCED, "PSU")
-
-
-async def test_a_host_whose_compute_service_is_down_is_fenced_without_force(world: World) -> None:
-    await world.scheduler_and_hosts(1)
-    down = ServiceDown(service="compute-c1", epoch=2**62, code="service.silent", reason="no heartbeat for 6 s")
-    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(down,)))
-    await until(lambda: all(table.down()[0] for table in world.tables.values()))
-    assert (await decide(world, "c1-0", AdminState.FENCED, force=False)).state is AdminState.FENCED
 
 
 # --- Hosts that an operator forgets: what stands in the way, what goes, and the entry in the log.
@@ -238,16 +155,6 @@ async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates
     assert (again.host_uuid, again.removed) == (gone, False)
     log = await world.answer(ObjectLogQuery(name=gone), ObjectLogPage)
     assert log.entries[0] == newest, "nothing was on record, and nothing is logged"
-
-
-async def test_a_host_without_a_decision_is_in_the_log_when_it_is_forgotten(world: World) -> None:
-    (gone,) = await world.scheduler_and_hosts(1, WARM)
-    await digests(world, "compute-c1")
-    assert (await forget_host(world, "c1-0", cell="c1")).removed
-    log = await world.answer(ObjectLogQuery(kind=ObjectKind.HOST), ObjectLogPage)
-    assert [(one.name, one.who, one.before) for one in log.entries] == [
-        (gone, "ann", {"host": "c1-0", "state": "enabled"})
-    ]
 
 
 async def test_a_host_that_a_service_may_still_report_is_kept(world: World) -> None:
@@ -296,29 +203,6 @@ async def test_a_host_that_something_is_on_record_of_is_kept(world: World) -> No
     await decide(world, (await world.add_hosts("c2", 1))[0], AdminState.DISABLED)
     page = await world.answer(ObjectsQuery(kind=ObjectKind.FENCE), ObjectsPage)
     assert page.objects == ()
-
-
-async def test_another_host_may_have_the_name_afterwards(world: World) -> None:
-    """A machine that is replaced keeps its name and has a uuid of its own: the name meant two hosts for ever."""
-    (gone,) = await world.scheduler_and_hosts(1, WARM)
-    await digests(world, "compute-c1")
-    assert (await forget_host(world, gone)).removed
-    new = "f0000000-0000-4000-8000-00000000000f"
-    world.hosts["c1"] = {new: HostReport(uuid=new, name="c1-0")}
-    await world.report(new, "c1-0", {"VCPU": 4})
-    await world.buses["c1"].publish(
-        ComputeHosts(
-            service="compute-c1",
-            cell="c1",
-            epoch=2**62 + 1,
-            sequence=1,
-            hosts=tuple(world.hosts["c1"].values()),
-            complete=True,
-        )
-    )
-    await until(lambda: world.tables["s1"].index_of(new) is not None)
-    await until(lambda: world.replicas["s1"].row_of(new) is not None)
-    assert (await decide(world, "c1-0", AdminState.DISABLED)).host_uuid == new
 
 
 async def test_an_unknown_name_is_refused_and_an_unknown_uuid_is_nothing_on_record(world: World) -> None:
