@@ -24,10 +24,9 @@ from berth.settings import AuditSettings, BusSettings, CellSettings, DatabaseSet
 from berth.site import Site, process_name
 from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
-from bus.contracts.book import HoldingPage, HoldingRequest
-from bus.contracts.build import BuildQuery, BuildRequest, BuildState
+from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import MoveKind, MoveRequest
 from bus.contracts.objects import (
     ObjectChange,
     ObjectKind,
@@ -163,18 +162,6 @@ async def test_a_claim_in_doubt_is_named_and_not_released(watched: Watched) -> N
     assert (await bus.request(gone, InventoryResult, timeout_s=WAIT_S)).outcome == "applied"
 
 
-async def test_a_claim_of_which_the_cell_has_no_machine_is_released(watched: Watched) -> None:
-    """Its request has ended without a host, and an earlier one may have claimed it: its cell is asked."""
-    uuid = await claimed(watched, watched.hosts[0])
-    (build,) = (await watched.client.query(BuildQuery(instance_uuid=uuid), timeout_s=WAIT_S)).builds
-    assert (build.state, build.code, build.cell) == (BuildState.FAILED, "build.outcome_unknown", CELL)
-    assert await rest(watched.place, timeout_s=WAIT_S)
-    await watched.two_looks()
-    assert not {("in_doubt", uuid), ("orphaned", uuid)} & watched.found.keys()
-    page = await watched.client.bus.request(HoldingRequest(consumers=(uuid,)), HoldingPage, timeout_s=WAIT_S)
-    assert page.held == ()
-
-
 async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_other(watched: Watched) -> None:
     """A consumer that no record knows has no proof: it is proposed. The log of changes has the repair and its proof."""
     build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")
@@ -214,34 +201,6 @@ async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_
     assert made.revision == entry.revision + 1
     await watched.client.bus.request(Release(consumer=unknown), ReleaseResult, timeout_s=WAIT_S)
     await watched.until(("orphaned", unknown), gone=True)
-
-
-async def test_a_move_that_awaits_its_confirm_is_at_rest_and_keeps_its_source(watched: Watched) -> None:
-    """`berth check` was BROKEN three times over for as long as it lasted, and `berth placement audit --repair` took the
-    source's allocation for an orphan after 15 minutes and released it: a revert found no room.
-    """
-    place, process = watched.place, process_name("mover")
-    build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")
-    await watched.client.boot([build])
-    assert await watched.client.wait(WAIT_S)
-    moves = MoveClient(watched.client.bus, clock=place.clock, process=process)
-    await moves.open()
-    try:
-        for kind in (MoveKind.MIGRATE, MoveKind.REVERT):
-            request = MoveRequest(
-                request_id=new_uuid(RNG), instance_uuid=build.instance_uuid, project_id="p", kind=kind
-            )
-            await moves.ask(request, timeout_s=WAIT_S)
-            assert await moves.wait(WAIT_S)
-            assert moves.ended[request.request_id].state is MoveState.DONE
-            assert await rest(place, timeout_s=WAIT_S)
-            assert [one for one in check_invariants(await gather(place)) if not one.holds] == []
-            await watched.two_looks()
-            assert watched.found == {}
-            done = await audited(place, repair=True, grace_s=0.0)
-            assert not any(done.values()), done
-    finally:
-        await moves.close()
 
 
 async def test_a_move_that_is_confirmed_while_the_facts_are_read_breaks_nothing(

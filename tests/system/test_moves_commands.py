@@ -158,20 +158,6 @@ def test_a_host_is_drained_by_the_plan(berth: Berth) -> None:
         berth("delete", *mine, "--wait")
 
 
-def test_a_drain_moves_a_stopped_instance_cold_and_leaves_it_stopped(berth: Berth) -> None:
-    host = "cell2-c1-00001"
-    mine = boot(berth, "--host", host)[0]["instance_uuid"]
-    try:
-        assert berth("stop", mine, "--wait").status == 0
-        drained = berth("drain", host, "--json")
-        assert drained.status == 0 and mine in drained.data["moved"], drained.out
-        there = shown(berth, mine)
-        assert there["host"] != host and there["condition"] == "stopped"
-    finally:
-        berth("hosts", "enable", host)
-        berth("delete", mine, "--wait")
-
-
 def test_a_service_is_drained(berth: Berth) -> None:
     """Its instances go to the hosts of the cell's other service; its hosts stay disabled."""
     mine = {boot(berth, "--host", f"cell2-c1-0000{at}")[0]["instance_uuid"]: f"cell2-c1-0000{at}" for at in (1, 2, 3)}

@@ -20,7 +20,6 @@ from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from berth.trial.up import LocalSystem, announcer, site
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, HostsPage, HostsQuery
-from bus.contracts.cell import MAX_NAMED_MACHINES, BreakerTripped, MachinesUnexplained
 from bus.owner import BusOwnedByAnother
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
@@ -29,7 +28,7 @@ from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.fleet import Fleet
-from tests.kit.lone_cell import CONDUCTOR, LoneCell, a_third_cell_joins
+from tests.kit.lone_cell import LoneCell
 from tests.kit.waiting import until
 
 # --- Objects that are not ours, or not proved to be over, are never changed: conductor, compute service and Ironic
@@ -88,20 +87,6 @@ async def test_foreign_nodes_are_never_changed(ironic: IronicStandIn, cells: lis
     assert ironic.pool.nodes[foreign] == before
     assert foreign not in {node for _, node in ironic.requested}, "no request that changes it was ever sent"
     assert carried(ironic)[own] == (uuid, "active")
-
-
-async def test_a_third_cell_changes_nothing_for_nodes_with_an_instance(
-    ironic: IronicStandIn, cells: list[LoneCell]
-) -> None:
-    """Item 3: of 10 active nodes 8 were cleaned when a third cell came."""
-    ironic.pool.plan(16)
-
-    async def now() -> dict[str, tuple[str, str]]:
-        return carried(ironic)
-
-    owners = await a_third_cell_joins(cells, list(ironic.pool.nodes), 10, now)
-    assert all(len(names) == 1 for names in owners), owners
-    assert ["c2"] in owners, "free ones have moved"
 
 
 async def test_what_an_operator_does_to_our_machine_does_not_destroy_it(
@@ -190,60 +175,6 @@ async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
     assert carried(ironic) == {node: what for node, what in before.items() if what[0] != newer}
     await cell.look()
     assert [one.machine.uuid for one in cell.table.unexplained.values()] == [also_newer], "and is still reported"
-
-
-async def test_what_first_appears_unexplained_is_announced_once(ironic: IronicStandIn, cells: list[LoneCell]) -> None:
-    """A listener on the cell's bus receives foreign machines and of machines in quarantine: counts, and some names."""
-    cell = cells[0]
-    ironic.pool.plan(MAX_NAMED_MACHINES + 2)
-    own, *others = sorted(ironic.pool.nodes)
-    for node in others:
-        ironic.pool.nodes[node].update(instance_uuid=new_uuid(cell.rng), provision_state="active")
-    await cell.start()
-    (alarm,) = await cell.until(lambda: list(cell.alarms))
-    assert isinstance(alarm, MachinesUnexplained)
-    assert (alarm.cell, alarm.service, alarm.foreign, alarm.quarantined) == ("c0", "c0-a", len(others), 0)
-    assert len(alarm.machines) == MAX_NAMED_MACHINES
-    uuid, _ = await cell.build(own)
-    await cell.look()
-    await cell.stop()
-    del cell.table.instances[uuid]
-    cell.fleet = None
-    await cell.start()  # another conductor: the foreign ones are on record already
-    assert cell.alarms[0] is alarm
-    (second,) = await cell.until(lambda: cell.alarms[1:])
-    assert isinstance(second, MachinesUnexplained) and (second.foreign, second.quarantined) == (0, 1)
-    assert [(one.instance_uuid, one.host_uuid, one.kind) for one in second.machines] == [(uuid, own, "quarantined")]
-    await cell.look()
-    assert len(cell.alarms) == 2
-
-
-async def test_many_losses_at_once_wait_for_an_operator(ironic: IronicStandIn, cells: list[LoneCell]) -> None:
-    """Another's script clears `instance_uuid` of all nodes, or the service is pointed at the wrong Ironic."""
-    cell = cells[0]
-    ironic.pool.plan(8)
-    await cell.start()
-    built = {(await cell.build(node))[0] for node in list(ironic.pool.nodes)}
-    for node in ironic.pool.nodes.values():
-        node.update(instance_uuid=None, instance_info={}, provision_state="available")
-    await cell.look()
-    assert {cell.state(uuid) for uuid in built} == {State.ACTIVE}, "none of them is lost"
-    breaker = cell.table.breakers["c0-a"]
-    assert breaker.is_open and breaker.lost == 8
-    (alarm,) = await cell.until(lambda: [one for one in cell.alarms if isinstance(one, BreakerTripped)])
-    assert (alarm.cell, alarm.service, alarm.lost, alarm.limit) == ("c0", "c0-a", 8, CONDUCTOR.breaker_limit)
-    await cell.stop()
-    await cell.start()  # another conductor, too, reads it from the cell's schema
-    assert {cell.state(uuid) for uuid in built} == {State.ACTIVE}
-    # A delete that a client requests is no part of it.
-    first = min(built)
-    await cell.delete(first)
-    await cell.over(first, BuildState.DELETED)
-    safety = MemoryInstances(cell.table.session()).safety
-    assert await safety.reset("c0-a", "an operator", cell.clock.time())
-    await cell.look()
-    for uuid in built - {first}:
-        await cell.over(uuid, BuildState.FAILED)
 
 
 # --- Services of bare metal share the free nodes of one Ironic, with a whole cell above them that knows of none.

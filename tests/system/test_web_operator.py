@@ -30,30 +30,6 @@ def booted(client: httpx.Client, **fields: Any) -> str:
     return instance
 
 
-# --- machines that start together
-
-
-def test_machines_start_together_or_not_at_all(web: Web) -> None:
-    with web.client("op") as client:
-        gang = booted(client, count=3)
-        listed = client.get("/api/v1/builds", params={"gang": gang}).json()
-        members = [one["instance_uuid"] for one in listed["builds"]]
-        assert len(members) == 3 and gang in members
-        assert {follow(client, one)[-1][1]["state"] for one in members} == {"active"}
-        for one in members:
-            client.delete(f"/api/v1/builds/{one}")
-            assert follow(client, one, "deleted")[-1][1]["state"] == "deleted"
-        host = next(one["name"] for one in client.get("/api/v1/hosts").json() if one["up"])
-        refused = boot(client, flavor="m1.large", count=100, host=host)
-        ends = [
-            follow(client, one["instance_uuid"])[-1][1]
-            for one in client.get("/api/v1/builds", params={"gang": refused}).json()["builds"]
-        ]
-        assert (len(ends), {one["state"] for one in ends}) == (100, {"failed"})
-        too_few = {"flavor": "m1.tiny", "project_id": "p", "count": 2, "min_count": 3}
-        assert code_of(client.post("/api/v1/builds", json=too_few), 400)
-
-
 # --- objects
 
 
@@ -340,33 +316,6 @@ def test_a_service_is_drained_paused_and_resumed(web: Web) -> None:
         for one in see.get("/api/v1/hosts", params={"limit": 1000}).json():
             if one["service"] == service:
                 client.put(f"/api/v1/hosts/{one['uuid']}/admin-state", json={"state": "enabled"})
-
-
-def test_a_drain_that_is_stuck_begins_nothing(web: Web) -> None:
-    with web.client("op") as client:
-        instance = booted(client)
-        build = client.get(f"/api/v1/builds/{instance}").json()
-        others = [one["name"] for one in client.get(f"/api/v1/hosts?cell={build['cell']}").json()]
-        others.remove(build["host"])
-        try:
-            for name in others:
-                client.put(f"/api/v1/hosts/{name}/admin-state", json={"state": "disabled"})
-            plan = wait_until(lambda: _stuck(client, build["host"], instance))
-            assert plan["code"] and plan["reason"], plan
-            answer = client.post(f"/api/v1/hosts/{build['host']}/drain", json={})
-            assert code_of(answer, 409) == "drain.stuck"
-            shown = client.get(f"/api/v1/hosts/{build['host']}").json()["host"]
-            assert (
-                shown.get("enabled", True) and client.get(f"/api/v1/builds/{instance}").json()["host"] == build["host"]
-            )
-        finally:
-            for name in others:
-                client.put(f"/api/v1/hosts/{name}/admin-state", json={"state": "enabled"})
-
-
-def _stuck(client: httpx.Client, host: str, instance: str) -> Any:
-    moves = client.get(f"/api/v1/hosts/{host}/drain-plan").json()["moves"]
-    return next((one for one in moves if one["instance_uuid"] == instance and not one.get("hosts")), None)
 
 
 def test_workers_and_cells_are_listed(web: Web) -> None:

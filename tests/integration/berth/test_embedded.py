@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import aio_pika
 import asyncpg
@@ -31,9 +30,7 @@ from berth.trial.embedded.process import (
     free_port,
     listening,
 )
-from berth.trial.embedded.rabbitmq import ADMIN, NOT_STARTED, RabbitMQ
-from tests.kit import lent
-from tests.kit.lent import Lender
+from berth.trial.embedded.rabbitmq import NOT_STARTED, RabbitMQ
 from tests.kit.waiting import wait_until
 
 PATIENCE_S = 60.0
@@ -254,67 +251,6 @@ async def test_what_the_broker_confirms_is_on_disk_when_it_is_written(own_broker
     logs = [(fd, log) for fd, log in logs if log.is_relative_to(own_broker._work.path)]
     flags = [int((fd.parents[1] / "fdinfo" / fd.name).read_text().split()[3], 8) for fd, _ in logs]
     assert flags and all(flag & os.O_SYNC == os.O_SYNC for flag in flags)
-
-
-@pytest.mark.rabbitmq
-async def test_a_broker_is_lent_with_the_administrator_it_was_made_with(own_broker: RabbitMQ) -> None:
-    lender = Lender(lambda: own_broker, lent.as_new)  # to start one that runs already would be a second process
-    lender.keep(own_broker)
-    with lender.lend() as broker:
-        broker.add_user(ADMIN, "another")
-    with lender.lend() as again:
-        assert again is broker is own_broker
-        await (await aio_pika.connect(again.url())).close()
-
-
-class Server:
-    """Stands in for a server. Counts its starts."""
-
-    def __init__(self) -> None:
-        self.pid = 0
-        self.starts = 0
-
-    def start(self) -> Server:
-        self.starts += 1
-        self.pid = self.starts
-        return self
-
-    def stop(self) -> None:
-        self.pid = 0
-
-
-def test_a_server_is_lent_again_when_it_runs_and_can_be_cleaned() -> None:
-    cleaned: list[int] = []
-    made: list[Server] = []
-
-    def make() -> Any:
-        made.append(Server())
-        return made[-1]
-
-    def clean(server: Any) -> None:
-        cleaned.append(server.pid)
-        if server.pid == 3:
-            raise ServerFailed("it does not answer")
-
-    lender = Lender(make, clean)
-    with lender.lend() as first:
-        first.stop()  # as a test that restarts its broker does
-        first.start()
-    with lender.lend() as again:
-        assert again is first and cleaned == [2]
-        with lender.lend() as another:  # while that one is lent
-            assert another is not first
-        again.stop()
-    assert [one.starts for one in made] == [2, 1] and cleaned == [2, 1]  # what a test left stopped is not asked
-    with lender.lend() as kept:
-        assert kept is another
-        kept.start()
-        kept.start()
-    assert not kept.pid and cleaned == [2, 1, 3]
-    with lender.lend() as new:
-        assert new is made[2]
-    lender.close()
-    assert not new.pid
 
 
 def open_files() -> Iterator[Path]:

@@ -256,25 +256,6 @@ async def test_an_unreachable_cell_does_not_hold_up_the_others(database: Databas
     assert await rows(database) == 0
 
 
-async def test_an_unreachable_cell_leaves_room_for_the_others(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api, cell = PostedBus("api"), PostedBus("cell1")
-    cell.go()
-    to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
-    monkeypatch.setattr(relaying, "MAX_ROWS", 8)
-    relay = Relay(PostgresRows(database), {"api": api, "cell1": cell}, clock=SystemClock())  # type: ignore[dict-item]
-    task = asyncio.create_task(relay.run())
-    async with asyncio.timeout(PATIENCE_S):
-        for _ in range(40):
-            relay.send(await commit(database, to_cell), to_cell)
-        relay.send(await commit(database, [OutboxMessage("api", event())]), [OutboxMessage("api", event())])
-        await api.until(1)
-    task.cancel()
-    await asyncio.wait([task])
-    assert await rows(database) >= 40  # none is lost
-
-
 async def test_rows_for_an_unreachable_cell_do_not_starve_those_that_can_leave(database: Database) -> None:
     """They are more than a sweep takes, before a dead worker's row, and untouched while the cell is unavailable."""
     api, cell = PostedBus("api"), PostedBus("cell1")

@@ -144,7 +144,6 @@ def test_the_exit_status_shows_how_it_ended(start: object, how: str, status: int
 # --- a worker process whose event loop stands still is noticed by its supervisor, ended with its stacks, and restarted
 
 
-HANG_GUARD_S = 60.0
 LIMIT_S = 60.0
 ROOT = Path(__file__).parents[3]
 

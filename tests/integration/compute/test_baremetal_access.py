@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
@@ -87,14 +86,6 @@ async def test_a_deployment_outlives_its_token() -> None:
         assert keystone.signed_in == 2
 
 
-async def test_an_application_credential_deploys() -> None:
-    async with keystone_stand_in() as (keystone, auth_url), guarded(has_token_of(keystone)) as (pool, url):
-        login = KeystoneLogin(auth_url=auth_url, application_credential_id="id", application_credential_secret="right")
-        async with driver(url, keystone=login) as made:
-            await deploy_and_delete(made, pool)
-        assert keystone.methods == ["application_credential"]
-
-
 async def test_a_keystone_that_refuses_or_is_down_costs_no_build() -> None:
     """It is no fault of the node's: nothing was taken, and the service tries again."""
     async with keystone_stand_in() as (keystone, auth_url), guarded(has_token_of(keystone)) as (pool, url):
@@ -104,16 +95,6 @@ async def test_a_keystone_that_refuses_or_is_down_costs_no_build() -> None:
                 with pytest.raises(DriverUnavailable, match="Keystone"):
                     await made.spawn(build(next(iter(pool.nodes))))
         assert all(node["instance_uuid"] is None for node in pool.nodes.values())
-
-
-async def test_basic_sign_in() -> None:
-    expected = b"Basic " + base64.b64encode(b"berth:secret")
-    async with guarded(lambda headers: headers.get(b"authorization") == expected) as (pool, url):
-        async with driver(url, username="berth", password="secret") as made:
-            await deploy_and_delete(made, pool)
-        async with driver(url, username="berth", password="other") as made:
-            with pytest.raises(DriverUnavailable, match="401"):
-                await made.hosts()
 
 
 @pytest.mark.parametrize(
@@ -136,11 +117,6 @@ async def test_tls_is_checked_with_an_authority_of_the_operators(
         else:
             with pytest.raises(DriverUnavailable):
                 await made.hosts()
-
-
-@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-async def test_the_address_is_taken_with_the_version_or_without(metal: Metal, suffix: str) -> None:
-    assert len(await (await metal.driver(url=metal.stand_in.url + suffix)).hosts()) == len(metal.nodes)
 
 
 async def test_a_microversion_that_ironic_does_not_support_is_answered_with_what_to_do(metal: Metal) -> None:

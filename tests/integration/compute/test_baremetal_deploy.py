@@ -61,14 +61,6 @@ async def test_ironic_receives_what_to_deploy(metal: Metal) -> None:
     assert [method for method, _ in metal.requested] == ["PATCH", "PUT"], "all of it is written with the instance"
 
 
-async def test_a_partition_image_is_written_with_its_kernel_and_ramdisk(metal: Metal, driver: Driver) -> None:
-    image = replace(IMAGE, type="partition", kernel="http://images/vmlinuz", ramdisk="http://images/initrd")
-    await driver.spawn(build(metal.first, image_source=image, root_gb=50))
-    info = metal.node["instance_info"]
-    assert (info["kernel"], info["ramdisk"]) == ("http://images/vmlinuz", "http://images/initrd")
-    assert (info["image_type"], info["root_gb"]) == ("partition", 50)
-
-
 async def test_an_image_is_known_by_name_or_the_build_is_given_up(metal: Metal) -> None:
     driver = await metal.deployed(build(metal.first, image="debian-12"), images={"debian-12": IMAGE})
     assert metal.node["instance_info"]["image_source"] == IMAGE.source

@@ -93,10 +93,6 @@ async def test_an_ironic_that_stays_down_ends_the_attempt_after_a_time_with_its_
     await metal.stand_in.start()
 
 
-async def test_a_build_without_an_outage_has_no_remark(metal: Metal) -> None:
-    assert await spawned(metal) == ""
-
-
 @pytest.mark.parametrize("method", ["GET", "PATCH", "PUT"])
 async def test_a_conductor_of_ironic_that_restarts_is_waited_for(metal: Metal, method: str) -> None:
     """The API goes on meanwhile: its nodes name no conductor, and it answers 400 to every change."""

@@ -13,7 +13,6 @@ from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.queues import DEAD_LETTERS
-from compute_sim import reporter
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.crash_plan import ServiceDied
 from compute_sim.domain.faults import Faults
@@ -120,12 +119,6 @@ async def test_a_wrong_driver_reports_active_after_its_destruction(cell: Cell) -
     assert fleet.guest(host, instance) is None
 
 
-async def test_results_may_come_twice(cell: Cell) -> None:
-    _, (host, *_) = await serve(cell, duplicate_rate=1.0)
-    instance = await cell.built(host)
-    assert await cell.outcome(instance, 1) == await cell.outcome(instance, 1, count=2)
-
-
 async def test_half_built_leftovers_go_with_the_destroy(cell: Cell) -> None:
     fleet, (host, *_) = await serve(cell, fail_rate=1.0, leftover_rate=1.0)
     instance = cell.instance()
@@ -192,21 +185,6 @@ async def test_start_publishes_hosts_inventory_and_heartbeats(cell: Cell) -> Non
     assert sequences == sorted(set(sequences))
     await life.stop()
     await until(lambda: cell.heartbeats()[-1].stopping)
-
-
-async def test_more_hosts_than_a_page_holds_are_announced_as_one_report(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reporter, "HOSTS_PER_PAGE", 4)
-    await serve(cell, hosts=10)
-    await until(lambda: [page for page in cell.announced() if page.complete])
-    pages = cell.announced()[:3]
-    assert [(len(page.hosts), page.pages, page.complete) for page in pages] == [
-        (4, 3, False),
-        (4, 3, False),
-        (2, 3, True),
-    ]
-    assert {page.first_sequence for page in pages} == {pages[0].sequence}
 
 
 async def test_a_request_for_a_report_publishes_everything_again_with_what_runs(cell: Cell) -> None:

@@ -12,12 +12,11 @@ from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.base import Message, Meta, Refusal
+from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import (
     CellBuild,
     CellDelete,
-    ComputeHosts,
     ComputeOutcome,
     ComputeResult,
     Destroy,
@@ -64,18 +63,13 @@ class Neighbours:
     def __init__(self) -> None:
         self.held: dict[str, tuple[int, str, int]] = {}  # consumer -> attempt, host, generation
         self.full: set[str] = set()
-        self.silent_claims = 0
         self.claims: list[Claim] = []
         self.running: dict[tuple[str, str], int] = {}  # (host, instance) -> attempt
         self.fences: dict[tuple[str, str], int] = {}
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
         self.silent = False  # the compute service takes no command
-        self.dead: set[str] = set()  # hosts that take none
         self.names_amounts = False  # a machine that is found comes with what it takes
-        self.answers = asyncio.Event()  # set while placement answers
-        self.answers.set()
-        self.requested = asyncio.Event()
         self.spawns: list[Spawn] = []
         self.destroys: list[Destroy] = []
         self.events: list[BuildEvent] = []
@@ -83,8 +77,6 @@ class Neighbours:
         self.bus: Bus
 
     async def placement(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        self.requested.set()
-        await self.answers.wait()
         return [Done(self._answer(received.message)) for received in batch]
 
     def _answer(self, message: Message) -> Message | None:
@@ -96,11 +88,7 @@ class Neighbours:
         if not isinstance(message, Claim):
             return Refusal(code="unexpected")
         self.claims.append(message)
-        result = self._claim(message)
-        if self.silent_claims:
-            self.silent_claims -= 1  # done, but the answer is lost
-            return None
-        return result
+        return self._claim(message)
 
     def _claim(self, claim: Claim) -> ClaimResult:
         places = [next(iter(option.allocations)) for option in claim.options]
@@ -156,8 +144,6 @@ class Neighbours:
         return MachinesFound(machines=machines, hosts=hosts if question.thorough else ())
 
     def _command(self, message: Message) -> ComputeResult | None:
-        if isinstance(message, Spawn | Destroy) and message.host_uuid in self.dead:
-            return None
         if isinstance(message, Spawn):
             self.spawns.append(message)
             key = (message.host_uuid, message.spec.instance_uuid)
@@ -263,11 +249,6 @@ class Cell:
         )
         self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))
         return engine
-
-    async def receive(self, report: ComputeHosts, sent_at: float | None = None) -> None:
-        """A report of a compute service reaches the conductor."""
-        meta = Meta(id="1", sent_at=self.clock.time() if sent_at is None else sent_at)
-        await self.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])
 
     def host(self, n: int) -> str:
         return f"10000000-0000-4000-8000-{n:012d}"

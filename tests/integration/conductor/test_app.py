@@ -315,21 +315,6 @@ async def test_its_room_is_not_offered_until_it_is_gone(world: World) -> None:
     assert [processors for processors, _ in groupby(world.offered())][-3:] == [12, 10, 14]
 
 
-async def test_it_is_kept_over_restarts_of_the_service_and_of_the_conductor(world: World) -> None:
-    await world.start("conductor")
-    world.put()
-    await world.start("compute")
-    await world.offers(12)
-    await world.stop("conductor")
-    await world.stop("compute")
-    world.received.clear()
-    await world.start("compute")  # no conductor is there to name it anew
-    await until(world.offered)
-    await world.start("conductor")
-    await world.look()
-    assert set(world.offered()) == {12}
-
-
 @pytest.mark.parametrize("verdict", [KEEP, DESTROY])
 async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world: World, verdict: str) -> None:
     await world.start("conductor")
@@ -352,21 +337,6 @@ async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world:
                 await asyncio.sleep(0.01)
         await world.look()
         await world.offers(16)
-
-
-async def test_a_report_that_agrees_requests_nothing(world: World) -> None:
-    await world.start("conductor")
-    world.put()
-    await world.start("compute")
-    await world.offers(12)
-    await world.look()  # of the first report another may have been under way
-    before = _orders()
-    await world.look()
-    assert _orders() == before > 0
-
-
-def _orders() -> float:
-    return REGISTRY.get_sample_value("berth_conductor_reserve_orders_total", {"service": SERVICE}) or 0.0
 
 
 # --- `berth hosts --unknown`, `berth quarantine` and `berth breaker` on a cell's schema, as an operator runs them.

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.contracts.base import Message, Refusal, encode
-from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.build import BuildState
 from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete, ComputeHosts, HostReport, Running
-from bus.contracts.moves import CellMove, MoveKind, MoveState
 from bus.contracts.queues import DEAD
 from bus.key_trust import CODE
 from bus.port import Outgoing
@@ -40,7 +39,6 @@ from tests.unit.conductor.scenario import (
 
 
 pytestmark = pytest.mark.postgres
-REQUEST = "90000000-0000-4000-8000-000000000001"
 
 
 def crash(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
@@ -79,44 +77,6 @@ async def test_a_build_that_a_conductor_gave_up_ends_with_one_event(
     first, again, _deleted = [event for event in cell.around.events if event.instance_uuid == uuid and event.terminal]
     assert (again.state, again.sequence) == (BuildState.FAILED, first.sequence), "the same end, under its number"
     await cell.check_at_rest()
-
-
-async def test_a_build_that_was_begun_before_its_message_was_given_up_goes_on(cell: Cell) -> None:
-    build = cell.build(1)
-    uuid = build.spec.instance_uuid
-    await cell.around.bus.publish(build)
-    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
-    await hand_over_as_given_up(cell, build)
-    await until(lambda: len(cell.around.ends(uuid)) > 1)
-    await cell.drain()
-    assert await cell.state(uuid) is State.ACTIVE
-    ends = [event for event in cell.around.events if event.instance_uuid == uuid and event.terminal]
-    assert {(event.state, event.sequence) for event in ends} == {(BuildState.ACTIVE, ends[0].sequence)}, "the same end"
-    assert len([spawn for spawn in cell.around.spawns if spawn.spec.instance_uuid == uuid]) == 1
-    await cell.check_at_rest()
-
-
-async def test_a_delete_that_a_conductor_gave_up_is_tried_once_more(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uuid = await cell.active(1)
-    crash(monkeypatch, uuid)
-    await cell.delete(uuid)
-    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
-    await cell.check_at_rest()
-
-
-async def test_a_move_that_a_conductor_gave_up_is_refused(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    uuid = await cell.active(1)
-    crash(monkeypatch, uuid)
-    for _ in range(2):  # and again: it is answered as it was
-        await cell.around.bus.publish(
-            CellMove(request_id=REQUEST, instance_uuid=uuid, project_id="p", kind=MoveKind.STOP)
-        )
-    await until(lambda: len(cell.around.moves) == 2)
-    for event in cell.around.moves:
-        assert (event.state, event.code, event.terminal) == (MoveState.REFUSED, "delivery.given_up", True)
-    assert await cell.state(uuid) is State.ACTIVE
 
 
 async def hand_over_as_given_up(cell: Cell, message: Message) -> None:
@@ -239,14 +199,6 @@ async def ask(finder: Cell, build: CellBuild, sequence: int = 0) -> None:
     await finder.around.bus.publish(query)
 
 
-async def answered(finder: Cell, build: CellBuild, sequence: int = 0) -> BuildEvent:
-    """The first event that answers a query."""
-    known = len(finder.around.events)
-    await ask(finder, build, sequence)
-    await until(lambda: len(finder.around.events) > known)
-    return finder.around.events[known]
-
-
 async def forget(finder: Cell, build: CellBuild) -> None:
     """The cell has taken the build, and its database is what it was before."""
     await finder.around.bus.publish(build)
@@ -256,42 +208,6 @@ async def forget(finder: Cell, build: CellBuild) -> None:
     async with finder.database.raw() as connection:
         await connection.execute("DELETE FROM instances WHERE uuid = $1", uuid)
         await connection.execute("UPDATE identity SET origin = 'another cluster'")
-
-
-async def test_a_build_without_a_record_and_without_a_machine_ends_and_holds_nothing(finder: Cell) -> None:
-    build = finder.build(1, 2)
-    uuid = build.spec.instance_uuid
-    await ask(finder, build, 3)
-    await until(lambda: bool(finder.around.ends(uuid)))
-    (end,) = [one for one in finder.around.events if one.terminal]
-    assert (end.state, end.code, end.sequence > 3) == (BuildState.FAILED, "build.outcome_unknown", True)
-    assert "build.lost" in end.reason
-    assert uuid not in finder.around.held
-    assert not finder.around.spawns
-
-
-async def test_a_copy_of_its_command_that_comes_after_its_end_is_not_built(finder: Cell) -> None:
-    build = replace(finder.build(1, 2), requested_at=finder.clock.time() - 61.0)
-    uuid = build.spec.instance_uuid
-    await ask(finder, build)
-    await until(lambda: bool(finder.around.ends(uuid)))
-    await finder.around.bus.publish(build)
-    await until(lambda: len(finder.around.ends(uuid)) == 2)
-    assert finder.around.ends(uuid) == [BuildState.FAILED, BuildState.FAILED]
-    assert len({one.sequence for one in finder.around.events if one.terminal}) == 1  # the same end once more
-    assert not finder.around.spawns
-
-
-async def test_a_forgotten_build_whose_machine_runs_is_adopted_with_its_claim(finder: Cell) -> None:
-    build = finder.build(1, 2)
-    uuid = build.spec.instance_uuid
-    await forget(finder, build)
-    await ask(finder, build, 10)
-    await until(lambda: len(finder.around.ends(uuid)) == 2)
-    assert finder.around.ends(uuid) == [BuildState.ACTIVE, BuildState.ACTIVE]
-    assert await finder.state(uuid) is State.ACTIVE
-    assert finder.around.running == {(finder.host(1), uuid): 1}
-    await finder.check_at_rest()
 
 
 async def test_nothing_is_released_while_a_service_does_not_answer(finder: Cell) -> None:
@@ -311,18 +227,6 @@ async def test_nothing_is_released_while_a_service_does_not_answer(finder: Cell)
     await finder.check_at_rest()
 
 
-async def test_a_machine_that_is_not_proved_to_be_its_own_stays_and_the_build_fails(finder: Cell) -> None:
-    build = finder.build(1, 2)
-    uuid = build.spec.instance_uuid
-    await forget(finder, build)
-    finder.around.names_amounts = False
-    await ask(finder, build, 10)
-    await until(lambda: finder.around.ends(uuid)[-1:] == [BuildState.FAILED])
-    assert finder.around.events[-1].code == "build.machine_exists"
-    assert finder.around.running == {(finder.host(1), uuid): 1}
-    assert not finder.around.destroys
-
-
 async def test_a_query_releases_no_later_attempt_than_the_next_of_the_one_it_names(finder: Cell) -> None:
     """A record of it in another cell may have claimed since: only the query's own attempt is known to be over."""
     build = finder.build(1, 2)
@@ -331,61 +235,3 @@ async def test_a_query_releases_no_later_attempt_than_the_next_of_the_one_it_nam
     await ask(finder, build, 10)
     await until(lambda: finder.around.ends(uuid) == [BuildState.FAILED])
     assert finder.around.held[uuid] == (7, finder.host(2), 3)
-
-
-async def test_a_build_under_way_is_answered_by_a_number_above_all_that_the_schedulers_have(finder: Cell) -> None:
-    finder.around.hangs = {finder.host(1)}
-    build = finder.build(1, 2)
-    await finder.around.bus.publish(build)
-    await until(lambda: bool(finder.around.events))
-    for sequence in (10, 500):
-        answer = await answered(finder, build, sequence)
-        assert (answer.state, answer.terminal, answer.sequence) == (BuildState.BUILDING, False, sequence + 1)
-    finder.around.hangs = set()
-    await finder.around.bus.publish(finder.around.spawns[0])
-    await until(lambda: finder.around.ends(build.spec.instance_uuid) == [BuildState.ACTIVE])
-    assert finder.around.events[-1].sequence == 502
-
-
-async def test_an_end_that_the_schedulers_have_not_had_is_announced_under_its_own_number(finder: Cell) -> None:
-    build = finder.build(1, 2)
-    await finder.around.bus.publish(build)
-    await until(lambda: bool(finder.around.ends(build.spec.instance_uuid)))
-    end = finder.around.events[-1]
-    assert (await answered(finder, build, end.sequence - 1)).sequence == end.sequence
-    above = await answered(finder, build, end.sequence + 7)
-    assert (above.state, above.terminal, above.sequence) == (BuildState.ACTIVE, True, end.sequence + 8)
-
-
-async def test_a_delete_that_comes_again_while_it_is_under_way_is_announced_again(finder: Cell) -> None:
-    uuid = await finder.active(1)
-    finder.around.silent = True
-    delete = CellDelete(instance_uuid=uuid, project_id="p", begun=True)
-    sequences = []
-    for _ in range(3):
-        known = len(finder.around.events)
-        await finder.around.bus.publish(delete)
-        await until(lambda known=known: len(finder.around.events) > known)  # type: ignore[misc]
-        assert finder.around.events[-1].state is BuildState.DELETING
-        sequences.append(finder.around.events[-1].sequence)
-    assert sequences == sorted(set(sequences))
-    assert not finder.around.destroys
-
-
-async def test_a_delete_that_came_before_its_build_is_carried_out_when_it_comes_again(finder: Cell) -> None:
-    """Its build never comes: the cell has forgotten it. A tombstone would wait for it for ever."""
-    build = finder.build(1)
-    uuid = build.spec.instance_uuid
-    await finder.delete(uuid)
-    await finder.delete(uuid, begun=True)
-    await until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
-    assert uuid not in finder.around.held
-
-
-async def test_a_query_of_a_build_that_is_deleted_here_ends_with_the_delete(finder: Cell) -> None:
-    build = finder.build(1)
-    uuid = build.spec.instance_uuid
-    await finder.delete(uuid)
-    await ask(finder, build)
-    await until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
-    assert uuid not in finder.around.held

@@ -19,19 +19,16 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
-from bus.contracts.moves import CellMove, ChangeKind, ChangeMachine, Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.cell import CellBuild, InstanceSpec, Selection
+from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveState
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
-from compute_sim.changes import Changes
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
-from compute_sim.driver import ChangeOrder, ChangeResult, HandOverRefused
-from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
 from placement_worker.config import PlacementConfig
 from tests.kit.waiting import until
@@ -239,60 +236,6 @@ async def test_a_live_migration_leaves_nothing_behind(rig: Rig) -> None:
     assert await rig.held(uuid, moved.request_id) == ["s2"]
 
 
-async def test_a_live_migration_may_take_as_long_as_copying_its_memory_takes(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """512 MiB at 32 MiB/s (`conductor.live_copy_mb_s`) beyond the time of a step; the check has that of a step."""
-    commands: list[ChangeMachine] = []
-    take = Changes.take
-
-    def taken(self: Changes, command: ChangeMachine, *, is_host: bool) -> object:
-        commands.append(command)
-        return take(self, command, is_host=is_host)
-
-    monkeypatch.setattr(Changes, "take", taken)
-    uuid = await rig.build()
-    moved = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2", step_timeout_s=120.0)
-    assert moved.state is MoveState.DONE
-    times = {one.change: one.timeout_s for one in commands}
-    assert times == {ChangeKind.CHECK: 120.0, ChangeKind.HAND_OVER_LIVE: 136.0}
-
-
-async def test_a_live_migration_that_its_source_refuses_changes_nothing(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed: list[ChangeKind] = []
-    change = Hypervisors.change
-
-    async def changing(self: Hypervisors, order: ChangeOrder) -> ChangeResult:
-        changed.append(order.kind)
-        return await change(self, order)
-
-    async def refuse(_self: Hypervisors, order: ChangeOrder) -> None:
-        raise HandOverRefused("live.pinned", f"not to {order.to_host}")
-
-    monkeypatch.setattr(Hypervisors, "change", changing)
-    monkeypatch.setattr(Hypervisors, "check_source", refuse)
-    uuid = await rig.build()
-    moved = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2")
-    assert (moved.state, moved.code, moved.condition) == (MoveState.FAILED, "live.pinned", Condition.ACTIVE)
-    assert rig.machines(uuid) == {"s1": True} and changed == []
-    assert await rig.held(uuid, moved.request_id) == ["s1"]
-    monkeypatch.undo()
-    again = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2")
-    assert again.state is MoveState.DONE
-
-
-async def test_a_resize_in_place_confirms_by_itself(rig: Rig) -> None:
-    uuid = await rig.build()
-    larger = InstanceSpec(instance_uuid=uuid, project_id="p", flavor="large")
-    resized = await rig.move(uuid, MoveKind.RESIZE, "s1", vcpus=2, spec=larger, auto_confirm_s=0.2)
-    assert (resized.state, resized.flavor) == (MoveState.DONE, "large")
-    await until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
-    assert await rig.held(resized.request_id) == []
-    assert rig.machines(uuid) == {"s1": True}
-
-
 async def test_an_offloaded_instance_holds_nothing_and_comes_back_elsewhere(rig: Rig) -> None:
     uuid = await rig.build()
     assert (await rig.move(uuid, MoveKind.STOP)).condition is Condition.STOPPED
@@ -303,34 +246,6 @@ async def test_an_offloaded_instance_holds_nothing_and_comes_back_elsewhere(rig:
     unshelved = await rig.move(uuid, MoveKind.UNSHELVE, "s2")
     assert (unshelved.state, unshelved.condition) == (MoveState.DONE, Condition.ACTIVE)
     assert (rig.machines(uuid), await rig.held(uuid)) == ({"s2": True}, ["s2"])
-
-
-async def test_a_delete_before_the_confirm_leaves_nothing(rig: Rig) -> None:
-    uuid = await rig.build()
-    moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
-    await rig.cell.publish(CellDelete(instance_uuid=uuid, project_id="p"))
-    await until(lambda: rig.state(uuid) is BuildState.DELETED)
-    assert rig.machines(uuid) == {}
-    assert await rig.held(uuid, moved.request_id) == []
-
-
-async def test_a_revert_to_a_service_that_is_down_gives_nothing_up_and_is_done_when_it_is_back(rig: Rig) -> None:
-    uuid = await rig.build()
-    moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
-    await rig.stop("s1")
-    refused = await rig.move(uuid, MoveKind.REVERT)
-    assert (refused.state, refused.code, refused.condition) == (
-        MoveState.REFUSED,
-        "move.source_silent",
-        Condition.RESIZED,
-    )
-    assert rig.machines(uuid) == {"s1": False, "s2": True}
-    assert await rig.held(uuid) == ["s2"]
-    await rig.start("s1")
-    reverted = await rig.move(uuid, MoveKind.REVERT)
-    assert (reverted.state, reverted.condition) == (MoveState.DONE, Condition.ACTIVE)
-    assert rig.machines(uuid) == {"s1": True}
-    assert await rig.held(uuid, moved.request_id) == ["s1"]
 
 
 async def test_a_revert_to_a_host_without_its_machine_gives_nothing_up(rig: Rig) -> None:
@@ -344,24 +259,6 @@ async def test_a_revert_to_a_host_without_its_machine_gives_nothing_up(rig: Rig)
     confirmed = await rig.move(uuid, MoveKind.CONFIRM)
     assert (confirmed.state, rig.machines(uuid)) == (MoveState.DONE, {"s2": True})
     assert await rig.held(uuid, moved.request_id) == ["s2"]
-
-
-async def test_a_confirm_to_a_service_that_is_down_shows_what_it_waits_for(rig: Rig) -> None:
-    uuid = await rig.build()
-    await rig.move(uuid, MoveKind.MIGRATE, "s2")
-    await rig.stop("s1")
-    request = CellMove(request_id=new_uuid(rig.rng), instance_uuid=uuid, project_id="p", kind=MoveKind.CONFIRM)
-    await rig.send(request)
-
-    def waits() -> bool:
-        events = [m for m in rig.published if isinstance(m, MoveEvent) and m.request_id == request.request_id]
-        return any(one.code == "move.source_silent" and not one.terminal for one in events)
-
-    await until(waits)
-    assert rig.machines(uuid) == {"s1": False, "s2": True}
-    await rig.start("s1")
-    await until(lambda: rig.ends(request.request_id))
-    assert rig.machines(uuid) == {"s2": True}
 
 
 async def test_a_fenced_destination_is_given_up_when_the_source_is_back_and_not_before(rig: Rig) -> None:

@@ -171,22 +171,6 @@ async def test_random_groups_of_claims_releases_and_swaps_never_deadlock_beside_
     assert await book.findings() == []
 
 
-async def test_inventory_racing_claims_loses_nothing(book: Book, rng: random.Random) -> None:
-    """Both succeed; the claim is not turned down because of the update, the update not because of it."""
-    (host,) = await book.hosts(1, rng, VCPU=1000)
-
-    async def claim_many() -> list[ClaimResult]:
-        return [await one(book.store, claim(new_uuid(rng), {host: {"VCPU": 1}})) for _ in range(60)]
-
-    async def report_many() -> list[object]:
-        return [(await book.store.report([book.host(host, VCPU=1000 + n)]))[0] for n in range(60)]
-
-    claimed, reported = await asyncio.gather(claim_many(), report_many())
-    assert {reply.outcome for reply in claimed} == {ClaimOutcome.CLAIMED}
-    assert {getattr(result, "outcome", None) for result in reported} <= {"applied", "unchanged"}
-    assert await book.findings() == []
-
-
 async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
     book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,46 +195,6 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
     assert await book.findings() == []
     reply = await one(book.store, item)
     assert (reply.outcome, reply.sequence) == (ClaimOutcome.CLAIMED, head + 1)
-
-
-async def test_a_class_created_by_another_process_is_known(book: Book, rng: random.Random) -> None:
-    second = await book.another()
-    (host,) = await book.hosts(1, rng, CUSTOM_GOLD=1, VCPU=1)
-    assert (await one(second, claim(new_uuid(rng), {host: {"VCPU": 1}}))).outcome is ClaimOutcome.CLAIMED
-    assert (await one(second, claim(new_uuid(rng), {host: {"CUSTOM_GOLD": 1}}))).outcome is ClaimOutcome.CLAIMED
-    assert (await one(second, claim(new_uuid(rng), {host: {"CUSTOM_NO": 1}}))).outcome is ClaimOutcome.INVALID
-
-
-async def test_small_groups_of_two_stores_at_once_lose_nothing(book: Book, rng: random.Random) -> None:
-    """Each takes from what the other has left: none overwrites what another has taken."""
-    hosts = await book.hosts(2, rng, VCPU=30)
-    second = await book.another()
-
-    async def work(store: ResourceBook) -> list[ClaimResult]:
-        options = [{host: {"VCPU": 1}} for host in hosts]
-        return [await one(store, claim(new_uuid(rng), *options)) for _ in range(40)]
-
-    replies = [reply for some in await asyncio.gather(work(book.store), work(second)) for reply in some]
-    assert Counter(reply.outcome for reply in replies) == {ClaimOutcome.CLAIMED: 60, ClaimOutcome.FULL: 20}
-    numbers = [reply.sequence for reply in replies if reply.outcome is ClaimOutcome.CLAIMED]
-    assert len(set(numbers)) == 60
-    assert await book.over_capacity() == [] and await book.findings() == []
-
-
-# --- claims that wait for each other see what the other has left
-
-
-async def test_two_processes_give_the_last_room_of_a_host_to_one(book: Book, rng: random.Random) -> None:
-    """Again and again, both at once, each the whole host: one has it, the other is answered full."""
-    hosts, second = await book.hosts(30, rng, VCPU=2), await book.another()
-    for host in hosts:
-        wanted = [claim(new_uuid(rng), {host: {"VCPU": 2}}) for _ in range(2)]
-        mine, theirs = await asyncio.gather(book.store.apply(wanted[:1]), second.apply(wanted[1:]))
-        assert Counter(getattr(reply, "outcome", None) for reply in [*mine, *theirs]) == {
-            ClaimOutcome.CLAIMED: 1,
-            ClaimOutcome.FULL: 1,
-        }
-    assert await book.over_capacity() == [] and await book.findings() == []
 
 
 # --- the rule of units on PostgreSQL

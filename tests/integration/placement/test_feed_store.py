@@ -243,26 +243,6 @@ async def test_what_is_read_ends_before_changes_that_were_trimmed_meanwhile(book
     assert more
 
 
-async def test_old_changes_are_trimmed_once_published_and_then_too_old(book: Book, rng: random.Random) -> None:
-    for _ in range(6):
-        await book.hosts(1, rng, VCPU=1)
-
-    async def send(_published: FeedChanges) -> None:
-        return
-
-    await book.store.trim(keep_changes=2, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)
-    assert len((await book.store.changes(0, 100)).changes) == 6  # no worker has published them yet
-    await book.store.publish(send, 100)
-    await book.store.trim(keep_changes=2, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)
-    assert (await book.store.changes(3, 100)).too_old
-    kept = await book.store.changes(4, 100)
-    assert [change.sequence for change in kept.changes] == [5, 6]
-    assert not (await book.store.changes(6, 100)).too_old
-    await book.store.trim(keep_changes=0, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)
-    assert (await book.store.changes(5, 100)).too_old
-    assert not (await book.store.changes(6, 100)).too_old
-
-
 async def test_a_large_batch_is_cut_into_rows_and_read_back_whole(
     book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:

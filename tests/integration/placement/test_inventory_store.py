@@ -20,7 +20,6 @@ from bus.contracts.placement import (
     InventoryResult,
     InventoryUpdate,
     ProviderReport,
-    Release,
 )
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
@@ -62,69 +61,6 @@ def tree(root: str, *children: str, version: int, source: str = "s", gpus: int =
         for child in children
     ]
     return InventoryUpdate(source=source, version=version, root_uuid=root, providers=tuple(reports))
-
-
-async def test_of_several_versions_in_one_batch_the_newest_wins(book: Book, rng: random.Random) -> None:
-    root = new_uuid(rng)
-    versions = [book.host(root, version=version, VCPU=version) for version in (2, 9, 3)]
-    assert await reported(book, *versions) == ["stale", "applied", "stale"]
-    page = await book.store.snapshot(None, 10)
-    assert page.providers[0].inventories["VCPU"][0] == 9
-
-
-async def test_a_tree_grows_changes_and_goes(book: Book, rng: random.Random) -> None:
-    root, one, two = sorted(new_uuid(rng) for _ in range(3))
-    assert await reported(book, tree(root, one, two, version=1)) == ["applied"]
-    page = await book.store.snapshot(None, 10)
-    child = page.providers[1]
-    assert (child.parent_uuid, child.root_uuid, child.traits, child.aggregates) == (
-        root,
-        root,
-        ("CUSTOM_BLUE",),
-        (root,),
-    )
-    assert await reported(book, tree(root, two, version=2)) == ["applied"]
-    assert [state.uuid for state in (await book.store.snapshot(None, 10)).providers] == [root, two]
-    gone = InventoryUpdate(source="s", version=3, root_uuid=root)
-    assert await reported(book, gone) == ["applied"]
-    assert (await book.store.snapshot(None, 10)).providers == ()
-    assert await reported(book, gone) == ["unchanged"]
-    removed = [change.provider for change in (await book.store.changes(0, 100)).changes if change.removed]
-    assert removed == [one, root, two]
-    assert await reported(book, tree(root, one, version=4)) == ["applied"]
-
-
-async def test_what_is_in_use_is_stranded_until_it_is_free(book: Book, rng: random.Random) -> None:
-    root, child = new_uuid(rng), new_uuid(rng)
-    await reported(book, tree(root, child, version=1))
-    user = claim(new_uuid(rng), {child: {"VGPU": 1}})
-    await book.store.apply([user])
-    (result,) = await book.store.report([tree(root, version=2)])
-    assert isinstance(result, InventoryResult)
-    assert result.stranded == (child,)
-    late = claim(new_uuid(rng), {child: {"VGPU": 1}})
-    assert [getattr(reply, "outcome", None) for reply in await book.store.apply([late])] == ["full"]
-    assert await reported(book, tree(root, version=3)) == ["unchanged"]
-    await book.store.apply([Release(consumer=user.consumer)])
-    assert await reported(book, tree(root, version=4)) == ["applied"]
-    assert [state.uuid for state in (await book.store.snapshot(None, 10)).providers] == [root]
-    assert await book.findings() == []
-
-
-async def test_names_pass_on_in_one_batch(book: Book, rng: random.Random) -> None:
-    a, b, c = (new_uuid(rng) for _ in range(3))
-
-    def named(uuid: str, name: str, version: int) -> InventoryUpdate:
-        reports = (ProviderReport(uuid=uuid, name=name, inventories={"VCPU": Inventory(total=1)}),)
-        return InventoryUpdate(source="s", version=version, root_uuid=uuid, providers=reports)
-
-    assert await reported(book, named(a, "one", 1), named(b, "two", 1)) == ["applied", "applied"]
-    gone = InventoryUpdate(source="s", version=2, root_uuid=a)
-    assert await reported(book, gone, named(b, "one", 2), named(c, "two", 1)) == ["applied"] * 3
-    assert await names_in_book(book) == {"one": b, "two": c}
-    gone = InventoryUpdate(source="s", version=3, root_uuid=b)
-    assert await reported(book, gone, named(c, "one", 2)) == ["applied"] * 2
-    assert await names_in_book(book) == {"one": c}
 
 
 async def test_a_provider_moves_to_another_root(book: Book, rng: random.Random) -> None:
@@ -174,34 +110,6 @@ async def test_names_of_a_transaction_that_was_lost_are_not_used(
     (result,) = await book.store.report([update])  # as the consumer calls again
     assert isinstance(result, InventoryResult) and result.outcome == "applied"
     await killer.close()
-
-
-async def test_two_sources_own_parts_of_one_tree(book: Book, rng: random.Random) -> None:
-    root, cell, device = (new_uuid(rng) for _ in range(3))
-    inventory = {"SRIOV_NET_VF": Inventory(total=8)}
-    places = tuple(
-        ProviderReport(uuid=uuid, name="x", parent_uuid=parent, theirs=True)
-        for uuid, parent in ((root, None), (cell, root))
-    )
-    mine = ProviderReport(uuid=device, name=f"d-{device}", parent_uuid=cell, inventories=inventory)
-
-    def agent(version: int, *reports: ProviderReport) -> InventoryUpdate:
-        return InventoryUpdate(source="agent", version=version, root_uuid=root, providers=(*places, *reports))
-
-    assert await reported(book, agent(1, mine)) == ["inventory.not_there"]
-    assert await reported(book, tree(root, cell, version=1)) == ["applied"]
-    assert await reported(book, agent(1, mine)) == ["applied"]
-    assert await reported(book, tree(root, cell, version=2, gpus=3)) == ["applied"]
-    assert await reported(book, agent(2, mine)) == ["unchanged"]
-    states = {state.uuid: state for state in (await book.store.snapshot(None, 10)).providers}
-    assert {uuid: sorted(states[uuid].inventories) for uuid in (root, cell, device)} == {
-        root: ["VCPU"],
-        cell: ["VGPU"],
-        device: ["SRIOV_NET_VF"],
-    }
-    assert states[cell].name == f"c-{cell}"
-    assert await reported(book, agent(3)) == ["applied"]
-    assert sorted(await names_in_book(book)) == sorted([f"r-{root}", f"c-{cell}"])
 
 
 # --- how many statements a group of writes costs, whatever its size

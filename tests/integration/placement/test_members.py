@@ -23,7 +23,6 @@ from bus.contracts.placement import (
     LocateRequest,
     Migration,
     Release,
-    Revert,
     ServerGroup,
     Swap,
 )
@@ -125,27 +124,6 @@ async def test_moves_of_as_many_groups_read_no_more_than_those_of_one(book: Book
     await book.store.apply(of_own_groups)
     moves = [moved(rng, one, host) for one, host in zip(of_own_groups, hosts[BATCH:], strict=True)]
     assert await blocks_read(book, moves, [one.consumer for one in moves]) <= MOST_BLOCKS * BATCH
-
-
-@pytest.mark.parametrize("reverted", [False, True])
-async def test_a_member_that_comes_to_a_host_without_naming_its_group_is_seen(
-    book: Book, rng: random.Random, *, reverted: bool
-) -> None:
-    """In one transaction: a revert and a swap name no group, and a claim names the host that the member comes to."""
-    here, there = await book.hosts(2, rng, VCPU=4)
-    first = member(rng, here, GroupPolicy.ANTI_AFFINITY)
-    await book.store.apply([first])
-    goes = ConsumerAllocations(
-        consumer=first.consumer, allocations={there: {"VCPU": 1}}, consumer_generation=1, project_id="p", user_id="u"
-    )
-    moving: Revert | Swap = Swap(consumers=(goes,))
-    if reverted:
-        move = moved(rng, first, there)
-        await book.store.apply([move])
-        assert move.migration is not None
-        moving = Revert(consumer=first.consumer, attempt=3, source_attempt=1, migration=move.migration)
-    reply = (await book.store.apply([moving, member(rng, here if reverted else there, GroupPolicy.ANTI_AFFINITY)]))[1]
-    assert isinstance(reply, ClaimResult) and reply.outcome is ClaimOutcome.RULED_OUT
 
 
 async def test_members_that_the_transaction_names_are_read_beside_those_that_stay(
@@ -262,19 +240,6 @@ async def test_an_imported_book_holds_claims_to_groups_and_limits_as_the_first_d
             "released",
             "claimed",
         ]
-
-
-async def test_members_alone_are_set_to_what_the_file_holds(book: Book, hosts: list[str], rng: random.Random) -> None:
-    first, second = exported_member(rng, hosts[0]), exported_member(rng, hosts[1])
-    assert await outcomes(book, first, second) == ["claimed"] * 2
-    before = await exported(book)
-    assert before.members is not None
-    left = replace(before, members=frozenset(one for one in before.members if one.consumer == first.consumer))
-    assert await imported(book, left) == 1
-    assert await outcomes(book, exported_member(rng, hosts[0]), exported_member(rng, hosts[1])) == [
-        "ruled_out",
-        "claimed",
-    ]
 
 
 async def test_who_is_gone_is_no_member_and_who_comes_back_is_in_its_own_group(

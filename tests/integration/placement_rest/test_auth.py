@@ -26,7 +26,6 @@ from bus.contracts.feed import Change, FeedChanges
 from bus.memory import MemoryTransport
 from bus.openstack.keystone import SignInRefused, SignInUnavailable
 from bus.service.settings import SettingsError
-from placement_worker.domain.trees import CreateProvider
 from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth
 from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfig, with_oslo_conf
 from placement_worker.rest.keystone import Keystone
@@ -349,26 +348,6 @@ async def test_without_one_it_is_ours_and_what_is_no_id_goes_nowhere(placement: 
     assert change.causes == (answer.headers["x-openstack-request-id"],)
 
 
-@pytest.mark.postgres
-async def test_writes_that_were_written_together_keep_their_own_causes(placement: Placement) -> None:
-    hosts = [await placement.host(VCPU=4) for _ in range(8)]
-    ids = [f"req-{new_uuid(placement.rng)}" for _ in hosts]
-    start = (await placement.store.head()).sequence
-
-    async def claim(host: str, own: str, amount: int) -> int:
-        held = holding({host: {"resources": {"VCPU": amount}}}, None)
-        path = f"/allocations/{new_uuid(placement.rng)}"
-        return (await placement.call("PUT", path, held, x_openstack_request_id=own)).status_code
-
-    refused = [claim(host, f"req-{new_uuid(placement.rng)}", 5) for host in hosts]
-    done = [claim(host, own, 1) for host, own in zip(hosts, ids, strict=True)]
-    assert await asyncio.gather(*refused, *done) == [409] * 8 + [204] * 8
-    found = await changes(placement, start)
-    assert {change.provider: change.causes for change in found} == {
-        host: (own,) for host, own in zip(hosts, ids, strict=True)
-    }
-
-
 @asynccontextmanager
 async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Received]]:
     """The messages on the bus."""
@@ -401,23 +380,6 @@ async def test_the_bus_carries_it_too(placement: Placement) -> None:
         while not isinstance((received := await events.get()).message, FeedChanges):
             pass
         assert received.meta.cause == OURS
-
-
-@pytest.mark.postgres
-async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placement: Placement) -> None:
-    ids = [f"req-{new_uuid(placement.rng)}" for _ in range(2)]
-    writes = [CreateProvider(uuid=new_uuid(placement.rng), name=own, cause=own) for own in ids]
-    async with listening(placement) as events:
-        await placement.store.write_trees(writes)
-        body = {"name": "host", "uuid": new_uuid(placement.rng)}
-        await placement.call("POST", "/resource_providers", body, status=200, **HEADER)  # wakes the publisher
-        while True:
-            received = await events.get()
-            if isinstance(received.message, FeedChanges):
-                causes = {cause for change in received.message.changes for cause in change.causes}
-                assert received.meta.cause == (OURS if causes == {OURS} else "")
-                if causes >= set(ids):
-                    return
 
 
 @on_postgres

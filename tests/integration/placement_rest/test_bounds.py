@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import re
 import socket
@@ -21,7 +20,7 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.service.http_protocol import MAX_PIPELINED
 from placement_worker import metrics
-from placement_worker.rest import api, bodies, candidates, providers
+from placement_worker.rest import api, bodies, candidates
 from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, serving
 from tests.kit.cases import case
 from tests.kit.waiting import until
@@ -366,38 +365,6 @@ async def test_what_is_wrong_with_a_long_body_is_found_off_the_event_loop(
         assert answer.status_code == 400
         assert "is not of type" in answer.text
         assert metrics.OFFLOADED.labels("text")._value.get() == before + 1
-
-
-async def test_others_are_answered_while_a_long_list_of_providers_is_written(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(postgres_url) as placement:
-        hosts = [await placement.host(MEMORY_MB=8) for _ in range(4)]
-        path = "/resource_providers?resources=MEMORY_MB:8"
-        at_once = await placement.call("GET", path, status=200)
-        turns: list[int] = []
-        count = itertools.count()
-        shown = providers.shown
-
-        def counted(*arguments: Any) -> Any:
-            turns.append(passed)
-            return shown(*arguments)
-
-        async def others() -> None:
-            nonlocal passed
-            while True:
-                passed = next(count)
-                await asyncio.sleep(0)
-
-        passed = 0
-        monkeypatch.setattr(api, "LISTED_AT_ONCE", 1)
-        monkeypatch.setattr(providers, "shown", counted)
-        beside = asyncio.create_task(others())
-        listed = await placement.call("GET", path, status=200)
-        beside.cancel()
-        assert listed.json() == at_once.json()
-        assert [row["uuid"] for row in listed.json()["resource_providers"]] == hosts
-        assert len(set(turns)) == len(hosts), turns
 
 
 async def test_a_body_of_more_than_a_megabyte_is_413(postgres_url: str) -> None:

@@ -14,28 +14,13 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
-from placement_worker.domain.trees import CreateProvider, DeleteProvider, SetTraits
-from placement_worker.domain.values import Provider
 from placement_worker.operations import export, export_store
-from placement_worker.replica.book import Book
 from placement_worker.rest.config import RestConfig
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement_rest.conftest import Placement, holding, on_postgres, serving
 from tests.kit.servers import fresh_database
-from tests.unit.replica.worlds import dump
 
 # --- the REST API over real HTTP and PostgreSQL: what Placement's own suite (scripts/conformance) does not look at
-
-
-async def test_a_search_after_a_write_sees_it(placement: Placement) -> None:
-    for number in range(20):
-        host = await placement.host(VCPU=4)
-        answer = await placement.call("GET", "/allocation_candidates?resources=VCPU:4", status=200)
-        assert len(answer.json()["allocation_requests"]) == 1, number
-        consumer = new_uuid(placement.rng)
-        assert (await placement.claim(consumer, host, VCPU=1)).status_code == 204
-        answer = await placement.call("GET", "/allocation_candidates?resources=VCPU:4", status=200)
-        assert answer.json() == {"allocation_requests": [], "provider_summaries": {}}
 
 
 async def test_many_writers_on_few_providers_never_conflict_and_never_exceed(placement: Placement) -> None:
@@ -51,20 +36,6 @@ async def test_many_writers_on_few_providers_never_conflict_and_never_exceed(pla
         usages = (await placement.call("GET", f"/resource_providers/{host}/usages")).json()
         assert usages["usages"] == {"VCPU": 10, "MEMORY_MB": 100}
         assert usages["resource_provider_generation"] == 11
-
-
-async def test_one_bad_write_in_a_group_fails_alone(placement: Placement) -> None:
-    host = await placement.host(VCPU=100)
-    good = [placement.claim(new_uuid(placement.rng), host, VCPU=1) for _ in range(10)]
-    bad = [
-        placement.claim(new_uuid(placement.rng), host, VCPU=1000),
-        placement.claim(new_uuid(placement.rng), new_uuid(placement.rng), VCPU=1),
-        placement.claim(new_uuid(placement.rng), host, CUSTOM_UNKNOWN=1),
-        placement.claim(new_uuid(placement.rng), host, 7, VCPU=1),
-    ]
-    statuses = [answer.status_code for answer in await asyncio.gather(*good, *bad)]
-    assert statuses == [204] * 10 + [409, 400, 400, 409]
-    assert await placement.findings() == []
 
 
 async def test_consumers_that_cross_over_neither_deadlock_nor_conflict(placement: Placement) -> None:
@@ -85,39 +56,6 @@ async def test_consumers_that_cross_over_neither_deadlock_nor_conflict(placement
         return (await placement.call("POST", "/allocations", body, version="1.27")).status_code
 
     assert set(await asyncio.gather(*(post(turn) for turn in range(24)))) == {204}
-    assert await placement.findings() == []
-
-
-async def test_every_write_is_on_the_feed_once_and_in_order(placement: Placement) -> None:
-    replica = await placement.replica()
-    parent, child = await placement.host(VCPU=8), await placement.host(SRIOV_NET_VF=4)
-    await placement.call("PUT", "/traits/CUSTOM_FAST", status=201)
-    name = f"host-{child}"
-    await placement.call(
-        "PUT", f"/resource_providers/{child}", {"name": name, "parent_provider_uuid": parent}, status=200
-    )
-    body: dict[str, Any] = {"resource_provider_generation": 1, "traits": ["CUSTOM_FAST"]}
-    await placement.call("PUT", f"/resource_providers/{child}/traits", body, status=200)
-    body = {"resource_provider_generation": 1, "aggregates": [parent]}
-    await placement.call("PUT", f"/resource_providers/{parent}/aggregates", body, status=200)
-    consumer = new_uuid(placement.rng)
-    assert (await placement.claim(consumer, child, SRIOV_NET_VF=3)).status_code == 204
-    followed = await replica.fresh()
-    loaded = (await placement.replica()).book
-    for book in (followed, loaded):
-        top, low = book.row_of(parent), book.row_of(child)
-        assert top is not None
-        assert low is not None
-        assert book.root_of(low) == top
-        assert book.traits_of(low) == ("CUSTOM_FAST",)
-        assert book.aggregates_of(top) == (parent,)
-        assert book.inventory_of(low)["SRIOV_NET_VF"][1:] == (3, 1)
-        assert (book.generation[top], book.generation[low]) == (2, 3)
-    await placement.call("DELETE", f"/allocations/{consumer}", status=204)
-    await placement.call("DELETE", f"/resource_providers/{child}", status=204)
-    book = await replica.fresh()
-    assert book.row_of(child) is None
-    assert len(book) == 1
     assert await placement.findings() == []
 
 
@@ -236,50 +174,6 @@ async def test_errors_carry_the_request_id_and_the_version(placement: Placement)
     assert answer.status_code == 401
     answer = await placement.call("GET", "/resource_providers", x_auth_token="somebody")
     assert answer.status_code == 403
-
-
-@on_postgres
-async def test_what_projects_hold_follows_every_write_of_allocations(placement: Placement) -> None:
-    one, other = await placement.host(VCPU=8), await placement.host(VCPU=8)
-    consumers = [new_uuid(placement.rng) for _ in range(2)]
-
-    async def held() -> dict[str, dict[int, int]]:
-        async with placement.postgres.rows.database.raw() as connection:
-            rows = await connection.fetch("SELECT project_id, class_id, amount FROM project_usage WHERE amount <> 0")
-        assert await placement.findings() == []
-        found: dict[str, dict[int, int]] = {}
-        for project, class_id, amount in rows:
-            found.setdefault(project, {})[class_id] = amount
-        return found
-
-    def body(project: str, generation: int | None, **amounts: int) -> dict[str, Any]:
-        hosts = dict(zip(("one", "other"), (one, other), strict=True))
-        held = {hosts[name]: {"resources": {"VCPU": amount}} for name, amount in amounts.items()}
-        named = {"project_id": project, "user_id": "u", "consumer_type": "INSTANCE", "consumer_generation": generation}
-        return {"allocations": held, **named}
-
-    vcpu = placement.postgres.names.class_ids["VCPU"]
-    await placement.call("PUT", f"/allocations/{consumers[0]}", body("p", None, one=2), status=204)
-    assert await held() == {"p": {vcpu: 2, -1: 1}}
-    await placement.call("PUT", f"/allocations/{consumers[0]}", body("q", 1, one=1, other=3), status=204)
-    assert await held() == {"q": {vcpu: 4, -1: 1}}, "its project changed with it"
-    both = {consumers[0]: body("q", 2, one=1), consumers[1]: body("p", None, other=5)}
-    await placement.call("POST", "/allocations", both, status=204)
-    assert await held() == {"p": {vcpu: 5, -1: 1}, "q": {vcpu: 1, -1: 1}}
-    generations = {
-        uuid: (await placement.call("GET", f"/resource_providers/{uuid}")).json()["generation"] for uuid in (one, other)
-    }
-    reshape = {
-        "inventories": {
-            uuid: {"resource_provider_generation": generation, "inventories": {"VCPU": {"total": 8}}}
-            for uuid, generation in generations.items()
-        },
-        "allocations": {consumers[0]: body("r", 3, other=2)},
-    }
-    await placement.call("POST", "/reshaper", reshape, x_roles="service", x_project_id="s", status=204)
-    assert await held() == {"p": {vcpu: 5, -1: 1}, "r": {vcpu: 2, -1: 1}}
-    await placement.call("DELETE", f"/allocations/{consumers[1]}", status=204)
-    assert await held() == {"r": {vcpu: 2, -1: 1}}
 
 
 @pytest.mark.parametrize("other", ["compute 2.1", "placement 1.0"])
@@ -451,32 +345,6 @@ async def test_it_is_kept_in_a_book_that_goes_out_and_in_again(placement: Placem
         async with rows.database.raw() as connection:
             assert list(export.lines(await export_store.read(connection, other.names))) == lines
         await other.close()
-
-
-# --- providers that are deleted and created again by one group of REST writes
-
-
-async def test_delete_and_post_in_one_transaction_are_followed_by_replicas(placement: Placement) -> None:
-    store = placement.store
-    rest = store
-    uuid = new_uuid(placement.rng)
-    traits = [["HW_CPU_X86_AVX"], ["HW_CPU_X86_SGX"], ["HW_CPU_X86_AVX2"]]
-    await rest.write_trees([CreateProvider(uuid, "one")])
-    for named in traits:
-        await rest.write_trees([SetTraits(uuid, named)])
-    followed = Book()
-    followed.apply((await store.changes(0, 100)).changes)
-    old = (await store.snapshot(None, 10)).providers[0]
-    deleted, created = await rest.write_trees([DeleteProvider(uuid), CreateProvider(uuid, "two")])
-    assert isinstance(deleted, Provider)
-    assert isinstance(created, Provider)
-    assert created.generation == 0, "as Placement begins"
-    followed.apply((await store.changes(followed.sequence, 100)).changes)
-    snapshot = await store.snapshot(None, 10)
-    whole = Book()
-    whole.load(snapshot.providers, snapshot.sequence)
-    assert dump(followed) == dump(whole)
-    assert snapshot.providers[0].shape > old.shape
 
 
 # --- two processes write allocations of the same consumers at once: one after the other, each on its own generation

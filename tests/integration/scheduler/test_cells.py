@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from bus.bus import API, Bus
+from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState, HostsPage, HostsQuery
@@ -36,12 +36,11 @@ from bus.contracts.operations import (
     ServicesQuery,
     SetAdminState,
 )
-from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport, Release, ReleaseResult
+from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport, Release, ReleaseResult
 from bus.contracts.queues import DEAD
 from bus.faults import RequestRefused
 from bus.memory import MemoryTransport
 from bus.wire import pack, single
-from tests.contract.rig import watched
 from tests.integration.scheduler.steps import (
     WARM,
     becomes,
@@ -263,17 +262,6 @@ async def test_a_cell_that_cannot_be_entered_ends_no_worker_and_is_entered_when_
     await linked(running, "c3", count=3)
 
 
-async def test_a_scheduler_that_starts_later_connects_to_the_added_cells(running: World) -> None:
-    await decide_cell(running, "c3", "enabled", bus={})
-    await linked(running, "c3", count=3)
-    await running.stop("s1")
-    await linked(running, "c3", count=2)
-    await running.scheduler("s3")
-    await linked(running, "c3", count=3)
-    await running.placement("p2")
-    await linked(running, "c3", count=4)
-
-
 # --- A cell whose broker is unavailable: the other cells are served all the same, and it is, when it comes.
 
 
@@ -336,28 +324,6 @@ async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_st
     assert list(await hosts_of(world)) == ["c1-1"]
 
 
-async def test_a_fenced_host_that_has_left_the_book_is_listed_until_its_fence_has_ended(world: World) -> None:
-    """Seed 1795404129: it was taken out of its service just before it was fenced, and the schedulers were restarted."""
-    left, _ = await world.scheduler_and_hosts(2, WARM)
-    first = await decide(world, left, AdminState.FENCED)
-    await publish_fence(world, left, first.fence, FenceState.FENCED)
-    await becomes(world, left, AdminState.FENCED, acknowledged=first.fence)
-    removed = InventoryUpdate(source="world", version=99, root_uuid=left, providers=())
-    await world.answer(removed, InventoryResult)
-    await until(lambda: world.replicas["s1"].row_of(left) is None)
-    assert list(await hosts_of(world)) == ["c1-0", "c1-1"]
-    await restarted_without(world, left)
-    listed = (await hosts_of(world))["c1-0"]
-    assert (listed.uuid, listed.announced, listed.up, listed.cell) == (left, False, False, "c1")
-    assert listed.admin is not None and listed.admin.is_fence_acknowledged and not listed.resources
-    page = await world.answer(HostsQuery(cell="c1", up=False), HostsPage)
-    assert [host.uuid for host in page.hosts] == [left]
-    back = await decide(world, "c1-0", AdminState.ENABLED, cell="c1")
-    await publish_fence(world, left, back.fence, FenceState.LIFTED)
-    await becomes(world, left, AdminState.ENABLED, pending=None)
-    assert list(await hosts_of(world)) == ["c1-1"]
-
-
 async def fence_by_objects(world: World, uuid: str, host: str, *, force: bool = False) -> int:
     """Fence a host as a change of objects, as any operator's program may; the fence's version."""
     body = msgspec.to_builtins(HostDecision(host=host, state=AdminState.FENCED, reason="fan"))
@@ -404,44 +370,6 @@ async def acknowledged_by_c1_alone(world: World, dead: str, number: int) -> None
     await publish_fence(world, dead, number, FenceState.FENCED, cell="c2", losses=7)
     await publish_fence(world, dead, number, FenceState.FENCED, losses=1)
     await becomes(world, dead, AdminState.FENCED, acknowledged=number, losses=1)
-
-
-async def test_a_host_whose_cell_nothing_shows_is_fenced_where_its_operator_names_the_cell(world: World) -> None:
-    """The fence was sent to every cell, and the first acknowledgement counted: another cell's stops nothing there."""
-    await world.scheduler("s1", WARM)
-    dead = await dead_in_book(world)
-    requests = [
-        decide(world, "rack1", AdminState.FENCED, force=False),
-        decide(world, dead, AdminState.FENCED, force=True),
-        decide(world, dead, AdminState.FENCED, cell="c3"),
-        fence_by_objects(world, dead, "rack1"),
-        fence_by_objects(world, dead, "rack1", force=True),
-    ]
-    for one in requests:
-        assert await code_of(one) == "host.cell_unknown"
-    assert not world.fences and world.tables["s1"].decision_of(dead) is None
-    number = (await decide(world, dead, AdminState.FENCED, cell="c1", force=False)).fence
-    await acknowledged_by_c1_alone(world, dead, number)
-
-
-async def test_a_copy_of_a_refused_fence_does_nothing_when_its_host_has_been_enabled_since(world: World) -> None:
-    """Seed 1795640147: the fence was refused, decided with its cell, and ended; then the copy fenced the host again."""
-    await world.scheduler("s1", WARM)
-    dead = await dead_in_book(world)
-    sent = watched(world.buses[API].transport)
-    assert await code_of(decide(world, dead, AdminState.FENCED)) == "host.cell_unknown"
-    (copy,) = sent
-    number = (await decide(world, dead, AdminState.FENCED, cell="c1", force=False)).fence
-    await acknowledged_by_c1_alone(world, dead, number)
-    back = await decide(world, dead, AdminState.ENABLED)
-    await publish_fence(world, dead, back.fence, FenceState.LIFTED)
-    await becomes(world, dead, AdminState.ENABLED, pending=None)
-    world.hosts["c1"][dead] = HostReport(uuid=dead, name="rack1")
-    await world.announce("c1")
-    await until(lambda: world.tables["s1"].index_of(dead) is not None)
-    await world.buses[API].transport.publish(copy)
-    last = await decide(world, dead, AdminState.ENABLED, reason="last")
-    assert (last.state, last.fence, last.pending) == (AdminState.ENABLED, 0, None)
 
 
 async def test_a_host_reinstalled_under_its_name_is_listed_and_its_name_means_two(world: World) -> None:

@@ -1,139 +1,48 @@
-"""Claims of another run, of an expired request, of a redelivery, and of a record that was set back."""
+"""Claims of an expired request and of a redelivery, what a failed build costs, and requests that come very late."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import asyncpg
 import pytest
-from msgspec.structs import replace
 
-from bus.bus import API
-from bus.contracts.book import HeldAllocation
-from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, member_uuids
+from bus.bus import API, Bus
+from bus.clock import SystemClock
+from bus.consuming import dead_letters
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE
 from bus.contracts.cell import CellBuild, CellBuildQuery
-from bus.contracts.placement import Release, ReleaseResult, ReleaseRun
-from bus.contracts.queues import BY_QUEUE, QueueKind, lane_of
+from bus.contracts.placement import ReleaseRun
+from bus.contracts.queues import BY_QUEUE, DEAD, QueueKind, lane_of
+from bus.faults import RequestRefused
+from bus.memory import MemoryTransport
+from bus.wire import pack, single
 from scheduler_worker import placing
-from scheduler_worker.claims import HeldClaims
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import requests
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.store.postgres import PostgresBuilds
+from scheduler_worker.unanswered import max_request_age_s, purge
 from tests.integration.scheduler.steps import (
     BEGUN_S,
     CONFIG,
     ROOM_FOR_ONE,
     Gate,
-    cut_request_consumer,
-    fill,
     forget,
     running,
     unannounce,
 )
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import PATIENCE_S, until
-
-# --- A claim of another run than the request's is never released with it; `berth audit` names it. An instance runs,
-# and its record is lost; its client publishes the request again a moment later.
-
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
-
-
-async def in_doubt(world: World) -> set[str]:
-    """The instances that hold what another run than that of their record has claimed."""
-    rows = await world.sql(
-        "SELECT uuid::text FROM scheduler.build_requests b JOIN placement.consumers c ON c.uuid = b.instance_uuid"
-        " WHERE c.released_at IS NULL AND c.run <> b.run"
-    )
-    return {row[0] for row in rows}
 
 
 async def until_acknowledged(world: World) -> None:
     queue = world.brokers[API].queue(f"scheduler.requests.{lane_of('demo')}")
     await until(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
-
-
-@pytest.mark.parametrize("retries", [1, 0], ids=["tried again", "at once"])
-async def test_a_request_that_finds_a_claim_on_a_silent_host_keeps_it(
-    world: World, monkeypatch: pytest.MonkeyPatch, retries: int
-) -> None:
-    """Also when it is tried again: the next delivery finds the record, and cannot know of what time it is."""
-    monkeypatch.setattr(requests, "RETRIES", retries)
-    request, host = await running(world)
-    await unannounce(world, host)
-    await world.ask(request)
-    assert await world.queried(request) == "c1"
-    await world.answer(request, BuildAccepted)
-    assert host in await world.used(), "the machine runs without its allocation"
-    assert await in_doubt(world) == set(), "its request has taken it over"
-    await world.delete(request)
-    ((cell, delete),) = await until(lambda: world.deletes)
-    assert (cell, delete.instance_uuid) == ("c1", request.instance_uuid)
-    assert host in await world.used()
-
-
-async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its host is not known any more, and its scheduler dies before the acknowledgement."""
-    request, host = await running(world, host="c1-0")
-    await unannounce(world, host)
-    ended = Gate(monkeypatch, placing, "write_decided", after=True)
-    await world.ask(request)
-    await ended.wait()
-    assert await world.queried(request) == "c1"
-    await world.kill("s2")
-    await world.scheduler("s3", CONFIG)
-    await until_acknowledged(world)
-    assert host in await world.used()
-
-
-async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its delete is the cell's, which has not ended it; a scheduler dies before it has looked at the record."""
-    request, host = await running(world)
-    await world.delete(request)
-    await until(lambda: [one.instance_uuid for _, one in world.deletes] == [request.instance_uuid])
-    recording = Gate(monkeypatch, SchedulingEngine, "record")
-    await world.ask(request)
-    await recording.wait()
-    await world.kill("s1")
-    await world.scheduler("s2", CONFIG)
-    await until_acknowledged(world)
-    assert host in await world.used()
-
-
-async def test_a_run_whose_record_is_lost_takes_no_claim_back_from_the_run_after_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A Release of the lost run would take the allocation of what the later one has built."""
-    looking = Gate(monkeypatch, HeldClaims, "of")
-    taken_over, take_over = asyncio.Event(), HeldClaims.take_over
-
-    async def taking_over(this: HeldClaims, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> None:
-        try:
-            await take_over(this, held, runs)
-        finally:
-            if held:
-                taken_over.set()
-
-    monkeypatch.setattr(HeldClaims, "take_over", taking_over)
-    (host,) = await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
-    other = await fill(world, host)
-    request = await world.requested()
-    await looking.wait()  # there is no room for it
-    await forget(world, request.instance_uuid)
-    await world.answer(Release(consumer=other), ReleaseResult)
-    cut_request_consumer(world)
-    await world.scheduler("s2", CONFIG)
-    await until(lambda: world.builds)
-    looking.open.set()
-    async with asyncio.timeout(PATIENCE_S):
-        await taken_over.wait()
-    assert await in_doubt(world) == set()
 
 
 # --- The claim of an expired request whose record was lost is built on or left to its cell, with a deadline or
@@ -208,103 +117,6 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     assert (cell, host in used) == ("c1", True), f"the host of the running instance has {used.get(host)}"
 
 
-# --- The schedulers' database is set back to before a dispatch: the record is `accepted`, and the machine runs.
-# What the instance holds is of the record's own run. Nothing of it may be released before its cell was queried.
-
-
-async def set_back(world: World, *uuids: str) -> None:
-    """Their records are as they were before the decision."""
-    await world.sql(
-        "UPDATE scheduler.build_requests SET state = 'accepted', sequence = 1, terminal = false, cell = NULL,"
-        " host = NULL, host_uuid = NULL, attempt = 0, history = '[]' WHERE instance_uuid = ANY($1)",
-        uuids,
-    )
-    world.builds.clear()
-    world.events.clear()
-
-
-async def set_back_running(world: World, **more: str) -> tuple[BuildRequest, str]:
-    """An instance on the only host, and its record before the dispatch."""
-    (host,) = await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
-    request = world.request(**more)
-    await world.active(request)
-    await set_back(world, request.instance_uuid)
-    return request, host
-
-
-async def test_a_delete_of_a_build_that_was_set_back_reaches_its_cell(world: World) -> None:
-    request, host = await set_back_running(world)
-    await world.delete(request)
-    ((cell, delete),) = await until(lambda: world.deletes)
-    assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
-    assert set(await world.used()) == {host}, "the machine runs without its allocation"
-
-
-@pytest.mark.parametrize(
-    ("retries", "named"), [(0, {}), (requests.RETRIES, {"host": "c1-0"})], ids=["its last delivery", "it fits no host"]
-)
-async def test_a_build_that_was_set_back_and_cannot_be_built_queries_its_cell(
-    world: World, monkeypatch: pytest.MonkeyPatch, retries: int, named: dict[str, str]
-) -> None:
-    """Its host is announced to nobody, so it cannot be built there; it failed, and its claim was released."""
-    monkeypatch.setattr(requests, "RETRIES", retries)
-    request, host = await set_back_running(world, **named)
-    await unannounce(world, host)
-    await world.answer(request, BuildAccepted)
-    ((cell, query),) = await until(lambda: world.queries)
-    assert isinstance(query, CellBuildQuery) and (cell, query.attempt, query.sequence) == ("c1", 1, 2)
-    assert query.spec.instance_uuid == request.instance_uuid
-    assert host in await world.used(), "the machine runs without its allocation"
-
-
-async def test_the_running_member_of_a_gang_that_is_short_keeps_its_claim(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other member was deleted before the records were set back."""
-    monkeypatch.setattr(requests, "RETRIES", 0)
-    hosts = await world.scheduler_and_hosts(2, CONFIG, on="c1", **ROOM_FOR_ONE)
-    request = world.request(count=2)
-    first, second = member_uuids(request)
-    await world.ask(request)
-    places = {one: (await world.ended(one, BuildState.SCHEDULED)).host for one in (first, second)}
-    released = Release(consumer=second, attempt=1)
-    await world.answer(released, ReleaseResult)
-    await set_back(world, first, second)
-    await world.answer(request, BuildAccepted)
-    await world.ended(second)
-    ((cell, query),) = await until(lambda: world.queries)
-    assert isinstance(query, CellBuildQuery) and (cell, query.spec.instance_uuid) == ("c1", first)
-    assert set(await world.used()) == {hosts[0] if places[first] == "c1-0" else hosts[1]}
-
-
-async def test_a_late_release_by_the_run_of_a_lost_record_releases_nothing(world: World) -> None:
-    """The claim was recovered for the client's repeated request, and stayed the lost run's."""
-    request, host = await set_back_running(world)
-    ((run,),) = await world.sql("DELETE FROM scheduler.build_requests RETURNING run")
-    await world.ask(request)
-    await until(lambda: world.builds)
-    late = Release(consumer=request.instance_uuid, attempt=1, project_id=request.project_id, by=run)
-    await world.answer(late, ReleaseResult)
-    assert set(await world.used()) == {host}, "the machine runs without its allocation"
-
-
-@pytest.mark.parametrize("members", [1, 2])
-async def test_a_build_that_no_message_carries_on_any_more_is_scheduled_again(world: World, members: int) -> None:
-    """Its message was acknowledged before the records were set back, and its client waits."""
-    hosts = await world.scheduler_and_hosts(2, replace(CONFIG, move_query_s=0.2), on="c1", **ROOM_FOR_ONE)
-    request = world.request(count=members)
-    uuids = member_uuids(request)
-    await world.ask(request)
-    for uuid in uuids:
-        await world.ended(uuid, BuildState.SCHEDULED)
-    held = await world.used()
-    await set_back(world, *uuids)
-    for uuid in uuids:
-        await world.ended(uuid, BuildState.SCHEDULED)
-    assert {one.spec.instance_uuid for _, one in world.builds} == {*uuids}
-    assert await world.used() == held and len(held) == members <= len(hosts)
-
-
 # --- What a failed build costs: how often placement is asked, and what is left in the book.
 
 
@@ -348,3 +160,87 @@ async def test_a_delete_of_a_build_that_another_scheduler_may_claim_for_is_relea
     await until(lambda: asked(world)[2] == before[2] + 1)
     assert (BY_QUEUE[QUEUES[2]].kind, BY_TYPE[ReleaseRun].reply) == (QueueKind.DURABLE, None)
     assert BY_TYPE[ReleaseRun].persistent and BY_TYPE[ReleaseRun].publishers == ("scheduler_worker",)
+
+
+# --- A refusal waits for the disk.
+
+
+async def test_a_refusal_is_on_disk_before_its_request_is_acknowledged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the database could forget it with no worker left to answer the client."""
+    flushing = Gate(monkeypatch, PostgresBuilds, "flush")
+    await world.scheduler("s1", CONFIG)
+    asking = world.answer(world.request("no.such"), BuildAccepted)
+    requested = asyncio.create_task(asking)
+    await flushing.wait()
+    assert not requested.done()
+    flushing.open.set()
+    with pytest.raises(RequestRefused):
+        await requested
+
+
+# --- A request that comes so late that the record of it could be gone: nothing is built twice.
+
+
+DAY_S = 86_400.0
+REQUESTS = "scheduler.requests"
+RETAINING = SchedulerConfig(hosts_warmup_s=0.001, ended_retention_s=DAY_S)
+
+
+class Yesterdays(SystemClock):
+    """A clock that is two days slow: what it stamps was sent two days ago."""
+
+    def time(self) -> float:
+        return super().time() - 2 * DAY_S
+
+
+@pytest.fixture
+async def late(world: World) -> AsyncIterator[Bus]:
+    """A client whose messages were two days under way."""
+    bus = Bus(API, MemoryTransport(world.brokers[API], API), process="late", clock=Yesterdays(), rng=world.rng)
+    await bus.open()
+    yield bus
+    await bus.close()
+
+
+def test_a_request_is_refused_before_the_record_of_it_can_be_gone() -> None:
+    for keep_s in (60.0, DAY_S, 7 * DAY_S):
+        assert 0 < max_request_age_s(SchedulerConfig(ended_retention_s=keep_s)) < keep_s
+
+
+async def publish_late(late: Bus, request: BuildRequest) -> None:
+    await late.publish(request)
+
+
+async def replay(late: Bus, request: BuildRequest) -> None:
+    """It was given up two days ago, and an operator sends it back."""
+    packed = pack(request, Meta(id="m1", sent_at=late.clock.time()))
+    await late.transport.publish(single(packed, DEAD, REQUESTS, mandatory=True))
+    assert await dead_letters.replay(late.transport, REQUESTS) == ["m1"]
+
+
+@pytest.mark.parametrize("bring", [publish_late, replay])
+async def test_a_late_copy_of_a_forgotten_build_builds_nothing(
+    world: World, late: Bus, bring: Callable[[Bus, BuildRequest], Awaitable[None]]
+) -> None:
+    await world.scheduler_and_hosts(1, RETAINING)
+    request = await world.requested()
+    await until(lambda: len(world.builds) == 1)
+    await world.announced("c1", request, BuildState.ACTIVE, 10, terminal=True)
+    await world.ended(request.instance_uuid, BuildState.ACTIVE)
+    await world.delete(request)
+    await until(lambda: world.deletes)
+    await world.announced("c1", request, BuildState.DELETED, 11, terminal=True)
+    await world.ended(request.instance_uuid, BuildState.DELETED)
+
+    service, _, _ = world.services["s1"]
+    store = PostgresBuilds(world.environment("gardener").database("scheduler"))
+    await store.open()
+    assert await purge(store, world.clock.time() + 1, 10) == 1
+    await store.close()
+    assert await world.show(request.instance_uuid) is None
+
+    await bring(late, request)
+    refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
+    assert (refused.code, len(world.builds), service.not_ready()) == ("request.too_old", 1, [])

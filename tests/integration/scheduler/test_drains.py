@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,8 +12,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import new_uuid
-from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.build import BuildRequest
 from bus.contracts.drains import (
     DrainAction,
     DrainCommand,
@@ -36,13 +34,13 @@ from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker import drains
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import drains as course
-from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
+from scheduler_worker.domain.drains import DrainStep, step
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresUnit
 from tests.integration.scheduler.steps import becomes as fence_becomes
 from tests.integration.scheduler.steps import code_of, decide
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import PATIENCE_S, until
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
 
@@ -119,14 +117,6 @@ async def active(world: World, count: int, host: str, **more: Any) -> list[Build
     for one in builds:
         await world.active(one)
     return builds
-
-
-async def into_the_rack(world: World, *hosts: str) -> None:
-    """These hosts join the aggregate, and the scheduler knows it."""
-    for uuid in hosts:
-        await world.report(uuid, world.hosts["c1"][uuid].name, AMOUNTS, aggregates=(RACK,))
-    book = world.replicas["s1"]
-    await until(lambda: all(RACK in book.aggregates_of(book.row_of(uuid) or 0) for uuid in hosts))
 
 
 def commanded(world: World) -> list[CellMove]:
@@ -291,23 +281,6 @@ async def test_what_cannot_move_stops_a_drain_before_its_start_and_with_force_is
     assert (await carried_out(world, begun, at_once=4, count=1)).code == "drain.done"
 
 
-async def test_a_drain_is_paused_resumed_and_stopped(world: World) -> None:
-    await world.scheduler_and_hosts(2, WARM)
-    await active(world, 3, "c1-0")
-    begun = await begin(world, "c1-0", at_once=1)
-    await until(partial(has_begun, world, 1))
-    assert (await command(world, begun, DrainAction.PAUSE)).state is DrainState.PAUSED
-    await ends(world, commanded(world)[0])
-    await drain_becomes(world, begun, lambda drain: not drain.under_way)
-    assert (len(commanded(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
-    await command(world, begun, DrainAction.RESUME)
-    await until(partial(has_begun, world, 2))
-    await command(world, begun, DrainAction.STOP)
-    await ends(world, commanded(world)[1])
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, len(ended.moved), len(ended.not_begun)) == ("drain.stopped", 2, 1)
-
-
 async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,64 +310,6 @@ async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_u
     assert not world.tables["s1"].hosts_of_drain(first.id)
 
 
-async def test_the_set_is_that_of_the_start_and_a_host_that_is_enabled_leaves_it(world: World) -> None:
-    """Also when its aggregate changes, or has nothing to move; one that was in maintenance stays so."""
-    await world.scheduler("s1", WARM)
-    empty = await begin(world, "rack")
-    assert ((await drain_is(world, empty, DrainState.ENDED)).code, empty.hosts) == ("drain.done", 0)
-    first, second, third = await world.add_hosts("c1", 3)
-    await into_the_rack(world, first, second)
-    await active(world, 1, "c1-0")
-    await active(world, 1, "c1-1")
-    await decide(world, "c1-1", AdminState.MAINTENANCE, reason="firmware")
-    begun = await begin(world, "rack", at_once=1)
-    await until(partial(has_begun, world, 1))
-    await world.report(third, "c1-2", AMOUNTS, aggregates=(RACK,))
-    await world.report(second, "c1-1", AMOUNTS)
-    moving = commanded(world)[0]
-    (other,) = (set(begun.not_begun) | set(begun.under_way)) - {moving.instance_uuid}
-    source = (await world.show(other)).host  # type: ignore[union-attr]
-    await decide(world, source or "", AdminState.ENABLED)
-    await ends(world, moving)
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, ended.moved, ended.counts) == ("drain.done", (moving.instance_uuid,), {"left": 1, "moved": 1})
-    assert world.tables["s1"].decision_of(third) is None
-    states = {uuid: world.tables["s1"].decision_of(uuid) for uuid in (first, second)}
-    kept = {one.host: (one.state, one.reason) for one in states.values() if one is not None}
-    assert kept["c1-0"][0] is (AdminState.ENABLED if source == "c1-0" else AdminState.DISABLED)
-    if source == "c1-0":
-        assert kept["c1-1"] == (AdminState.MAINTENANCE, "firmware")
-
-
-async def test_nothing_is_moved_from_a_host_that_is_enabled_during_a_pass(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pass waits for the database; what it knew of the hosts before is not what holds when it decides."""
-    held, go_on = asyncio.Event(), asyncio.Event()
-    go_on.set()
-    lock = PostgresUnit.lock_drain
-
-    async def slow(unit: PostgresUnit, drain: str, now: float, limit: int) -> OpenDrain | None:
-        if limit:  # a pass
-            held.set()
-            await go_on.wait()
-        return await lock(unit, drain, now, limit)
-
-    monkeypatch.setattr(PostgresUnit, "lock_drain", slow)
-    await world.scheduler_and_hosts(2, WARM)
-    await active(world, 2, "c1-0")
-    begun = await begin(world, "c1-0", at_once=1)
-    await until(partial(has_begun, world, 1))
-    go_on.clear()
-    held.clear()
-    await asyncio.wait_for(held.wait(), PATIENCE_S)
-    await decide(world, "c1-0", AdminState.ENABLED)
-    await ends(world, commanded(world)[0])
-    go_on.set()
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, ended.counts, len(commanded(world))) == ("drain.done", {"left": 1, "moved": 1}, 1)
-
-
 async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world: World) -> None:
     """The decision on record is still the drain's: its cell has announced a fence of which the record, set back, has
     nothing. Machines that the host lost may still be there.
@@ -410,48 +325,6 @@ async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world:
     await ends(world, commanded(world)[0])
     ended = await drain_becomes(world, begun, lambda one: has_begun(world, 2) or one.state is DrainState.ENDED)
     assert (ended.code, ended.counts, len(commanded(world))) == ("drain.done", {"left": 1, "moved": 1}, 1)
-
-
-async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_left(world: World) -> None:
-    await world.scheduler_and_hosts(2, WARM)
-    built, gone = await active(world, 2, "c1-0")
-    late = await world.scheduled(host="c1-0")
-    begun = await begin(world, "c1-0", at_once=1)
-    await until(partial(has_begun, world, 1))
-    first = commanded(world)[0]
-    other = gone if first.instance_uuid == built.instance_uuid else built
-    await world.announced("c1", late, BuildState.ACTIVE, 11, host="c1-0", attempt=1, terminal=True)
-    await world.delete(other)
-    await world.release(other.instance_uuid)
-    await world.announced("c1", other, BuildState.DELETED, 40, terminal=True)
-    await world.ended(other.instance_uuid, BuildState.DELETED)
-    await ends(world, first)
-    await until(partial(has_begun, world, 2))
-    assert commanded(world)[1].instance_uuid == late.instance_uuid
-    await ends(world, commanded(world)[1])
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, ended.counts) == ("drain.done", {"left": 1, "moved": 2})
-
-
-async def test_a_host_that_dies_in_the_middle_leaves_its_rest_with_the_reason(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.01)
-    await world.scheduler_and_hosts(2, WARM)
-    await active(world, 2, "c1-0")
-    begun = await begin(world, "c1-0", at_once=1)
-    await until(partial(has_begun, world, 1))
-    down = ServiceDown(service="compute-c1", epoch=1, code="service.unresponsive", reason="no heartbeat")
-    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(down,), up=0))
-    await until(lambda: world.tables["s1"].is_down(next(iter(world.hosts["c1"]))))
-    await ends(world, commanded(world)[0], MoveState.FAILED, code="service.down", reason="its source does not answer")
-    ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, {one.code for one in ended.failed}, len(commanded(world))) == (
-        "drain.left",
-        {"service.down"},
-        1,
-    )
-    assert {one.code for one in (await plan_of(world, "c1-0")).moves} == {"service.down"}
 
 
 async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: DrainStart | DrainCommand) -> None:

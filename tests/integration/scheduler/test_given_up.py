@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 
@@ -14,18 +12,13 @@ from bus.consuming.dead_letters import list_dead
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import routing_key
-from bus.contracts.moves import CellMoveQuery, Condition, MoveKind, MovePage, MoveQuery, MoveState
-from bus.contracts.queues import BY_QUEUE, COMMANDS
-from bus.faults import DatabaseUnavailable, RequestTimeout
+from bus.contracts.moves import Condition, MoveKind, MovePage, MoveQuery, MoveState
+from bus.contracts.queues import COMMANDS
 from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
-from scheduler_worker import placing
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.admission import Admission, PendingBuild
-from scheduler_worker.domain.deletes import PendingDelete
-from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.placing import Placer
-from tests.integration.scheduler.steps import BEGUN_S, one_active
+from tests.integration.scheduler.steps import one_active
 from tests.integration.scheduler.world import World
 from tests.kit.raw_amqp import long, raw_publisher, table
 from tests.kit.waiting import PATIENCE_S, until
@@ -173,58 +166,6 @@ async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
     assert [event.instance_uuid for event in world.events if event.terminal] == [bad.instance_uuid]
 
 
-class Planted:
-    """A scheduler's steps, as those of a server that is away."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch = monkeypatch
-        self.begun = asyncio.Event()
-        self.is_unavailable = True
-
-    def unavailable(self, owner: Any, step: str) -> None:
-        original = getattr(owner, step)
-
-        async def call(*arguments: Any, **more: Any) -> Any:
-            if self.is_unavailable:
-                self.begun.set()
-                raise DatabaseUnavailable("planted")
-            return await original(*arguments, **more)
-
-        self._patch.setattr(owner, step, call)
-
-
-@pytest.mark.parametrize("step", ["claim", "write"])
-async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_waiting(
-    world: World, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """A server is away for longer than that: the request was acknowledged, and stayed as it was, with its claim."""
-    await world.scheduler_and_hosts(1)
-    request: BuildRequest = world.request()
-    planted = Planted(monkeypatch)
-    planted.unavailable(*((Placer, "place") if step == "claim" else (placing, "write_decided")))
-    asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
-    await planted.begun.wait()
-    with pytest.raises(RequestTimeout):
-        await asking
-    planted.is_unavailable = False
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    assert len(await until(lambda: world.builds)) == 1
-
-
-async def test_a_repeat_of_a_request_whose_requester_has_stopped_waiting_is_built(world: World) -> None:
-    """As a program does after the answer 504 of HTTP."""
-    await world.scheduler_and_hosts(1)
-    await world.stop("p1")
-    request: BuildRequest = world.request()
-    with pytest.raises(RequestTimeout):
-        await world.buses[API].request(request, BuildAccepted, timeout_s=0.5)
-    again = asyncio.create_task(world.answer(request, BuildAccepted))
-    await world.placement("p2")
-    await again
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    assert await list_dead(world.buses[API].transport) == []
-
-
 async def expires_with_deadline(world: World, message: Message) -> None:
     """A request of a client that waits for 10 s expires at the broker."""
     await world.expires(message, patience_s=10.0)
@@ -241,170 +182,6 @@ async def test_a_request_that_expired_with_its_deadline_has_no_event_and_its_rep
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
 
 
-async def test_a_request_that_was_begun_goes_on_when_a_repeat_of_it_expires(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No scheduler had room for the repeat: it ended the build that one was about to make."""
-    await world.scheduler_and_hosts(1)
-    request: BuildRequest = world.request()
-    planted = Planted(monkeypatch)
-    planted.unavailable(placing, "write_decided")
-    await world.ask(request)
-    await planted.begun.wait()
-    await expires_with_deadline(world, request)
-    await until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
-    planted.is_unavailable = False
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    await world.until_expired_are_handled()
-    assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
-    assert len({build.spec.instance_uuid for _, build in world.builds}) == 1
-
-
-@pytest.mark.parametrize("has_requester", [False, True])
-async def test_a_request_that_was_begun_goes_on_when_it_expires_after_the_end_of_its_scheduler(
-    world: World, monkeypatch: pytest.MonkeyPatch, *, has_requester: bool
-) -> None:
-    """No scheduler was there until its time was over: it failed."""
-    request = await begun_and_expired(world, monkeypatch, has_requester=has_requester)
-    await world.scheduler("s2")
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
-
-
-async def begun_and_expired(
-    world: World, monkeypatch: pytest.MonkeyPatch, *, has_requester: bool = True
-) -> BuildRequest:
-    """A build on record whose request has expired, and whose scheduler has ended."""
-    await world.scheduler_and_hosts(1)
-    request: BuildRequest = world.request()
-    with monkeypatch.context() as patched:
-        planted = Planted(patched)
-        planted.unavailable(Placer, "place")
-        asking = asyncio.create_task(
-            world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S)
-            if has_requester
-            else world.expires(request, after_s=BEGUN_S)
-        )
-        await planted.begun.wait()
-        await world.kill("s1")
-        with pytest.raises(RequestTimeout) if has_requester else nullcontext():
-            await asking
-        await until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
-    return request
-
-
-async def test_a_begun_build_whose_handling_crashes_after_it_expired_ends(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its letter has no letter: it stayed `accepted`. Others of its batch go on."""
-    request = await begun_and_expired(world, monkeypatch)
-    place = Placer.place
-
-    async def crashes(placer: Placer, asking: Sequence[Any]) -> object:
-        if any(one.request.instance_uuid == request.instance_uuid for one in asking):
-            raise RuntimeError("planted")
-        return await place(placer, asking)
-
-    monkeypatch.setattr(Placer, "place", crashes)
-    await world.scheduler("s2")
-    failed = await world.ended(request.instance_uuid)
-    assert (failed.state, failed.code) == (BuildState.FAILED, "delivery.given_up")
-    await world.holds_nothing()
-
-
-async def test_a_begun_build_that_ends_every_scheduler_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = await begun_and_expired(world, monkeypatch)
-    monkeypatch.setattr("bus.consuming.consumer.LAST_DELIVERIES", BY_QUEUE["scheduler.given_up"].delivery_limit + 1)
-    await world.scheduler("s2")
-    failed = await world.ended(request.instance_uuid)
-    assert (failed.state, failed.code) == (BuildState.FAILED, "delivery.exhausted")
-
-
-async def test_a_delete_that_ends_every_scheduler_is_refused_and_deletes_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was carried out, by the last deliveries as by those before."""
-    await world.scheduler_and_hosts(1)
-    request = await world.scheduled()
-    monkeypatch.setattr("bus.consuming.consumer.LAST_DELIVERIES", BY_QUEUE["scheduler.requests"].delivery_limit + 1)
-    await world.delete(request)
-    refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
-    assert (refused.code, refused.terminal, refused.sequence) == ("delivery.exhausted", True, 0)
-    assert not world.deletes
-
-
-async def test_a_build_that_comes_on_record_after_its_request_expired_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The connection was lost meanwhile, and another scheduler, which found no record, has acknowledged the letter."""
-    before = list(world.brokers[API].transports)
-    await world.scheduler()
-    lost = [one for one in world.brokers[API].transports if one not in before]
-    await world.add_hosts("c1", 1)
-    request: BuildRequest = world.request()
-    record, place = SchedulingEngine.record, Placer.place
-    begun, may_go_on, placed = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def slow(engine: SchedulingEngine, builds: Sequence[PendingBuild]) -> list[Admission]:
-        if any(one.instance_uuid == request.instance_uuid for one in builds):
-            begun.set()
-            await may_go_on.wait()
-        return await record(engine, builds)
-
-    async def fails_once(placer: Placer, asking: Sequence[Any]) -> object:
-        if any(one.request.instance_uuid == request.instance_uuid for one in asking) and not placed.is_set():
-            placed.set()
-            raise DatabaseUnavailable("planted")
-        return await place(placer, asking)
-
-    monkeypatch.setattr(SchedulingEngine, "record", slow)
-    monkeypatch.setattr(Placer, "place", fails_once)
-    asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
-    await begun.wait()
-    for transport in lost:
-        transport.lose()
-    with pytest.raises(RequestTimeout):
-        await asking
-    await until(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
-    await world.scheduler("s2")
-    await world.until_expired_are_handled()
-    may_go_on.set()
-    await placed.wait()
-    for transport in lost:
-        transport.reconnect_soon()
-    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-
-
-async def test_a_delete_that_expired_with_its_deadline_is_not_refused(world: World) -> None:
-    """Another copy of it may be carried out."""
-    await world.scheduler_and_hosts(1)
-    request = await world.scheduled()
-    await expires_with_deadline(world, DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo"))
-    await world.until_expired_are_handled()
-    assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
-    assert not world.deletes
-
-
-async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.scheduler_and_hosts(1)
-    request = await world.scheduled()
-
-    delete = SchedulingEngine._delete
-
-    async def crashes(engine: SchedulingEngine, deletes: Sequence[PendingDelete]) -> object:
-        if any(one.delivery.why is None for one in deletes):
-            raise RuntimeError("planted")
-        return await delete(engine, deletes)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(SchedulingEngine, "_delete", crashes)
-        await world.delete(request)
-        refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
-    assert (refused.code, refused.terminal) == ("delivery.given_up", True)
-    await world.delete(request)
-    await until(lambda: world.deletes)
-
-
 # --- Requests without news: their cell is queried; its answer ends them, or they are marked as silent.
 
 
@@ -418,28 +195,6 @@ async def soon(condition) -> bool:  # type: ignore[no-untyped-def]
     except TimeoutError:
         return False
     return True
-
-
-def queries_of(world: World, request: str) -> list[tuple[str, CellMoveQuery]]:
-    return [(cell, one) for cell, one in world.queries if isinstance(one, CellMoveQuery) and one.request_id == request]
-
-
-async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -> None:
-    built = await one_active(world, config=QUERIES_SOON)
-    move = world.move(built, MoveKind.MIGRATE)
-    await world.commanded(move)
-    # A cell that was set back counts from lower numbers again than those that it has announced before.
-    await world.move_announced("c1", move, MoveState.CLAIMING, 40, condition=Condition.MOVING)
-    queried = await until(lambda: queries_of(world, move.request_id))
-    cell, query = queried[0]
-    assert (cell, query.instance_uuid, query.kind) == ("c1", built.instance_uuid, MoveKind.MIGRATE)
-    await world.move_announced(
-        "c1", move, MoveState.FAILED, 12, terminal=True, code="move.lost", condition=Condition.ACTIVE
-    )
-    end = await world.moved(move)
-    assert (end.state, end.code) == (MoveState.FAILED, "move.lost")
-    record = await world.show(built.instance_uuid)
-    assert record is not None and (record.under_way, record.condition) == (None, "active")
 
 
 async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World) -> None:

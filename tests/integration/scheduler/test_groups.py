@@ -1,22 +1,31 @@
-"""Server groups, members, flavors with groups, and quotas, from the request to the book."""
+"""Server groups, members, gangs, flavors with groups, and quotas, from the request to the book."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import asyncpg
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.book import GroupMembersPage, GroupMembersQuery
-from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.build import (
+    BuildAccepted,
+    BuildEvent,
+    BuildPage,
+    BuildQuery,
+    BuildRequest,
+    BuildState,
+    member_uuids,
+)
 from bus.contracts.cell import HostReport
 from bus.contracts.moves import MoveKind, MoveState
-from bus.contracts.objects import GroupDefinition, ObjectChange, ObjectKind, group_named
+from bus.contracts.objects import ObjectChange, ObjectKind
 from bus.contracts.placement import (
-    AggregateMembers,
-    AggregateMembersSet,
     GroupPolicy,
     Inventory,
     InventoryResult,
@@ -30,97 +39,11 @@ from tests.integration.scheduler.steps import DONE, WARM, change, one_active, re
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
 
-# --- Server groups and hints, from the request to the book, while two schedulers race.
-
-
 pytestmark = pytest.mark.postgres
 
 
 def group(world: World, policy: GroupPolicy, **fields: int) -> ServerGroup:
     return ServerGroup(uuid=new_uuid(world.rng), policy=policy, **fields)
-
-
-async def places(world: World, requests: list[BuildRequest]) -> list[str]:
-    """Where each was sent, and in all of them an end: no request is lost."""
-    await world.ask(*requests)
-    ended = [await world.ended(r.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED) for r in requests]
-    return [event.host or event.code for event in ended]
-
-
-async def test_members_that_keep_apart_fill_all_hosts_and_no_more(world: World) -> None:
-    await world.scheduler("s1")
-    await world.scheduler("s2")
-    await world.add_hosts("c1", 4)
-    await world.add_hosts("c2", 2)
-    apart = group(world, GroupPolicy.ANTI_AFFINITY)
-    found = await places(world, [world.request(server_group=apart) for _ in range(8)])
-    counted = Counter(found)
-    assert counted.pop("no_valid_host") == 2
-    assert sorted(counted.values()) == [1] * 6, found
-    # The one that fits nowhere is answered why, on the newest state of where the others are.
-    failed = await places(world, [late := world.request(server_group=apart)])
-    event = await world.ended(late.instance_uuid)
-    assert failed == ["no_valid_host"]
-    assert event.funnel[-1].step == "ServerGroupAntiAffinityFilter"
-    assert event.funnel[-1].rejected == {"group.no_room": 6}
-    assert "6 have as many of the server group as they may" in event.reason
-    # Alternates go along with the rule, so that the cell's own claims keep it.
-    assert all(build.server_group == apart for _, build in world.builds)
-    assert len({build.selections[0].host_uuid for _, build in world.builds}) == 6
-
-
-async def test_members_that_stay_together_share_a_host_though_all_are_first_at_once(world: World) -> None:
-    await world.scheduler("s1")
-    await world.scheduler("s2")
-    await world.add_hosts("c1", 3)
-    await world.add_hosts("c2", 3)
-    together = group(world, GroupPolicy.AFFINITY)
-    found = await places(world, [world.request(server_group=together) for _ in range(8)])
-    assert len(set(found)) == 1
-    assert found[0] != "no_valid_host"
-
-
-async def test_wishes_are_met_as_far_as_they_can_be(world: World) -> None:
-    # Without other weighers; one after another, since wishes are not held to by claims.
-    weighers = tuple(
-        f"scheduler_worker.weighers.{one}"
-        for one in (
-            "group_members.ServerGroupSoftAffinityWeigher",
-            "group_members.ServerGroupSoftAntiAffinityWeigher",
-        )
-    )
-    await world.scheduler_and_hosts(3, SchedulerConfig(enabled_weighers=weighers), VCPU=2, MEMORY_MB=32768, DISK_GB=500)
-    apart, together = group(world, GroupPolicy.SOFT_ANTI_AFFINITY), group(world, GroupPolicy.SOFT_AFFINITY)
-    first = [(await places(world, [world.request(server_group=apart)]))[0] for _ in range(3)]
-    assert sorted(first) == ["c1-0", "c1-1", "c1-2"]
-    second = [(await places(world, [world.request(server_group=together)]))[0] for _ in range(2)]
-    assert len(set(second)) == 2, "one place was left on each host: the second went elsewhere all the same"
-    assert "no_valid_host" not in second
-
-
-async def test_hints_name_hosts_by_who_is_there(world: World) -> None:
-    await world.scheduler_and_hosts(3)
-    one, two = world.request(), world.request()
-    here, there = await places(world, [one, two])
-    assert await places(world, [world.request(same_host=(one.instance_uuid,))]) == [here]
-    both = (one.instance_uuid, two.instance_uuid)
-    (other,) = await places(world, [world.request(different_host=both)])
-    assert other not in {here, there}
-    nowhere = world.request(same_host=(new_uuid(world.rng),))
-    assert await places(world, [nowhere]) == ["no_valid_host"]
-    event = await world.ended(nowhere.instance_uuid)
-    assert event.funnel[-1].rejected == {"hint.same_host": 3}
-    # Another project's instance is none: a request learns nothing of it.
-    assert await places(world, [world.request(project_id="other", same_host=(one.instance_uuid,))]) == ["no_valid_host"]
-
-
-async def test_without_an_answer_where_the_others_are_it_is_tried_again(world: World) -> None:
-    await world.scheduler_and_hosts(1, SchedulerConfig(claim_timeout_s=0.3))
-    await world.stop("p1")
-    request = await world.requested(server_group=group(world, GroupPolicy.AFFINITY))
-    await world.ended(request.instance_uuid, BuildState.ACCEPTED)
-    await world.placement("p2")
-    assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).host == "c1-0"
 
 
 # --- Server groups and the hosts of aggregates as objects: in effect everywhere, refused where they harm.
@@ -143,21 +66,6 @@ async def end(world: World, **request: Any) -> tuple[str, str | None]:
 def zone(**body: Any) -> ObjectChange:
     aggregate = {"uuid": ZONE, "name": "east", "metadata": {"availability_zone": "east"}, **body}
     return ObjectChange(kind=A, name="east", body=aggregate)
-
-
-async def test_a_request_names_a_group_on_record_and_is_held_to_its_rule(world: World) -> None:
-    await world.scheduler_and_hosts(2)
-    assert (await end(world, group="web"))[0] == "group.unknown"
-    await change(world, WEB)
-    hosts = [await end(world, group="web") for _ in range(2)]
-    assert sorted(hosts) == [("", "c1-0"), ("", "c1-1")]
-    assert (await end(world, group="web"))[0] == "no_valid_host"
-    assert (await end(world, group="web", project_id="other"))[0] == "group.unknown", "a group is of its project"
-    group = group_named("demo/web", GroupDefinition(policy=GroupPolicy.ANTI_AFFINITY))
-    assert {build.server_group for _, build in world.builds} == {group}
-    query = GroupMembersQuery(project_id="demo", server_group=group.uuid)
-    page = await world.answer(query, GroupMembersPage)
-    assert sorted(page.members.values()) == [("c1-0",), ("c1-1",)]
 
 
 async def test_a_group_with_members_is_neither_changed_nor_deleted_unless_forced(world: World) -> None:
@@ -196,19 +104,6 @@ async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> 
     await change(world, zone(hosts=[other]), force=True)
     await until(lambda: members("s1") == members("s2") == {other})
     assert (await end(world, availability_zone="east")) == ("", "c1-1")
-
-
-async def test_a_host_in_two_zones_leaves_neither_with_an_instance_that_requested_it(world: World) -> None:
-    (host,) = await world.scheduler_and_hosts(1)
-    book = world.replicas["s1"]
-    second = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
-    await change(world, zone(hosts=["c1-0"]), ObjectChange(kind=A, name="west", body=second))
-    joined = AggregateMembers(aggregate=WEST, joins=(host,))  # as Placement's API can, which knows no zones
-    await world.answer(joined, AggregateMembersSet)
-    await until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
-    assert (await end(world, availability_zone="west")) == ("", "c1-0")
-    why = await refused_change(world, ObjectChange(kind=A, name="west", body={**second, "hosts": []}))
-    assert why.code == "object.in_use" and "c1-0 (east and west to east)" in why.reason
 
 
 async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
@@ -402,3 +297,104 @@ async def test_a_revert_names_the_room_in_the_quota_and_a_confirm_does_not(
         assert not command.limits
         await world.move_announced("c1", move, MoveState.DONE, number, **DONE)
         await world.moved(move)
+
+
+# --- Requests for several machines that start together or not at all, from the message to the book.
+
+
+ENDS = (BuildState.SCHEDULED, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
+ROOM_FOR = {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}  # of one m1.small
+
+
+def room_for(machines: int) -> dict[str, int]:
+    return {name: machines * amount for name, amount in ROOM_FOR.items()}
+
+
+async def ends(world: World, request: BuildRequest) -> list[BuildEvent]:
+    """Of each member whether it was scheduled, or how it ended."""
+    return [await world.ended(uuid, *ENDS) for uuid in member_uuids(request)]
+
+
+def codes(events: Sequence[BuildEvent]) -> dict[str, int]:
+    return dict(Counter(event.code or event.state.value for event in events))
+
+
+async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
+    await world.scheduler_and_hosts(2, **room_for(2))
+    await world.add_hosts("c2", 1, **room_for(2))
+    request = world.request(count=5, name="web")
+    reply = await world.answer(request, BuildAccepted)
+    assert reply.instance_uuid == request.instance_uuid and reply.members == member_uuids(request)
+    assert codes(await ends(world, request)) == {"scheduled": 5}
+    built = {command.spec.instance_uuid: command for _, command in world.builds}
+    assert built.keys() == set(reply.members) and len(built) == 5
+    assert {command.spec.name for command in built.values()} == {f"web-{number}" for number in range(1, 6)}
+    assert sum(len(used) > 0 for used in (await world.used()).values()) == 3
+    assert len({cell for cell, _ in world.builds}) == 2, "one gang, two cells"
+    page = await world.answer(BuildQuery(gang=request.instance_uuid), BuildPage)
+    assert {(one.instance_uuid, one.gang, one.gang_min) for one in page.builds} == {
+        (uuid, request.instance_uuid, 5) for uuid in reply.members
+    }
+
+
+async def test_a_member_that_was_deleted_is_not_waited_for(world: World) -> None:
+    await world.scheduler_and_hosts(1, **room_for(2))
+    request = world.request(count=3)
+    third = structs.replace(request, instance_uuid=member_uuids(request)[2], count=1)
+    await world.delete(third)
+    await world.ended(third.instance_uuid, BuildState.DELETED, BuildState.REFUSED)
+    await world.ask(request)
+    states = [await world.ended(uuid, *ENDS) for uuid in member_uuids(request)[:2]]
+    assert codes(states) == {"scheduled": 2}
+
+
+class Watch:
+    """Looks at the book again and again: every look is one snapshot. partial: gangs that were seen in part."""
+
+    def __init__(self, url: str, gangs: Sequence[BuildRequest]) -> None:
+        self.looks, self.partial = 0, list[tuple[str, int]]()
+        self._url = url
+        self._gang_of = {uuid: gang for gang in gangs for uuid in member_uuids(gang)}
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        connection = await asyncpg.connect(self._url)
+        try:
+            while True:
+                await self._look(connection)
+        finally:
+            await connection.close()
+
+    async def _look(self, connection: asyncpg.Connection) -> None:
+        rows = await connection.fetch("SELECT DISTINCT consumer::text FROM placement.allocations")
+        held = Counter(self._gang_of[row[0]].instance_uuid for row in rows if row[0] in self._gang_of)
+        least = {gang.instance_uuid: gang.min_count or gang.members for gang in self._gang_of.values()}
+        self.partial += [(gang, count) for gang, count in held.items() if count < least[gang]]
+        self.looks += 1
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def test_eight_schedulers_on_full_hosts_leave_no_partial_gang(world: World) -> None:
+    """Room for 12 more machines on hosts that are 95 % full, and gangs of two to five that want 84."""
+    for number in range(8):
+        await world.scheduler(f"s{number}")
+    for cell in ("c1", "c2"):
+        await world.add_hosts(cell, 6, **room_for(20))
+    fillers = [world.request() for _ in range(228)]
+    await world.ask(*fillers)
+    for filler in fillers:
+        assert (await world.ended(filler.instance_uuid, *ENDS)).state is BuildState.SCHEDULED
+    gangs = [world.request(count=2 + at % 4, min_count=2 if at % 4 == 3 else None) for at in range(24)]
+    watch = Watch(world.url, gangs)
+    await world.ask(*gangs)
+    started = [codes(await ends(world, gang)).get("scheduled", 0) for gang in gangs]
+    await watch.end()
+    assert watch.looks > 0 and watch.partial == []
+    assert all(
+        count == 0 or count >= (gang.min_count or gang.members) for gang, count in zip(gangs, started, strict=True)
+    )
+    assert 11 <= sum(started) <= 12, "the smallest gang is of two, so at most one place is left"
+    assert len(world.builds) == 228 + sum(started)

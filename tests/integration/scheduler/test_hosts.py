@@ -1,14 +1,17 @@
-"""Operators' decisions about hosts, hosts that are forgotten, and services that are outdated."""
+"""Operators' decisions about hosts, hosts that are forgotten, fences, and evacuations of what was on a fenced host."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.build import BuildState
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceOutdated, ServicesDigest
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import ComputeHosts, ServiceDown, ServiceOutdated, ServicesDigest
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
 from bus.contracts.objects import (
     ObjectChange,
     ObjectKind,
@@ -22,18 +25,27 @@ from bus.contracts.objects import (
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
+    EvacuationPolicy,
     FenceState,
-    ServicesPage,
-    ServicesQuery,
     SetAdminState,
 )
-from bus.contracts.placement import InventoryResult, InventoryUpdate, Release, ReleaseResult
+from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import RequestRefused, RequestTimeout
 from bus.persistence.database import Database
-from scheduler_worker.config import SchedulerConfig
+from scheduler_worker import keepers
+from scheduler_worker.domain.fences import SPEC
 from scheduler_worker.store.postgres import PostgresBuilds
-from tests.contract.rig import watched
-from tests.integration.scheduler.steps import WARM, code_of, decide, digests, forget_host, hosts_of, publish_fence
+from tests.integration.scheduler.steps import (
+    WARM,
+    becomes,
+    code_of,
+    decide,
+    digests,
+    fence_sent,
+    forget_host,
+    hosts_of,
+    publish_fence,
+)
 from tests.integration.scheduler.world import World
 from tests.kit.sent import Sent
 from tests.kit.waiting import PATIENCE_S, until
@@ -76,55 +88,6 @@ async def test_a_disabled_host_takes_nothing_from_any_scheduler_until_it_is_enab
     assert second != first
 
 
-async def test_a_host_under_maintenance_takes_no_forced_request_either(world: World) -> None:
-    await world.scheduler_and_hosts(1, SchedulerConfig(force_host_projects=("demo",)))
-    await decide(world, "c1-0", AdminState.DISABLED)
-    await world.scheduled(host="c1-0", forced=True)
-    for state in (AdminState.MAINTENANCE, AdminState.FENCED):
-        await decide(world, "c1-0", state)
-        again = await world.requested(host="c1-0", forced=True)
-        failed = await world.ended(again.instance_uuid)
-        assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
-        assert failed.funnel[-1].rejected == {f"host.{state}": 1}
-        plain = await world.requested(host="c1-0")
-        funnel = (await world.ended(plain.instance_uuid)).funnel
-        assert [step.rejected for step in funnel if step.step == "ComputeFilter"] == [{f"host.{state}": 1}]
-
-
-async def test_a_fence_is_ended_by_a_scheduler_that_has_never_received_the_host(world: World) -> None:
-    """It is off, or offered only after its fence has been lifted: no service announces it, and the book has lost it."""
-    config = SchedulerConfig(hosts_warmup_s=0.001)
-    (host,) = await world.scheduler_and_hosts(1, config)
-    await decide(world, "c1-0", AdminState.FENCED)
-    await world.stop("s1")
-    del world.hosts["c1"][host]
-    await world.answer(InventoryUpdate(source="world", version=2, root_uuid=host, providers=()), InventoryResult)
-    await world.scheduler("s2", config=config)
-    await until(lambda: world.tables["s2"].decision_of(host) is not None)
-    assert world.tables["s2"].index_of(host) is None
-    decided = await decide(world, "c1-0", AdminState.ENABLED, force=True)
-    assert (decided.host_uuid, decided.host, decided.state) == (host, "c1-0", AdminState.ENABLED)
-    await until(lambda: any(bus == "c1" and fence.lift for bus, fence in world.fences))
-
-
-async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(world: World) -> None:
-    """The process that handled it may die before it acknowledges."""
-    (host,) = await world.scheduler_and_hosts(1)
-    first = await decide(world, host, AdminState.DISABLED)
-    sent = watched(world.buses[API].transport)
-    await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
-    table = world.tables["s1"]
-    await until(lambda: (found := table.decision_of(host)) is not None and found.reason == "twice")
-    (copy,) = sent
-    await decide(world, host, AdminState.ENABLED)
-    await world.buses[API].transport.publish(copy)
-    last = await decide(world, host, AdminState.ENABLED, reason="last")
-    assert last.version == first.version + 3
-    log = await world.answer(ObjectLogQuery(name=host), ObjectLogPage)
-    assert [(one.after or {})["state"] for one in log.entries] == ["enabled", "enabled", "disabled", "disabled"]
-    assert {(one.kind, one.who) for one in log.entries} == {(ObjectKind.HOST, "ann")}
-
-
 async def test_a_decision_that_waits_longer_than_its_requester_is_not_made(world: World) -> None:
     """Its requester decides anew, and perhaps otherwise by then: a host that was enabled again would be fenced."""
     (host,) = await world.scheduler_and_hosts(1)
@@ -145,30 +108,6 @@ async def test_a_decision_that_waits_longer_than_its_requester_is_not_made(world
     assert [one.why for one in log.entries] == ["last", "fan"]
     assert world.fences == []
     await store.close()
-
-
-async def test_unknown_and_ambiguous_hosts_are_refused_by_name(world: World) -> None:
-    await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001))
-    await world.add_hosts("c2", 1)
-    world.hosts["c2"] = {uuid: type(one)(uuid=uuid, name="c1-0") for uuid, one in world.hosts["c2"].items()}
-    await world.announce("c2")
-    await until(lambda: len(world.tables["s1"].find("c1-0")) == 2)
-    assert await code_of(decide(world, "c1-0", AdminState.DISABLED)) == "host.ambiguous"
-    assert (await decide(world, "c1-0", AdminState.DISABLED, cell="c2")).host_uuid in world.hosts["c2"]
-    assert await code_of(decide(world, "nowhere", AdminState.DISABLED)) == "host.unknown"
-
-
-async def test_compute_services_are_listed_with_their_hosts(world: World) -> None:
-    await world.scheduler_and_hosts(3)
-    await world.add_hosts("c2", 1)
-    await decide(world, "c1-1", AdminState.DISABLED)
-    page = await world.answer(ServicesQuery(), ServicesPage)
-    assert [(one.name, one.cell, one.up, one.hosts, one.enabled) for one in page.services] == [
-        ("compute-c1", "c1", True, 3, 2),
-        ("compute-c2", "c2", True, 1, 1),
-    ]
-    page = await world.answer(ServicesQuery(cell="c2", up=False), ServicesPage)
-    assert page.services == ()
 
 
 async def test_a_host_whose_compute_service_is_up_is_fenced_only_by_force(world: World) -> None:
@@ -192,17 +131,11 @@ async def test_a_host_whose_compute_service_is_up_is_fenced_only_by_force(world:
             await world.answer(change, reply)
         assert refusal.value.code == "host.service_up"
     assert (await hosts_of(world))["c1-0"].admin is None
+    without_reason = decide(world, "c1-0", AdminState.ENABLED, reason="", force=True)
+    assert await code_of(without_reason) == "host.reason_missing"
     forced = await decide(world, "c1-0", AdminState.FENCED, force=True)
     again = await decide(world, "c1-0", AdminState.FENCED, reason="PSU", force=False)  # it is fenced already
     assert (forced.state, again.state, again.reason) == (AdminState.FENCED, AdminState.FENCED, "PSU")
-
-
-async def test_a_host_whose_compute_service_is_down_is_fenced_without_force(world: World) -> None:
-    await world.scheduler_and_hosts(1)
-    down = ServiceDown(service="compute-c1", epoch=2**62, code="service.silent", reason="no heartbeat for 6 s")
-    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(down,)))
-    await until(lambda: all(table.down()[0] for table in world.tables.values()))
-    assert (await decide(world, "c1-0", AdminState.FENCED, force=False)).state is AdminState.FENCED
 
 
 # --- Hosts that an operator forgets: what stands in the way, what goes, and the entry in the log.
@@ -238,16 +171,6 @@ async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates
     assert (again.host_uuid, again.removed) == (gone, False)
     log = await world.answer(ObjectLogQuery(name=gone), ObjectLogPage)
     assert log.entries[0] == newest, "nothing was on record, and nothing is logged"
-
-
-async def test_a_host_without_a_decision_is_in_the_log_when_it_is_forgotten(world: World) -> None:
-    (gone,) = await world.scheduler_and_hosts(1, WARM)
-    await digests(world, "compute-c1")
-    assert (await forget_host(world, "c1-0", cell="c1")).removed
-    log = await world.answer(ObjectLogQuery(kind=ObjectKind.HOST), ObjectLogPage)
-    assert [(one.name, one.who, one.before) for one in log.entries] == [
-        (gone, "ann", {"host": "c1-0", "state": "enabled"})
-    ]
 
 
 async def test_a_host_that_a_service_may_still_report_is_kept(world: World) -> None:
@@ -298,29 +221,6 @@ async def test_a_host_that_something_is_on_record_of_is_kept(world: World) -> No
     assert page.objects == ()
 
 
-async def test_another_host_may_have_the_name_afterwards(world: World) -> None:
-    """A machine that is replaced keeps its name and has a uuid of its own: the name meant two hosts for ever."""
-    (gone,) = await world.scheduler_and_hosts(1, WARM)
-    await digests(world, "compute-c1")
-    assert (await forget_host(world, gone)).removed
-    new = "f0000000-0000-4000-8000-00000000000f"
-    world.hosts["c1"] = {new: HostReport(uuid=new, name="c1-0")}
-    await world.report(new, "c1-0", {"VCPU": 4})
-    await world.buses["c1"].publish(
-        ComputeHosts(
-            service="compute-c1",
-            cell="c1",
-            epoch=2**62 + 1,
-            sequence=1,
-            hosts=tuple(world.hosts["c1"].values()),
-            complete=True,
-        )
-    )
-    await until(lambda: world.tables["s1"].index_of(new) is not None)
-    await until(lambda: world.replicas["s1"].row_of(new) is not None)
-    assert (await decide(world, "c1-0", AdminState.DISABLED)).host_uuid == new
-
-
 async def test_an_unknown_name_is_refused_and_an_unknown_uuid_is_nothing_on_record(world: World) -> None:
     await world.scheduler_and_hosts(1, WARM)
     await digests(world)
@@ -349,3 +249,124 @@ async def test_a_service_that_announces_under_an_epoch_below_the_known_one_recei
     await announce(1, 99)
     await until(lambda: world.outdated)
     assert world.outdated == [ServiceOutdated(service="compute-c1", epoch=9)]
+
+
+# --- Fences at the top: sent to a cell until it acknowledges; a fenced host is used once its cell has lifted it.
+
+
+async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "REPUBLISH_S", 0.02)
+    (uuid,) = await world.scheduler_and_hosts(1, WARM)
+    decided = await decide(world, uuid, AdminState.FENCED, reason="PSU")
+    assert (decided.state, decided.acknowledged) == (AdminState.FENCED, 0)
+    number = decided.fence
+    command = await fence_sent(world, number)
+    assert (command.host_uuid, command.host, command.lift, command.by) == (uuid, "c1-0", False, "ann")
+    await until(lambda: len(world.fences) >= 3)  # repeated
+    assert {bus for bus, _ in world.fences} == {"c1"}
+    await publish_fence(world, uuid, number, FenceState.FENCED, losses=2)
+    await becomes(world, uuid, AdminState.FENCED, acknowledged=number, losses=2)
+    await world.stop("s1")
+    # A scheduler that starts now has it from the record, and does not publish it again before `REPEAT_S`.
+    before = len(world.fences)
+    await world.scheduler("s2", WARM)
+    await becomes(world, uuid, AdminState.FENCED, acknowledged=number)
+    monkeypatch.setattr(keepers, "REPEAT_S", 0.0)
+    await until(lambda: len(world.fences) > before)
+
+
+# --- Instances of a fenced host are evacuated by their policy: by any scheduler, once, and only under the cell's
+# fence.
+
+
+SMALL = WARM.flavors["m1.small"]
+EVACUATING = replace(
+    WARM,
+    flavors={
+        **WARM.flavors,
+        "kept": replace(SMALL, extra_specs={SPEC: "restart"}),
+        "left": replace(SMALL, extra_specs={SPEC: "wait"}),
+    },
+)
+RESTART = EvacuationPolicy.RESTART
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "STAGGER_S", 0.01)
+    monkeypatch.setattr(keepers, "BUSY_S", 0.05)
+
+
+async def active(world: World, count: int, flavor: str = "m1.small", **more: object) -> list[BuildRequest]:
+    """Instances on the only host there is."""
+    builds = [world.request(flavor, **more) for _ in range(count)]
+    for one in builds:
+        await world.active(one)
+    return builds
+
+
+async def fence(world: World, uuid: str, *, by_cell: bool = True) -> int:
+    """The version of the fence, which the cell has recorded."""
+    version = (await decide(world, uuid, AdminState.FENCED, reason="PSU")).fence
+    if by_cell:
+        await publish_fence(world, uuid, version, FenceState.FENCED)
+    return version
+
+
+def evacuated(world: World) -> list[CellMove]:
+    """The requests, in the order in which the cell got them; one that a killed process sent twice is one."""
+    return list({one.request_id: one for _, one in world.moves if one.kind is MoveKind.EVACUATE}.values())
+
+
+def is_begun(world: World, count: int) -> bool:
+    return len(evacuated(world)) >= count
+
+
+async def ends(world: World, command: CellMove, state: MoveState, **more: object) -> None:
+    """The cell announces how it ended."""
+    move = world.move(BuildRequest(instance_uuid=command.instance_uuid, flavor="", project_id="demo"), command.kind)
+    move = replace(move, request_id=command.request_id)
+    fields = {"terminal": True, "condition": Condition.ACTIVE, **more}
+    await world.move_announced("c1", move, state, 30, **fields)
+    await world.moved(move, state)
+
+
+async def test_several_schedulers_evacuate_each_instance_once(world: World) -> None:
+    for name in ("s1", "s2", "s3"):
+        await world.scheduler(name, EVACUATING)
+    (uuid,) = await world.add_hosts("c1", 1)
+    builds = await active(world, 6, on_host_failure=RESTART)
+    await world.add_hosts("c1", 2)
+    await fence(world, uuid)
+    await until(lambda: len(evacuated(world)) >= len(builds))
+    for command in list(evacuated(world)):
+        await ends(world, command, MoveState.DONE, host="c1-1")
+    # One more host: when what is there has been evacuated, all of them have looked at the first one again.
+    last = (await active(world, 1, on_host_failure=RESTART, host="c1-2"))[0]
+    await fence(world, next(uuid for uuid, host in world.hosts["c1"].items() if host.name == "c1-2"))
+    await until(partial(is_begun, world, len(builds) + 1))
+    builds.append(last)
+    assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
+
+
+async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tries(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "pause_s", lambda _tried: 0.0)
+    monkeypatch.setattr(keepers, "MAX_TRIES", 3)
+    await world.scheduler("s1", EVACUATING)
+    await world.scheduler("s2", EVACUATING)
+    (uuid,) = await world.add_hosts("c1", 1)
+    await active(world, 1, on_host_failure=RESTART)
+    await fence(world, uuid)
+    await until(lambda: len({one.request_id for one in world.move_events if one.terminal}) >= 3)
+    await world.stop("s1")
+    await world.scheduler("s3", EVACUATING)  # it counts what is on record
+    await world.add_hosts("c1", 1)
+    (other,) = await active(world, 1, on_host_failure=RESTART)
+    await fence(world, next(uuid for uuid, host in world.hosts["c1"].items() if host.name == "c1-1"))
+    await until(lambda: any(one.instance_uuid == other.instance_uuid for one in world.move_events))
+    ended = {one.request_id for one in world.move_events if one.instance_uuid != other.instance_uuid}
+    assert len(ended) == 3

@@ -16,7 +16,6 @@ from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildRequest
 from bus.contracts.objects import (
     ChangedObject,
-    Flavor,
     ObjectChange,
     ObjectKind,
     ObjectLogPage,
@@ -33,7 +32,7 @@ from scheduler_worker.changes import ChangeHandler
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.store.postgres import PostgresBuilds
-from tests.integration.scheduler.steps import A, C, F, Q, S, change, code_of, flavor, refused_change
+from tests.integration.scheduler.steps import A, F, S, change, code_of, flavor, refused_change
 from tests.integration.scheduler.world import World
 from tests.kit.sent import Sent
 from tests.kit.waiting import PATIENCE_S, until
@@ -116,34 +115,6 @@ async def test_a_scheduler_that_missed_the_announcement_looks_by_itself(
     await store.close()
 
 
-async def test_objects_outlive_the_schedulers_and_the_settings_are_only_the_beginning(world: World) -> None:
-    await world.scheduler_and_hosts(2, SchedulerConfig(flavors={"own": Flavor(vcpus=1)}))
-    await change(world, flavor("new", vcpus=1), ObjectChange(kind=F, name="own"))
-    await world.stop("s1")
-    await world.scheduler("s2", SchedulerConfig(flavors={"own": Flavor(vcpus=2), "later": Flavor(vcpus=1)}))
-    assert [await taken(world, world.request(name)) for name in ("new", "own", "later")] == [
-        "", "flavor.unknown", "flavor.unknown",
-    ]  # fmt: skip
-
-
-async def test_a_flavor_may_be_for_some_projects(world: World) -> None:
-    await world.scheduler_and_hosts(1)
-    await change(world, flavor("secret", vcpus=1, projects=["ours"]))
-    assert await taken(world, world.request("secret", project_id="ours")) == ""
-    assert await taken(world, world.request("secret", project_id="theirs")) == "flavor.unknown"
-    answer = next(e for e in world.events if e.project_id == "theirs" and e.terminal)
-    assert "secret" not in answer.reason.partition("there are:")[2], "nor does it learn of it"
-
-
-async def test_a_quota_holds_from_the_next_claim_on(world: World) -> None:
-    await world.scheduler_and_hosts(1)
-    assert await taken(world, world.request()) == ""
-    await change(world, ObjectChange(kind=Q, name="demo", body={"limits": {"INSTANCES": 1}}))
-    assert await taken(world, world.request()) == "quota.exceeded"
-    await change(world, ObjectChange(kind=Q, name="demo"))
-    assert await taken(world, world.request()) == ""
-
-
 async def test_a_change_that_strands_instances_is_refused_unless_forced(world: World) -> None:
     (host,) = await world.scheduler_and_hosts(1)
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=(ZONE,))
@@ -188,77 +159,6 @@ async def test_what_no_scheduler_could_use_is_refused_and_changes_nothing(world:
         assert (await refused_change(world, flavor("fine", vcpus=1), one)).code == code
     page = await world.answer(ObjectsQuery(kind=F, name="fine"), ObjectsPage)
     assert (page.revision, page.objects) == (1, ())
-
-
-async def test_a_dry_run_answers_and_changes_nothing_and_a_repeat_is_no_revision(world: World) -> None:
-    await world.scheduler("s1")
-    answer = await change(world, flavor("new", vcpus=1), dry_run=True)
-    assert (answer.revision, [one.name for one in answer.changed]) == (1, ["new"])
-    assert (await change(world, flavor("new", vcpus=1))).revision == 2
-    again = await change(world, flavor("new", vcpus=1))
-    assert (again.revision, again.changed) == (2, ())
-    assert [entry.revision for entry in (await log(world, name="new")).entries] == [2]
-
-
-async def test_rules_are_in_force_at_once(world: World) -> None:
-    """Packed by a multiplier instead of spread."""
-    await world.scheduler_and_hosts(2)
-    packed = {"multipliers": {"ram": -1.0, "cpu": -1.0, "disk": -1.0}}
-    await change(world, ObjectChange(kind=S, name="default", body=packed))
-    for _ in range(3):
-        assert await taken(world, world.request()) == ""
-    assert len(await world.used()) == 1
-
-
-async def test_objects_are_paged_in_order(world: World) -> None:
-    await world.scheduler("s1", SchedulerConfig(default_flavors=("m1.small",), default_quota={"VCPU": 9}))
-    await change(world, flavor("a", vcpus=1), flavor("b", vcpus=1))
-    bus, found, after = world.buses["api"], [], None
-    while True:
-        page = await bus.request(ObjectsQuery(after=after, limit=2), ObjectsPage, timeout_s=60.0)
-        found += [(one.kind.value, one.name) for one in page.objects]
-        if not page.more:
-            break
-        after = found[-1]
-    assert found == [("flavor", "a"), ("flavor", "b"), ("flavor", "m1.small"), ("quota", "default")]
-
-
-def cell(name: str, state: str) -> ObjectChange:
-    return ObjectChange(kind=C, name=name, body={"state": state})
-
-
-async def in_force(world: World, disabled: set[str]) -> None:
-    """Wait until every scheduler goes by it."""
-    await until(lambda: not (any(table.disabled_cells != disabled for table in world.tables.values())))
-
-
-async def test_a_disabled_cell_takes_no_build_on_any_scheduler(world: World) -> None:
-    await world.scheduler("s1")
-    await world.scheduler("s2")
-    await world.add_hosts("c1", 4)
-    await world.add_hosts("c2", 1)
-    changed = await change(world, cell("c1", "disabled"))
-    assert [one.after for one in changed.changed] == [{"state": "disabled"}]
-    await in_force(world, {"c1"})
-    for _ in range(6):
-        assert await taken(world, world.request()) == ""
-    assert {bus for bus, _ in world.builds} == {"c2"}
-    # The other way it is as quick, and an object that is deleted is a cell that takes builds.
-    await change(world, ObjectChange(kind=C, name="c1"), cell("c2", "disabled"))
-    await in_force(world, {"c2"})
-    world.builds.clear()
-    for _ in range(4):
-        assert await taken(world, world.request()) == ""
-    assert {bus for bus, _ in world.builds} == {"c1"}
-
-
-async def test_the_last_cell_that_takes_builds_is_disabled_by_force_only(world: World) -> None:
-    await world.scheduler("s1")
-    await change(world, cell("c1", "disabled"))
-    fault = await refused_change(world, cell("c2", "disabled"))
-    assert (fault.code, fault.reason.partition(":")[0]) == ("object.in_use", "no cell would be left that takes builds")
-    await change(world, cell("c2", "disabled"), force=True)
-    assert world.tables["s1"].disabled_cells == {"c1", "c2"}
 
 
 async def test_a_scheduler_passes_over_objects_of_kinds_that_it_does_not_know(world: World) -> None:

@@ -51,8 +51,6 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
     ReleaseResult,
-    Revert,
-    RevertResult,
 )
 from bus.contracts.queues import COMMANDS
 from bus.memory import MemoryBroker, MemoryTransport
@@ -68,7 +66,6 @@ from scheduler_worker.domain.hosts import HostTable
 from tests.kit.waiting import PATIENCE_S, until
 
 CELLS = ("c1", "c2")
-T = TypeVar("T")
 R = TypeVar("R", bound=Message)
 
 
@@ -449,15 +446,6 @@ class World:
             answer = await self.answer(again, ClaimResult)
         assert answer.outcome is ClaimOutcome.CLAIMED, answer
 
-    async def revert_claim(self, move: CellMove, host: str) -> None:
-        """The instance holds the source of its migration again, on this host (uuid)."""
-        self._attempt += 1
-        (amounts,) = move.selections[0].allocations.values()
-        migration = Migration(uuid=move.request_id, source={host: amounts})
-        revert = Revert(consumer=move.instance_uuid, migration=migration, source_attempt=1, attempt=self._attempt)
-        answer = await self.answer(revert, RevertResult)
-        assert answer.outcome == "reverted", answer
-
     async def release(self, consumer: str) -> None:
         """The consumer, an instance or a migration, holds nothing any more."""
         await self.answer(Release(consumer=consumer), ReleaseResult)
@@ -474,11 +462,3 @@ class World:
         page = await self.answer(SnapshotRequest(limit=5000), SnapshotPage)
         used = {p.uuid: {name: amount for name, amount in p.used.items() if amount} for p in page.providers}
         return {uuid: amounts for uuid, amounts in used.items() if amounts}
-
-    async def holds_nothing(self) -> None:
-        """Until nothing is held in the book."""
-
-        async def is_empty() -> bool:
-            return not await self.used()
-
-        await until(is_empty)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bus.clock import new_uuid
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
-from bus.contracts.placement import LocatePage
+from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain import plugins, ranking
 from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, clamp, multipliers, score, verdict_of
@@ -156,17 +156,23 @@ def test_hints() -> None:
     here, there, nowhere = (new_uuid(hosts.rng) for _ in range(3))
     page = LocatePage(hosts={here: (hosts.uuids[0],), there: (hosts.uuids[2], "a foreign pool")})
 
-    def passing(host_filter: Filter, **hints: tuple[str, ...]) -> list[bool]:
-        request = hosts.request(**hints)
+    def passing(host_filter: Filter, rejected: dict[str, int], **asked: Any) -> list[bool]:
+        request = hosts.request(**asked)
         assert has_peers(request)
         spec = hosts.spec().with_peers(peers_of(request, page), "me")
         assert applies_to(host_filter, spec)
-        return [bool(passed) for passed in host_filter.filter(hosts.view(), spec).passed]
+        verdict = host_filter.filter(hosts.view(), spec)
+        assert verdict.rejected == rejected
+        return [bool(passed) for passed in verdict.passed]
 
-    assert passing(DifferentHostFilter(), different_host=(here, there)) == [False, True, False]
-    assert passing(DifferentHostFilter(), different_host=(nowhere,)) == [True, True, True]
-    assert passing(SameHostFilter(), same_host=(here, nowhere)) == [True, False, False]
-    assert passing(SameHostFilter(), same_host=(nowhere,)) == [False, False, False]
+    different, same = DifferentHostFilter(), SameHostFilter()
+    assert passing(different, {"hint.different_host": 2}, different_host=(here, there)) == [False, True, False]
+    assert passing(different, {"hint.different_host": 0}, different_host=(nowhere,)) == [True, True, True]
+    assert passing(same, {"hint.same_host": 2}, same_host=(here, nowhere)) == [True, False, False]
+    assert passing(same, {"hint.same_host": 3}, same_host=(nowhere,)) == [False, False, False]
+    apart = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY)
+    page = LocatePage(members={hosts.uuids[1]: 1})
+    assert passing(ServerGroupAntiAffinityFilter(), {"group.no_room": 1}, server_group=apart) == [True, False, True]
 
 
 def test_a_request_without_a_group_is_not_looked_up_and_pays_for_no_filter() -> None:
