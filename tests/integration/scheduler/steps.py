@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from bus.bus import API
+from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest, HostRecord, HostsPage, HostsQuery
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.moves import Condition, MoveAccepted, MoveRequest, MoveState
@@ -23,6 +25,7 @@ from bus.contracts.operations import (
     HostForgotten,
     SetAdminState,
 )
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig
 from tests.integration.scheduler.world import CELLS, World
@@ -53,11 +56,29 @@ class Gate:
             await self.reached.wait()
 
 
+def cut_request_consumer(world: World) -> None:
+    """Cut the connection of the one that takes requests; it comes back, but takes none any more."""
+    for transport in list(world.brokers[API].transports):
+        kept = [one for one in transport.subscriptions if not one.queue.plan.name.startswith("scheduler.requests")]
+        if len(kept) != len(transport.subscriptions):
+            transport.subscriptions[:] = kept
+            transport.lose()
+            transport.reconnect_soon()
+
+
 async def code_of(asked: Awaitable[object]) -> str:
     """The code with which this is refused."""
     with pytest.raises(RequestRefused) as refusal:
         await asked
     return refusal.value.code
+
+
+async def fill(world: World, host: str) -> str:
+    consumer = new_uuid(world.rng)
+    claim = Claim(consumer=consumer, options=(ClaimOption(allocations={host: {"VCPU": 1}}),), project_id="other")
+    answer = await world.answer(claim, ClaimResult)
+    assert answer.outcome is ClaimOutcome.CLAIMED
+    return consumer
 
 
 async def forget(world: World, *uuids: str) -> None:

@@ -117,6 +117,17 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     assert (cell, host in used) == ("c1", True), f"the host of the running instance has {used.get(host)}"
 
 
+async def test_a_delete_reaches_the_cell_that_holds_a_later_attempt(world: World) -> None:
+    """The cell had taken an alternate before its scheduler's database was set back."""
+    request, host = await running(world)
+    await world.sql("UPDATE placement.consumers SET attempt = 2 WHERE uuid = $1", request.instance_uuid)
+    delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
+    await world.ask(request, delete)  # one batch
+    ((cell, command),) = await until(lambda: world.deletes)
+    assert (cell, command.instance_uuid) == ("c1", request.instance_uuid)
+    assert set(await world.used()) == {host}
+
+
 # --- What a failed build costs: how often placement is asked, and what is left in the book.
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
+from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.drains import (
     DrainAction,
     DrainCommand,
@@ -184,6 +185,10 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     few = await plan_of(world, host, limit=2)
     assert (len(few.moves), few.more) == (2, True)
     assert await code_of(plan_of(world, "nowhere")) == "host.unknown"
+    down = ServiceDown(service="compute-c1", epoch=1, code="service.unresponsive", reason="no heartbeat")
+    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(down,), up=0))
+    await until(lambda: world.tables["s1"].is_down(host))
+    assert {one.code for one in (await plan_of(world, "c1-0")).moves} == {"instance.busy", "service.down"}
 
 
 async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drained_hosts(world: World) -> None:
@@ -374,6 +379,8 @@ async def test_other_kinds_of_moves_and_unknown_drains_are_refused(world: World)
     assert await start_code(world, "c1-0", kind=MoveKind.EVACUATE) == "request.invalid"
     assert await start_code(world, "nowhere") == "host.unknown"
     assert await start_code(world, "nowhere", target=DrainTarget.CELL) == "cell.unknown"
+    empty = await begin(world, "rack")
+    assert (await drain_is(world, empty, DrainState.ENDED)).code == "drain.done"
     unknown = replace(await begin(world, "c1-0"), id=new_uuid(world.rng))
     with pytest.raises(RequestRefused, match="no drain"):
         await command(world, unknown, DrainAction.PAUSE)

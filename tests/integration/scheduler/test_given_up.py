@@ -12,7 +12,7 @@ from bus.consuming.dead_letters import list_dead
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import routing_key
-from bus.contracts.moves import Condition, MoveKind, MovePage, MoveQuery, MoveState
+from bus.contracts.moves import CellMoveQuery, Condition, MoveKind, MovePage, MoveQuery, MoveState
 from bus.contracts.queues import COMMANDS
 from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
@@ -195,6 +195,28 @@ async def soon(condition) -> bool:  # type: ignore[no-untyped-def]
     except TimeoutError:
         return False
     return True
+
+
+def queries_of(world: World, request: str) -> list[tuple[str, CellMoveQuery]]:
+    return [(cell, one) for cell, one in world.queries if isinstance(one, CellMoveQuery) and one.request_id == request]
+
+
+async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -> None:
+    built = await one_active(world, config=QUERIES_SOON)
+    move = world.move(built, MoveKind.MIGRATE)
+    await world.commanded(move)
+    # A cell that was set back counts from lower numbers again than those that it has announced before.
+    await world.move_announced("c1", move, MoveState.CLAIMING, 40, condition=Condition.MOVING)
+    queried = await until(lambda: queries_of(world, move.request_id))
+    cell, query = queried[0]
+    assert (cell, query.instance_uuid, query.kind) == ("c1", built.instance_uuid, MoveKind.MIGRATE)
+    await world.move_announced(
+        "c1", move, MoveState.FAILED, 12, terminal=True, code="move.lost", condition=Condition.ACTIVE
+    )
+    end = await world.moved(move)
+    assert (end.state, end.code) == (MoveState.FAILED, "move.lost")
+    record = await world.show(built.instance_uuid)
+    assert record is not None and (record.under_way, record.condition) == (None, "active")
 
 
 async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World) -> None:

@@ -31,11 +31,23 @@ from bus.contracts.placement import (
     InventoryResult,
     InventoryUpdate,
     ProviderReport,
+    Release,
+    ReleaseResult,
     ServerGroup,
 )
 from bus.faults import RequestRefused
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import Flavor, SchedulerConfig
-from tests.integration.scheduler.steps import DONE, WARM, change, one_active, refused_change
+from tests.integration.scheduler.steps import (
+    DONE,
+    WARM,
+    Gate,
+    change,
+    cut_request_consumer,
+    fill,
+    one_active,
+    refused_change,
+)
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
 
@@ -346,6 +358,23 @@ async def test_a_member_that_was_deleted_is_not_waited_for(world: World) -> None
     await world.ask(request)
     states = [await world.ended(uuid, *ENDS) for uuid in member_uuids(request)[:2]]
     assert codes(states) == {"scheduled": 2}
+
+
+async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
+    (host,) = await world.scheduler_and_hosts(1, SchedulerConfig(hosts_warmup_s=0.001), **room_for(2))
+    request = await world.requested(count=2)
+    await claiming.wait()
+    cut_request_consumer(world)
+    other = await fill(world, host)
+    await world.scheduler("s2", SchedulerConfig(hosts_warmup_s=0.001))
+    assert codes(await ends(world, request)) == {"no_valid_host": 1, "gang.incomplete": 1}
+    await world.answer(Release(consumer=other), ReleaseResult)
+    claiming.open.set()
+    await until(lambda: not list(world.replicas["s1"].assumptions.keys()))
+    assert await world.used() == {} and world.builds == []
 
 
 class Watch:

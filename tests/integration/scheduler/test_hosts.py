@@ -351,6 +351,23 @@ async def test_several_schedulers_evacuate_each_instance_once(world: World) -> N
     assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
 
 
+async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(world: World) -> None:
+    """No host is chosen for it: its cell has the proof that its host is off, and offloads it."""
+    (uuid,) = await world.scheduler_and_hosts(1, EVACUATING)
+    (built,) = await active(world, 1, on_host_failure=RESTART)
+    shelve = world.move(built, MoveKind.SHELVE)
+    await world.commanded(shelve)
+    await world.move_announced("c1", shelve, MoveState.DONE, 20, terminal=True, condition=Condition.SHELVED)
+    await world.moved(shelve)
+    await world.add_hosts("c1", 1)
+    await fence(world, uuid)
+    found = await until(lambda: [one for _, one in world.moves if one.request_id != shelve.request_id])
+    assert (found[0].kind, found[0].instance_uuid, found[0].selections) == (MoveKind.EVACUATE, built.instance_uuid, ())
+    await ends(world, found[0], MoveState.DONE, condition=Condition.OFFLOADED)
+    unshelve = world.move(built, MoveKind.UNSHELVE)
+    assert [one.host for one in (await world.commanded(unshelve)).selections] == ["c1-1"]
+
+
 async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tries(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

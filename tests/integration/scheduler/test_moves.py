@@ -28,7 +28,7 @@ from bus.contracts.moves import (
 )
 from bus.contracts.placement import Release, ReleaseResult
 from scheduler_worker.config import SchedulerConfig
-from tests.integration.scheduler.steps import DONE, WARM, one_active, refused
+from tests.integration.scheduler.steps import DONE, WARM, code_of, one_active, refused
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
 
@@ -70,6 +70,9 @@ async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world
     assert record is not None and (record.host, record.under_way, record.condition) == (target, None, "active")
     what = [line.what for line in record.timeline if " " in line.what]
     assert what[0] == "migrate scheduled" and what[-1] == "confirm done" and what.count("migrate done") == 1
+    other = world.move(built, MoveKind.START, request_id=move.request_id)
+    assert await code_of(world.answer(other, MoveAccepted)) == "request.duplicate"
+    await until(lambda: [event for event in world.move_events if event.code == "request.duplicate"])
 
 
 async def test_what_cannot_be_requested_is_refused_with_a_code(world: World) -> None:

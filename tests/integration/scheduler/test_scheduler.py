@@ -57,6 +57,9 @@ async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> No
     assert [line.what for line in record.timeline] == [
         "requested", "chosen", "claimed", "dispatched", "building", "active",
     ]  # fmt: skip
+    await world.ask(world.request("m1.large", instance_uuid=request.instance_uuid))
+    refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
+    assert (refused.code, refused.sequence) == ("request.duplicate", 0)
 
 
 async def test_a_loss_whose_request_has_no_other_end_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -82,10 +83,10 @@ async def test_a_build_whose_time_is_over_goes_on_where_it_was_begun(cluster: Cl
 
 
 class Broken:
-    """An engine whose replica has lost its order: it can only end what it is given."""
+    """An engine whose replica has lost its order, or that crashes: it can only end what it is given."""
 
-    def __init__(self, accepted: PendingBuild) -> None:
-        self._accepted = accepted
+    def __init__(self, accepted: PendingBuild, fault: Exception) -> None:
+        self._accepted, self._fault = accepted, fault
         self.ended: list[str] = []
 
     async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
@@ -95,14 +96,17 @@ class Broken:
         self, builds: Sequence[PendingBuild], _deletes: object
     ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
         if any(one.delivery.why is None for one in builds):
-            raise BrokenInvariant("broken")
+            raise self._fault
         self.ended += [one.delivery.why.code for one in builds if one.delivery.why is not None]
         return dict.fromkeys(range(len(builds)), Done()), {}
 
 
-async def test_a_build_that_no_queue_has_ends_and_its_broken_invariant_stops_the_process(cluster: Cluster) -> None:
+@pytest.mark.parametrize("fault", [BrokenInvariant("broken"), RuntimeError("planted")], ids=["broken", "crashed"])
+async def test_a_build_that_no_queue_has_ends_and_its_broken_invariant_stops_the_process(
+    cluster: Cluster, fault: Exception
+) -> None:
     """The rule stood twice; where builds are taken up again, a broken invariant was passed over."""
-    engine = Broken(taken(cluster, cluster.hosts.request()))
+    engine = Broken(taken(cluster, cluster.hosts.request()), fault)
     handler = RequestHandler(
         engine,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
@@ -112,7 +116,7 @@ async def test_a_build_that_no_queue_has_ends_and_its_broken_invariant_stops_the
         warmup=Warmup(cluster.hosts.selector, clock=cluster.clock),
         keep_up=keep_up,
     )
-    with pytest.raises(BrokenInvariant):
+    with pytest.raises(BrokenInvariant) if isinstance(fault, BrokenInvariant) else nullcontext():
         await handler.resume({"any": 0})
     assert engine.ended == [GIVEN_UP]
 
