@@ -53,6 +53,7 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.tables import INSERT, columns, numbered
 from compute_sim.config import ComputeConfig
 from compute_sim.fleet import Guest
+from scheduler_worker.config import SchedulerConfig
 from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.asyncio(loop_scope="module")]
@@ -107,6 +108,9 @@ async def one_process() -> AsyncIterator[tuple[Site, LocalSystem, BuildClient]]:
         database=DatabaseSettings(),
         up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
         compute=ComputeConfig(hosts=3),
+        scheduler=SchedulerConfig(
+            move_query_s=0.5
+        ),  # as often as a message is retried, then a build on a host of no known cell ends
     )
     async with site(settings, directory=None) as place:
         system = LocalSystem(place)
