@@ -63,25 +63,20 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     """A build that is new here: its machine is adopted, if the cell was found to have one.
 
     A machine on its first host that is of its first attempt, and of none later, is no other machine: the command there
-    is repeated, and answered; unless an earlier record has released that attempt, or the build was given up, and is not
-    commanded. A query that no search has answered is awaited again.
+    is repeated, and answered; unless the record has had attempts, whose claims were released, or the build was given
+    up, and is not commanded. A query that no search has answered is awaited again.
     """
     if event.is_query and event.found is None:
         return Step(instance)
     requested = rules.with_request(instance, event)
     first = (requested.attempt, requested.host_uuid)
-    is_held = event.given_up is None and not is_released(instance, event)
+    is_held = event.given_up is None and not instance.last_attempt
     is_newest = all(one.attempt <= event.attempt for one in event.found or ())
     is_new = is_held and is_newest and any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or is_new:
         return rules.start_build(instance, event, context)
     adopted = replace(numbered_on(requested, context.set_back, event), reused_from=1)
     return adopt_found(adopted, event.found, event.at, context)
-
-
-def is_released(instance: Instance, event: BuildRequested) -> bool:
-    """Whether the claim of this request was one of the build before, which has released it; a first attempt is new."""
-    return 1 < event.attempt <= instance.last_attempt
 
 
 def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:
@@ -243,17 +238,17 @@ def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:
 
 def restart_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The build has failed, and the scheduler had forgotten it before it came here: a newer request of it is built, a
-    copy or a query is not. Nor is one whose claim was this build's own, which is released by now; a machine of it that
-    is found is claimed anew.
+    copy or a query is not. Nor is one whose claim was an alternate's of this build; a machine of it that is found is
+    claimed anew.
     """
-    is_over = is_released(instance, event) and not event.found
+    is_over = 1 < event.attempt <= instance.last_attempt and not event.found
     if event.is_query or event.requested_at <= instance.requested_at or is_over:
         was_active = any(record.outcome == "active" for record in instance.history)
         return _announce_again(instance, event, BuildState.FAILED, context, terminal=not was_active)
     again = Instance(
         uuid=instance.uuid,
         sequence=instance.sequence,
-        newest=instance.last_attempt,
+        newest=max(instance.next_attempt, event.attempt),  # a release has fenced the former
         doubted=instance.doubted,
         reused_from=instance.reused_from,
         order=instance.order,

@@ -354,7 +354,5 @@ def summary_of(instance: Instance) -> str:
         for record in instance.history
     )
     passed = sum(record.outcome == NOT_TRIED for record in instance.history)
-    hosts = len(instance.selections) + sum(
-        record.outcome == NOT_TRIED and record.attempt > 1 for record in instance.history
-    )
-    return f"{len(instance.history) - passed} of {hosts} hosts tried, none is left. {tries}"
+    hosts = {one.host for one in (*instance.selections, *instance.history)}
+    return f"{len(instance.history) - passed} of {len(hosts)} hosts tried, none is left. {tries}"

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildState
-from bus.contracts.cell import Destroy, Spawn
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Spawn
 from bus.contracts.stages import Stamps
 
 from . import steps
@@ -52,7 +52,10 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
 
 
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
+    """The first selection is commanded; unless it is fenced, or its service is down and another's is not.
+
+    In a record that has had attempts nothing is: what the build was decided by may be one's claim, which was released.
+    """
     adopted = with_request(instance, event)
     if event.found is not None:
         # It was searched for (`set_back.is_unsearched`): it may have been handed in before, to a record that the
@@ -60,6 +63,8 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
         adopted = replace(numbered_on(adopted, context.set_back, event), doubted=True, reused_from=1)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)
+    if instance.last_attempt:
+        return _claim_anew(adopted, event.at, context)
     closed = closed_to(adopted, context)
     if closed is None or (adopted.doubted and closed.code != FENCED):
         return _spawn(adopted, event.at, context)  # in doubt its answer is awaited, also if its service is down
@@ -70,6 +75,15 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     if left.alternates:
         return Step(steps.claiming(left, State.BUILDING, event.at, context))
     return _without_host(left, event.at, context)
+
+
+def _claim_anew(instance: Instance, at: float, context: StepContext) -> Step:
+    """Its hosts are claimed above every number that was given out, the first one too, and what it may hold is released
+    with that. Nothing is commanded before: `here` has no number, and no machine.
+    """
+    unnumbered = replace(instance, selections=(instance.here, *instance.selections), attempt=UNKNOWN_ATTEMPT)
+    anew = _with_attempt(unnumbered, NOT_TRIED, at=at, reason="it is claimed anew")
+    return Step(steps.claiming(anew, State.BUILDING, at, context))
 
 
 def _without_host(instance: Instance, at: float, context: StepContext) -> Step:

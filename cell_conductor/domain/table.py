@@ -258,7 +258,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     },
     State.FAILED: {
         **USUAL,
-        BuildRequested: Rule(adopt_rules.restart_build, (State.BUILDING, *FAILS_OVER)),
+        BuildRequested: Rule(adopt_rules.restart_build, FAILS_OVER),
         DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
         MachineFound: ADOPT_DECIDED,
     },

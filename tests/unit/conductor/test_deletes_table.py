@@ -11,7 +11,7 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent
 from bus.contracts.cell import UNKNOWN_ATTEMPT, FoundMachine, InstanceSpec
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
-from bus.contracts.placement import Release
+from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import EndedMove, Instance, State
 from cell_conductor.domain.report import is_over
@@ -28,12 +28,28 @@ from tests.unit.conductor.records import (
     at_source,
     case,
     changing,
+    fenced,
     moving,
     outcome,
     record,
     unshelving,
 )
-from tests.unit.conductor.scenario import MADE, PATIENCE, SPEC, UUID, host, missed, on, selection, spawned
+from tests.unit.conductor.scenario import (
+    MADE,
+    PATIENCE,
+    RELEASED,
+    SPEC,
+    UUID,
+    claimed,
+    failed,
+    host,
+    missed,
+    on,
+    run,
+    selection,
+    spawned,
+    spawns,
+)
 
 K, S = MoveKind, State
 ABSENT = Instance(uuid=UUID)
@@ -229,19 +245,14 @@ AGAIN: list[Case] = [
     case(record(S.DELETED), build(is_query=True, sequence=30), "deleted", "build: deleted"),
     case(Instance(uuid=UUID, state=S.DELETED), build(), "deleted"),
     case(record(S.FAILED), build(requested_at=50.0), "failed", "build: failed old"),
-    case(record(S.FAILED), renewed(), "building", "spawn 1@1", "build: building"),
+    # What it was decided by is the claim of the build before, or is claimed anew.
+    case(record(S.FAILED), renewed(), "claiming/building"),
     case(record(S.FAILED), renewed(is_query=True), "failed", "build: failed old"),
     case(record(S.FAILED), renewed(attempt=2), "failed", "build: failed old"),
     case(record(S.FAILED), renewed(attempt=4), "failed", "build: failed old"),
-    case(record(S.FAILED), renewed(attempt=5), "building", "spawn 5@1", "build: building"),
+    case(record(S.FAILED), renewed(attempt=5), "claiming/building"),
     case(record(S.FAILED), renewed(attempt=4, found=(MACHINE,)), "claiming/active"),
-    case(
-        record(S.FAILED),
-        renewed(found=(replace(MACHINE, attempt=1, host_uuid=host(1)),)),
-        "building",
-        "spawn 1@1",
-        "build: building",
-    ),
+    case(record(S.FAILED), renewed(found=(replace(MACHINE, attempt=1, host_uuid=host(1)),)), "claiming/active"),
     case(record(S.FAILED), renewed(attempt=4, found=(ON_HOST_1,)), "claiming/active"),
 ]
 
@@ -253,10 +264,62 @@ def test_a_build_that_comes_again(
     assert outcome(before, event, context) == (phase, commands)
 
 
-def test_a_build_that_begins_anew_gives_out_no_number_of_the_one_before_again() -> None:
-    anew = step(record(S.FAILED), renewed(), PATIENCE).instance
-    assert (anew.attempt, anew.next_attempt) == (1, 5)
-    assert is_over(anew, 3, host(3)), "it was left there"
+def claims_of(instance: Instance) -> Claim:
+    question = question_of(instance)
+    assert isinstance(question, Claim)
+    return question
+
+
+def begun_anew(before: Instance, event: e.BuildRequested) -> list[Instance]:
+    """Its record, when it is claimed, commanded and up."""
+    claiming = step(before, event, PATIENCE).instance
+    number = claims_of(claiming).attempt
+    building = step(claiming, claimed(number), PATIENCE).instance
+    return [claiming, building, step(building, spawned(number, 1), PATIENCE).instance]
+
+
+def test_a_build_that_is_decided_twice_is_claimed_anew() -> None:
+    """A scheduler that was set back decided it by the claim that it had: that was released here meanwhile, and a
+    machine was built for which nothing was held.
+    """
+    over = run(on("s1", "s1"), failed(final=True))
+    release = question_of(over.instance)
+    ended = run(RELEASED, start=over.instance).instance
+    again = run(renewed(selections=on("s1", "s1").selections), start=ended)
+    claim = claims_of(again.instance)
+    assert (ended.state, spawns(again)) == (S.FAILED, [])
+    assert isinstance(release, Release) and claim.attempt > (release.attempt or 0), "the release fences it"
+    assert [tuple(one.allocations) for one in claim.options] == [(host(1),), (host(2),)]
+    assert (claim.release_first, claim.consumer_generation) == (True, 7), "what it may hold after all is given back"
+    assert spawns(run(claimed(claim.attempt), start=again.instance)) == [(claim.attempt, host(1))]
+
+
+@pytest.mark.parametrize("last", [3, 9])
+def test_a_build_that_begins_anew_gives_out_no_number_of_the_one_before_again(last: int) -> None:
+    """Nor one that its request was claimed under."""
+    claiming, building, up = begun_anew(record(S.FAILED, newest=last), renewed(attempt=6 if last < 6 else 1))
+    assert claims_of(claiming).attempt == building.attempt == (7 if last < 6 else 11)
+    assert all(is_over(known, *left) for left in ((3, host(3)), (1, host(1))) for known in (claiming, building, up))
+
+
+def test_a_build_that_begins_anew_and_passes_a_closed_host_ends_what_it_leaves() -> None:
+    """The first number that it gives out after that host is no attempt that it has not commanded."""
+    closed = fenced(1)
+    event = renewed(selections=on("s1", "s1").selections)
+    claiming = step(record(S.FAILED), event, closed).instance
+    passing = step(claiming, claimed(claims_of(claiming).attempt), closed).instance
+    number = claims_of(passing).attempt
+    building = step(passing, claimed(number), closed).instance
+    assert (building.phase, building.host_uuid) == ((S.BUILDING, None), host(2))
+    left = step(building, failed(number, 2), closed)
+    assert (left.instance.code, left.instance.reason.split(",")[0]) == ("max_retries_exceeded", "1 of 2 hosts tried")
+    assert is_over(left.instance, number, host(2))
+
+
+def test_a_build_that_begins_anew_and_is_given_up_releases_what_it_may_hold() -> None:
+    ended = step(record(S.FAILED), replace(gives_up(), requested_at=51.0), PATIENCE).instance
+    release = question_of(ended)
+    assert isinstance(release, Release) and (release.attempt or 0) > record(S.FAILED).next_attempt
 
 
 def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_before() -> None:
@@ -264,11 +327,10 @@ def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_bef
     machine that the client may have had.
     """
     unsure = record(S.FAILED, doubted=True, reused_from=1, code="build.outcome_unknown")
-    anew = step(unsure, renewed(), PATIENCE)
-    up = step(anew.instance, spawned(1), PATIENCE)
-    assert [stepped.instance.state for stepped in (anew, up)] == [S.BUILDING, S.ACTIVE]
-    assert not any(is_over(known, 2, host(2)) for known in (unsure, anew.instance, up.instance))
-    assert up.instance.doubted, "it is searched for before it is moved"
+    anew = begun_anew(unsure, renewed())
+    assert [known.state for known in anew] == [S.CLAIMING, S.BUILDING, S.ACTIVE]
+    assert not any(is_over(known, 2, host(2)) for known in (unsure, *anew))
+    assert anew[-1].doubted, "it is searched for before it is moved"
 
 
 def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones() -> None:
@@ -276,10 +338,9 @@ def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones()
     and that was set back, was answered that it has not arrived (`departure_rules.has_arrived`, by the stay).
     """
     stopped = EndedMove(MOVE, K.STOP, MoveState.DONE)
-    anew = step(record(S.FAILED, stay=2, order=7, ended=(stopped,)), renewed(), PATIENCE).instance
-    assert (anew.stay, anew.order) == (2, 7)
-    up = step(anew, spawned(1), PATIENCE)
-    copy = step(up.instance, request(K.STOP), PATIENCE)
+    anew = begun_anew(record(S.FAILED, stay=2, order=7, ended=(stopped,)), renewed())
+    assert {(known.stay, known.order) for known in anew} == {(2, 7)}
+    copy = step(anew[-1], request(K.STOP), PATIENCE)
     (told,) = copy.commands
     assert isinstance(told, MoveEvent) and (told.state, copy.instance.state) == (MoveState.DONE, S.ACTIVE)
 

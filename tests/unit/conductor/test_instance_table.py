@@ -106,8 +106,8 @@ def tried(attempt: int, outcome: str = "failed", **more: Any) -> AttemptRecord:
         ((), 0, "0 of 3 hosts tried, none is left. "),
         ((tried(1),), 0, "1 of 3 hosts tried, none is left. host-1: failed"),
         ((tried(1, NOT_TRIED), tried(2)), 1, "1 of 3 hosts tried, none is left. host-1: not_tried; host-2: failed"),
-        ((tried(2, NOT_TRIED), tried(3, NOT_TRIED)), 2, "0 of 5 hosts tried, none is left. host-2: not_tried; "
-         "host-3: not_tried"),
+        ((tried(4, NOT_TRIED), tried(5, NOT_TRIED)), 4, "0 of 5 hosts tried, none is left. host-4: not_tried; "
+         "host-5: not_tried"),
         ((tried(1, code="x", reason="why"), tried(2, code="y")), 0, "2 of 3 hosts tried, none is left. "
          "host-1: failed, x, why; host-2: failed, y"),
     ],

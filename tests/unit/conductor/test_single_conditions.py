@@ -130,10 +130,11 @@ def test_a_source_that_is_gone_ends_only_what_waits_for_it() -> None:
     assert way_back.end_without_source(resized, 300.0, PATIENCE) == Step(resized)
 
 
-@pytest.mark.parametrize(("attempt", "hosts"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize("hosts", [1, 2])
 def test_a_host_that_was_passed_over_is_counted_once(attempt: int, hosts: int) -> None:
     """The first is among those that are left; a later one was taken from them."""
-    passed = AttemptRecord(attempt=attempt, host="host-1", outcome=NOT_TRIED)
+    passed = AttemptRecord(attempt=attempt, host=f"host-{hosts}", outcome=NOT_TRIED)
     known = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),), history=(passed,))
     assert summary_of(known).startswith(f"0 of {hosts} hosts")
 
@@ -186,13 +187,17 @@ def test_reservations_fill_a_message_to_its_bound() -> None:
 
 
 def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew() -> None:
-    """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim."""
+    """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim.
+    That is claimed anew, because it may be the former build's.
+    """
     over = run(queried(hosts=1), failed(), RELEASED).instance
     copy = run(queried(), start=over)
     assert (copy.instance, spawns(copy)) == (over, []), "a copy of the same request"
-    anew = run(replace(queried(), requested_at=9e5, at=9e5), start=over)
-    assert spawns(anew) == [(1, host(1))] and anew.instance.state is State.BUILDING
-    assert not anew.instance.history and not anew.instance.answered and not anew.instance.code
+    request = replace(queried(), requested_at=9e5, at=9e5)
+    anew = run(request, claimed_alternate(over.last_attempt + 2), start=over)
+    assert spawns(anew) == [(3, host(1))] and anew.instance.state is State.BUILDING
+    (claimed_anew,) = anew.instance.history
+    assert claimed_anew.outcome == NOT_TRIED and not anew.instance.answered and not anew.instance.code
     (event,) = announced(anew)
     assert event.sequence == over.sequence, "higher than all that was announced of it"
 
