@@ -90,7 +90,8 @@ def is_unsearched(instance: Instance, event: Event, set_back: SetBack, unexplain
     if isinstance(event, MoveRequested):
         return is_begun_by(event) and is_outdated(instance, set_back)
     if isinstance(event, BuildRequested) and not event.is_query:
-        return is_doubted_request(event, set_back) or instance.uuid in unexplained
+        is_unsure = is_doubted_request(event, set_back) or is_outdated(instance, set_back)
+        return is_unsure or instance.uuid in unexplained
     if isinstance(event, BuildRequested):
         return instance.spec is None
     return (event.begun or set_back.has_been) and (instance.spec is None or has_come_back(instance, event))

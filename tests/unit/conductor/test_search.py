@@ -301,6 +301,18 @@ async def test_a_request_between_a_set_back_and_the_next_sweep_is_begun_only_aft
     assert recorded is not None and recorded.phase == phase and services.queried
 
 
+async def test_a_build_that_was_given_up_in_doubt_is_searched_for_when_it_is_requested_anew() -> None:
+    """It was built a second time, and its machine, which its silent host had, destroyed."""
+    services = Services(s2=(machine(),))
+    conductor = await opened(services, ("s2",))
+    known = {"spec": SPEC, "selections": (selection(3),), "attempt": 1, "code": "build.outcome_unknown"}
+    await insert(conductor.store, Instance(uuid=UUID, state=State.FAILED, doubted=True, requested_at=0.5, **known))  # type: ignore[arg-type]
+    build = replace(BUILD, requested_at=SystemClock().time() + 3600.0)
+    assert isinstance(await conductor.take(build, set_back=False), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.phase, recorded.host_uuid) == ((State.CLAIMING, State.ACTIVE), host(3))
+
+
 async def test_a_request_that_is_taken_again_unsearched_holds_its_batch_and_records_nothing() -> None:
     """Its second search comes with the next delivery."""
     conductor = Conductor(Services(s2=(machine(),)), ("s2",))

@@ -149,6 +149,10 @@ MOVES = e.move_event(CellMove(request_id=UUID, instance_uuid=UUID, project_id="p
         (replace(OLD, state=State.DEPARTED), BACK, False),
         (replace(OLD, since=AT + 999.0), BACK, False),
         (replace(OLD, since=AT + 999.0, doubted=True), BACK, True),
+        (replace(OLD, state=State.FAILED), BACK, True),
+        (replace(OLD, state=State.FAILED, since=AT + 999.0), BACK, False),
+        (replace(OLD, state=State.FAILED, since=AT + 999.0, doubted=True), BACK, True),
+        (replace(OLD, state=State.RELEASING, then=State.FAILED, doubted=True), BACK, False),
         (replace(OLD, doubted=True), SetBack(made_at=AT), True),
         (UNKNOWN, BACK, False),
     ],
@@ -157,8 +161,9 @@ def test_an_instance_at_rest_may_have_been_moved_since_the_backup(
     record: Instance, set_back: SetBack, outdated: bool
 ) -> None:
     assert is_outdated(record, set_back) is outdated
-    assert is_unsearched(record, MOVES, set_back) is outdated
-    assert not is_unsearched(record, replace(MOVES, found=()), set_back)
+    for request in (MOVES, AFTER):
+        assert is_unsearched(record, request, set_back) is outdated
+        assert not is_unsearched(record, replace(request, found=()), set_back)
     for event in (e.MoveQueried, e.InstanceArrives):
         assert not is_unsearched(record, event(at=1.0, request=MOVES.request), set_back)
 
