@@ -31,7 +31,7 @@ from .events import (
     Spawned,
 )
 from .instance import MACHINE_EXISTS, Instance, State
-from .report import Unexplained
+from .report import Unexplained, followed_by
 from .rules import DESTROY_CODES
 from .set_back import FORGOTTEN_ATTEMPTS, numbered_on
 from .steps import Step, StepContext, announce
@@ -245,16 +245,8 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
     if event.is_query or event.requested_at <= instance.requested_at or is_over:
         was_active = any(record.outcome == "active" for record in instance.history)
         return _announce_again(instance, event, BuildState.FAILED, context, terminal=not was_active)
-    again = Instance(
-        uuid=instance.uuid,
-        sequence=instance.sequence,
-        newest=max(instance.next_attempt, event.attempt),  # a release has fenced the former
-        doubted=instance.doubted,
-        reused_from=instance.reused_from,
-        order=instance.order,
-        ended=instance.ended,
-        stay=instance.stay,
-    )
+    kept = followed_by(instance)
+    again = replace(kept, doubted=instance.doubted, newest=max(kept.newest, event.attempt))
     return start_or_adopt(again, event, context)
 
 

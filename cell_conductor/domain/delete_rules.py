@@ -31,6 +31,7 @@ from .move_events import (
     move_of,
 )
 from .move_steps import leave
+from .report import followed_by
 from .set_back import FORGOTTEN_ATTEMPTS, doubted_from, has_come_back, numbered_on
 from .steps import Step, StepContext
 
@@ -150,8 +151,7 @@ def delete_departed(instance: Instance, event: DeleteRequested, context: StepCon
     """
     if not has_come_back(instance, event):
         return refer(instance, event, context)
-    lost = Instance(uuid=instance.uuid, sequence=instance.sequence, newest=instance.last_attempt, stay=instance.stay)
-    return delete_unknown(lost, event, context)
+    return delete_unknown(followed_by(instance), event, context)
 
 
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:

@@ -45,6 +45,7 @@ from .move_events import (
     report_progress,
 )
 from .move_steps import adopt, finish, try_next, undo
+from .report import followed_by
 from .set_back import numbered_on
 from .steps import Step, StepContext
 
@@ -252,13 +253,14 @@ def refuse_other(instance: Instance, event: MoveRequested, context: StepContext)
 
 
 def _with_arrival(instance: Instance, event: InstanceArrives) -> Instance:
-    arrival, ended = event.request.arrival, instance.ended
+    arrival, kept = event.request.arrival, followed_by(instance)
+    ended = kept.ended
     assert arrival is not None
     if instance.departure is not None:  # a late copy of the request that it left by is not carried out again
         left = EndedMove(instance.departed_by, instance.departure.kind, MoveState.SCHEDULED)
         ended = (*ended, left)[-MAX_ENDED:]
-    return Instance(
-        uuid=instance.uuid,
+    return replace(
+        kept,
         state=State.OFFLOADED,
         spec=arrival.spec,
         selections=(arrival.last,),
@@ -270,11 +272,9 @@ def _with_arrival(instance: Instance, event: InstanceArrives) -> Instance:
         since=event.at,
         answered=True,
         cause=event.cause,
-        newest=max(arrival.newest, instance.next_attempt),
-        reused_from=instance.reused_from,
+        newest=max(arrival.newest, kept.newest),
         power=Power.STOPPED if arrival.is_stopped else Power.SHELVED,
         image=arrival.image,
-        order=max(arrival.order, instance.order),
+        order=max(arrival.order, kept.order),
         ended=ended,
-        traceparent=instance.traceparent,
     )

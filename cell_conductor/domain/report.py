@@ -62,6 +62,24 @@ def is_renumbered(record: Facts, attempt: int) -> bool:
     return record.doubted and desire_of(record).work is not Work.BUILD
 
 
+def followed_by(record: Instance) -> Instance:
+    """What a record that begins anew keeps of this one: by what it tells late messages from new ones, above which
+    numbers it goes on, and that it proves no more about machines. One that this record keeps for another reason than
+    its number (`is_over`) may be of any.
+    """
+    is_kept = record.untried or record.doubted or record.machine_exists
+    return Instance(
+        uuid=record.uuid,
+        sequence=record.sequence,
+        newest=record.next_attempt,  # a release has fenced it
+        reused_from=1 if is_kept else record.reused_from,
+        order=record.order,
+        ended=record.ended,
+        stay=record.stay,
+        traceparent=record.traceparent,
+    )
+
+
 def is_wanted_here(record: Facts) -> bool:
     """Whether the current attempt is wanted on its host."""
     desire = desire_of(record)

@@ -322,15 +322,26 @@ def test_a_build_that_begins_anew_and_is_given_up_releases_what_it_may_hold() ->
     assert isinstance(release, Release) and (release.attempt or 0) > record(S.FAILED).next_attempt
 
 
-def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_before() -> None:
+@pytest.mark.parametrize("reused_from", [0, 1, 3])
+def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_before(reused_from: int) -> None:
     """It was given up in doubt as its host was silent, and the scheduler has forgotten it: the host comes back with the
     machine that the client may have had.
     """
-    unsure = record(S.FAILED, doubted=True, reused_from=1, code="build.outcome_unknown")
+    unsure = record(S.FAILED, doubted=True, reused_from=reused_from, code="build.outcome_unknown")
     anew = begun_anew(unsure, renewed())
     assert [known.state for known in anew] == [S.CLAIMING, S.BUILDING, S.ACTIVE]
     assert not any(is_over(known, 2, host(2)) for known in (unsure, *anew))
     assert anew[-1].doubted, "it is searched for before it is moved"
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [{"history": (AttemptRecord(attempt=1, host="host-1", outcome="not_tried"),)}, {"code": "build.machine_exists"}],
+)
+def test_a_build_that_begins_anew_keeps_what_the_one_before_has_not_commanded(kept: dict[str, Any]) -> None:
+    """Its first host was passed over, and has a machine of a record that is lost; or there is another project's."""
+    before = record(S.FAILED, **kept)
+    assert not any(is_over(known, 1, host(1)) for known in (before, *begun_anew(before, renewed(attempt=5))))
 
 
 def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones() -> None:

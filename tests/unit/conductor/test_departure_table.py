@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
+from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Spawn
 from bus.contracts.moves import Departure, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
@@ -231,6 +232,21 @@ def test_an_arrival_proves_no_more_about_machines_than_the_former_record(context
     here = arrive(former, ARRIVES, context).instance
     proofs = [[is_over(known, attempt, host(4)) for attempt in (2, 3, 6)] for known in (former, here)]
     assert proofs == [[True, False, False], [not here.doubted, False, False]]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"history": (AttemptRecord(attempt=1, host="host-1", outcome="not_tried"),)},
+        {"code": "build.machine_exists"},
+        {"doubted": True},
+    ],
+)
+def test_an_arrival_keeps_what_the_former_record_has_not_commanded(kept: dict[str, Any]) -> None:
+    """Its first host was passed over in that stay, and has a machine of a record that is lost."""
+    former = replace(GONE, **kept)
+    here = arrive(former, ARRIVES, PATIENCE).instance
+    assert not any(is_over(known, 1, host(1)) for known in (former, here))
 
 
 # --- What the former cell answers.
