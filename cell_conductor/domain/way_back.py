@@ -260,13 +260,16 @@ def wait_for_source(instance: Instance, event: RevertRefused, context: StepConte
     return _end_before_back(waits, ending, MoveEnd(MoveState.FAILED, SOURCE_REFUSED, why), event.at, context)
 
 
-def _end_before_back(instance: Instance, ending: MoveEnd, other: MoveEnd, at: float, context: StepContext) -> Step:
-    """The move, and the request that ends it, have their ends before the instance is back. For clients it is where it
-    will be: on its former host, as it was there, and not where it is given up.
+def _end_before_back(
+    instance: Instance, ending: MoveEnd, other: MoveEnd | None, at: float, context: StepContext
+) -> Step:
+    """The move, and the request that ends it (None: not yet), have their ends before the instance is back. For clients
+    it is where it will be: on its former host, as it was there, and not where it is given up.
     """
     of_source = _of_source(move_of(instance))
-    undone = answer(replace(instance, **of_source), ending, at, context)
-    ended = after(undone, answer_other(undone.instance, other, at, context))
+    ended = answer(replace(instance, **of_source), ending, at, context)
+    if other is not None:
+        ended = after(ended, answer_other(ended.instance, other, at, context))
     return Step(replace(ended.instance, **{name: getattr(instance, name) for name in of_source}), ended.commands)
 
 
@@ -304,19 +307,24 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
 
 def command_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """A host has not answered: what was commanded is commanded again. A client that waits for the end of its confirm or
-    revert is informed of that; a request for a change, or a move that was undone, does not wait for it.
+    revert is informed of that; a request for a change, or a move that was undone, does not wait for it. In doubt such a
+    move may have arrived: its hosts show its end.
     """
     again = repeated(instance, event.at, context)
     desire, move = desire_of(instance), instance.move
     if move is None:
         return again
+    is_back = desire.progress is MoveState.UNDOING
     if desire.source is Wish.DESTROY and move.source is not None:
         waits = report_silent(again.instance, SOURCE_SILENT, move.source, event.at, context)
     elif desire.here is Wish.DESTROY:
-        waits = report_silent(again.instance, DESTINATION_SILENT, instance.here, event.at, context)
+        ended = Step(again.instance)
+        if is_back and not instance.doubted:
+            ended = _end_before_back(again.instance, ending_of(move), None, event.at, context)
+        silent = report_silent(ended.instance, DESTINATION_SILENT, instance.here, event.at, context)
+        waits = after(ended, silent)
     elif desire.here is Wish.STAY:
         reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
-        is_back = desire.progress is MoveState.UNDOING
         ending = ending_of(move) if is_back else MoveEnd(MoveState.FAILED, "change.timeout", reason)
         waits = answer(again.instance, ending, event.at, context)
     else:
