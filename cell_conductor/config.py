@@ -59,7 +59,9 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     builds go to other services, and schedulers choose none of its hosts.
     """
     services_retention_s: Annotated[float, Bound(ge=86_400)] = 7 * 86_400.0
-    """Seconds that a service which is down stays on record."""
+    """Seconds that a service which is down stays on record. In a cell whose database was ever set back it stays there
+    until `berth services forget`: it may have machines that the database has forgotten.
+    """
     takeover_s: Seconds = 600.0
     """Seconds of silence after which hosts of a compute service pass to another one that reports the same uuids.
     A host restarts within this time; after it the machines of the silent service are lost by the other one's report.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -18,9 +18,10 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import MAX_FOUND
 from bus.contracts.moves import CellBook
-from bus.faults import Transient
+from bus.faults import Forbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
+from bus.port import BusError
 from bus.tracing.context import traceparent_of
 
 from . import metrics
@@ -344,14 +345,37 @@ class Engine:
         await self._search_due.wait()
         self._search_due.clear()
         questions, self._unsearched = list(self._unsearched.values()), {}
-        decided, self._decided = self._decided, set()
+        decided, self._decided = sorted(self._decided), set()
+        await self._by_halves(self._search_for, questions)
+        await self._by_halves(self._adopt_decided, decided)
+
+    async def _by_halves(self, search: Callable[[Sequence[Any]], Awaitable[None]], waiting: Sequence[Any]) -> None:
+        """Search for all of these at once, and by halves where a defect prevents that: one instance stops no other. It
+        is logged, and comes again with its deadline, or with a report of its host.
+        """
+        try:
+            await search(waiting)
+        except (Transient, BusError, Forbidden):
+            raise
+        except Exception as error:  # any: it must not end the task
+            if (middle := len(waiting) // 2) > 0:
+                await self._by_halves(search, waiting[:middle])
+                await self._by_halves(search, waiting[middle:])
+                return
+            for one in waiting:
+                state, uuid = ("", one) if isinstance(one, str) else (one.instance.state, one.instance.uuid)
+                metrics.STEPS_FAILED.labels(state, "search").inc()
+                code = getattr(error, "code", type(error).__name__)
+                log.exception("instance.search_failed", instance=uuid, code=code, cause=uuid)
+
+    async def _search_for(self, questions: Sequence[PendingQuestion]) -> None:
+        """Search for the machines of these, and request of placement what is still due."""
         if seen := await self._see_sources(questions):
             await self._ask_placement(await self._apply(seen))
         questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
         forgotten, held = await self._search.find_forgotten({one.instance.uuid: one.instance for one in questions})
         now = self._clock.time()
         found = [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()]
-        found += await self._find_decided(decided)
         if found:
             await self._ask_placement(await self._apply(found))
         answers = await self._placement.ask(await self._still_due(questions, held))
@@ -393,20 +417,22 @@ class Engine:
         found = await self._search.see_sources(sources)
         return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
 
-    async def _find_decided(self, instances: Collection[str]) -> list[InstanceEvent]:
-        """The machines of these that are theirs by the word that stands now."""
+    async def _adopt_decided(self, instances: Sequence[str]) -> None:
+        """Give these the machines that are theirs by the word that stands now."""
         if not instances:
-            return []
+            return
         async with self._store.transaction() as transaction:
-            known = await transaction.lock(sorted(instances))
+            known = await transaction.lock(instances)
             unexplained = await transaction.unexplained(instances)
         decided = {one.machine.uuid: one for one in unexplained if one.verdict == ADOPT}
         found = await self._search.find_decided(decided, known)
         now = self._clock.time()
-        return [
+        events = [
             InstanceEvent(uuid, MachineFound(at=now, machines=(machine,), decided_by=decided[uuid].decided_by))
             for uuid, machine in found.items()
         ]
+        if events:
+            await self._ask_placement(await self._apply(events))
 
     async def _ask_placement(self, questions: Sequence[PendingQuestion]) -> None:
         """Send requests to placement, until no instance of this batch waits for an answer; requests without an answer

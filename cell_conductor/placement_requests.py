@@ -31,7 +31,7 @@ from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
 
 from . import metrics
-from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
+from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted, RevertRefused
 from .domain.fences import Loss
 from .domain.instance import Instance, State
 from .domain.table import Question, question_of
@@ -192,12 +192,13 @@ class PlacementRequests:
             self._unanswered(instance, "revert", reply)
             return None
         metrics.ANSWERS.labels("revert", reply.outcome).inc()
-        if reply.outcome in ("full", "gone"):
-            log.error("instance.revert_refused", instance=instance.uuid, outcome=reply.outcome, reason=reply.reason)
-            return None
+        now, about = self._clock.time(), {"instance": instance.uuid, "cause": instance.cause, "reason": reply.reason}
+        if reply.outcome not in {"reverted", "consumer_changed"}:
+            log.error("instance.revert_refused", outcome=reply.outcome, **about)
+            return RevertRefused(at=now, attempt=revert.attempt, outcome=reply.outcome, reason=reply.reason)
         if reply.outcome == "consumer_changed":
-            log.warning("instance.revert_foreign", instance=instance.uuid, cause=instance.cause, reason=reply.reason)
-        return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
+            log.warning("instance.revert_foreign", **about)
+        return Reverted(at=now, attempt=revert.attempt, consumer_generation=reply.consumer_generation)
 
     def _unanswered(self, instance: Instance, kind: str, fault: Fault | BusError) -> None:
         metrics.ANSWERS.labels(kind, fault.code).inc()

@@ -137,6 +137,13 @@ class Reverted(Answer, frozen=True, kw_only=True):
     consumer_generation: int | None = None
 
 
+class RevertRefused(Answer, frozen=True, kw_only=True):
+    """Placement cannot give the instance its source again, and has changed nothing. outcome: why, as of a claim."""
+
+    outcome: str
+    reason: str = ""
+
+
 class MoveRequested(Event, frozen=True, kw_only=True):
     """A request about the instance. found: machines that the cell's services have of it, if its record may be outdated
     (None: they were not queried).
@@ -272,6 +279,7 @@ EVENTS: tuple[type[Event], ...] = (
     InstanceArrives,
     ChangeEnded,
     Reverted,
+    RevertRefused,
     HostFenced,
     MachineFound,
     SourceAnswered,

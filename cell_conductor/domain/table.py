@@ -49,6 +49,7 @@ from .events import (
     MoveRequested,
     Released,
     Reverted,
+    RevertRefused,
     ServiceLost,
     SourceAnswered,
     Spawned,
@@ -147,6 +148,7 @@ USUAL: Mapping[type[Event], Cell] = {
     InstanceArrives: Rule(departure_rules.arrive, (State.FINISHING, State.CLAIMING, State.DESTROYING, State.RELEASING)),
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
+    RevertRefused: IGNORE,
     HostFenced: IGNORE,
     MachineFound: IGNORE,
     SourceAnswered: IGNORE,
@@ -314,6 +316,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         **USUAL,
         TimedOut: ASK_AGAIN,
         Reverted: Rule(way_back.return_to_source, (State.RESTARTING, State.ACTIVE)),
+        RevertRefused: Rule(way_back.wait_for_source),
     },
     State.RESTARTING: {
         **USUAL,

@@ -13,6 +13,7 @@ destination the services are queried again, until the source is seen or the dest
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -33,10 +34,11 @@ from .events import (
     HostMissing,
     MoveRequested,
     Reverted,
+    RevertRefused,
     SourceAnswered,
     TimedOut,
 )
-from .instance import Instance, Power, State
+from .instance import Instance, Move, Power, State
 from .move_events import (
     MoveEnd,
     after,
@@ -48,13 +50,14 @@ from .move_events import (
     source_of,
 )
 from .move_steps import change, end_undone, ending_of, is_awaited, revert_book, undo
-from .orders import repeated
+from .orders import repeat_at, repeated
 from .steps import Step, StepContext
 
 SOURCE_FENCED = "move.source_fenced"  # an operator has stated that its host is off
 SOURCE_SILENT = "move.source_silent"  # its compute service has not answered
 SOURCE_LOST = "move.source_lost"  # its host was looked at, and does not have it
 SOURCE_UNREPORTED = "move.source_unreported"  # its compute service has no such host any more
+SOURCE_REFUSED = "move.source_refused"  # placement does not give its allocation back
 # The answers are waited for so many times as long as one of them: several searches may be ahead. After that no
 # conductor is waiting for them any more.
 ANSWERS = 3
@@ -235,22 +238,46 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
     """The instance holds its source again: it is started there if it was commanded to stop."""
     move = move_of(instance)
     generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
-    back = replace(
-        instance,
-        selections=(source_of(move),),
-        position=0,
-        attempt=move.source_attempt,
-        newest=event.attempt,
-        consumer_generation=generation,
-        spec=move.spec,
-        power=move.power,
-    )
+    at_source = replace(instance, **_of_source(move))
+    back = replace(at_source, newest=event.attempt, consumer_generation=generation, power=move.power)
     # In doubt the machine of one that was to leave its cell may be gone: its host answers for that.
     is_sure = move.to_cell is None or not instance.doubted
     if is_sure and (not move.handed_over or move.power is not Power.RUNNING):
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
         return end_undone(back, event.at, context)
     return change(back, State.RESTARTING, event.at, context)
+
+
+def wait_for_source(instance: Instance, event: RevertRefused, context: StepContext) -> Step:
+    """The source's host has no room for it in the book, or is not there any more: the requests end, and the revert is
+    repeated less and less often. The machine waits as it is for its allocation: nothing starts without one.
+    """
+    move = move_of(instance)
+    why = f"the allocation on host {source_of(move).host} cannot be taken back: {event.outcome} {event.reason}".strip()
+    waits = replace(instance, deadline=repeat_at(instance, event.at, context))
+    ending = ending_of(move)
+    ending = replace(ending, reason=f"{ending.reason}; {why}".strip("; "))
+    return _end_before_back(waits, ending, MoveEnd(MoveState.FAILED, SOURCE_REFUSED, why), event.at, context)
+
+
+def _end_before_back(
+    instance: Instance, ending: MoveEnd, other: MoveEnd | None, at: float, context: StepContext
+) -> Step:
+    """The move, and the request that ends it (None: not yet), have their ends before the instance is back. For clients
+    it is where it will be: on its former host, as it was there, and not where it is given up.
+    """
+    of_source = _of_source(move_of(instance))
+    ended = answer(replace(instance, **of_source), ending, at, context)
+    if other is not None:
+        ended = after(ended, answer_other(ended.instance, other, at, context))
+    return Step(replace(ended.instance, **{name: getattr(instance, name) for name in of_source}), ended.commands)
+
+
+def _of_source(move: Move) -> dict[str, Any]:
+    """What an instance is on the source of its move; nothing else where it has none."""
+    if move.source is None:
+        return {}
+    return {"selections": (move.source,), "position": 0, "attempt": move.source_attempt, "spec": move.spec}
 
 
 def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
@@ -280,19 +307,24 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
 
 def command_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """A host has not answered: what was commanded is commanded again. A client that waits for the end of its confirm or
-    revert is informed of that; a request for a change, or a move that was undone, does not wait for it.
+    revert is informed of that; a request for a change, or a move that was undone, does not wait for it. In doubt such a
+    move may have arrived: its hosts show its end.
     """
     again = repeated(instance, event.at, context)
     desire, move = desire_of(instance), instance.move
     if move is None:
         return again
+    is_back = desire.progress is MoveState.UNDOING
     if desire.source is Wish.DESTROY and move.source is not None:
         waits = report_silent(again.instance, SOURCE_SILENT, move.source, event.at, context)
     elif desire.here is Wish.DESTROY:
-        waits = report_silent(again.instance, DESTINATION_SILENT, instance.here, event.at, context)
+        ended = Step(again.instance)
+        if is_back and not instance.doubted:
+            ended = _end_before_back(again.instance, ending_of(move), None, event.at, context)
+        silent = report_silent(ended.instance, DESTINATION_SILENT, instance.here, event.at, context)
+        waits = after(ended, silent)
     elif desire.here is Wish.STAY:
         reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
-        is_back = desire.progress is MoveState.UNDOING
         ending = ending_of(move) if is_back else MoveEnd(MoveState.FAILED, "change.timeout", reason)
         waits = answer(again.instance, ending, event.at, context)
     else:

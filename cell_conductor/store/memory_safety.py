@@ -38,6 +38,9 @@ class Tables(Protocol):
     """The committed rows."""
 
     clock: Clock
+    place: int
+    origin: int
+    set_back_at: float
     instances: dict[str, Instance]
     unexplained: dict[MachineKey, UnexplainedRecord]
     breakers: dict[str, Breaker]
@@ -295,7 +298,8 @@ class MemoryLeases(MemoryKeyed):
         async with self._begun(_ROW) as transaction:
             down = [one for one in self._table.leases.values() if one.state is not LeaseState.UP]
             gone = [one.service for one in sorted(down, key=lambda one: one.since) if one.since < before][:limit]
-            if not self._is_mine(term):
+            was_set_back = self._table.set_back_at > 0 or self._table.origin != self._table.place
+            if was_set_back or not self._is_mine(term):
                 return []
             transaction.will(partial(drop, self._table.leases, gone))
             return sorted(gone)

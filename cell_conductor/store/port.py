@@ -90,7 +90,9 @@ class LockingTransaction(Transaction, Protocol):
     """A transaction that locks as it reads, so it can also find due instances: no cache has those."""
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
-        """Instances whose deadline has passed, oldest first, locked, except those that others hold."""
+        """Instances whose deadline has passed, oldest first, locked, except those that others hold, and those whose
+        record cannot be read.
+        """
 
 
 class InstanceStore(Flushed, Protocol):

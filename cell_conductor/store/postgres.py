@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import asyncpg
+import structlog
+from msgspec import DecodeError
 from msgspec.structs import replace
 
 from bus.persistence import outbox
@@ -17,6 +19,7 @@ from bus.persistence.database import Database, check_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
 from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.unit_of_work import Committed, VersionCache
+from cell_conductor import metrics
 from cell_conductor.domain.desires import (
     AT_REST,
     EXPECTED_HERE,
@@ -55,13 +58,18 @@ from .safety import (
     record_of,
 )
 
+log = structlog.get_logger(__name__)
+
 MIGRATIONS = "cell_conductor.store.migrations"
 
 LOCK = "SELECT record FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
 
 LOCK_DUE = """
-SELECT record FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
+SELECT record, uuid::text, state FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
 """
+# Of a row whose record cannot be read; the record stays as it is.
+PUT_OFF = "UPDATE instances SET deadline = $2 WHERE uuid = ANY($1::uuid[])"
+PUT_OFF_S = 60.0
 
 IDENTITY = "SELECT deployment::text, set_back_at, coalesce((SELECT at FROM made), 0) FROM identity"
 RECOGNISE = "SELECT deployment::text, origin <> origin_of('instances'), set_back_at FROM identity"
@@ -209,8 +217,20 @@ class PostgresTransaction:
         return {instance.uuid: instance for instance in found}
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
-        """Instances whose deadline has passed, locked, without waiting for another lock."""
-        return [tables.decode(row[0]) for row in await self._connection.fetch(LOCK_DUE, now, limit)]
+        """Instances whose deadline has passed, locked, without waiting for another lock. Those that cannot be read are
+        looked at again later, so that they do not fill every batch.
+        """
+        due, unreadable = list[Instance](), list[str]()
+        for record, uuid, state in await self._connection.fetch(LOCK_DUE, now, limit):
+            try:
+                due.append(tables.decode(record))
+            except DecodeError as error:
+                unreadable.append(uuid)
+                metrics.STEPS_FAILED.labels(state, "TimedOut").inc()
+                log.error("instance.unreadable", instance=uuid, state=state, reason=str(error), cause=uuid)
+        if unreadable:
+            await self._connection.execute(PUT_OFF, unreadable, now + PUT_OFF_S)
+        return due
 
     async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
         """One statement, without locks."""

@@ -404,7 +404,9 @@ class LeaseStore(Protocol):
         """Record these. False: there is a newer term, and nothing was recorded."""
 
     async def purge(self, term: int, before: float, limit: int) -> list[str]:
-        """Delete services that are down since before this time, oldest first, up to a bound; returns which."""
+        """Delete services that are down since before this time, oldest first, up to a bound; returns which. None in a
+        database that was ever set back: a search waits for their answers, and an operator states that one is gone.
+        """
 
     async def forget(self, service: str) -> bool:
         """Delete the lease of a service, whatever its state. False: there is none."""
@@ -434,9 +436,11 @@ WITH {_MINE}, recorded AS (
         state = excluded.state, since = excluded.since, reason = excluded.reason)
 SELECT EXISTS (SELECT FROM mine)
 """
+# In a database that was set back, recognised or not, every service is to be asked what the record has forgotten.
 PURGE = f"""
 WITH {_MINE}
-DELETE FROM leases WHERE EXISTS (SELECT FROM mine) AND service IN (
+DELETE FROM leases WHERE EXISTS (SELECT FROM mine)
+    AND EXISTS (SELECT FROM identity WHERE set_back_at = 0 AND origin = origin_of('instances')) AND service IN (
     SELECT service FROM leases WHERE state <> 'up' AND since < $2 ORDER BY since LIMIT $3) RETURNING service
 """
 FORGET = "DELETE FROM leases WHERE service = $1 RETURNING 1"

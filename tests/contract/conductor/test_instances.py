@@ -559,3 +559,22 @@ async def _waits(transaction: PostgresTransaction) -> bool:
         "AND pg_backend_pid() = ANY(pg_blocking_pids(pid)))"
     )
     return waiting
+
+
+@pytest.mark.postgres
+async def test_a_record_that_cannot_be_read_is_left_as_it_is_and_what_is_due_beside_it_is_found(
+    postgres_url: str,
+) -> None:
+    """All deadlines of the cell stopped. Many of them, the oldest ones, would fill every batch."""
+    store = PostgresInstances(database := Database(postgres_url, "cell_c1"))
+    await store.open()
+    await insert(store, instance(A, deadline=4.0), instance(B, deadline=5.0))
+    async with database.raw() as connection:
+        await connection.execute('UPDATE instances SET record = \'{"state": "later"}\' WHERE uuid = $1', A)
+    for found in ([], [B]):
+        async with store.transaction() as transaction:
+            assert [one.uuid for one in await transaction.lock_due(10.0, 1)] == found
+    async with database.raw() as connection:
+        record, deadline = await connection.fetchrow("SELECT record, deadline FROM instances WHERE uuid = $1", A)
+    assert record == '{"state": "later"}' and deadline > 10.0
+    await store.close()

@@ -17,6 +17,7 @@ from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine, Safety
+from tests.contract.conductor.test_instances import restored
 from tests.unit.conductor.scenario import SPEC, selection
 
 # --- One suite for both stores of leases: one keeper at a time, and what a former one would record is refused.
@@ -74,6 +75,22 @@ async def test_only_services_that_are_down_for_long_are_purged(instances: Instan
     assert await instances.leases.purge(term, 100.0, 1) == ["c"]
     assert await instances.leases.purge(term, 100.0, 10) == ["b"]
     assert await instances.leases.leases() == [UP]
+
+
+async def test_no_service_is_purged_once_the_database_was_set_back(instances: InstanceStore) -> None:
+    """A search for a machine in doubt counted as complete, though its service had never been asked. The keeper may look
+    before a sweep has recognised the set-back.
+    """
+    term = await instances.leases.keep("one", LONG_S, None)
+    assert term is not None
+    await instances.leases.record(term, [UP, SILENT, LEFT])
+    await restored(instances)
+    assert await instances.leases.purge(term, 100.0, 10) == [], "not recognised yet"
+    async with instances.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    assert await instances.leases.purge(term, 100.0, 10) == []
+    assert await instances.leases.forget("b"), "an operator states that it is gone"
+    assert await instances.leases.leases() == [UP, LEFT]
 
 
 LEAVES = Move(
