@@ -354,5 +354,5 @@ def summary_of(instance: Instance) -> str:
         for record in instance.history
     )
     passed = sum(record.outcome == NOT_TRIED for record in instance.history)
-    hosts = {one.host for one in (*instance.selections, *instance.history)}
+    hosts = {selection.host for selection in instance.selections} | {record.host for record in instance.history}
     return f"{len(instance.history) - passed} of {len(hosts)} hosts tried, none is left. {tries}"
