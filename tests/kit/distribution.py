@@ -54,7 +54,9 @@ def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 LEAST_PROCESSES = 4  # with a kind of files each; fewer have none
 NEVER_WAITING = ("tests/sim/", "tests/unit/", "tests/test_")
 # How a test file comes to a broker of `tests/kit/lent.py`.
-BORROWING = re.compile(r"\b(own_broker|lent_servers|small_processes)\b|^from tests.system.*\brig\b", re.MULTILINE)
+BORROWING = re.compile(
+    r"\b(own_broker|brokers\.lend|lent_servers|small_processes)\b|^from tests.system.*\brig\b", re.MULTILINE
+)
 
 
 def never_waits(path: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API
 from bus.rabbitmq.transport import RabbitTransport
+from tests.kit import lent
 from tests.kit.forks import run_berth
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.timeout(300)]
@@ -30,9 +31,9 @@ def out_of_memory() -> Iterator[RabbitMQ]:
         await transport.declare_shared()
         await transport.close()
 
-    with RabbitMQ() as broker:
+    with lent.brokers.lend() as broker:
         asyncio.run(declare())
-        broker.control("set_vm_memory_high_watermark", "0.0000001")
+        broker.evaluate("vm_memory_monitor:set_vm_memory_high_watermark(0.0000001).")
         yield broker
 
 

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,6 +36,7 @@ from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from scheduler_worker.config import SchedulerConfig
+from tests.kit.forks import run_berth
 from tests.kit.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.kit.waiting import until
 from tests.system.worker_processes import rig
@@ -224,14 +224,14 @@ async def test_the_calls_of_ironic_are_in_the_trace_and_its_notifications_begin_
 
 
 async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trace(
-    amqp: tuple[str, str], postgres_url: str, tmp_path: Path
+    amqp: tuple[str, str], postgres_url: str
 ) -> None:
     """The command is a process of its own; the web server answers before anything has happened."""
     async with traced_system(amqp, postgres_url, compute=ComputeConfig(hosts=3)) as running:
         moved = await running.build("m1.small")
-        migrate = [sys.executable, "-m", "berth", "migrate", moved, "--live", "--wait"]
-        process = await asyncio.create_subprocess_exec(*migrate, env=running.environment, cwd=tmp_path)
-        assert await process.wait() == 0
+        migrate = ("migrate", moved, "--live", "--wait")
+        ran = await asyncio.to_thread(run_berth, *migrate, env=running.environment, timeout_s=WAIT_S)
+        assert ran.returncode == 0, ran.stderr
         env = running.site.environment("web-test")
         web = WebServer(env, running.site.settings, host="127.0.0.1", port=0, access=Access(None, env.clock))
         await web.open()

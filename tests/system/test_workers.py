@@ -156,10 +156,7 @@ def test_the_services_of_the_compose_file_find_each_other_and_build(places: Mapp
         asyncio.run(processes.ready())
         env = {**os.environ, **environment(ours["scheduler"], places)}
         for command in (["boot", "--flavor", "m1.small", "--count", str(COUNT), "--wait"], ["check"]):
-            ran = subprocess.run(
-                [sys.executable, "-m", "berth", *command, "--json"],
-                env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
-            )  # fmt: skip
+            ran = run_berth(*command, "--json", env=env, timeout_s=TIMEOUT_S)
             assert ran.returncode == 0, ran.stdout + ran.stderr
             if command[0] == "boot":
                 assert [one["state"] for one in json.loads(ran.stdout)] == ["active"] * COUNT
@@ -251,7 +248,7 @@ async def test_conductor_and_compute_start_with_their_cells_bus_and_schema_alone
         "BERTH_STATE_DIR": str(tmp_path / "state"),
         "BERTH_COMPUTE__HOSTS": "1",
     }
-    processes = WorkerProcesses(tmp_path, settings)
+    processes = WorkerProcesses(tmp_path, settings, spawn=ForkedProcess)
     try:
         processes.start("conductor", "conductor", "--cell", CELL)
         processes.start("compute", "compute", "--cell", CELL)
