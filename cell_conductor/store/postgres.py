@@ -14,6 +14,7 @@ import structlog
 from msgspec import DecodeError
 from msgspec.structs import replace
 
+from bus.contracts.base import reason_of
 from bus.persistence import outbox
 from bus.persistence.database import Database, check_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
@@ -227,7 +228,7 @@ class PostgresTransaction:
             except DecodeError as error:
                 unreadable.append(uuid)
                 metrics.STEPS_FAILED.labels(state, "TimedOut").inc()
-                log.error("instance.unreadable", instance=uuid, state=state, reason=str(error), cause=uuid)
+                log.error("instance.unreadable", instance=uuid, state=state, reason=reason_of(error), cause=uuid)
         if unreadable:
             await self._connection.execute(PUT_OFF, unreadable, now + PUT_OFF_S)
         return due
