@@ -119,7 +119,8 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
     """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry. One
     member that placement has not answered about leaves the whole gang waiting.
 
-    The cell of a member that has a claim and whose gang is short is queried: the member may have started before.
+    The cell of a member that has a claim and whose gang is short is queried: the member may have started before. A
+    member that may hold one is tried again alone where its gang is not short.
     nearest: how many of the nearest misses an explanation names.
     """
     missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
@@ -128,14 +129,17 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else needed(gang, [one.result for one in members]))
-    looks = (_again(one.pending, one.result) for one in members) if is_short else ()
-    again: Outcome | None = next((one for one in looks if one is not None), None)
-    if again is not None:
+    tried = [_again(one.pending, one.result) for one in members]
+    again: Outcome | None = next((one for one in tried if one is not None), None)
+    if is_short and again is not None:
         return [(one.pending, one.pending.accepted if isinstance(again, Done) else again) for one in members]
     concluded: list[tuple[PendingBuild, Conclusion]] = []
-    for one in members:
+    for one, again in zip(members, tried, strict=True):
         result = one.result
         assert not isinstance(result, PlacementUnavailable), result
+        if again is not None and isinstance(result, ClaimStranded):  # it may run; the rest of the gang goes on
+            concluded.append((one.pending, again))
+            continue
         if is_short and isinstance(result, HostClaimed):
             assert gang is not None
             why = GangIncomplete(gang, started, result.claims).reason

@@ -136,6 +136,10 @@ def test_what_follows_from_the_result_of_a_placement(result: Any, delivery: Any,
         ([CLAIMED, PlacementUnavailable("away")], 1, {}, ["placement.unavailable"] * 2),
         ([NONE, NONE], 1, {}, [FAILED, FAILED]),
         ([CLAIMED, ClaimStranded("why")], 2, {"last": True}, ["accepted"] * 2),
+        ([CLAIMED, ClaimStranded("why")], 1, {}, [SCHEDULED, "claim.stranded"]),
+        ([CLAIMED, ClaimStranded("why")], 1, {"last": True}, [SCHEDULED, "accepted"]),
+        ([CLAIMED, ClaimStranded("why")], 1, {"last": True, "has_letter": False}, [SCHEDULED, FAILED]),
+        ([CLAIMED, STRANDED], 1, {"awaits_hosts": True}, [SCHEDULED, "hosts.unknown"]),
     ],
 )
 def test_what_follows_for_the_members_of_a_gang(
