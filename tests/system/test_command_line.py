@@ -27,6 +27,7 @@ from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.safety import PostgresSafety
+from tests.kit.waiting import wait_until
 from tests.system import command_line
 from tests.system.command_line import (
     NO,
@@ -190,10 +191,16 @@ def test_compute_services_are_listed(berth: Berth) -> None:
 
 
 def test_every_worker_is_listed_with_what_it_is_doing(berth: Berth) -> None:
-    result = berth("workers", "--json")
-    assert result.status == 0, result.out
+    roles = {"placement", "scheduler", "conductor", "compute", "ironic-sync"}
+
+    def all_listed() -> Any:
+        result = berth("workers", "--json")
+        of_roles = {one["heartbeat"]["role"] for one in result.data["workers"]}
+        return result if result.status == 0 and of_roles >= roles else None
+
+    result = wait_until(all_listed)
     heartbeats = [(one["heartbeat"]["role"], one["bus"]) for one in result.data["workers"]]
-    assert {"placement", "scheduler", "conductor", "compute", "ironic-sync"} == {role for role, _ in heartbeats}
+    assert roles == {role for role, _ in heartbeats}
     assert {bus for role, bus in heartbeats if role == "conductor"} == {"cell1", "cell2"}
     for one in result.data["workers"]:
         beat = one["heartbeat"]
