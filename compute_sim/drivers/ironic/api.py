@@ -100,7 +100,10 @@ class IronicApi:
             await self._auth.aclose()
 
     async def nodes(self, **filters: str) -> builtins.list[IronicNode]:
-        """All nodes (that these filters of Ironic's name), in its order."""
+        """All nodes (that these filters of Ironic's name), in its order; one that cannot be read is left out.
+
+        Raises DriverUnavailable, also where no node of a page can be read.
+        """
         found: builtins.list[IronicNode] = []
         fields = ",".join((FIELDS, *(name for name, wanted in self._config.more_fields.items() if wanted)))
         params = {"fields": fields, "limit": str(PAGE), **filters}

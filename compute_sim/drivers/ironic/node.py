@@ -103,7 +103,7 @@ class InstanceInfo(Struct, frozen=True):
 class IronicNode(Struct, frozen=True):
     """The fields of an Ironic node that are needed here. Anything else in the answer is ignored."""
 
-    uuid: str
+    uuid: Uuid
     name: str | None = None
     provision_state: str | None = None
     power_state: str | None = None

@@ -23,7 +23,7 @@ from compute_sim.domain.hosts import DISABLED_TRAIT, GPU_TRAITS, NUMA_TRAIT, pla
 from compute_sim.driver import ChangeOrder, ChangeResult, DriverUnavailable, HandOverRefused
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.api import _parse
-from compute_sim.drivers.ironic.node import IronicNode, Page
+from compute_sim.drivers.ironic.node import IronicNode
 from compute_sim.fleet import Fleet, Guest
 from compute_sim.jobs import Jobs
 from compute_sim.ring import Ring, owner_of

@@ -1,4 +1,4 @@
-"""What the bare-metal driver makes of answers that Ironic did not give, or gave half, and of requests that are given up."""
+"""Answers that Ironic did not give, or gave half, and requests that are given up on their way."""
 
 from __future__ import annotations
 
@@ -77,11 +77,12 @@ BROKEN = {"uuid": OTHER, "maintenance": "perhaps"}
 
 async def test_a_node_that_cannot_be_read_hides_no_other() -> None:
     """The service had no hosts then, and did not start."""
-    page = b'{"nodes":[{"uuid":"%b","maintenance":"perhaps"},{"uuid":"%b"},5,{"uuid":"\xff"}]}'
-    made = await api(lambda _: httpx.Response(200, content=page % (OTHER.encode(), NODE.encode())))
+    page = b'{"nodes":[{"uuid":"%b","maintenance":"perhaps"},{"uuid":"%b"},5,{"uuid":"\xff"},{"uuid":"%b"}]}'
+    uuids = (OTHER, NODE, OTHER.upper())  # no message names a host by the last one
+    made = await api(lambda _: httpx.Response(200, content=page % tuple(uuid.encode() for uuid in uuids)))
     with capture_logs() as logs:
         assert [node.uuid for node in await made.nodes()] == [NODE]
-    assert [one["event"] for one in logs] == ["ironic.unreadable"] * 3
+    assert [one["event"] for one in logs] == ["ironic.unreadable"] * 4
     await made.close()
 
 

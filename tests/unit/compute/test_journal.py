@@ -79,7 +79,7 @@ def full_after(length: int) -> Iterator[None]:
 
 
 def test_a_full_disk_ends_the_service_and_costs_no_row_that_is_written_later(tmp_path: Path) -> None:
-    """A command that came again was acknowledged, on record nowhere; the next row stood on the same line as its half."""
+    """A command that came again was acknowledged, on record nowhere; the next row stood behind the half of its own."""
     path = tmp_path / "x.records"
     records = Records(path)
     records.open()

@@ -23,9 +23,7 @@ class Owing:
         self.service = Service(self.driver)
         self.offered: list[str] = []
         records = self.service.records
-        self.offering = Offering(
-            bus, service="s", records=records, clock=SystemClock(), on_offered=self.offered.extend
-        )
+        self.offering = Offering(bus, service="s", records=records, clock=SystemClock(), on_offered=self.offered.extend)
         self.service.agent._on_settled = self.offering.on_settled
 
     async def gives_up(self) -> None:
