@@ -333,9 +333,13 @@ class Agent:
         """Start the oldest destructions that were given up, unless their records have changed meanwhile."""
         for key in list(itertools.islice(self._undone, MAX_AGAIN)):
             del self._undone[key]
+            if self._jobs.chain(key) is not None:
+                continue  # what is under way ends it
             entry = self._records.get(key)
-            if entry is not None and entry.phase is Phase.DESTROYING and self._jobs.chain(key) is None:
+            if entry is not None and entry.phase is Phase.DESTROYING:
                 self._start_destroy(key, entry.fence, entry.deployment)
+            else:
+                self._settle(key)
 
     def owed(self) -> list[Key]:
         """The (host, instance) pairs of machines that are being destroyed, and of those whose destruction has failed so
@@ -357,6 +361,7 @@ class Agent:
             lambda: self._driver.destroy(key[0], key[1], attempt, deployment),
             lambda error: isinstance(error, DriverUnavailable) and not isinstance(error, MachineProtected),
         )
+        self._undone.pop(key, None)
 
     def _count_failures(self, host: str, *, works: bool) -> None:
         count = 0 if works else self._records.failed_builds(host) + 1

@@ -33,6 +33,7 @@ MAX_KEPT = 16  # damaged files of one journal that are kept; a disk that damages
 MAX_NAMED = 16  # uuids found in damaged bytes that the log names
 CHECK_LENGTH = 8  # hexadecimal digits of CRC-32
 DAMAGED = "journal.damaged"
+NOT_WRITTEN = "journal.not_written"
 
 _UUID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
@@ -165,11 +166,23 @@ class Journal(Generic[Row]):
         return msgspec.structs.replace(damage, kept=str(kept))
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Write these rows. A row that is returned from here outlives the process."""
+        """Write these rows. A row that is returned from here outlives the process.
+
+        Raises JournalUnusable: nothing was written. What its owner has in memory is ahead of the file then, so the
+        process ends, and the next start goes by the file.
+        """
         if self._file < 0 or not rows:
             return
-        self._write(self._file, self._written(rows))
+        end = os.fstat(self._file).st_size
+        try:
+            self._write(self._file, self._written(rows))
+        except OSError as error:
+            os.ftruncate(self._file, end)  # the line behind one that was cut short could not be read
+            raise self._not_written(error) from error
         self.rows += len(rows)
+
+    def _not_written(self, error: OSError) -> JournalUnusable:
+        return JournalUnusable(f"{self._path} cannot be written: {error.strerror or error}", code=NOT_WRITTEN)
 
     def _written(self, rows: Iterable[Row]) -> bytes:
         encode = self._encode
@@ -182,14 +195,19 @@ class Journal(Generic[Row]):
             view = view[os.write(file, view) :]
 
     def rewrite(self, rows: Iterable[Row]) -> None:
-        """Replace the file by these rows, all or nothing."""
+        """Replace the file by these rows, all or nothing. Raises JournalUnusable: nothing."""
         if self._file < 0:
             return
         kept = list(rows)
         fresh = self._path.with_name(self._path.name + ".new")
         file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        for at in range(0, len(kept), 1000):
-            self._write(file, self._written(kept[at : at + 1000]))
+        try:
+            for at in range(0, len(kept), 1000):
+                self._write(file, self._written(kept[at : at + 1000]))
+        except OSError as error:
+            os.close(file)
+            fresh.unlink()  # it may take the space that is missing
+            raise self._not_written(error) from error
         os.replace(fresh, self._path)
         os.close(self._file)
         self._file, self.rows = file, len(kept)

@@ -55,6 +55,7 @@ class Reader:
         self._reading_all = False
         self._lists_instead = False  # the read of all that is under way, or requested, stands for the single reads
         self._lists_work = True
+        self._unlisted = 0  # nodes that the last list did not have: another one would not have them either
         self._rest_until = float("-inf")
         self._pace = Pace(READS_A_SECOND)
         self.last_all_at: float | None = None
@@ -151,7 +152,7 @@ class Reader:
 
     def _reads_list_instead(self, now: float) -> bool:
         """Whether a read of all stands for single reads. None does while such reads fail: single ones may not."""
-        most = max(LIST_FROM, len(self._sync_state.positions) // LIST_SHARE)
+        most = max(LIST_FROM, len(self._sync_state.positions) // LIST_SHARE) + self._unlisted
         is_possible = self._lists_work and self._clock.monotonic() >= self._rest_until
         if not self._lists_instead and is_possible and self._sync_state.has_more_due(most, now):
             self._lists_instead = True
@@ -225,6 +226,7 @@ class Reader:
         for uuid in sync_state.known():
             if sync_state.positions[uuid].read_seq < first:
                 sync_state.schedule_read(uuid)
+        self._unlisted = sync_state.count_waiting(first)
         self.last_all_at = self._clock.time()
         self._report_all(self._clock.monotonic() - began)
         return True

@@ -181,6 +181,10 @@ class SyncState:
         """Nodes that have been reported to the book."""
         return [uuid for uuid, position in self.positions.items() if position.report is not None]
 
+    def count_waiting(self, unread_since: int) -> int:
+        """How many nodes are to be read, and had no answer to a request that was sent at that number or later."""
+        return sum(one.due_at is not None and one.read_seq < unread_since for one in self.positions.values())
+
     def problems(self) -> dict[str, str]:
         """{node: code} of nodes that cannot be placed on as they are, by node."""
         return {uuid: self.positions[uuid].problem for uuid in sorted(self.positions) if self.positions[uuid].problem}

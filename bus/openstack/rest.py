@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from bus.service.settings import SettingsError
 
 IRONIC_VERSION = "X-OpenStack-Ironic-API-Version"
 _LEAST, _MOST = "X-OpenStack-Ironic-API-Minimum-Version", "X-OpenStack-Ironic-API-Maximum-Version"
+_OF_IRONIC = "x-openstack-ironic-api-"
 MAX_ERROR = 1_500  # characters of a service's error that go into a reason
 _VERSION_PATH = re.compile(r"/v\d+(\.\d+)?$")
 
@@ -71,6 +72,19 @@ async def bounded_body(answer: httpx.Response, max_bytes: int) -> bytes | None:
         if len(body) > max_bytes:
             return None
     return bytes(body)
+
+
+def is_ironics(headers: Iterable[str], body: bytes) -> bool:
+    """Whether an error is Ironic's own answer, so that its 404 is about the object and not, as a proxy's, about a path.
+
+    headers: the names of the answer's.
+    """
+    if any(name.lower().startswith(_OF_IRONIC) for name in headers):
+        return True
+    try:
+        return "error_message" in msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def error_text(body: bytes) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from bus.contracts.base import reason_of
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, unanswered
-from bus.openstack.rest import IRONIC_VERSION, api_root, bounded_body, error_text, version_advice
+from bus.openstack.rest import IRONIC_VERSION, api_root, bounded_body, error_text, is_ironics, version_advice
 from bus.tracing.context import CURRENT
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
@@ -138,7 +138,7 @@ class RestSource:
             raise SourceRefused(f"an answer of more than {max_bytes} bytes", code="ironic.too_large")
         if answer.status_code == 200:
             return _decode(path, body)
-        if answer.status_code == 404 and _is_ironics(answer, body):
+        if answer.status_code == 404 and is_ironics(answer.headers, body):
             return None
         if answer.status_code >= 500 or answer.status_code in BUSY:
             raise SourceUnavailable(f"{path}: HTTP {answer.status_code}")
@@ -154,16 +154,6 @@ def _decode(path: str, body: bytes) -> Any:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SourceUnavailable(f"{path}: the answer is not JSON", code="ironic.not_json") from error
-
-
-def _is_ironics(answer: httpx.Response, body: bytes) -> bool:
-    """Whether a 404 is Ironic's answer about the node, which removes a provider, and not a proxy's about a path."""
-    if any(name.lower().startswith("x-openstack-ironic-api-") for name in answer.headers):
-        return True
-    try:
-        return "error_message" in msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
 
 
 def _marker(link: object) -> str | None:

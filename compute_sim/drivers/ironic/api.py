@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -16,7 +16,7 @@ from bus.clock import Clock
 from bus.contracts.base import reason_of
 from bus.faults import Fault
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
-from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, tls_of, version_advice
+from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, is_ironics, tls_of, version_advice
 from bus.tracing.context import CURRENT
 from compute_sim.config import IronicConfig
 from compute_sim.driver import DriverBusy, DriverOutage, DriverUnavailable
@@ -100,17 +100,22 @@ class IronicApi:
             await self._auth.aclose()
 
     async def nodes(self, **filters: str) -> builtins.list[IronicNode]:
-        """All nodes (that these filters of Ironic's name), in its order."""
+        """All nodes (that these filters of Ironic's name), in its order; one that cannot be read is left out.
+
+        Raises DriverUnavailable, also where no node of a page can be read.
+        """
         found: builtins.list[IronicNode] = []
         fields = ",".join((FIELDS, *(name for name, wanted in self._config.more_fields.items() if wanted)))
         params = {"fields": fields, "limit": str(PAGE), **filters}
         for _ in range(MAX_NODES // PAGE):
-            answer = await self._call("GET", "/v1/nodes", params=params)
-            page = _parse(answer, Page).nodes
-            found.extend(page)
-            if "next" not in answer.json() or not page:
+            page = _parse(await self._call("GET", "/v1/nodes", params=params), Page)
+            nodes = page.readable()
+            found.extend(nodes)
+            if page.next is None or not page.nodes:
                 break
-            params["marker"] = page[-1].uuid
+            if not nodes:
+                raise DriverUnavailable("Ironic's answer is not understood: no node of a page can be read")
+            params["marker"] = nodes[-1].uuid
         return found
 
     async def node(self, ident: str) -> IronicNode | None:
@@ -216,15 +221,8 @@ class IronicApi:
         return None if refused is not None and refused.status == httpx.codes.NOT_FOUND else refused
 
     async def _change(self, method: str, path: str, body: Any = None) -> Refused | None:
-        """A request that changes something is never left half-way: cancelled, it could land after its undoing."""
-        call = asyncio.ensure_future(self._call(method, path, body))
-        try:
-            answer = await asyncio.shield(call)
-        except asyncio.CancelledError:
-            await asyncio.wait({call})  # bounded by the request's own timeout
-            if not call.cancelled():
-                call.exception()
-            raise
+        """A request that changes something."""
+        answer = await whole(self._call(method, path, body))
         return Refused(answer.status_code, error_text(answer.content)) if answer.is_error else None
 
     async def _call(
@@ -260,9 +258,25 @@ class IronicApi:
             raise DriverBusy(str(refused), retry_after_s=_retry_after_s(answer))
         if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
             raise DriverOutage(str(Refused(answer.status_code, error_text(answer.content))))
+        if answer.status_code == httpx.codes.NOT_FOUND and not is_ironics(answer.headers, answer.content):
+            raise DriverOutage(f"{path}: the 404 is not Ironic's")  # a proxy's, which proves no node gone
         if answer.status_code in PASSING:
             raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
         return answer
+
+
+async def whole(request: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """The answer to a request that changes something. It is never left half-way: cancelled, it could land after its
+    undoing.
+    """
+    call = asyncio.ensure_future(request)
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait({call})  # bounded by the request's own timeout
+        if not call.cancelled():
+            call.exception()
+        raise
 
 
 def _retry_after_s(answer: httpx.Response) -> float:

@@ -22,6 +22,7 @@ from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import api_root, auth_of, error_text, tls_of
 from compute_sim.config import IronicConfig
 from compute_sim.driver import BuildAbort, DriverOutage, DriverUnavailable
+from compute_sim.drivers.ironic.api import whole
 from compute_sim.drivers.ironic.network import Attachments
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class NeutronNetwork:
     async def release(self, node: str, instance: str) -> None:
         """Remove the ports that were made for this instance on this node. Raises DriverUnavailable."""
         for port in await self._ours(node, instance):
-            answer = await self._call("DELETE", f"{PORTS}/{port.id}")
+            answer = await whole(self._call("DELETE", f"{PORTS}/{port.id}"))
             if answer.is_error and answer.status_code != httpx.codes.NOT_FOUND:
                 raise DriverUnavailable(f"{_words(answer)} (to removing port {port.id})")
 
@@ -135,7 +136,7 @@ class NeutronNetwork:
             "admin_state_up": True,
             "binding:vnic_type": "baremetal",
         }
-        answer = await self._call("POST", PORTS, {"port": port})
+        answer = await whole(self._call("POST", PORTS, {"port": port}))
         if answer.status_code in REFUSALS:
             raise BuildAbort("network.refused", f"{_words(answer)} (to a port on network {network})")
         if answer.is_error:

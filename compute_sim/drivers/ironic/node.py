@@ -8,11 +8,14 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
+import structlog
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Uuid, Word
+from bus.contracts.base import Uuid, Word, reason_of
 from compute_sim.driver import Machine
+
+log = structlog.get_logger(__name__)
 
 # The fields that a list requests of each node; a page of a thousand is then some 300 kB.
 FIELDS = (
@@ -100,7 +103,7 @@ class InstanceInfo(Struct, frozen=True):
 class IronicNode(Struct, frozen=True):
     """The fields of an Ironic node that are needed here. Anything else in the answer is ignored."""
 
-    uuid: str
+    uuid: Uuid
     name: str | None = None
     provision_state: str | None = None
     power_state: str | None = None
@@ -213,9 +216,20 @@ class IronicNode(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """One page of nodes."""
+    """One page of nodes, each read for itself: one that cannot be read hides no other. next: there are more."""
 
-    nodes: list[IronicNode] = []
+    nodes: list[msgspec.Raw] = []
+    next: str | None = None
+
+    def readable(self) -> list[IronicNode]:
+        """The nodes that can be read; the others are logged, and count as not seen."""
+        found: list[IronicNode] = []
+        for raw in self.nodes:
+            try:
+                found.append(msgspec.json.decode(raw, type=IronicNode))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                log.error("ironic.unreadable", reason=reason_of(error))
+        return found
 
 
 class HistoryEvent(Struct, frozen=True):

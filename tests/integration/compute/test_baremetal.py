@@ -138,15 +138,15 @@ async def test_two_instances_race_for_one_node_and_one_wins(metal: Metal, driver
 
 
 @pytest.mark.parametrize(
-    ("status", "body"), [(503, "{}"), (401, "{}"), (200, "not json"), (200, '{"uuid": 5}'), (404, "")]
+    ("status", "body"), [(503, "{}"), (401, "{}"), (200, "not json"), (200, '{"uuid": 5}'), (404, ""), (404, "{}")]
 )
 async def test_empty_answers_are_never_taken_for_destroyed(metal: Metal, status: int, body: str) -> None:
     driver = await metal.driver(way=httpx.MockTransport(lambda _: httpx.Response(status, text=body)))
-    if status == 404:
+    with pytest.raises(DriverUnavailable):
         await driver.destroy(OTHER)
-    else:
-        with pytest.raises(DriverUnavailable):
-            await driver.destroy(OTHER)
+    ironics = httpx.Response(404, json={"error_message": "Node could not be found."})
+    driver = await metal.driver(way=httpx.MockTransport(lambda _: ironics))
+    await driver.destroy(OTHER)
 
 
 # --- what is announced

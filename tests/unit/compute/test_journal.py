@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ from compute_sim.domain.attempts import (
 from compute_sim.driver import Machine
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet, Guest
-from compute_sim.journal import MAX_KEPT, MAX_LINE, Journal, JournalInUse, JournalUnusable
+from compute_sim.journal import MAX_KEPT, MAX_LINE, NOT_WRITTEN, Journal, JournalInUse, JournalUnusable
 from compute_sim.records import PurgeRow, Records
 from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, destroy, spawn, started
 
@@ -63,6 +65,46 @@ def test_a_torn_end_is_cut_off_and_written_over(tmp_path: Path) -> None:
     journal.append([PurgeRow("c", "3")])
     journal.close()
     assert rows(path) == [PurgeRow("a", "1"), PurgeRow("c", "3")]
+
+
+@contextmanager
+def full_after(length: int) -> Iterator[None]:
+    """No file can be longer than this meanwhile: what is longer is cut short, and then refused."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_ends_the_service_and_costs_no_row_that_is_written_later(tmp_path: Path) -> None:
+    """A command that came again was acknowledged, on record nowhere; the next row stood behind the half of its own."""
+    path = tmp_path / "x.records"
+    records = Records(path)
+    records.open()
+    records.put((A, "1"), Entry(1, Phase.RUNNING))
+    with full_after(path.stat().st_size + 10), pytest.raises(Forbidden) as ended:
+        records.put((A, "2"), Entry(1, Phase.BUILDING))
+    assert ended.value.code == NOT_WRITTEN
+    records.put((A, "3"), Entry(1, Phase.RUNNING))  # a job that ends while the service does
+    records.close()
+    again = Records(path)
+    again.open()
+    assert [key for key, _ in again.entries()] == [(A, "1"), (A, "3")]
+    again.close()
+    assert [one.name for one in tmp_path.iterdir() if "damaged" in one.name] == []
+
+
+def test_a_rewrite_that_finds_no_room_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "x.records"
+    whole = written(path, ROWS)
+    journal = Journal(path, PurgeRow)
+    journal.open()
+    with full_after(10), pytest.raises(JournalUnusable):
+        journal.rewrite(ROWS[:2])
+    journal.close()
+    assert path.read_bytes() == whole and not path.with_name("x.records.new").exists()
 
 
 ROWS = [PurgeRow(f"host-{number}", str(number)) for number in range(3)]

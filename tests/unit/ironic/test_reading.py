@@ -164,6 +164,38 @@ async def test_single_reads_of_a_storm_leave_time_for_its_notifications() -> Non
         assert (nodes.reads - reads, nodes.lists - lists) == (1, lists_of_storm), "what a list had is not read again"
 
 
+async def test_many_nodes_that_ironic_has_no_more_are_read_one_by_one() -> None:
+    """Lists were read in their place, one after the other, and none has what is gone: all stayed on offer for ever."""
+    nodes, here = world()
+    uuids = storm(nodes)
+    async with here.running():
+        await here.settle()
+        lists = nodes.lists
+        for uuid in uuids:
+            del nodes.nodes[uuid]  # without a word: Ironic's notifications of it are lost
+        here.loop.read_all()
+        await here.settle()
+        assert all(here.book.seen(uuid) is None for uuid in uuids) and here.book.seen(NODE) is not None
+        assert nodes.lists - lists <= 2 and nodes.reads == len(uuids), (nodes.lists - lists, nodes.reads)
+
+
+async def test_many_made_up_uuids_are_read_once_and_hold_up_no_other_read() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        lists = nodes.lists
+        for number in range(500):
+            await here.notify(notification("node.update.end", f"00000000-0000-4000-8000-{number:012x}"))
+        await here.settle()
+        assert here.loop.sync_state is not None
+        assert here.loop.sync_state.known() == [NODE] and len(here.book.updates) == 1
+        assert nodes.reads == 500 and nodes.lists - lists <= 2, (nodes.reads, nodes.lists - lists)
+        nodes.put(maintenance=True)
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
+        await here.settle()
+        assert reserved(here) == 1
+
+
 async def test_nothing_turns_while_a_list_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop over due nodes did not wait while a list was read in their place, and used a whole core."""
     nodes, here = world()

@@ -1,0 +1,144 @@
+"""Answers that Ironic did not give, or gave half, and requests that are given up on their way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from bus.clock import SystemClock
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.deploy import NetworkRequest
+from compute_sim.config import IronicConfig
+from compute_sim.driver import Build, DriverOutage
+from compute_sim.drivers.ironic.api import IronicApi
+from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.neutron import NeutronNetwork
+
+NODE, OTHER = (f"8296eb22-b44b-4cba-95b1-3a66b31189a{n}" for n in (4, 5))
+INSTANCE = "11111111-2222-4333-8444-555555555555"
+DEPLOYMENT = "d0000000-0000-4000-8000-000000000001"
+OF_IRONIC = {"X-OpenStack-Ironic-API-Version": "1.81"}
+PROXYS = [httpx.Response(404), httpx.Response(404, text="404 page not found"), httpx.Response(404, json={})]
+IRONICS = [httpx.Response(404, headers=OF_IRONIC), httpx.Response(404, json={"error_message": "no node"})]
+
+
+async def driver(answer: Callable[[httpx.Request], httpx.Response]) -> BareMetal:
+    made = BareMetal(
+        IronicConfig(outage_timeout_s=0.01, poll_interval_s=0.001),
+        cell="c1",
+        service="s",
+        clock=SystemClock(),
+        transport=httpx.MockTransport(answer),
+    )
+    await made.open()
+    return made
+
+
+async def api(answer: Callable[[httpx.Request], httpx.Response]) -> IronicApi:
+    made = IronicApi(IronicConfig(), clock=SystemClock(), transport=httpx.MockTransport(answer))
+    made.open()
+    return made
+
+
+# --- a 404 of a proxy in front of Ironic, which has no way to it just now
+
+
+@pytest.mark.parametrize("answer", PROXYS)
+async def test_a_404_that_is_not_ironics_proves_no_machine_gone(answer: httpx.Response) -> None:
+    """The machine was reported destroyed, and ran on."""
+    made = await driver(lambda _: answer)
+    with pytest.raises(DriverOutage):
+        await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+    spec = InstanceSpec(instance_uuid=INSTANCE, project_id="p")
+    with pytest.raises(DriverOutage):
+        await made._api.patch(NODE, [])
+    with pytest.raises(Exception) as given_up:
+        await made.spawn(Build(NODE, spec, 1, {NODE: {"CUSTOM_GOLD": 1}}, DEPLOYMENT))
+    assert getattr(given_up.value, "code", "") == "driver.unavailable"
+    await made.close()
+
+
+@pytest.mark.parametrize("answer", IRONICS)
+async def test_a_node_that_ironic_does_not_have_carries_nothing(answer: httpx.Response) -> None:
+    made = await driver(lambda _: answer)
+    await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+    await made.close()
+
+
+# --- a node that cannot be read
+
+
+BROKEN = {"uuid": OTHER, "maintenance": "perhaps"}
+
+
+async def test_a_node_that_cannot_be_read_hides_no_other() -> None:
+    """The service had no hosts then, and did not start."""
+    page = b'{"nodes":[{"uuid":"%b","maintenance":"perhaps"},{"uuid":"%b"},5,{"uuid":"\xff"},{"uuid":"%b"}]}'
+    uuids = (OTHER, NODE, OTHER.upper())  # no message names a host by the last one
+    made = await api(lambda _: httpx.Response(200, content=page % tuple(uuid.encode() for uuid in uuids)))
+    with capture_logs() as logs:
+        assert [node.uuid for node in await made.nodes()] == [NODE]
+    assert [one["event"] for one in logs] == ["ironic.unreadable"] * 4
+    await made.close()
+
+
+async def test_pages_go_on_behind_nodes_that_cannot_be_read() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.params.get("marker") == NODE:
+            return httpx.Response(200, json={"nodes": [BROKEN, {"uuid": INSTANCE}]})
+        return httpx.Response(200, json={"nodes": [{"uuid": NODE}, BROKEN], "next": "http://ironic/v1/nodes?marker=x"})
+
+    made = await api(answer)
+    assert [node.uuid for node in await made.nodes()] == [NODE, INSTANCE]
+    await made.close()
+
+
+# --- a request for a port that is given up on its way
+
+
+async def test_a_port_that_is_being_made_when_its_build_is_given_up_is_removed() -> None:
+    """Neutron made it after its removal, and nobody removed it any more."""
+    ports: dict[str, dict[str, str]] = {}
+    requested, made = asyncio.Event(), asyncio.Event()
+
+    class Neutron(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.method == "POST":
+                port = {"id": "made", "device_id": INSTANCE, "name": f"berth-{INSTANCE}-{NODE}-0"}
+                requested.set()
+                carrying_out = asyncio.ensure_future(self.make(port))  # a server goes on, whoever waits for its answer
+                await asyncio.shield(carrying_out)
+                return httpx.Response(201, json={"port": port})
+            if request.method == "DELETE":
+                del ports[request.url.path.rpartition("/")[2]]
+                return httpx.Response(204)
+            return httpx.Response(200, json={"ports": list(ports.values())})
+
+        async def make(self, port: dict[str, str]) -> None:
+            await made.wait()
+            ports[port["id"]] = port
+
+    network = NeutronNetwork(IronicConfig(network="neutron"), clock=SystemClock(), transport=Neutron())
+    spec = InstanceSpec(instance_uuid=INSTANCE, project_id="p", networks=(NetworkRequest(network=OTHER),))
+
+    async def build_given_up() -> None:
+        building = asyncio.create_task(network.prepare(NODE, spec))
+        await requested.wait()
+        building.cancel()
+        await asyncio.gather(building, return_exceptions=True)
+        await network.release(NODE, INSTANCE)
+
+    giving_up = asyncio.create_task(build_given_up())
+    await requested.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    made.set()
+    await giving_up
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not ports
+    await network.close()
