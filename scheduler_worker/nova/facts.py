@@ -8,6 +8,7 @@ Pure: what is read and when comes in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 
@@ -87,6 +88,11 @@ class NovaAggregate(Struct, frozen=True, kw_only=True):
     name: str
     metadata: Mapping[str, str] = {}
     hosts: tuple[str, ...] = ()
+
+
+def host_table() -> HostTable:
+    """A table for these facts. Nova lists a nova-compute until it is deleted, and it has its hosts until then."""
+    return HostTable(down_hold_s=math.inf)
 
 
 class _Announced(Struct, frozen=True):
