@@ -330,7 +330,8 @@ def test_a_map_is_made_before_any_loop_runs() -> None:
 async def test_two_queries_and_another_read_only_for_a_new_host(tmp_path: Path) -> None:
     clock = MovedClock()
     found = DatabaseCells(database(tmp_path / "nova_api"), clock)
-    assert await found.of_hosts(["h1", "h2", "h3"]) == {"h1": CELL1}, "a disabled cell takes no builds"
+    assert await found.of_hosts(["h1", "h2", "h3"]) == {"h1": CELL1, "h2": CELL2}
+    assert found.disabled == {CELL2}, "what is there moves within it"
     with sqlite3.connect(tmp_path / "nova_api") as changed:
         changed.execute("INSERT INTO host_mappings VALUES (4, 1, 'h4')")
     assert await found.of_hosts(["h1"]) == {"h1": CELL1}
@@ -350,13 +351,13 @@ async def test_a_disabled_cell_has_the_database_read_rarely(tmp_path: Path, monk
     real = found._read
     monkeypatch.setattr(found, "_read", lambda: reads.append(1) or real())
     for _ in range(5):
-        assert await found.of_hosts(["h1", "h2"]) == {"h1": CELL1}
+        assert await found.of_hosts(["h1", "h2"]) and found.disabled == {CELL2}
         clock.now += cells.AGAIN_S
     assert len(reads) == 1
     with sqlite3.connect(tmp_path / "nova_api") as changed:
         changed.execute("UPDATE cell_mappings SET disabled = 0")
     clock.now += cells.RARELY_S
-    assert await found.of_hosts(["h1", "h2"]) == {"h1": CELL1, "h2": CELL2}
+    assert await found.of_hosts(["h1", "h2"]) and found.disabled == frozenset()
 
 
 async def test_a_cell_that_is_disabled_later_takes_no_more_builds(tmp_path: Path) -> None:
@@ -366,7 +367,7 @@ async def test_a_cell_that_is_disabled_later_takes_no_more_builds(tmp_path: Path
     with sqlite3.connect(tmp_path / "nova_api") as changed:
         changed.execute("UPDATE cell_mappings SET disabled = 1")
     clock.now += cells.RARELY_S
-    assert await found.of_hosts(["h1"]) == {}
+    assert await found.of_hosts(["h1"]) == {"h1": CELL1} and found.disabled == {CELL1, CELL2}
 
 
 async def test_a_database_that_fails_takes_nothing_away_that_is_known(tmp_path: Path) -> None:

@@ -226,6 +226,19 @@ async def test_only_hosts_of_the_requested_cell() -> None:
     assert hosts_of(await here.select(VMS[1], requested_destination=crossing))
 
 
+async def test_servers_of_a_disabled_cell_move_within_it_and_none_is_built_there() -> None:
+    """So an operator empties it: Nova looks at disabled cells where a request names its cell."""
+    here = await cloud(2)
+    here.table.disabled_cells = frozenset(CELLS[:1])
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0])
+    assert caught.value.class_name == "NoValidHost"
+    within = destination(cell=versioned("CellMapping", "1.1", {"uuid": CELLS[0]}))
+    (hosts,) = hosts_of(await here.select(VMS[0], requested_destination=within, ignore_hosts=["h0"]))
+    assert hosts == ["h1"]
+    assert hosts_of(await here.select(VMS[1], **REBUILD)) == [["h1"]]
+
+
 # --- server groups
 
 
