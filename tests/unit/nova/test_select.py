@@ -16,6 +16,8 @@ from structlog.testing import capture_logs
 from bus.clock import new_uuid
 from bus.contracts.placement import MAX_NAMED, Release
 from bus.faults import Fault
+from placement_worker.domain.allocations import Replace
+from placement_worker.domain.claim_ledger import ConsumerWrite
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.nova import select
 from scheduler_worker.nova.config import NovaConfig
@@ -293,6 +295,23 @@ async def test_a_multi_create_of_a_group_is_apart_or_together() -> None:
     pairs = group("anti-affinity", VMS[10:16], max_server_per_host="3")
     answer = await here.select(*VMS[10:16], run="s", instance_group=pairs)
     assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h0", "h1", "h1", "h2", "h2"]
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, None])
+async def test_a_group_that_stays_together_goes_on_from_a_host_that_is_full_by_now(free: int | None) -> None:
+    """The replica does not know yet what others have claimed."""
+    here = await cloud(3, each={**PLENTY, "VCPU": 2})
+    for at in {0, 1, 2} - {free}:
+        write = ConsumerWrite(VMS[20 + at], {here.uuids[at]: {"VCPU": 1}}, "p", "u", "INSTANCE", None)
+        assert await here.claims.book.write_allocations([Replace((write,))]) == [None]
+    answer = here.select(*VMS[:2], instance_group=group("affinity", VMS[:2]))
+    if free is None:
+        with pytest.raises(RemoteFault) as caught:
+            await answer
+        assert caught.value.class_name == "NoValidHost"
+    else:
+        assert {hosts[0] for hosts in hosts_of(await answer)} == {f"h{free}"}
+    assert len(here.claims.submitted) <= 2 * 3, "each host is claimed once for each"
 
 
 # --- evacuations
