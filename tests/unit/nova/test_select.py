@@ -204,7 +204,9 @@ async def test_more_than_a_hundred_in_one_request() -> None:
         ({"scheduler_hints": {"different_host": [VMS[9]]}}, {"h1", "h2"}),
         ({"scheduler_hints": {"same_host": [VMS[9]]}}, {"h0"}),
         ({"scheduler_hints": {"same_host": [VMS[9].upper().replace("-", "")]}}, {"h0"}),
-        ({"scheduler_hints": {"same_host": ["x"], "different_host": ["y", VMS[9]]}}, {"h1", "h2"}),
+        ({"scheduler_hints": {"same_host": ["x"]}}, set()),
+        ({"scheduler_hints": {"same_host": ["x", VMS[9]], "different_host": ["y"]}}, {"h0"}),
+        ({"scheduler_hints": {"different_host": ["y", VMS[9]]}}, {"h1", "h2"}),
     ],
 )
 async def test_where_a_request_may_go(fields: dict[str, Any], expected: set[str]) -> None:
@@ -532,11 +534,12 @@ async def test_casts_go_to_the_facts_and_other_methods_nowhere() -> None:
     assert caught.value.class_name == "NoSuchMethod"
 
 
-async def test_nothing_is_claimed_for_a_call_that_nobody_waits_for() -> None:
+@pytest.mark.parametrize("asked", [{}, {**ASKED, "fanout": True}], ids=["cast", "to_each_server"])
+async def test_nothing_is_claimed_for_a_call_that_nobody_answers(asked: dict[str, Any]) -> None:
     here = await cloud()
     arguments = {"spec_obj": request_spec(), "instance_uuids": VMS[:1]}
     with pytest.raises(RemoteFault) as caught:
-        await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r"))
+        await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r", **asked))
     assert caught.value.class_name == "NoSuchMethod" and here.claims.submitted == []
 
 
