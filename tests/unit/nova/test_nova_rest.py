@@ -17,6 +17,7 @@ import sqlalchemy
 from prometheus_client import REGISTRY
 from sqlalchemy import make_url
 from sqlalchemy.exc import OperationalError
+from starlette.responses import JSONResponse
 
 from bus.clock import SystemClock
 from bus.faults import Fault
@@ -27,6 +28,7 @@ from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells, DatabaseCells, cells_of
 from scheduler_worker.nova.facts import NovaAggregate, NovaService
 from scheduler_worker.nova.nova_rest import NovaRefused, NovaRest, NovaUnavailable, flattened
+from tests.kit.keystone import keystone_stand_in
 from tests.kit.waiting import until
 from tests.unit.nova.facts_kit import CELL1, CELL2, uuid_of
 
@@ -255,6 +257,18 @@ async def test_a_silent_keystone_is_told_as_such() -> None:
         await nova.close()
         await asyncio.gather(*(one for one in served if one is not None))
     assert unavailable.value.code == "keystone.unavailable" and "no answer within" in str(unavailable.value)
+
+
+@pytest.mark.parametrize("ends", ["0001-01-01T00:00:00", "soon"])
+async def test_a_token_whose_end_is_none_is_used_until_it_is_refused(ends: str) -> None:
+    async with keystone_stand_in() as (keystone, url):
+        token = {"token": {"expires_at": ends}}
+        keystone.sign_in_answer = JSONResponse(token, 201, headers={"X-Subject-Token": "signed"})
+        login = KeystoneLogin(auth_url=url, username="u", password="p")
+        nova = rest(lambda request: httpx.Response(200, json={"services": []}), token="", keystone=login)
+        assert await nova.services() == await nova.services() == []
+        assert keystone.signed_in == 1
+        await nova.close()
 
 
 async def test_an_answer_that_does_not_end_is_not_waited_for() -> None:
