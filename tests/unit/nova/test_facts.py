@@ -32,6 +32,7 @@ def test_a_nova_compute_is_a_service_and_its_nodes_are_hosts() -> None:
     }
     assert world.facts.nodes_named("häst 1") == (uuid_of(1), uuid_of(2))
     assert world.facts.nodes_named("häst 1", "node2") == world.facts.nodes_named(None, "node2") == (uuid_of(2),)
+    assert world.facts.nodes_named("HOST3") == (uuid_of(3),), "Nova compares the names of hosts in any case"
     assert world.facts.cell_of(uuid_of(3)) == CELL1 == world.table.last_cell_of(uuid_of(3))
     assert world.facts.unknown([uuid_of(3), uuid_of(4)]) == (uuid_of(4),)
 
