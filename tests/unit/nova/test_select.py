@@ -14,15 +14,17 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import new_uuid
+from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.placement import MAX_NAMED, Release
 from bus.faults import Fault
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
+from scheduler_worker.domain.hosts import DOWN_HOLD_S
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.nova import select
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, RemoteFault
-from scheduler_worker.nova.facts import ComputeNode
+from scheduler_worker.nova.facts import DOWN, ComputeNode
 from scheduler_worker.nova.request_spec import NotDecided, SpecRefused
 from scheduler_worker.nova.selection import Primitive, versioned
 from tests.unit.nova.world import CELLS, FLAVOR, PLENTY, Cloud, destination, group, hosts_of, request_spec
@@ -337,6 +339,21 @@ async def test_an_evacuation_without_a_host_leaves_what_is_held() -> None:
         await here.select(VMS[0], ignore_hosts=["h0"])
     assert caught.value.class_name == "NoValidHost"
     assert await here.held(VMS[0]) == [0]
+
+
+# --- a host that is down
+
+
+async def test_a_host_that_was_down_for_hours_is_forced_all_the_same() -> None:
+    """As by Nova, which runs no filter then: what is claimed there is the server's, and not left behind."""
+    here = await cloud(1)
+    for number, now_s in enumerate((1.0, DOWN_HOLD_S + 2)):
+        down = ServiceDown(service="h0", epoch=1, code=DOWN, reason="")
+        here.table.apply(ServicesDigest(cell=CELLS[0], term=1, number=number, down=(down,), up=0), now_s)
+    assert hosts_of(await here.select(VMS[0], force_hosts=["h0"])) == [["h0"]]
+    with pytest.raises(RemoteFault):
+        await here.select(VMS[1], run="call2")
+    assert await here.held(VMS[1]) == []
 
 
 # --- no host, and no answer
