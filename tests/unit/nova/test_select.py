@@ -344,12 +344,28 @@ async def test_an_evacuation_without_a_host_leaves_what_is_held() -> None:
 # --- a host that is down
 
 
+def is_down(host: str, number: int = 1) -> ServicesDigest:
+    """The service of this host is down, and the others are up."""
+    down = ServiceDown(service=host, epoch=1, code=DOWN, reason="")
+    return ServicesDigest(cell=CELLS[0], term=1, number=number, down=(down,), up=2)
+
+
+async def test_an_evacuation_after_another_one_adopts_its_new_host_alone() -> None:
+    """The first host is still down. What the server holds there nova-compute gives back when it starts."""
+    here = await cloud(3)
+    here.table.apply(is_down("h0"), 1.0)
+    await here.hold(VMS[0], 0)
+    await here.select(VMS[0], run="call1", ignore_hosts=["h0", "h2"])
+    assert hosts_of(await here.select(VMS[0], run="call2", ignore_hosts=["h1"])) == [["h2"]]
+    again = await here.select(VMS[0], run="call2", ignore_hosts=["h1"], front=here.front(), redelivered=True)
+    assert hosts_of(again) == [["h2"]] and await here.held(VMS[0]) == [0, 1, 2]
+
+
 async def test_a_host_that_was_down_for_hours_is_forced_all_the_same() -> None:
     """As by Nova, which runs no filter then: what is claimed there is the server's, and not left behind."""
     here = await cloud(1)
     for number, now_s in enumerate((1.0, DOWN_HOLD_S + 2)):
-        down = ServiceDown(service="h0", epoch=1, code=DOWN, reason="")
-        here.table.apply(ServicesDigest(cell=CELLS[0], term=1, number=number, down=(down,), up=0), now_s)
+        here.table.apply(is_down("h0", number), now_s)
     assert hosts_of(await here.select(VMS[0], force_hosts=["h0"])) == [["h0"]]
     with pytest.raises(RemoteFault):
         await here.select(VMS[1], run="call2")
