@@ -156,7 +156,7 @@ class DecisionRound:
         Hosts with room for most members are tried first, and none with room for no more than a tried one took. A part
         may end between two hosts: then no member has a host.
         """
-        best = members
+        best = [replace(one, choice=None) for one in members]  # what they chose before is lost, or tried again below
         passed_over: dict[str, str] = {}
         while len(passed_over) < MAX_SHARED_HOSTS:
             yield from self._pause(len(members))

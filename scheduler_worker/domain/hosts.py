@@ -87,9 +87,13 @@ class CellDigest(Struct):
 
 
 class HostTable:
-    """All announced hosts as columns. A host keeps its index; the service that manages it may change."""
+    """All announced hosts as columns. A host keeps its index; the service that manages it may change.
 
-    def __init__(self) -> None:
+    down_hold_s: so long (seconds) a service that is down has its hosts.
+    """
+
+    def __init__(self, *, down_hold_s: float = DOWN_HOLD_S) -> None:
+        self._down_hold_s = down_hold_s
         self.services: list[ServiceState] = []
         self.cells: list[str] = []
         self._digests: dict[str, CellDigest] = {}
@@ -310,7 +314,7 @@ class HostTable:
         for index, service in enumerate(self.services):
             if service.cell == digest.cell:
                 self._assess(service, known, now_s)
-                if service.down is not None and now_s - service.down_s > DOWN_HOLD_S:
+                if service.down is not None and now_s - service.down_s > self._down_hold_s:
                     left = self.service[: len(self)] == index
                     self.service[: len(self)][left] = NO_SERVICE
                     self.revision += bool(left.any())

@@ -440,12 +440,17 @@ def _mappings(state: PlacementState, main: Selection, selector: Selector) -> Map
 def foreign_part(
     state: PlacementState, holding: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> dict[str, dict[str, int]]:
-    """What the instance of a foreign control plane holds elsewhere than on hosts that its request leaves out."""
+    """What the instance of a foreign control plane holds elsewhere than on hosts that its request leaves out; of
+    several, on those that filters let it have: after two evacuations it may hold its first host, too, which is down.
+    """
     book = selector.book
     rows = {provider: book.row_of(provider) for provider in holding}
     roots = {provider: book.uuid_of(book.root_of(row)) for provider, row in rows.items() if row is not None}
-    left = {provider for provider, root in roots.items() if state.rejected.get(root) == IGNORED}
-    return {provider: dict(amounts) for provider, amounts in holding.items() if provider not in left}
+    left = {root for root in roots.values() if state.rejected.get(root) == IGNORED}
+    hosts = {root for root in roots.values() if root not in left and selector.table.index_of(root) is not None}
+    unsuited = {root for root in hosts if selector.rejects(root, state.spec) is not None}
+    left |= unsuited if unsuited != hosts else frozenset()
+    return {uuid: dict(amounts) for uuid, amounts in holding.items() if roots.get(uuid) not in left}
 
 
 def stranded(held: HeldAllocation, reason: str) -> ClaimStranded:

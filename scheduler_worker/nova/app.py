@@ -27,7 +27,7 @@ from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
 from scheduler_worker.nova.config import NotificationSettings, NovaConfig, as_amqp
 from scheduler_worker.nova.explained import AnnouncedCalls, CallRecorder
-from scheduler_worker.nova.facts import NovaFacts
+from scheduler_worker.nova.facts import NovaFacts, host_table
 from scheduler_worker.nova.facts_keeper import FactsKeeper
 from scheduler_worker.nova.notifications import NovaNotifier
 from scheduler_worker.nova.nova_rest import NovaRest
@@ -49,7 +49,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     service = Service(NAME, clock=env.clock)
     api = env.bus(API)
     scheduler, lacking = _of_nova(scheduler, config)
-    table = HostTable()
+    table = host_table()
     selector = _selector(table, scheduler)
     facts = NovaFacts(table)
     rest = NovaRest(config.api, clock=env.clock, setting="nova.api")

@@ -20,18 +20,22 @@ from scheduler_worker.nova.nova_rest import NovaUnavailable
 log = structlog.get_logger("nova")
 
 AGAIN_S = 1.0  # between two reads of the database for hosts that the one before did not find
-RARELY_S = 30.0  # from a read that failed, or that found all but hosts of disabled cells, to the next at least
+RARELY_S = 30.0  # from a read that failed, or that found all, to the next at least
 MAX_MAPPINGS = 1_000_000
 MAX_SAID = 200  # characters of what the database's driver says of a fault
 READ_S = 10.0  # that a read of the database is waited for
 
-# The two that are read; a disabled cell takes no builds.
-CELLS = "SELECT id, uuid FROM cell_mappings WHERE NOT disabled"
+# The two that are read
+CELLS = "SELECT id, uuid, disabled FROM cell_mappings"
 HOSTS = "SELECT host, cell_id FROM host_mappings"
 
 
 class CellMap(Protocol):
-    """The cells of hosts."""
+    """The cells of hosts. disabled: those (uuids) that take no new servers, as of the last answer; what they have may
+    move within them.
+    """
+
+    disabled: frozenset[str]
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
         """{host: cell uuid}; hosts whose cell is not known are left out. Raises NovaUnavailable."""
@@ -52,6 +56,7 @@ class ConfiguredCells:
     """By patterns of host names. cells: {cell uuid: patterns}, the first that matches counts."""
 
     def __init__(self, cells: Mapping[str, Collection[str]]) -> None:
+        self.disabled = frozenset[str]()
         self._patterns = [(pattern, cell) for cell, patterns in cells.items() for pattern in patterns]
         self._known: dict[str, str | None] = {}
 
@@ -78,33 +83,34 @@ class DatabaseCells:
         if self._engine.dialect.is_async:
             raise _unusable("its driver is asynchronous")
         self._clock = clock
-        self._known: dict[str, str | None] | None = None  # None: nothing was read yet; of a host: its cell is disabled
+        self.disabled = frozenset[str]()
+        self._known: dict[str, str] | None = None  # None: nothing was read yet
         self._absent: set[str] | None = None  # the hosts that the last read did not find; None: it failed
         self._again_s = -math.inf
-        self._reading: asyncio.Task[dict[str, str | None]] | None = None
+        self._reading: asyncio.Task[tuple[dict[str, str], frozenset[str]]] | None = None
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
         """As CellMap has it. Raises NovaUnavailable."""
         now_s, known = self._clock.monotonic(), self._known or {}
-        missing = {host for host in hosts if known.get(host) is None}
+        missing = set(hosts) - known.keys()
         # Before the first read no host is in a cell: that is no answer, so each question reads until one succeeds.
         is_new = self._absent is not None and not missing <= self._absent
         if self._known is None or is_new or now_s >= self._again_s:
             try:
                 async with asyncio.timeout(READ_S):
-                    known = self._known = await self._next_read()
+                    known, self.disabled = await self._next_read()
             except Exception as error:  # some drivers raise errors of their own, as of an option or a library
                 self._absent, self._again_s = None, now_s + RARELY_S
                 if not missing:  # what is known counts
                     log.warning("nova.cells_unavailable", reason=self._said(error))
-                    return {host: str(known[host]) for host in hosts}
+                    return {host: known[host] for host in hosts}
                 reason = f"Nova's API database: {type(error).__name__}: {self._said(error)}"
                 raise NovaUnavailable(reason, code="nova.cells_unavailable") from error
-            self._absent = {host for host in missing if known.get(host) is None}
-            self._again_s = now_s + (AGAIN_S if self._absent - known.keys() else RARELY_S)
-        return {host: cell for host in hosts if (cell := known.get(host)) is not None}
+            self._known, self._absent = known, missing - known.keys()
+            self._again_s = now_s + (AGAIN_S if self._absent else RARELY_S)
+        return {host: known[host] for host in hosts if host in known}
 
-    async def _next_read(self) -> dict[str, str | None]:
+    async def _next_read(self) -> tuple[dict[str, str], frozenset[str]]:
         """What a read finds: the one under way, or a new one. It goes on when who waits for it has ended: its thread
         cannot be cancelled, and there is one.
         """
@@ -125,11 +131,14 @@ class DatabaseCells:
         password = self._engine.url.password
         return (said.replace(str(password), "***") if password else said)[:MAX_SAID]
 
-    def _read(self) -> dict[str, str | None]:
+    def _read(self) -> tuple[dict[str, str], frozenset[str]]:
+        """({host: cell}, the disabled cells)."""
         with self._engine.connect() as connection:
-            cells = {row[0]: str(row[1]) for row in connection.execute(sqlalchemy.text(CELLS)).fetchmany(MAX_MAPPINGS)}
+            cells = connection.execute(sqlalchemy.text(CELLS)).fetchmany(MAX_MAPPINGS)
             found = connection.execute(sqlalchemy.text(HOSTS)).fetchmany(MAX_MAPPINGS)
-        return {str(host): cells.get(cell) for host, cell in found}
+        uuids = {number: str(uuid) for number, uuid, _ in cells}
+        disabled = frozenset(str(uuid) for _, uuid, is_disabled in cells if is_disabled)
+        return {str(host): uuids[cell] for host, cell in found if cell in uuids}, disabled
 
 
 def _unusable(why: str) -> SettingsError:

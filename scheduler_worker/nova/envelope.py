@@ -71,8 +71,8 @@ class Call(Struct, frozen=True, kw_only=True):
 
     @property
     def is_answered(self) -> bool:
-        """Whether its client waits for a reply."""
-        return bool(self.reply_queue and self.message_id)
+        """Whether its client waits for a reply. What each server gets has none: oslo.messaging sends casts alone so."""
+        return bool(self.reply_queue and self.message_id) and not self.fanout
 
     @property
     def patience_s(self) -> float | None:
@@ -326,7 +326,7 @@ def _payload(body: bytes) -> str:
 def _decoded(text: bytes | str, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallUnreadable("it is no JSON object, or is nested too deeply") from error
 
 

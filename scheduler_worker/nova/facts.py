@@ -8,6 +8,7 @@ Pure: what is read and when comes in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 
@@ -89,6 +90,11 @@ class NovaAggregate(Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
 
 
+def host_table() -> HostTable:
+    """A table for these facts. Nova lists a nova-compute until it is deleted, and it has its hosts until then."""
+    return HostTable(down_hold_s=math.inf)
+
+
 class _Announced(Struct, frozen=True):
     """What the host table was told of one nova-compute last."""
 
@@ -104,6 +110,7 @@ class NovaFacts:
         self.version = 0  # rises with every change of nodes, aggregates or cells: rankings made before are outdated
         self._nodes: dict[str, ComputeNode] = {}
         self._by_host: dict[str, list[str]] = {}
+        self._by_lower: dict[str, list[str]] = {}  # and by the host's name in lower case
         self._by_name: dict[str, list[str]] = {}
         self._services: dict[str, NovaService] = {}
         self._cells: dict[str, str] = {}
@@ -122,10 +129,13 @@ class NovaFacts:
         return self._nodes.get(uuid)
 
     def nodes_named(self, host: str | None, nodename: str | None = None) -> tuple[str, ...]:
-        """The uuids of the compute nodes of this host, and of this node name (None: any), in order of their uuids."""
+        """The uuids of the compute nodes of this host, and of this node name (None: any), in order of their uuids.
+
+        As in Nova, the host of a request is it in any case; a node is not.
+        """
         if host is None:
             return tuple(sorted(self._nodes) if nodename is None else self._by_name.get(nodename, ()))
-        uuids = self._by_host.get(host, ())
+        uuids = self._by_lower.get(host.lower(), ())
         return tuple(uuid for uuid in uuids if nodename in (None, self._nodes[uuid].nodename))
 
     def cell_of(self, uuid: str) -> str | None:
@@ -207,9 +217,10 @@ class NovaFacts:
         if after == self._nodes or len(after) > MAX_NODES:
             return
         self._nodes = after
-        self._by_host, self._by_name = {}, {}
+        self._by_host, self._by_lower, self._by_name = {}, {}, {}
         for uuid in sorted(after):
             self._by_host.setdefault(after[uuid].host, []).append(uuid)
+            self._by_lower.setdefault(after[uuid].host.lower(), []).append(uuid)
             self._by_name.setdefault(after[uuid].nodename, []).append(uuid)
         self._changed()
 

@@ -227,6 +227,7 @@ class FactsKeeper:
     async def _announce(self) -> None:
         async with self._announcing:
             self._facts.put_cells(await self._cells.of_hosts(self._facts.hosts()))
+            self._table.disabled_cells = self._cells.disabled
         without = self._facts.without_cell()
         if without and without != self._without_cell:
             log.warning("nova.hosts_without_cell", hosts=without[:MAX_LOGGED], count=len(without))

@@ -7,7 +7,6 @@ again adopts what it had claimed. Nothing is kept: the state is Nova's and the b
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Protocol
@@ -509,13 +508,15 @@ def _uuids(values: Sequence[str], name: str) -> tuple[str, ...]:
 
 
 def _hinted(request: NovaRequest, name: str) -> tuple[str, ...]:
-    """The instances that a hint names. What is no uuid is nobody's: Nova's API takes any text, keeps it with the
-    server, and sends it again with each move. Raises NotDecided.
+    """The instances that a hint names. What is no uuid, a server's name for one, names an instance that there is not:
+    Nova's API takes any text, keeps it with the server, and sends it again with each move. Raises NotDecided.
     """
     found: dict[str, None] = {}
     for one in request.hints.get(name, ()):
-        with contextlib.suppress(ValueError):
+        try:
             found[str(UUID(one))] = None
+        except ValueError:
+            found[str(uuid5(NAMESPACE_OID, one))] = None
     if len(found) > MAX_NAMED:
         raise NotDecided("hint", f"{name} names more than {MAX_NAMED} instances")
     return tuple(found)

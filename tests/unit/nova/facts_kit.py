@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from bus.faults import Fault
-from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaFacts, NovaService
+from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaFacts, NovaService, host_table
 
 CELL1, CELL2 = "00000000-0000-4000-8000-0000000000c1", "00000000-0000-4000-8000-0000000000c2"
 
@@ -31,7 +30,7 @@ class World:
     """Facts and their host table; what is announced is read from the table."""
 
     def __init__(self, *nodes: ComputeNode, cells: dict[str, str] | None = None) -> None:
-        self.table = HostTable()
+        self.table = host_table()
         self.facts = NovaFacts(self.table)
         self.facts.put_services([up(one.host) for one in nodes], complete=True)
         self.facts.put_nodes(nodes, complete=True)

@@ -10,10 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
-from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.hosts import DOWN_HOLD_S
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells
-from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService, supported_instances
+from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService, host_table, supported_instances
 from scheduler_worker.nova.facts_keeper import ASK_LIMIT_S, MAX_ASKED, MAX_WAITING, FactsKeeper
 from scheduler_worker.nova.nova_rest import NovaRefused, NovaUnavailable
 from tests.kit.virtual_time import on_virtual_time
@@ -32,6 +32,7 @@ def test_a_nova_compute_is_a_service_and_its_nodes_are_hosts() -> None:
     }
     assert world.facts.nodes_named("häst 1") == (uuid_of(1), uuid_of(2))
     assert world.facts.nodes_named("häst 1", "node2") == world.facts.nodes_named(None, "node2") == (uuid_of(2),)
+    assert world.facts.nodes_named("HOST3") == (uuid_of(3),), "Nova compares the names of hosts in any case"
     assert world.facts.cell_of(uuid_of(3)) == CELL1 == world.table.last_cell_of(uuid_of(3))
     assert world.facts.unknown([uuid_of(3), uuid_of(4)]) == (uuid_of(4),)
 
@@ -52,6 +53,15 @@ def test_a_service_is_up_down_disabled_and_gone() -> None:
     world.facts.put_services([up("host1")], complete=False)
     world.facts.announce(3.0)
     assert world.states()[uuid_of(1)] == ("host1", False, True), "it is back"
+
+
+def test_a_service_that_was_down_for_long_has_its_hosts_again() -> None:
+    """The host table takes them from one that is down for an hour, until they are announced again."""
+    world = World(node(1), node(2))
+    for now_s, one in ((1.0, down("host1")), (DOWN_HOLD_S + 2, down("host1")), (DOWN_HOLD_S + 3, up("host1"))):
+        world.facts.put_services([one, up("host2")], complete=True)
+        world.facts.announce(now_s)
+    assert world.states() == {uuid_of(1): ("host1", False, True), uuid_of(2): ("host2", False, True)}
 
 
 def test_what_has_not_changed_is_not_announced_again() -> None:
@@ -158,7 +168,7 @@ class Kept:
 
     def __init__(self, nova: MemoryNova, **config: Any) -> None:
         self.nova = nova
-        self.table = HostTable()
+        self.table = host_table()
         self.facts = NovaFacts(self.table)
         self.keeper = FactsKeeper(
             nova,
@@ -487,3 +497,11 @@ async def test_a_host_of_no_cell_is_named_once() -> None:
     with capture_logs() as lines:
         await kept.after(20)
     assert [one["count"] for one in lines if one["event"] == "nova.hosts_without_cell"] == [1]
+
+
+@on_virtual_time
+async def test_a_disabled_cell_is_known_with_its_hosts() -> None:
+    kept = Kept(MemoryNova(node(1)))
+    kept.keeper._cells.disabled = frozenset({CELL1})
+    await kept.after(1)
+    assert kept.table.disabled_cells == {CELL1} and kept.facts.cell_of(uuid_of(1)) == CELL1

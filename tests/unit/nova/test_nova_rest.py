@@ -17,6 +17,7 @@ import sqlalchemy
 from prometheus_client import REGISTRY
 from sqlalchemy import make_url
 from sqlalchemy.exc import OperationalError
+from starlette.responses import JSONResponse
 
 from bus.clock import SystemClock
 from bus.faults import Fault
@@ -27,6 +28,7 @@ from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells, DatabaseCells, cells_of
 from scheduler_worker.nova.facts import NovaAggregate, NovaService
 from scheduler_worker.nova.nova_rest import NovaRefused, NovaRest, NovaUnavailable, flattened
+from tests.kit.keystone import keystone_stand_in
 from tests.kit.waiting import until
 from tests.unit.nova.facts_kit import CELL1, CELL2, uuid_of
 
@@ -257,6 +259,18 @@ async def test_a_silent_keystone_is_told_as_such() -> None:
     assert unavailable.value.code == "keystone.unavailable" and "no answer within" in str(unavailable.value)
 
 
+@pytest.mark.parametrize("ends", ["0001-01-01T00:00:00", "soon"])
+async def test_a_token_whose_end_is_none_is_used_until_it_is_refused(ends: str) -> None:
+    async with keystone_stand_in() as (keystone, url):
+        token = {"token": {"expires_at": ends}}
+        keystone.sign_in_answer = JSONResponse(token, 201, headers={"X-Subject-Token": "signed"})
+        login = KeystoneLogin(auth_url=url, username="u", password="p")
+        nova = rest(lambda request: httpx.Response(200, json={"services": []}), token="", keystone=login)
+        assert await nova.services() == await nova.services() == []
+        assert keystone.signed_in == 1
+        await nova.close()
+
+
 async def test_an_answer_that_does_not_end_is_not_waited_for() -> None:
     async def endless() -> AsyncIterator[bytes]:
         await asyncio.Event().wait()
@@ -330,7 +344,8 @@ def test_a_map_is_made_before_any_loop_runs() -> None:
 async def test_two_queries_and_another_read_only_for_a_new_host(tmp_path: Path) -> None:
     clock = MovedClock()
     found = DatabaseCells(database(tmp_path / "nova_api"), clock)
-    assert await found.of_hosts(["h1", "h2", "h3"]) == {"h1": CELL1}, "a disabled cell takes no builds"
+    assert await found.of_hosts(["h1", "h2", "h3"]) == {"h1": CELL1, "h2": CELL2}
+    assert found.disabled == {CELL2}, "what is there moves within it"
     with sqlite3.connect(tmp_path / "nova_api") as changed:
         changed.execute("INSERT INTO host_mappings VALUES (4, 1, 'h4')")
     assert await found.of_hosts(["h1"]) == {"h1": CELL1}
@@ -350,13 +365,13 @@ async def test_a_disabled_cell_has_the_database_read_rarely(tmp_path: Path, monk
     real = found._read
     monkeypatch.setattr(found, "_read", lambda: reads.append(1) or real())
     for _ in range(5):
-        assert await found.of_hosts(["h1", "h2"]) == {"h1": CELL1}
+        assert await found.of_hosts(["h1", "h2"]) and found.disabled == {CELL2}
         clock.now += cells.AGAIN_S
     assert len(reads) == 1
     with sqlite3.connect(tmp_path / "nova_api") as changed:
         changed.execute("UPDATE cell_mappings SET disabled = 0")
     clock.now += cells.RARELY_S
-    assert await found.of_hosts(["h1", "h2"]) == {"h1": CELL1, "h2": CELL2}
+    assert await found.of_hosts(["h1", "h2"]) and found.disabled == frozenset()
 
 
 async def test_a_cell_that_is_disabled_later_takes_no_more_builds(tmp_path: Path) -> None:
@@ -366,7 +381,7 @@ async def test_a_cell_that_is_disabled_later_takes_no_more_builds(tmp_path: Path
     with sqlite3.connect(tmp_path / "nova_api") as changed:
         changed.execute("UPDATE cell_mappings SET disabled = 1")
     clock.now += cells.RARELY_S
-    assert await found.of_hosts(["h1"]) == {}
+    assert await found.of_hosts(["h1"]) == {"h1": CELL1} and found.disabled == {CELL1, CELL2}
 
 
 async def test_a_database_that_fails_takes_nothing_away_that_is_known(tmp_path: Path) -> None:

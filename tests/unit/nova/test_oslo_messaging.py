@@ -105,6 +105,7 @@ def test_a_timeout_that_is_none_is_ignored_and_one_beyond_a_calls_limit_is_cut(t
         b"[]",
         b"{}",
         b"[" * 100_000,
+        enveloped(CALL).replace(b"req-1", b"req-\xff"),
         json.dumps(CALL).encode(),  # without an envelope
         enveloped(CALL, "1.0"),
         enveloped(CALL, 2),

@@ -14,13 +14,17 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import new_uuid
+from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.placement import MAX_NAMED, Release
 from bus.faults import Fault
+from placement_worker.domain.allocations import Replace
+from placement_worker.domain.claim_ledger import ConsumerWrite
+from scheduler_worker.domain.hosts import DOWN_HOLD_S
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.nova import select
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, RemoteFault
-from scheduler_worker.nova.facts import ComputeNode
+from scheduler_worker.nova.facts import DOWN, ComputeNode
 from scheduler_worker.nova.request_spec import NotDecided, SpecRefused
 from scheduler_worker.nova.selection import Primitive, versioned
 from tests.unit.nova.world import CELLS, FLAVOR, PLENTY, Cloud, destination, group, hosts_of, request_spec
@@ -202,7 +206,9 @@ async def test_more_than_a_hundred_in_one_request() -> None:
         ({"scheduler_hints": {"different_host": [VMS[9]]}}, {"h1", "h2"}),
         ({"scheduler_hints": {"same_host": [VMS[9]]}}, {"h0"}),
         ({"scheduler_hints": {"same_host": [VMS[9].upper().replace("-", "")]}}, {"h0"}),
-        ({"scheduler_hints": {"same_host": ["x"], "different_host": ["y", VMS[9]]}}, {"h1", "h2"}),
+        ({"scheduler_hints": {"same_host": ["x"]}}, set()),
+        ({"scheduler_hints": {"same_host": ["x", VMS[9]], "different_host": ["y"]}}, {"h0"}),
+        ({"scheduler_hints": {"different_host": ["y", VMS[9]]}}, {"h1", "h2"}),
     ],
 )
 async def test_where_a_request_may_go(fields: dict[str, Any], expected: set[str]) -> None:
@@ -224,6 +230,19 @@ async def test_only_hosts_of_the_requested_cell() -> None:
     assert hosts_of(await here.select(VMS[0], requested_destination=wanted)) == [["h3"]]
     crossing = destination(cell=cell | {"nova_object.data": {"uuid": CELLS[1]}}, allow_cross_cell_move=True)
     assert hosts_of(await here.select(VMS[1], requested_destination=crossing))
+
+
+async def test_servers_of_a_disabled_cell_move_within_it_and_none_is_built_there() -> None:
+    """So an operator empties it: Nova looks at disabled cells where a request names its cell."""
+    here = await cloud(2)
+    here.table.disabled_cells = frozenset(CELLS[:1])
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0])
+    assert caught.value.class_name == "NoValidHost"
+    within = destination(cell=versioned("CellMapping", "1.1", {"uuid": CELLS[0]}))
+    (hosts,) = hosts_of(await here.select(VMS[0], requested_destination=within, ignore_hosts=["h0"]))
+    assert hosts == ["h1"]
+    assert hosts_of(await here.select(VMS[1], **REBUILD)) == [["h1"]]
 
 
 # --- server groups
@@ -282,6 +301,23 @@ async def test_a_multi_create_of_a_group_is_apart_or_together() -> None:
     assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h0", "h1", "h1", "h2", "h2"]
 
 
+@pytest.mark.parametrize("free", [0, 1, 2, None])
+async def test_a_group_that_stays_together_goes_on_from_a_host_that_is_full_by_now(free: int | None) -> None:
+    """The replica does not know yet what others have claimed."""
+    here = await cloud(3, each={**PLENTY, "VCPU": 2})
+    for at in {0, 1, 2} - {free}:
+        write = ConsumerWrite(VMS[20 + at], {here.uuids[at]: {"VCPU": 1}}, "p", "u", "INSTANCE", None)
+        assert await here.claims.book.write_allocations([Replace((write,))]) == [None]
+    answer = here.select(*VMS[:2], instance_group=group("affinity", VMS[:2]))
+    if free is None:
+        with pytest.raises(RemoteFault) as caught:
+            await answer
+        assert caught.value.class_name == "NoValidHost"
+    else:
+        assert {hosts[0] for hosts in hosts_of(await answer)} == {f"h{free}"}
+    assert len(here.claims.submitted) <= 2 * 3, "each host is claimed once for each"
+
+
 # --- evacuations
 
 
@@ -303,6 +339,37 @@ async def test_an_evacuation_without_a_host_leaves_what_is_held() -> None:
         await here.select(VMS[0], ignore_hosts=["h0"])
     assert caught.value.class_name == "NoValidHost"
     assert await here.held(VMS[0]) == [0]
+
+
+# --- a host that is down
+
+
+def is_down(host: str, number: int = 1) -> ServicesDigest:
+    """The service of this host is down, and the others are up."""
+    down = ServiceDown(service=host, epoch=1, code=DOWN, reason="")
+    return ServicesDigest(cell=CELLS[0], term=1, number=number, down=(down,), up=2)
+
+
+async def test_an_evacuation_after_another_one_adopts_its_new_host_alone() -> None:
+    """The first host is still down. What the server holds there nova-compute gives back when it starts."""
+    here = await cloud(3)
+    here.table.apply(is_down("h0"), 1.0)
+    await here.hold(VMS[0], 0)
+    await here.select(VMS[0], run="call1", ignore_hosts=["h0", "h2"])
+    assert hosts_of(await here.select(VMS[0], run="call2", ignore_hosts=["h1"])) == [["h2"]]
+    again = await here.select(VMS[0], run="call2", ignore_hosts=["h1"], front=here.front(), redelivered=True)
+    assert hosts_of(again) == [["h2"]] and await here.held(VMS[0]) == [0, 1, 2]
+
+
+async def test_a_host_that_was_down_for_hours_is_forced_all_the_same() -> None:
+    """As by Nova, which runs no filter then: what is claimed there is the server's, and not left behind."""
+    here = await cloud(1)
+    for number, now_s in enumerate((1.0, DOWN_HOLD_S + 2)):
+        here.table.apply(is_down("h0", number), now_s)
+    assert hosts_of(await here.select(VMS[0], force_hosts=["h0"])) == [["h0"]]
+    with pytest.raises(RemoteFault):
+        await here.select(VMS[1], run="call2")
+    assert await here.held(VMS[1]) == []
 
 
 # --- no host, and no answer
@@ -500,11 +567,12 @@ async def test_casts_go_to_the_facts_and_other_methods_nowhere() -> None:
     assert caught.value.class_name == "NoSuchMethod"
 
 
-async def test_nothing_is_claimed_for_a_call_that_nobody_waits_for() -> None:
+@pytest.mark.parametrize("asked", [{}, {**ASKED, "fanout": True}], ids=["cast", "to_each_server"])
+async def test_nothing_is_claimed_for_a_call_that_nobody_answers(asked: dict[str, Any]) -> None:
     here = await cloud()
     arguments = {"spec_obj": request_spec(), "instance_uuids": VMS[:1]}
     with pytest.raises(RemoteFault) as caught:
-        await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r"))
+        await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r", **asked))
     assert caught.value.class_name == "NoSuchMethod" and here.claims.submitted == []
 
 

@@ -23,7 +23,7 @@ from scheduler_worker.domain.selector import Selector
 from scheduler_worker.filters.image import SUPPORTED, VERSION
 from scheduler_worker.nova.config import NOVA_FILTERS, NovaConfig
 from scheduler_worker.nova.envelope import Call
-from scheduler_worker.nova.facts import ComputeNode, NovaFacts, supported_instances
+from scheduler_worker.nova.facts import ComputeNode, NovaFacts, host_table, supported_instances
 from scheduler_worker.nova.select import Destinations
 from scheduler_worker.nova.selection import Primitive, versioned
 from scheduler_worker.placing import Placer
@@ -86,7 +86,7 @@ class Cloud:
         self.asked: list[tuple[str, ...]] = []
         self.casts: list[str] = []
         self.notified: list[bool] = []  # of each call that is decided, whether it has hosts
-        self.replica, self.table = Book(), HostTable()
+        self.replica, self.table = Book(), host_table()
         self.facts = KnownFacts(self.table)
         self.config = SchedulerConfig(retry_jitter_s=0.002, enabled_filters=nova.own_filters)
         self.lacking: tuple[str, ...] = ()  # enabled filters that berth does not have
