@@ -29,11 +29,12 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from cell_conductor.domain.events import MoveRequested
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import is_over
+from cell_conductor.domain.report import Unexplained, UnexplainedKind, is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.placement_requests import PlacementRequests, due_questions
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
+from cell_conductor.store.safety import PostgresSafety
 from cell_conductor.store.tables import INSERT, columns, numbered
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
@@ -393,6 +394,30 @@ async def test_a_repair_releases_only_the_claim_that_it_has_read(
     found = await audited(restored.site, repair=True, grace_s=0.0)
     assert await restored.book.allocations() == ({uuid: holds} if is_taken else {})
     assert found["repaired"] == [f"{uuid}: {'left alone, consumer_changed' if is_taken else 'released'}"]
+
+
+@pytest.mark.parametrize("fact", ["active", "deleting", "quarantine", "deleted"])
+async def test_a_repair_keeps_the_claim_of_a_machine_that_may_run(restored: Restored, fact: str) -> None:
+    """A cell was set back to before a build: its machine ran, in quarantine, and its room was offered to others."""
+    scheduler, cell2 = Database(restored.url, "scheduler", pool_size=1), Database(restored.url, "cell_cell2")
+    await scheduler.open(SCHEDULER_MIGRATIONS)
+    await cell2.open(MIGRATIONS)
+    uuid, holds = new_uuid(restored.rng), {restored.hosts[0]: {"VCPU": 2}}
+    await restored.book.store.apply([claim(uuid, holds, by="run")])
+    if fact == "quarantine":
+        kept = Unexplained(uuid=uuid, host_uuid=restored.hosts[0], attempt=1, kind=UnexplainedKind.QUARANTINED, why="w")
+        await PostgresSafety(restored.cell).record("s", [kept], 1.0)
+    else:
+        store = PostgresBuilds(scheduler)
+        store.publish_through(Sent())  # type: ignore[arg-type]
+        ended = replace(accepted(uuid).build, state=BuildState(fact), terminal=True, cell="cell1", run="run")
+        async with store.unit() as unit:
+            await unit.insert([replace(accepted(uuid), build=ended, gang=None)], 1.0)
+    found = await audited(restored.site, repair=True, grace_s=0.0)
+    await scheduler.close()
+    await cell2.close()
+    assert await restored.book.allocations() == ({} if fact == "deleted" else {uuid: holds})
+    assert found["repaired"] == ([f"{uuid}: released"] if fact == "deleted" else [])
 
 
 # --- The members of a gang that count as started, as `berth check` reads them from the schedulers' record.
