@@ -437,7 +437,8 @@ class Reports:
                 self._pages[page.service] = report, received | {page.sequence}, page.pages
         for host in page.hosts:
             self.names[host.uuid] = host.name
-            if host.running is None:
+            # Unknown, or of a host that the book has as another service's: its cell judges nothing by either.
+            if host.running is None or host.owner is not None:
                 continue
             self._missing.discard(host.uuid)
             known = self._by_host.get(host.uuid)

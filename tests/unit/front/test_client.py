@@ -425,6 +425,18 @@ async def test_a_report_that_began_is_waited_for_page_by_page() -> None:
     assert reports.is_whole
 
 
+async def test_a_report_of_another_services_host_does_not_count() -> None:
+    """As in its cell. A second service with a host of the same uuid reported it empty, which was taken for a proof."""
+    reports = Reports(SystemClock(), {REPORTS_HOSTS[0], REPORTS_HOSTS[1]})
+    await reports.take([page(1, REPORTS_HOSTS[0])])
+    for uuid in REPORTS_HOSTS[:2]:
+        theirs = HostReport(uuid=uuid, name="h", running=(), owner="s")
+        message = ComputeHosts(service="second", cell="c", epoch=9, sequence=1, hosts=(theirs,))
+        await reports.take([Received(message, Meta(id="m", cause="", sent_at=0.0), "c", "q", False)])
+    assert [fact.instance_uuid for fact in reports.facts()] == [INSTANCE]
+    assert reports.hosts() == {REPORTS_HOSTS[0]} and not reports.is_whole
+
+
 class MovedClock(SystemClock):
     """A clock that goes on by what is slept."""
 
