@@ -224,6 +224,8 @@ def _proof_of_end(facts: Facts, consumer: str) -> str:
         or facts.running is None
         or facts.down is None
         or facts.down
+        or facts.unheard is None
+        or facts.unheard
         or facts.unread
     ):
         return ""

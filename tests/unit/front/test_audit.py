@@ -359,6 +359,7 @@ def look(**more: Any) -> AuditFacts:
         "running": (RUNS,),
         "feed": (0, 0, 0),
         "down": (),
+        "unheard": (),
     }
     gathered = Facts(**{**facts, **more})
     return AuditFacts(
@@ -488,6 +489,8 @@ def test_an_orphan_whose_instance_is_deleted_everywhere_has_a_proof() -> None:
         {"running": (RUNS, RunningFact(B, 1, FINDINGS_OTHER, has_mark=False))},
         {"running": None},
         {"down": None},
+        {"unheard": None},
+        {"unheard": (("cell1", "s2"),)},  # it is up and slow: what it runs was not waited for
         {"down": (ServiceDownFact(cell="cell1", service="s2", why="silent"),)},
     ],
 )
