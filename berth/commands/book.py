@@ -65,6 +65,8 @@ FROM instances WHERE uuid = ANY($1::uuid[])
 """
 # Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
 MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
+# The same of a move that no cell has on record: it was set back, and is commanded again.
+OPEN_MOVES = "SELECT request_id::text FROM moves WHERE NOT terminal AND request_id = ANY($1::uuid[])"
 # The requests on record of consumers. Open is also a claim of another run than that of the record which has ended
 # (`berth audit`), and one of a build that ended because its claim was on a host of no known cell: it may be that of a
 # running instance whose record is lost, and no age shows that it is not.
@@ -309,6 +311,7 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
     rows = await _rows(here, "scheduler", REQUESTS, holders, [each.by or "" for each in holding])
     requests = {uuid: state for uuid, state, _ in rows}
     alive, recorded, quarantined = {uuid for uuid, _, is_open in rows if is_open}, set[str](), set[str]()
+    alive.update(await _column(here, "scheduler", OPEN_MOVES, holders))
     doubled: list[str | Doubled] = []
     for cell in here.cells:
         alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))
