@@ -26,6 +26,7 @@ from berth.audit.invariants import (
     holders,
     settled_machines,
 )
+from bus.contracts.build import BuildState
 
 
 class FindingKind(StrEnum):
@@ -61,6 +62,8 @@ _PROPOSED: Mapping[FindingKind, str] = {
     Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth migrate",
 }
 DELETED = "deleted"
+# Of a request: a cell has its instance, and lets it go only with an announcement.
+WITH_INSTANCE = frozenset({BuildState.ACTIVE, BuildState.DELETING})
 _FOREIGN = "left alone: it is not of this deployment"
 
 
@@ -176,6 +179,8 @@ def _holdings(
             others = ", ".join(sorted(map(str, roots - {instance.host_uuid})))
             yield _finding(Kind.DOUBLED, uuid, f"active on {instance.host_uuid}, and holds something of {others}")
     allowed = holders(facts)
+    recorded = {one.instance_uuid for one in facts.instances}
+    quarantined = {one.instance_uuid for one in facts.quarantine or ()}
     for consumer in facts.allocations:
         owner = audited.migrations.get(consumer, consumer)
         if consumer in allowed:
@@ -183,13 +188,29 @@ def _holdings(
         if owner in unsettled or consumer not in audited.held_by_bus:
             continue
         providers = ", ".join(sorted(facts.allocations[consumer]))
-        if consumer in audited.in_doubt:
-            reason = f"claim.in_doubt: its request has ended, and what was claimed may be in use, on {providers}"
+        why = may_run(consumer, facts.requests.get(consumer), recorded, quarantined)
+        if why or consumer in audited.in_doubt:
+            reason = (
+                f"claim.in_doubt: {why or 'its request has ended'}, and what was claimed may be in use, on {providers}"
+            )
             yield _finding(Kind.IN_DOUBT, consumer, reason)
             continue
         what = "of a move that is over" if consumer in audited.migrations else "of no instance"
         orphaned = _finding(Kind.ORPHANED, consumer, f"an allocation {what}, on {providers}")
         yield replace(orphaned, proof=_proof_of_end(facts, consumer))
+
+
+def may_run(consumer: str, request: str | None, recorded: AbstractSet[str], quarantined: AbstractSet[str]) -> str:
+    """Why a machine of a consumer may run that no cell has as alive; "": no record shows one.
+
+    request: its state by the schedulers' record. recorded: instances that a cell has on record, in any state: a cell
+    that has one as over has proved that nothing of it is left, and one without a record may have been set back.
+    """
+    if consumer in quarantined:
+        return "a machine of it is in quarantine"
+    if request in WITH_INSTANCE and consumer not in recorded:
+        return f"its request is {request}, and no cell has a record of it"
+    return ""
 
 
 def _proof_of_end(facts: Facts, consumer: str) -> str:
@@ -203,14 +224,15 @@ def _proof_of_end(facts: Facts, consumer: str) -> str:
         or facts.running is None
         or facts.down is None
         or facts.down
+        or facts.unheard is None
+        or facts.unheard
         or facts.unread
     ):
         return ""
     records = [one for one in facts.instances if one.instance_uuid == consumer]
     if any(one.state not in (DELETED, TOMBSTONE) for one in records):
         return ""
-    kept = (one.instance_uuid for one in facts.quarantine or ())
-    if consumer in kept or any(machine.instance_uuid == consumer for machine in facts.running):
+    if any(machine.instance_uuid == consumer for machine in facts.running):
         return ""
     cells = f" and in {', '.join(sorted(one.cell for one in records))}" if records else ""
     return f"deleted by the schedulers' record{cells}, and no host runs it"

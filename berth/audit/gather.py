@@ -34,7 +34,7 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
 from bus.contracts.feed import Change
 from bus.persistence.database import Database
-from cell_conductor.domain.leases import LeaseState
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import KEEP, PostgresLeases, PostgresSafety
 from cell_conductor.store.tables import SERVICE
@@ -142,7 +142,7 @@ async def gather(
 async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
     """Read the databases and the hosts, one after the other."""
     instances = await _instances(cells)
-    running, down, named = await _running(site, cells, instances)
+    running, down, named, unheard = await _running(site, cells, instances)
     return Facts(
         inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
         allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
@@ -159,6 +159,7 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
         moves=[MoveFact(*row) for row in await _rows(scheduler, _MOVES)],
         gangs=await _gangs(scheduler, site.clock.time() - site.settings.scheduler.ended_retention_s),
         down=[fact for _, fact in sorted(down.items())],
+        unheard=unheard,
     )
 
 
@@ -168,17 +169,20 @@ def _by_uuid(instances: Iterable[InstanceFact]) -> dict[str, InstanceFact]:
 
 async def _running(
     site: Site, cells: Mapping[str, Database], instances: Sequence[InstanceFact]
-) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact], dict[str, str]]:
+) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact], dict[str, str], list[tuple[str, str]]]:
     """(the services' reports of hosts that have living instances, the services that are down or do not report, the
-    names of the hosts that are reported).
+    names of the hosts that are reported, the services that are up and were not waited for).
     """
-    down = await _down(cells)
+    leases = await _leases(cells)
+    down = _down(leases)
     there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
     wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
     reports, unreported = await _reports(site, wanted, {cell: await deployment(cells[cell]) for cell in cells})
     down.update(unreported)
     named = {host: name for one in reports for host, name in one.names.items()}
-    return [fact for one in reports for fact in one.facts()], down, named
+    of_cell = dict(zip(site.cells, reports, strict=True))
+    unheard = [place for place in leases if place not in down and not of_cell[place[0]].has_whole(place[1])]
+    return [fact for one in reports for fact in one.facts()], down, named, unheard
 
 
 async def _namesakes(book: Database, named: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -270,17 +274,25 @@ async def _resized(cells: dict[str, Database]) -> list[InstanceFact]:
     ]
 
 
-async def _down(cells: Mapping[str, Database]) -> dict[tuple[str, str], ServiceDownFact]:
-    """The compute services that a conductor of their cell has recorded as silent or stopped."""
+async def _leases(cells: Mapping[str, Database]) -> dict[tuple[str, str], Lease]:
+    """What the conductors have recorded of each compute service."""
     return {
-        (cell, lease.service): ServiceDownFact(
+        (cell, lease.service): lease
+        for cell, database in cells.items()
+        for lease in await PostgresLeases(database).leases()
+    }
+
+
+def _down(leases: Mapping[tuple[str, str], Lease]) -> dict[tuple[str, str], ServiceDownFact]:
+    """The compute services that are silent or stopped."""
+    return {
+        (cell, service): ServiceDownFact(
             cell=cell,
-            service=lease.service,
+            service=service,
             why=f"{lease.state} since {_clock_time(lease.since)} UTC: {lease.reason}",
             is_expected=lease.state is LeaseState.STOPPED,
         )
-        for cell, database in cells.items()
-        for lease in await PostgresLeases(database).leases()
+        for (cell, service), lease in leases.items()
         if lease.state is not LeaseState.UP
     }
 
@@ -437,7 +449,8 @@ class Reports:
                 self._pages[page.service] = report, received | {page.sequence}, page.pages
         for host in page.hosts:
             self.names[host.uuid] = host.name
-            if host.running is None:
+            # Unknown, or of a host that the book has as another service's: its cell judges nothing by either.
+            if host.running is None or host.owner is not None:
                 continue
             self._missing.discard(host.uuid)
             known = self._by_host.get(host.uuid)

@@ -153,6 +153,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     mismatches that the book's own audit found, one line each. breakers, quarantine: the cells' records, or None. moves:
     requests about instances, or None. gangs: requests for several machines, those of which every member is on record,
     or None. down: compute services that do not report what their hosts run, so that it is not judged, or None: unknown.
+    unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or None: unknown.
     unread: cells that could not be read; what may be theirs is not judged. namesakes: (host, name, the host that has
     it) of hosts that a service reports and the book refuses, because it has the name as another's.
     """
@@ -173,6 +174,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     breakers: Sequence[BreakerFact] | None = None
     quarantine: Sequence[QuarantineFact] | None = None
     down: Sequence[ServiceDownFact] | None = None
+    unheard: Sequence[tuple[str, str]] | None = None
     moves: Sequence[MoveFact] | None = None
     gangs: Sequence[GangFact] | None = None
     unread: AbstractSet[str] = frozenset()

@@ -90,9 +90,9 @@ async def save(url: str, directory: Path) -> Manifest:
 @contextmanager
 def _appearing(directory: Path) -> Iterator[Path]:
     """A fresh directory beside it, which takes its name when all went well, and is on disk then."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise BadBackup(f"{directory} is there and not empty", code="backup.exists")
     try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise BadBackup(f"{directory} is there and not empty", code="backup.exists")
         directory.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     except OSError as error:

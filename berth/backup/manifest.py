@@ -131,7 +131,7 @@ def _decode(encoded: bytes, directory: Path) -> Manifest:
                 code="backup.newer_format",
             )
         return msgspec.json.decode(encoded, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BadBackup(f"{directory / MANIFEST} is no manifest: {reason_of(error)}", code="backup.invalid") from None
 
 

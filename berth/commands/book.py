@@ -12,6 +12,7 @@ from uuid import UUID
 import asyncpg
 import typer
 
+from berth.audit.findings import may_run
 from berth.audit.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
 from berth.commands.common import (
     AsJson,
@@ -31,6 +32,7 @@ from berth.site import Site, with_added_cells
 from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
+from cell_conductor.domain.report import UnexplainedKind
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store
@@ -63,15 +65,18 @@ FROM instances WHERE uuid = ANY($1::uuid[])
 """
 # Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
 MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
-# Also a claim of another run than that of the record which has ended (`berth audit`), and one of a build that ended
-# because its claim was on a host of no known cell: it may be that of a running instance whose record is lost, and no
-# age shows that it is not.
-UNDER_WAY = """
-SELECT b.instance_uuid::text
+# The same of a move that no cell has on record: it was set back, and is commanded again.
+OPEN_MOVES = "SELECT request_id::text FROM moves WHERE NOT terminal AND request_id = ANY($1::uuid[])"
+# The requests on record of consumers. Open is also a claim of another run than that of the record which has ended
+# (`berth audit`), and one of a build that ended because its claim was on a host of no known cell: it may be that of a
+# running instance whose record is lost, and no age shows that it is not.
+REQUESTS = """
+SELECT b.instance_uuid::text, b.state, NOT b.terminal OR (b.cell IS NULL AND b.state IN ('failed', 'refused')
+    AND (b.run <> held.run OR b.code = 'claim.stranded')) AS is_open
 FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
-WHERE NOT b.terminal OR (b.cell IS NULL AND b.state IN ('failed', 'refused')
-    AND (b.run <> held.run OR b.code = 'claim.stranded'))
 """
+# Machines that a cell does not destroy by itself.
+QUARANTINED = "SELECT instance_uuid::text FROM unexplained WHERE kind = $1 AND instance_uuid = ANY($2::uuid[])"
 
 
 async def audit(
@@ -89,16 +94,16 @@ async def audit(
 
     Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
 
-    Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes; with
-    --consumers, held by consumers that are not named there. Doubled: of an instance, on another host than its own; with
-    --consumers, one class of two trees that do not share it (a move under way looks so too). Unclaimed: active by its
-    cell's record for 15 minutes and holding nothing of its host, as after a restore. Repairing releases orphaned
-    allocations, claims for unclaimed instances if they fit (where the book has a later attempt of one than its cell,
-    only if the host reports its machine on the bus), gives back allocations that an instance holds twice on hosts that
-    are not its own, removes rows that no client can release and counts usage anew. With --consumers nothing shows
-    which host is whose own: doubled ones are only reported. Exceeded capacity is reported, with the newest consumers
-    without whom it would fit: they run, and an operator has to move them; --evict releases them all the same: for
-    machines that are known to be gone. Exit status 1 while anything is wrong.
+    Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, and of which no machine is in
+    quarantine, for 15 minutes; with --consumers, held by consumers that are not named there. Doubled: of an instance,
+    on another host than its own; with --consumers, one class of two trees that do not share it (a move under way looks
+    so too). Unclaimed: active by its cell's record for 15 minutes and holding nothing of its host, as after a restore.
+    Repairing releases orphaned allocations, claims for unclaimed instances if they fit (where the book has a later
+    attempt of one than its cell, only if the host reports its machine on the bus), gives back allocations that an
+    instance holds twice on hosts that are not its own, removes rows that no client can release and counts usage anew.
+    With --consumers nothing shows which host is whose own: doubled ones are only reported. Exceeded capacity is
+    reported, with the newest consumers without whom it would fit: they run, and an operator has to move them; --evict
+    releases them all the same: for machines that are known to be gone. Exit status 1 while anything is wrong.
     """
     if evict and not repair:
         raise Stop(Exit.USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
@@ -303,16 +308,22 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
     if not holding:
         return [], []
     holders = [each.consumer for each in holding]
-    alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders, [each.by or "" for each in holding]))
+    rows = await _rows(here, "scheduler", REQUESTS, holders, [each.by or "" for each in holding])
+    requests = {uuid: state for uuid, state, _ in rows}
+    alive, recorded, quarantined = {uuid for uuid, _, is_open in rows if is_open}, set[str](), set[str]()
+    alive.update(await _column(here, "scheduler", OPEN_MOVES, holders))
     doubled: list[str | Doubled] = []
     for cell in here.cells:
         alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))
+        quarantined.update(await _column(here, f"cell_{cell}", QUARANTINED, UnexplainedKind.QUARANTINED.value, holders))
         for uuid, state, host, settled in await _rows(here, f"cell_{cell}", INSTANCES, holders, grace_s):
+            recorded.add(uuid)
             if state not in OVER:
                 alive.add(uuid)
             if settled and host is not None:
                 known = generations.get(uuid, 0)
                 doubled += questions.excess_of(uuid, host, held.get(uuid, {}), roots, sharing, known)
+    alive.update(uuid for uuid in holders if may_run(uuid, requests.get(uuid), recorded, quarantined))
     return [each for each in holding if each.consumer not in alive], doubled
 
 

@@ -82,12 +82,14 @@ async def release(
             chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
     of_cells, faults = await records.decide(here, chosen, verdict, who)
     decided = [place for of in of_cells.values() for place in of]
-    what = ", ".join(sorted(instances)) or f"service {service}"
-    if not decided and not faults:
-        raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {what} is in quarantine")
-    found = {"instances": sorted({uuid for _, uuid in decided}), "verdict": verdict, "machines": len(decided)}
-    print_result(found, as_json, f"{what}: {verdict}, {counted(len(decided), 'machine')}")
+    done = sorted({uuid for _, uuid in decided})
+    what = ", ".join(done) if instances else f"service {service}"
+    if done or faults:
+        found = {"instances": done, "verdict": verdict, "machines": len(decided)}
+        print_result(found, as_json, f"{what}: {verdict}, {counted(len(decided), 'machine')}")
     raise_first(faults)
+    if left := ", ".join(sorted(instances.difference(done))) or ("" if done else what):
+        raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {left} is in quarantine")
 
 
 @quarantine.command("adopt")

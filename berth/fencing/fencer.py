@@ -100,7 +100,7 @@ class Fencer:
             await self._clock.sleep(LOOK_S)
 
     async def look(self, *, dry_run: bool = False) -> FencingPlan:
-        """One look, and the actions that are due by it. Raises what asking a scheduler raises."""
+        """One look, and the first action that is due by it. Raises what asking a scheduler raises."""
         services = await self._client.services(limit=MAX_HOSTS, timeout_s=ANSWER_TIMEOUT_S)
         hosts = await self._client.hosts(limit=MAX_HOSTS, up=False, timeout_s=ANSWER_TIMEOUT_S)
         now_s = self._clock.monotonic()
@@ -114,20 +114,22 @@ class Fencer:
         for host in found.due:
             if dry_run:
                 log.info("fencing.due", host=host.name, silent_s=round(now_s - found.suspects[host.uuid]))
-            else:
-                await self._fence_suspect(host, now_s - found.suspects[host.uuid])
+            elif await self._fence_suspect(host, now_s - found.suspects[host.uuid]):
+                break  # that took its time: whether the others are silent still, the next look shows
         return found
 
-    async def _fence_suspect(self, host: HostRecord, silent_s: float) -> None:
+    async def _fence_suspect(self, host: HostRecord, silent_s: float) -> bool:
+        """Try it; False: it is not tried now."""
         tries, not_before_s = self._tries.get(host.uuid, (0, 0.0))
         if tries >= MAX_TRIES or self._clock.monotonic() < not_before_s:
-            return
+            return False
         self._tries[host.uuid] = (tries + 1, self._clock.monotonic() + RETRY_S)
         try:
             await self.fence(host, f"its compute service was silent for {silent_s:.0f} s", by="fencer")
         except Fault as fault:
             left = MAX_TRIES - tries - 1
             log.error("fencing.not_fenced", host=host.name, code=fault.code, reason=fault.reason, tries_left=left)
+        return True
 
     async def fence(
         self, host: HostRecord, reason: str, *, by: str, force: bool = False, cell: str | None = None

@@ -67,10 +67,14 @@ class IronicPower:
         return f"Ironic reports node {name} as {OFF}"
 
     async def _reported_off(self, name: str, uuid: str) -> None:
-        """Wait until Ironic is done with the node, which it holds from before it accepts the request."""
+        """Wait until Ironic is done with the node, which it holds from before it accepts the request.
+
+        Where its BMC does not answer, the power state stays as it was, beside an error. A request for a node that is
+        off takes that error away, as does one that is carried out, unless the node is in a failed state.
+        """
         while (node := await self._read(uuid)).reservation is not None or node.target_power_state is not None:
             await self._clock.sleep(self._poll_s)
-        if node.power_state != OFF:
+        if node.power_state != OFF or node.last_error:
             raise FencingFailed(f"node {name} is {node.power_state}: {node.last_error}")
 
     async def close(self) -> None:

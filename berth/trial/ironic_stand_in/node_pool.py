@@ -179,7 +179,7 @@ class NodePool:
             self._change(node, target_power_state=None, last_error=error)
             await self._publish(node, "power_set", "error", request_id, to_power=target)
             return
-        self._change(node, power_state=target, target_power_state=None)
+        self._change(node, power_state=target, target_power_state=None, last_error=None)
         await self._publish(node, "power_set", "end", request_id, to_power=target)
 
     async def lose_power(self, node: dict[str, Any]) -> None:

@@ -165,6 +165,12 @@ def _link(backup: Path) -> None:
     path.symlink_to(backup / "elsewhere")
 
 
+def _deepen(backup: Path) -> None:
+    encoded = b'{"format":1,"x":' + b"[" * 1_000_000
+    (backup / MANIFEST).write_bytes(encoded)
+    (backup / MANIFEST_SUM).write_text(f"{hashlib.sha256(encoded).hexdigest()}  {MANIFEST}\n")
+
+
 def _lengthen(backup: Path) -> None:
     path = backup / "placement.traits.copy.gz"
     packed = gzip.compress(b"0\n" * 1_000_000)
@@ -181,6 +187,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "the checksum is missing": (lambda at: (at / MANIFEST_SUM).unlink(), "backup.missing"),
     "a table is a link": (_link, "backup.damaged"),
     "more text than the manifest names": (_lengthen, "backup.damaged"),
+    "a manifest of a million levels": (_deepen, "backup.invalid"),
     "a newer format": (lambda at: _rewrite(at, lambda data: data.update(format=2, more=1)), "backup.newer_format"),
     "a newer schema": (
         lambda at: _rewrite(at, lambda data: _schema(data, {"revision": "9999_later"})),
@@ -272,6 +279,13 @@ async def test_a_backup_is_not_written_over_another(filled: str, backup: Path) -
         await save(filled, backup)
     assert caught.value.code == "backup.exists"
     assert read_manifest(backup) == before
+
+
+async def test_a_directory_that_cannot_be_looked_at_is_a_refusal(filled: str, tmp_path: Path) -> None:
+    """One in a directory of another user's, or of a name that is too long, ended in a traceback."""
+    with pytest.raises(BadBackup) as caught:
+        await save(filled, tmp_path / ("b" * 300))
+    assert caught.value.code == "backup.unwritable"
 
 
 async def test_a_database_without_berth_is_no_backup(empty_database: str, tmp_path: Path) -> None:

@@ -95,6 +95,15 @@ async def test_a_node_that_stays_on_is_a_failure_with_ironics_words() -> None:
             await power.switch_off(HOST)
 
 
+async def test_a_bmc_that_does_not_answer_proves_nothing_by_what_ironic_knew() -> None:
+    """Ironic keeps the power state that it had before, and says that it could not ask: the host was fenced, and ran."""
+    async with ironic(Behaviour(power_fails=True), power_state="power off") as (_, power):
+        with pytest.raises(FencingFailed):
+            await power.switch_off(HOST)
+    async with ironic(power_state="power off", last_error="of before") as (_, power):
+        assert await power.switch_off(HOST)
+
+
 async def test_a_locked_node_is_tried_again() -> None:
     async with ironic(reservation="other") as (node, power):
         switching = asyncio.create_task(power.switch_off(HOST))

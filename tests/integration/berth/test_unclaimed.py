@@ -23,17 +23,18 @@ from bus.consuming.consumer import Consumer
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import CellMove, MoveKind
+from bus.contracts.moves import CellMove, MoveKind, MoveState
 from bus.contracts.placement import ClaimResult, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from cell_conductor.domain.events import MoveRequested
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import is_over
+from cell_conductor.domain.report import Unexplained, UnexplainedKind, is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.placement_requests import PlacementRequests, due_questions
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
+from cell_conductor.store.safety import PostgresSafety
 from cell_conductor.store.tables import INSERT, columns, numbered
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
@@ -48,6 +49,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.requests import RequestDelivery
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from scheduler_worker.store.postgres import PostgresBuilds
@@ -393,6 +395,45 @@ async def test_a_repair_releases_only_the_claim_that_it_has_read(
     found = await audited(restored.site, repair=True, grace_s=0.0)
     assert await restored.book.allocations() == ({uuid: holds} if is_taken else {})
     assert found["repaired"] == [f"{uuid}: {'left alone, consumer_changed' if is_taken else 'released'}"]
+
+
+OPEN_MOVE = RecordedMove(
+    request_id="f0000000-0000-4000-8000-000000000000",
+    instance_uuid="f0000000-0000-4000-8000-000000000001",
+    project_id="p",
+    kind=MoveKind.MIGRATE,
+    digest=b"1",
+    state=MoveState.CLAIMING,
+    sequence=1,
+)
+
+
+@pytest.mark.parametrize("fact", ["active", "deleting", "quarantine", "move", "deleted"])
+async def test_a_repair_keeps_the_claim_of_a_machine_that_may_run(restored: Restored, fact: str) -> None:
+    """A cell was set back to before a build: its machine ran, in quarantine, and its room was offered to others."""
+    scheduler, cell2 = Database(restored.url, "scheduler", pool_size=1), Database(restored.url, "cell_cell2")
+    await scheduler.open(SCHEDULER_MIGRATIONS)
+    await cell2.open(MIGRATIONS)
+    uuid, holds = new_uuid(restored.rng), {restored.hosts[0]: {"VCPU": 2}}
+    await restored.book.store.apply([claim(uuid, holds, by="run")])
+    if fact == "quarantine":
+        kept = Unexplained(uuid=uuid, host_uuid=restored.hosts[0], attempt=1, kind=UnexplainedKind.QUARANTINED, why="w")
+        await PostgresSafety(restored.cell).record("s", [kept], 1.0)
+    else:
+        store = PostgresBuilds(scheduler)
+        store.publish_through(Sent())  # type: ignore[arg-type]
+        state = BuildState.ACTIVE if fact == "move" else BuildState(fact)
+        ended = replace(accepted(uuid).build, state=state, terminal=True, cell="cell1", run="run")
+        async with store.unit() as unit:
+            if fact != "move":
+                await unit.insert([replace(accepted(uuid), build=ended, gang=None)], 1.0)
+            else:  # its source is held by the request, which the cell is about to be commanded again
+                await unit.insert_moves([replace(OPEN_MOVE, request_id=uuid)], 1.0)
+    found = await audited(restored.site, repair=True, grace_s=0.0)
+    await scheduler.close()
+    await cell2.close()
+    assert await restored.book.allocations() == ({} if fact == "deleted" else {uuid: holds})
+    assert found["repaired"] == ([f"{uuid}: released"] if fact == "deleted" else [])
 
 
 # --- The members of a gang that count as started, as `berth check` reads them from the schedulers' record.

@@ -424,6 +424,9 @@ async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_comm
     assert (await berth(postgres_url, *words))[0] == 1, "none is undecided"
     status, decided = await berth(postgres_url, "quarantine", "release", A, ours[0].uuid, "--keep", "--json")
     assert (status, decided["instances"]) == (0, [ours[0].uuid, A])
+    # B was reported as kept, by name and by the exit status.
+    status, decided = await berth(postgres_url, "quarantine", "release", A, B, "--keep", "--json")
+    assert (status, decided["instances"]) == (1, [A])
     for one in (store, schedulers):
         await one.close()
 

@@ -359,6 +359,7 @@ def look(**more: Any) -> AuditFacts:
         "running": (RUNS,),
         "feed": (0, 0, 0),
         "down": (),
+        "unheard": (),
     }
     gathered = Facts(**{**facts, **more})
     return AuditFacts(
@@ -379,6 +380,7 @@ ENDED: dict[str, Any] = {
     "requests": {A: "active", B: "deleted"},
     "instances": (ACTIVE, InstanceFact(B, "cell1", "deleted", FINDINGS_HOST, 1, "s")),
 }
+KEPT = QuarantineFact(cell="cell1", service="s", host_uuid=FINDINGS_HOST, instance_uuid=B, why="unknown")
 CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({}, []),
     ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
@@ -387,6 +389,11 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}, "in_doubt": {A, B}}, [(K.IN_DOUBT, B)]),
     ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}, "in_doubt": {B}, "busy": {B}}, []),
     ({"in_doubt": {A, B}}, []),
+    # Its cell was set back to before it, and its machine runs, in quarantine or on a host that does not answer.
+    ({**ENDED, "requests": {A: "active", B: "active"}, "instances": (ACTIVE,)}, [(K.IN_DOUBT, B)]),
+    ({**ENDED, "requests": {A: "active", B: "deleting"}, "instances": (ACTIVE,)}, [(K.IN_DOUBT, B)]),
+    ({**ENDED, "requests": {A: "active", B: "active"}}, [(K.ORPHANED, B)]),
+    ({**ENDED, "quarantine": (KEPT,)}, [(K.IN_DOUBT, B)]),
     # A move that is over holds its source no longer; one that is under way, or awaits its confirm, does.
     (
         {"allocations": {**HELD, FINDINGS_MOVE: {FINDINGS_OTHER: {"VCPU": 1}}}, "migrations": {FINDINGS_MOVE: A}},
@@ -476,22 +483,19 @@ def test_an_orphan_whose_instance_is_deleted_everywhere_has_a_proof() -> None:
     [
         {"requests": {A: "active"}},  # no record: they may have been set back to before its request
         {"requests": {A: "active", B: "failed"}},
-        {"requests": {A: "active", B: "active"}, "instances": (ACTIVE,)},
+        {"requests": {A: "active", B: "active"}},
         {"instances": (ACTIVE, InstanceFact(B, "cell1", "failed", FINDINGS_HOST, 1, "s"))},
         {"instances": (*ENDED["instances"], InstanceFact(B, "cell2", "departed", None, 1))},
         {"running": (RUNS, RunningFact(B, 1, FINDINGS_OTHER, has_mark=False))},
         {"running": None},
         {"down": None},
+        {"unheard": None},
+        {"unheard": (("cell1", "s2"),)},  # it is up and slow: what it runs was not waited for
         {"down": (ServiceDownFact(cell="cell1", service="s2", why="silent"),)},
     ],
 )
 def test_an_orphan_that_may_have_a_machine_has_none(more: dict[str, Any]) -> None:
     assert proof(**more) == ""
-
-
-def test_an_orphan_that_is_in_quarantine_has_no_proof() -> None:
-    kept = QuarantineFact(cell="cell1", service="s", host_uuid=FINDINGS_HOST, instance_uuid=B, why="unknown")
-    assert proof(quarantine=(kept,)) == ""
 
 
 def test_a_repair_needs_the_proof_in_two_passes_in_a_row() -> None:

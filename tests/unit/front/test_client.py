@@ -35,6 +35,7 @@ from bus.port import BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH
 from bus.tracing.context import Span
 from bus.tracing.tracer import Tracer
+from cell_conductor.domain.leases import Lease
 from tests.kit.waiting import until
 from tests.unit.front.world import ClientWorld
 
@@ -425,6 +426,18 @@ async def test_a_report_that_began_is_waited_for_page_by_page() -> None:
     assert reports.is_whole
 
 
+async def test_a_report_of_another_services_host_does_not_count() -> None:
+    """As in its cell. A second service with a host of the same uuid reported it empty, which was taken for a proof."""
+    reports = Reports(SystemClock(), {REPORTS_HOSTS[0], REPORTS_HOSTS[1]})
+    await reports.take([page(1, REPORTS_HOSTS[0])])
+    for uuid in REPORTS_HOSTS[:2]:
+        theirs = HostReport(uuid=uuid, name="h", running=(), owner="s")
+        message = ComputeHosts(service="second", cell="c", epoch=9, sequence=1, hosts=(theirs,))
+        await reports.take([Received(message, Meta(id="m", cause="", sent_at=0.0), "c", "q", False)])
+    assert [fact.instance_uuid for fact in reports.facts()] == [INSTANCE]
+    assert reports.hosts() == {REPORTS_HOSTS[0]} and not reports.is_whole
+
+
 class MovedClock(SystemClock):
     """A clock that goes on by what is slept."""
 
@@ -458,8 +471,8 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
 ) -> None:
     """Its conductor is dead as well, or its lease has not expired yet."""
 
-    async def down(cells: object) -> dict[tuple[str, str], object]:
-        return {}
+    async def leases(cells: object) -> dict[tuple[str, str], Lease]:
+        return {("c", name): Lease(service=name, epoch=1) for name in ("s", "slow")}
 
     async def deployment(database: object) -> str:
         return "d"
@@ -473,18 +486,19 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
         await reports.take(pages)
         return reports
 
-    monkeypatch.setattr(gather, "_down", down)
+    monkeypatch.setattr(gather, "_leases", leases)
     monkeypatch.setattr(gather, "deployment", deployment)
     monkeypatch.setattr(gather, "_cell_report", cell_report)
     # The host of "s" that its whole report lacks has lost its machine; its service is there.
     where = {REPORTS_HOSTS[0]: "s", REPORTS_HOSTS[1]: "s", REPORTS_HOSTS[2]: "half"}
     there = [InstanceFact(INSTANCE, "c", "active", host, 1, service) for host, service in where.items()]
     there.append(InstanceFact(INSTANCE, "c", "active", "00000009-0000-4000-8000-000000000000", 1, "silent"))
-    running, silent, _ = await gather._running(Site(Settings(cells={"c": CellSettings()})), {"c": None}, there)  # type: ignore[dict-item]
+    running, silent, _, unheard = await gather._running(Site(Settings(cells={"c": CellSettings()})), {"c": None}, there)  # type: ignore[dict-item]
     assert {fact.host_uuid for fact in running} == {REPORTS_HOSTS[0], REPORTS_HOSTS[3]}
     assert {name: (one.service, one.why, one.is_expected) for (_, name), one in silent.items()} == {
         name: (name, f"it did not answer within {SILENCE_S:g} s", False) for name in ("half", "silent")
     }
+    assert unheard == [("c", "slow")], "nothing is proved about what it runs"
 
 
 async def test_checks_of_two_processes_share_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -15,17 +15,19 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from berth.cli import app
+from berth.client import BuildClient
 from berth.commands import common, objects
 from berth.commands.common import Stop
 from berth.commands.drain import _ended
 from berth.commands.expired import is_expired, send_back
 from berth.commands.instances import show_record
 from berth.commands.objects import MAX_FILE_BYTES, read_file
-from berth.fencing.fencer import CELL_SILENT, TOO_MANY, FencingPlan, plan
+from berth.fencing.fencer import CELL_SILENT, TOO_MANY, Fencer, FencingPlan, plan
+from berth.fencing.plugin import FencingPlugin
 from berth.settings import FencingSettings, Settings
 from bus.clock import SystemClock
 from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.build import BuildRecord, BuildState, HostRecord, TimelineEntry
+from bus.contracts.build import BuildRecord, BuildState, HostRecord, HostsPage, TimelineEntry
 from bus.contracts.drains import DrainProgress, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import (
@@ -37,7 +39,7 @@ from bus.contracts.objects import (
     ObjectsQuery,
     StoredObject,
 )
-from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord
+from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, ServicesPage, SetAdminState
 from bus.contracts.placement import ClaimHolder
 from bus.contracts.queues import BY_QUEUE, DEAD
 from bus.memory import MemoryBroker, MemoryTransport
@@ -125,6 +127,43 @@ def test_a_suspect_counts_before_its_time() -> None:
 def test_where_no_service_of_the_cell_is_up_the_cell_is_what_is_silent() -> None:
     found = planned(600.0, [host()], service(), replace(OTHERS, cell="c2"))
     assert found.due == () and found.held == {"h1": CELL_SILENT}
+
+
+class TwoSilentHosts(SystemClock):
+    """A fleet as a client sees it, a plug-in, and the clock of both. The second host reports again while the first one
+    is switched off.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.silent = [1, 2]
+        self.off: list[str] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def services(self, **_: Any) -> ServicesPage:
+        return ServicesPage(services=(OTHERS, *map(service, self.silent)))
+
+    async def hosts(self, **_: Any) -> HostsPage:
+        return HostsPage(hosts=tuple(map(host, self.silent)), feed_sequence=1)
+
+    async def switch_off(self, host: HostRecord) -> str:
+        self.off.append(host.name)
+        self.silent = []
+        return "off"
+
+    async def set_admin_state(self, decision: SetAdminState, **_: Any) -> HostAdminState:
+        return replace(ADMIN, state=decision.state)
+
+
+async def test_a_host_that_reports_while_another_one_is_switched_off_stays_on() -> None:
+    """It was switched off by what was known a minute before, with all that ran there."""
+    fleet = TwoSilentHosts()
+    fencer = Fencer(cast(BuildClient, fleet), cast(FencingPlugin, fleet), SETTINGS, clock=fleet)
+    for fleet.now_s in (0.0, 60.0, 62.0):
+        await fencer.look()
+    assert fleet.off == ["h1"]
 
 
 # --- dead letters that may not go back: a delete or a release of them may be forgotten
