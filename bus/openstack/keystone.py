@@ -137,9 +137,9 @@ class KeystoneAuth(httpx.Auth):
             raise SignInUnavailable(f"Keystone answered {status} to our sign-in")
         try:
             expires = datetime.fromisoformat(msgspec.json.decode(answer.content, type=_Answer).token.expires_at)
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+            return token, expires.timestamp() - RENEW_EARLY_S
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, OverflowError):
             return token, math.inf  # until it is turned down
-        return token, expires.timestamp() - RENEW_EARLY_S
 
 
 def _identity(login: KeystoneLogin, setting: str) -> dict[str, Any]:
