@@ -81,7 +81,7 @@ class RestSource:
         params = {"fields": FIELDS, "limit": str(self._page_size)}
         for _ in range(MAX_PAGES):
             raw = await self._get("/v1/nodes", params, self._list_timeout_s, MAX_PAGE_BYTES)
-            if not isinstance(raw, dict) or not isinstance(raw.get("nodes"), list):
+            if raw is None or not isinstance(raw.get("nodes"), list):
                 raise SourceRefused("the node list has no nodes", code="ironic.not_a_list")
             yield [parse_node(node) for node in raw["nodes"]]
             marker = _marker(raw.get("next"))
@@ -112,8 +112,8 @@ class RestSource:
         if isinstance(self._auth, KeystoneAuth):
             await self._auth.aclose()
 
-    async def _get(self, path: str, params: dict[str, str], timeout_s: float, max_bytes: int) -> Any:
-        """Decoded JSON of a 200; None for a 404 that Ironic itself gave."""
+    async def _get(self, path: str, params: dict[str, str], timeout_s: float, max_bytes: int) -> dict[str, Any] | None:
+        """The JSON object of a 200; None for a 404 that Ironic itself gave."""
         scope = CURRENT.get()
         span = None if scope is None else scope.begin("ironic GET", **{"url.path": path})
         headers = None if span is None else {"traceparent": span.context.header}
@@ -149,11 +149,11 @@ class RestSource:
         raise SourceRefused(reason, code=f"ironic.http_{answer.status_code}")
 
 
-def _decode(path: str, body: bytes) -> Any:
+def _decode(path: str, body: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SourceUnavailable(f"{path}: the answer is not JSON", code="ironic.not_json") from error
+        raise SourceUnavailable(f"{path}: the answer is no JSON object", code="ironic.not_json") from error
 
 
 def _marker(link: object) -> str | None:
