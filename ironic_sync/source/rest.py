@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ import httpx
 import msgspec
 
 from bus.contracts.base import reason_of
+from bus.openstack import answers
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, unanswered
-from bus.openstack.rest import IRONIC_VERSION, api_root, bounded_body, error_text, is_ironics, version_advice
+from bus.openstack.rest import IRONIC_VERSION, api_root, error_text, is_ironics, version_advice
 from bus.tracing.context import CURRENT
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
@@ -119,32 +119,30 @@ class RestSource:
         headers = None if span is None else {"traceparent": span.context.header}
         problem = SourceUnavailable.code
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream("GET", path, params=params, headers=headers) as answer,
-            ):
-                body = await bounded_body(answer, max_bytes)
+            answer = await answers.request(
+                self._client, "GET", path, timeout_s=timeout_s, max_bytes=max_bytes, params=params, headers=headers
+            )
             problem = str(answer.status_code) if answer.is_error else ""
         except SignInUnavailable as error:
             raise SourceUnavailable(error.reason, code=error.code) from error
         except SignInRefused as error:
             raise SourceRefused(error.reason, code=error.code) from error
+        except answers.AnswerTooLarge as error:
+            raise SourceRefused(str(error), code="ironic.too_large") from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise SourceUnavailable(f"{path}: {unanswered(error, timeout_s)}") from error
         finally:
             if span is not None:
                 span.end(problem)
-        if body is None:
-            raise SourceRefused(f"an answer of more than {max_bytes} bytes", code="ironic.too_large")
         if answer.status_code == 200:
-            return _decode(path, body)
-        if answer.status_code == 404 and is_ironics(answer.headers, body):
+            return _decode(path, answer.content)
+        if answer.status_code == 404 and is_ironics(answer.headers, answer.content):
             return None
         if answer.status_code >= 500 or answer.status_code in BUSY:
             raise SourceUnavailable(f"{path}: HTTP {answer.status_code}")
         if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
             raise SourceRefused(version_advice(answer.headers, "ironic_sync.microversion"), code="ironic.microversion")
-        text = error_text(body)
+        text = error_text(answer.content)
         reason = f"{path}: HTTP {answer.status_code}{': ' if text else ''}{text}"
         raise SourceRefused(reason, code=f"ironic.http_{answer.status_code}")
 

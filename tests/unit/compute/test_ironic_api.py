@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
@@ -13,7 +13,7 @@ from bus.clock import SystemClock
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import NetworkRequest
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, DriverOutage
+from compute_sim.driver import Build, DriverOutage, DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.drivers.ironic.neutron import NeutronNetwork
@@ -95,6 +95,62 @@ async def test_pages_go_on_behind_nodes_that_cannot_be_read() -> None:
     made = await api(answer)
     assert [node.uuid for node in await made.nodes()] == [NODE, INSTANCE]
     await made.close()
+
+
+# --- answers without an end
+
+
+class Dripping(httpx.AsyncByteStream):
+    """A beginning, then nothing more and no end."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+
+class Swelling(httpx.AsyncByteStream):
+    """Much more than any answer has."""
+
+    def __init__(self) -> None:
+        self.sent_mib = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(64):
+            self.sent_mib += 1
+            yield b" " * 2**20
+
+
+async def test_an_answer_that_does_not_end_is_given_up() -> None:
+    """httpx bounds each wait for a byte alone: the request, and the build behind it, never ended."""
+    config = IronicConfig(request_timeout_s=0.01, network="neutron")
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Dripping()))
+    made = IronicApi(config, clock=SystemClock(), transport=transport)
+    made.open()
+    network = NeutronNetwork(config, clock=SystemClock(), transport=transport)
+    for call in (made.node(NODE), made.patch(NODE, []), network.release(NODE, INSTANCE)):
+        with pytest.raises(DriverOutage):
+            await call
+    await made.close()
+    await network.close()
+
+
+async def test_an_answer_beyond_its_bound_is_not_read_to_its_end() -> None:
+    streams: list[Swelling] = []
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        streams.append(Swelling())
+        return httpx.Response(200, stream=streams[-1])
+
+    made = await api(answer)
+    network = NeutronNetwork(
+        IronicConfig(network="neutron"), clock=SystemClock(), transport=httpx.MockTransport(answer)
+    )
+    for call in (made.node(NODE), network.release(NODE, INSTANCE)):
+        with pytest.raises(DriverUnavailable):
+            await call
+    assert all(stream.sent_mib < 64 for stream in streams)
+    await made.close()
+    await network.close()
 
 
 # --- a request for a port that is given up on its way
