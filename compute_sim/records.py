@@ -57,7 +57,7 @@ class ReservedRow(Struct, frozen=True, array_like=True, tag="r"):
 
 
 class InBookRow(Struct, frozen=True, array_like=True, tag="b"):
-    """Hosts whose inventory was published under this name, or was taken back."""
+    """Hosts whose inventory may be published under this name, or was taken back."""
 
     hosts: tuple[str, ...]
     is_in: bool
@@ -189,11 +189,11 @@ class Records:
         return [row.host for row in rows]
 
     def in_book(self) -> list[str]:
-        """The hosts whose inventory was published and not taken back."""
+        """The hosts whose inventory may be published and was not taken back."""
         return [host for host, is_in in self._in_book.items() if is_in]
 
     def note_in_book(self, hosts: Sequence[str], *, is_in: bool) -> None:
-        """The inventory of these hosts is published, or taken back."""
+        """The inventory of these hosts is about to be published, or is taken back."""
         changed = tuple(host for host in hosts if self._in_book.get(host, False) is not is_in)
         if changed:
             row = InBookRow(changed, is_in)
