@@ -41,6 +41,7 @@ from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machine
 from compute_sim.drivers.ironic.probation import WARNING, Probation
 from compute_sim.drivers.ironic.request import free_patch
 from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, NoVolumes, StaticVolumes, Volumes
+from compute_sim.guarded import guarded
 from compute_sim.ring import Ring
 
 # The search for new nodes takes at most one part in this many of the service's time, however many nodes there are.
@@ -241,17 +242,21 @@ class BareMetal:
         while True:
             began, pause_s = self._clock.monotonic(), min(OUTAGE_RETRY_S, self._config.watch_interval_s)
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
-                nodes, holding = await self._all_nodes(), self._holding()
-                mine = [node for node in nodes if self._is_ours(node, holding)]
-                await self._probation.note(node for node in mine if self._is_offered(node, holding))
-                offered = {host.uuid: host for node in mine if (host := self._host(node, holding)).offered}
-                known = self._offered or {}
-                changed_nodes = [uuid for uuid, host in offered.items() if known.get(uuid) != host]
-                self._offered = offered
-                if changed_nodes and self._changed is not None:
-                    self._changed(changed_nodes)
+                await guarded(self).look()
                 pause_s = max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began))
             await self._pause(pause_s)
+
+    async def look(self) -> None:
+        """Report the nodes that came or changed since the last look. Raises DriverUnavailable."""
+        nodes, holding = await self._all_nodes(), self._holding()
+        mine = [node for node in nodes if self._is_ours(node, holding)]
+        await self._probation.note(node for node in mine if self._is_offered(node, holding))
+        offered = {host.uuid: host for node in mine if (host := self._host(node, holding)).offered}
+        known = self._offered or {}
+        changed_nodes = [uuid for uuid, host in offered.items() if known.get(uuid) != host]
+        self._offered = offered
+        if changed_nodes and self._changed is not None:
+            self._changed(changed_nodes)
 
     async def _pause(self, seconds: float) -> None:
         """Until then, or until the ring has moved nodes here."""

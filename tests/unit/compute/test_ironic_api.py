@@ -28,7 +28,7 @@ IRONICS = [httpx.Response(404, headers=OF_IRONIC), httpx.Response(404, json={"er
 
 async def driver(answer: Callable[[httpx.Request], httpx.Response]) -> BareMetal:
     made = BareMetal(
-        IronicConfig(outage_timeout_s=0.01, poll_interval_s=0.001),
+        IronicConfig(outage_timeout_s=0.01, poll_interval_s=0.001, watch_interval_s=0.001),
         cell="c1",
         service="s",
         clock=SystemClock(),
@@ -94,6 +94,27 @@ async def test_pages_go_on_behind_nodes_that_cannot_be_read() -> None:
 
     made = await api(answer)
     assert [node.uuid for node in await made.nodes()] == [NODE, INSTANCE]
+    await made.close()
+
+
+async def test_a_bug_in_the_look_for_nodes_costs_that_look() -> None:
+    """It ended the service, and each later start of it."""
+    looks, found = [1], asyncio.Event()
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if looks:
+            raise KeyError(looks.pop())
+        return httpx.Response(200, json={"nodes": [{"uuid": NODE, "provision_state": "available"}]})
+
+    made = await driver(answer)
+    made.on_change(lambda _: found.set())
+    watching = asyncio.create_task(made.watch())
+    found_or_ended = asyncio.create_task(found.wait())
+    await asyncio.wait({watching, found_or_ended}, return_when=asyncio.FIRST_COMPLETED)
+    assert not watching.done()
+    for task in (watching, found_or_ended):
+        task.cancel()
+    await asyncio.gather(watching, found_or_ended, return_exceptions=True)
     await made.close()
 
 
