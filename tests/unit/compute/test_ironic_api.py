@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from compute_sim.driver import Build, DriverOutage, DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.drivers.ironic.neutron import NeutronNetwork
+from compute_sim.records import Records
 
 NODE, OTHER = (f"8296eb22-b44b-4cba-95b1-3a66b31189a{n}" for n in (4, 5))
 INSTANCE = "11111111-2222-4333-8444-555555555555"
@@ -26,9 +28,12 @@ PROXYS = [httpx.Response(404), httpx.Response(404, text="404 page not found"), h
 IRONICS = [httpx.Response(404, headers=OF_IRONIC), httpx.Response(404, json={"error_message": "no node"})]
 
 
-async def driver(answer: Callable[[httpx.Request], httpx.Response]) -> BareMetal:
+async def driver(
+    answer: Callable[[httpx.Request], httpx.Response], records: Records | None = None, **config: float
+) -> BareMetal:
     made = BareMetal(
-        IronicConfig(outage_timeout_s=0.01, poll_interval_s=0.001, watch_interval_s=0.001),
+        IronicConfig(outage_timeout_s=0.01, poll_interval_s=0.001, watch_interval_s=0.001, **config),
+        records=records,
         cell="c1",
         service="s",
         clock=SystemClock(),
@@ -67,6 +72,38 @@ async def test_a_node_that_ironic_does_not_have_carries_nothing(answer: httpx.Re
     made = await driver(lambda _: answer)
     await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
     await made.close()
+
+
+# --- a node that Ironic cannot undeploy
+
+
+async def test_a_restart_goes_on_undeploying_a_node_that_ironic_could_not_undeploy(tmp_path: Path) -> None:
+    """Ironic drops the instance and the mark then. The next process took the machine for destroyed, and it ran on."""
+    mark = {"deployment": DEPLOYMENT, "cell": "c1", "service": "s", "instance": INSTANCE, "attempt": 1}
+    node = {"uuid": NODE, "provision_state": "active", "instance_uuid": INSTANCE, "instance_info": {"berth": mark}}
+    ends_in = ["error"]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "PUT":
+            node.update(provision_state=ends_in[0], instance_uuid=None, instance_info={})
+            return httpx.Response(202)
+        return httpx.Response(200, json=node if request.url.path.endswith(NODE) else {"nodes": [node]})
+
+    for life in range(3):
+        records = Records(tmp_path / "records")
+        records.open()
+        made = await driver(answer, records, clean_timeout_s=0.01)
+        if life == 2:
+            assert [(one.instance_uuid, one.attempt) for one in (await made.list())[NODE]] == [(INSTANCE, 1)]
+            ends_in[0] = "cleaning"
+            await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+            assert not (await made.list())[NODE]
+        else:
+            with pytest.raises(DriverUnavailable):
+                await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+        await made.close()
+        records.close()
+    assert node["provision_state"] == "cleaning"
 
 
 # --- a node that cannot be read
