@@ -77,8 +77,12 @@ async def test_a_node_that_ironic_does_not_have_carries_nothing(answer: httpx.Re
 # --- a node that Ironic cannot undeploy
 
 
-async def test_a_restart_goes_on_undeploying_a_node_that_ironic_could_not_undeploy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rewrite_after", [100, -1])
+async def test_a_restart_goes_on_undeploying_a_node_that_ironic_could_not_undeploy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewrite_after: int
+) -> None:
     """Ironic drops the instance and the mark then. The next process took the machine for destroyed, and it ran on."""
+    monkeypatch.setattr("compute_sim.records.REWRITE_AFTER", rewrite_after)
     mark = {"deployment": DEPLOYMENT, "cell": "c1", "service": "s", "instance": INSTANCE, "attempt": 1}
     node = {"uuid": NODE, "provision_state": "active", "instance_uuid": INSTANCE, "instance_info": {"berth": mark}}
     ends_in = ["error"]
