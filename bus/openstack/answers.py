@@ -13,7 +13,7 @@ class AnswerTooLarge(httpx.HTTPError):
     """The answer has more bytes than its caller reads; the rest was not read."""
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class HttpAnswer(Struct, frozen=True, kw_only=True):
     """An answer with its whole body."""
 
     status_code: int
@@ -28,7 +28,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 async def request(
     client: httpx.AsyncClient, method: str, url: str, *, timeout_s: float, max_bytes: int, **more: Any
-) -> Answer:
+) -> HttpAnswer:
     """The answer to one request. more: as httpx takes it.
 
     httpx bounds each wait, and not their sum: a byte at a time keeps it waiting for ever. Raises TimeoutError,
@@ -40,4 +40,4 @@ async def request(
             body += chunk
             if len(body) > max_bytes:
                 raise AnswerTooLarge(f"an answer of more than {max_bytes} bytes")
-    return Answer(status_code=answer.status_code, headers=answer.headers, content=bytes(body))
+    return HttpAnswer(status_code=answer.status_code, headers=answer.headers, content=bytes(body))

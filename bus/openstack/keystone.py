@@ -138,7 +138,7 @@ class KeystoneAuth(httpx.Auth):
                 self._token, self._renew_at = self._parse_token(answer)
             return self._token
 
-    def _parse_token(self, answer: answers.Answer) -> tuple[str, float]:
+    def _parse_token(self, answer: answers.HttpAnswer) -> tuple[str, float]:
         """(the token, when to ask for the next). Raises SignInRefused, SignInUnavailable."""
         status = answer.status_code
         if status in {400, 401, 403, 404}:

@@ -19,7 +19,7 @@ from bus.contracts.base import reason_of
 from bus.contracts.cell import InstanceSpec
 from bus.faults import Fault
 from bus.openstack import answers
-from bus.openstack.answers import Answer
+from bus.openstack.answers import HttpAnswer
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import api_root, auth_of, error_text, tls_of
 from compute_sim.config import IronicConfig
@@ -146,7 +146,9 @@ class NeutronNetwork:
             raise DriverUnavailable(_words(answer))
         return _parse(answer, OnePort).port.id
 
-    async def _call(self, method: str, path: str, body: Any = None, *, params: dict[str, str] | None = None) -> Answer:
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, params: dict[str, str] | None = None
+    ) -> HttpAnswer:
         """One request.
 
         A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
@@ -179,12 +181,12 @@ def _name(node: str, instance: str, number: str) -> str:
     return f"berth-{instance}-{node}-{number}"
 
 
-def _words(answer: Answer) -> str:
+def _words(answer: HttpAnswer) -> str:
     text = error_text(answer.content)
     return f"Neutron answered {answer.status_code}{': ' if text else ''}{text}"
 
 
-def _parse(answer: Answer, kind: type[T]) -> T:
+def _parse(answer: HttpAnswer, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
