@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 from msgspec import Struct, structs
@@ -357,11 +358,21 @@ class Agent:
             self._on_settled(key)
 
     async def _clear(self, key: Key, attempt: int, deployment: str | None) -> None:
-        await self._destroying.call(
-            lambda: self._driver.destroy(key[0], key[1], attempt, deployment),
-            lambda error: isinstance(error, DriverUnavailable) and not isinstance(error, MachineProtected),
-        )
+        """Destroy what is left up to this attempt, and up to the fence that orders raise meanwhile: they are answered
+        with it.
+        """
+        cleared = -1
+        while cleared < (attempt := max(attempt, self._fence(key))):
+            cleared = attempt
+            await self._destroying.call(
+                partial(self._driver.destroy, key[0], key[1], attempt, deployment),
+                lambda error: isinstance(error, DriverUnavailable) and not isinstance(error, MachineProtected),
+            )
         self._undone.pop(key, None)
+
+    def _fence(self, key: Key) -> int:
+        entry = self._records.get(key)
+        return 0 if entry is None else entry.fence
 
     def _count_failures(self, host: str, *, works: bool) -> None:
         count = 0 if works else self._records.failed_builds(host) + 1

@@ -22,7 +22,7 @@ NAMED: dict[str, tuple[type[Exception], ...]] = {
     "check_source": (ChangeFault, HandOverRefused, NotOurs),
 }
 # By name and not by what they are: a driver may decorate a call, which still returns an awaitable.
-CALLS = {*NAMED, "open", "close", "hosts", "inventory", "list", "measure"}
+CALLS = {*NAMED, "open", "close", "hosts", "inventory", "list", "look", "measure"}
 
 
 def guarded(driver: AnyDriver) -> AnyDriver:

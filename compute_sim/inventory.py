@@ -76,8 +76,9 @@ class InventoryReporter:
             trees = await self._driver.inventory(uuids[at : at + TREES_PER_PUBLISH])
             if not trees:
                 continue
-            await self._publish_trees({tree[0].uuid: tree for tree in trees})
+            # Before it is: a process that ends in between would leave a host there that nobody takes back.
             self._records.note_in_book([tree[0].uuid for tree in trees], is_in=True)
+            await self._publish_trees({tree[0].uuid: tree for tree in trees})
 
     async def _take_back(self, uuids: Collection[str]) -> None:
         """Take hosts out of the book that the driver does not have any more, and on which no machine is on record.

@@ -57,10 +57,18 @@ class ReservedRow(Struct, frozen=True, array_like=True, tag="r"):
 
 
 class InBookRow(Struct, frozen=True, array_like=True, tag="b"):
-    """Hosts whose inventory was published under this name, or was taken back."""
+    """Hosts whose inventory may be published under this name, or was taken back."""
 
     hosts: tuple[str, ...]
     is_in: bool
+
+
+class UndeployingRow(Struct, frozen=True, array_like=True, tag="u"):
+    """The attempt and deployment in a machine's mark, which undeploying its node wipes; None: it is undeployed."""
+
+    host: str
+    instance: str
+    mark: tuple[int, str] | None
 
 
 class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
@@ -71,7 +79,7 @@ class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     starts: int
 
 
-Row = EntryRow | PurgeRow | FailuresRow | ReservedRow | InBookRow | NumbersRow
+Row = EntryRow | PurgeRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
 
 
 class Records:
@@ -87,6 +95,7 @@ class Records:
         self._failures: dict[str, int] = {}
         self._reserved: dict[str, tuple[ReservedMachine, ...]] = {}
         self._in_book: dict[str, bool] = {}
+        self._undeploying: dict[Key, tuple[int, str]] = {}  # one a node at most
         self.epoch = 0
         self.former: set[int] = set()  # epochs of this process that it has outgrown
         self.version = 0
@@ -189,14 +198,25 @@ class Records:
         return [row.host for row in rows]
 
     def in_book(self) -> list[str]:
-        """The hosts whose inventory was published and not taken back."""
+        """The hosts whose inventory may be published and was not taken back."""
         return [host for host, is_in in self._in_book.items() if is_in]
 
     def note_in_book(self, hosts: Sequence[str], *, is_in: bool) -> None:
-        """The inventory of these hosts is published, or taken back."""
+        """The inventory of these hosts is about to be published, or is taken back."""
         changed = tuple(host for host in hosts if self._in_book.get(host, False) is not is_in)
         if changed:
             row = InBookRow(changed, is_in)
+            self._apply(row)
+            self.write([row])
+
+    def undeploying(self, host: str) -> dict[str, tuple[int, str]]:
+        """{instance: (attempt, deployment)} in the marks of the machines that are being undeployed here."""
+        return {instance: mark for (at, instance), mark in self._undeploying.items() if at == host}
+
+    def note_undeploying(self, host: str, instance: str, mark: tuple[int, str] | None) -> None:
+        """This machine is about to be undeployed; None: nothing of it is left."""
+        if self._undeploying.get((host, instance)) != mark:
+            row = UndeployingRow(host, instance, mark)
             self._apply(row)
             self.write([row])
 
@@ -263,6 +283,10 @@ class Records:
                     del self._reserved[host]
             case InBookRow(hosts, is_in):
                 self._in_book.update(dict.fromkeys(hosts, is_in))
+            case UndeployingRow(host, instance, mark):
+                self._undeploying.pop((host, instance), None)
+                if mark is not None:
+                    self._undeploying[host, instance] = mark
             case NumbersRow(epoch, version, starts):
                 self.epoch, self.version, self.starts = epoch, version, starts
 
@@ -291,5 +315,7 @@ class Records:
         in_book = self.in_book()
         for at in range(0, len(in_book), HOSTS_A_ROW):
             yield InBookRow(tuple(in_book[at : at + HOSTS_A_ROW]), is_in=True)
+        for key, mark in self._undeploying.items():
+            yield UndeployingRow(key[0], key[1], mark)
         for key, entry in self._entries.items():
             yield EntryRow(key[0], key[1], entry, self._spawns.get(key))

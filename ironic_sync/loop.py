@@ -204,12 +204,12 @@ class SyncLoop:
 
     async def _check(self, term: _Term, kept: Term) -> None:
         """Notice soon when another process has become the writer, and purge nodes that were removed long ago."""
-        purge_at = self._clock.time()
+        purge_at = self._clock.monotonic()
         while True:
             await self._clock.sleep(self._config.leader_poll_interval_s)
             await kept.check()
-            if self._clock.time() >= purge_at:
-                purge_at = self._clock.time() + self._config.republish_interval_s
+            if self._clock.monotonic() >= purge_at:
+                purge_at = self._clock.monotonic() + self._config.republish_interval_s
                 reported_before = self._clock.time() - self._config.removed_retention_s
                 await kept.purge(reported_before)
                 term.sync_state.purge(reported_before)

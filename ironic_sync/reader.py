@@ -85,15 +85,15 @@ class Reader:
     async def run_all(self) -> None:
         """Read all nodes when requested, and at intervals, until cancelled."""
         backoff = Backoff(_policy(self._config.failed_retry_s, self._config.failed_retry_max_s), self._clock)
-        republish_at = self._clock.time()
+        republish_at = self._clock.monotonic()
         while True:
             wait_s = self._config.resync_interval_s * (1 + JITTER * self._rng.uniform(-1, 1))
             await event_or_time(self._all, self._clock, wait_s)
             self._reading_all = True
             self._all.clear()
-            if self._clock.time() >= republish_at:
+            if self._clock.monotonic() >= republish_at:
                 self._sync_state.republish_all(gone_since=self._clock.time() - self._config.removed_retention_s)
-                republish_at = self._clock.time() + self._config.republish_interval_s
+                republish_at = self._clock.monotonic() + self._config.republish_interval_s
             began = self._clock.monotonic()
             complete = await self._read_all()
             ended = self._clock.monotonic()

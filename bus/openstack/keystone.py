@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.faults import Fault, Transient
+from bus.openstack import answers
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 
@@ -27,6 +28,7 @@ SUBJECT = "X-Subject-Token"
 # A token is not used in its last moments: the request it goes with has a way before it.
 RENEW_EARLY_S = 60.0
 MAX_TOKEN_BYTES = 8192
+MAX_ANSWER_BYTES = 4 * 2**20  # a token with the catalogue of many regions
 
 
 class SignInUnavailable(Transient):
@@ -120,14 +122,23 @@ class KeystoneAuth(httpx.Auth):
         async with self._signing_in:
             if self._token == stale:
                 try:
-                    answer = await self._client.post(self.url, content=self._body, headers=JSON)
-                except (httpx.HTTPError, httpx.InvalidURL) as error:  # the caller would take it for Ironic's
+                    answer = await answers.request(
+                        self._client,
+                        "POST",
+                        self.url,
+                        timeout_s=self._timeout_s,
+                        max_bytes=MAX_ANSWER_BYTES,
+                        content=self._body,
+                        headers=JSON,
+                    )
+                except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+                    # The caller would take it for Ironic's.
                     text = f"Keystone at {self.url}: {unanswered(error, self._timeout_s)}"
                     raise SignInUnavailable(text) from error
                 self._token, self._renew_at = self._parse_token(answer)
             return self._token
 
-    def _parse_token(self, answer: httpx.Response) -> tuple[str, float]:
+    def _parse_token(self, answer: answers.HttpAnswer) -> tuple[str, float]:
         """(the token, when to ask for the next). Raises SignInRefused, SignInUnavailable."""
         status = answer.status_code
         if status in {400, 401, 403, 404}:

@@ -64,16 +64,6 @@ def _public_authorities() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-async def bounded_body(answer: httpx.Response, max_bytes: int) -> bytes | None:
-    """The body of an answer that is streamed; None: it has more than so many bytes, and the rest was not read."""
-    body = bytearray()
-    async for chunk in answer.aiter_bytes():
-        body += chunk
-        if len(body) > max_bytes:
-            return None
-    return bytes(body)
-
-
 def is_ironics(headers: Iterable[str], body: bytes) -> bool:
     """Whether an error is Ironic's own answer, so that its 404 is about the object and not, as a proxy's, about a path.
 

@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import TraitName, Uuid, reason_of
+from bus.contracts.base import TraitName, Uuid, matching, reason_of
 
-ShortText = Annotated[str, Bound(max_length=255)]
+ShortText = Annotated[str, matching(r"^[^\x00]*\Z", "a text without U+0000, which no database stores", max_length=255)]
 
 MAX_TRAITS = 1024
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from msgspec import Meta as Bound
 
 from bus.contracts.base import Uuid, reason_of
 from bus.contracts.host_metrics import HostReading
 from bus.json_values import has_more_values
+from ironic_sync.domain.node import ShortText
 from ironic_sync.domain.sensors import SENSOR_EVENT, parse_sensors
 
 MAX_BODY_BYTES: Final = 1024 * 1024  # the largest recorded one has 5 kB; driver_info and instance_info are free-form
@@ -23,8 +23,6 @@ MAX_BODY_BYTES: Final = 1024 * 1024  # the largest recorded one has 5 kB; driver
 # 2,000 sensors that are read of one node have 20,000.
 MAX_SENSOR_VALUES: Final = 65_536
 MAX_REQUEST_ID: Final = 64
-
-_Text = Annotated[str, Bound(max_length=255)]
 
 
 class Status(StrEnum):
@@ -84,29 +82,29 @@ class Rejected(Struct, frozen=True, kw_only=True):
 
 
 class _Envelope(Struct, rename={"version": "oslo.version", "message": "oslo.message"}):
-    version: _Text
+    version: ShortText
     message: str
 
 
 class _Data(Struct):
     uuid: Uuid | None = None
     node_uuid: Uuid | None = None
-    provision_state: _Text | UnsetType | None = UNSET
-    power_state: _Text | UnsetType | None = UNSET
+    provision_state: ShortText | UnsetType | None = UNSET
+    power_state: ShortText | UnsetType | None = UNSET
     maintenance: bool | UnsetType | None = UNSET
-    instance_uuid: _Text | UnsetType | None = UNSET
-    updated_at: _Text | None = None
+    instance_uuid: ShortText | UnsetType | None = UNSET
+    updated_at: ShortText | None = None
 
 
 class _Payload(Struct, rename={"data": "ironic_object.data", "namespace": "ironic_object.namespace"}):
     data: _Data
-    namespace: _Text
+    namespace: ShortText
 
 
 class _Inner(Struct, rename={"request_id": "_context_request_id"}):
-    message_id: _Text
-    publisher_id: _Text
-    event_type: _Text
+    message_id: ShortText
+    publisher_id: ShortText
+    event_type: ShortText
     payload: _Payload
     request_id: str | None = None
 
@@ -116,7 +114,7 @@ class _Traceable(Struct, rename={"request_id": "_context_request_id"}):
 
 
 class _Typed(Struct):
-    event_type: _Text
+    event_type: ShortText
 
 
 _envelope = msgspec.json.Decoder(_Envelope)

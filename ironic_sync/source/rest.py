@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ import httpx
 import msgspec
 
 from bus.contracts.base import reason_of
+from bus.openstack import answers
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, unanswered
-from bus.openstack.rest import IRONIC_VERSION, api_root, bounded_body, error_text, is_ironics, version_advice
+from bus.openstack.rest import IRONIC_VERSION, api_root, error_text, is_ironics, version_advice
 from bus.tracing.context import CURRENT
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
@@ -81,7 +81,7 @@ class RestSource:
         params = {"fields": FIELDS, "limit": str(self._page_size)}
         for _ in range(MAX_PAGES):
             raw = await self._get("/v1/nodes", params, self._list_timeout_s, MAX_PAGE_BYTES)
-            if not isinstance(raw, dict) or not isinstance(raw.get("nodes"), list):
+            if raw is None or not isinstance(raw.get("nodes"), list):
                 raise SourceRefused("the node list has no nodes", code="ironic.not_a_list")
             yield [parse_node(node) for node in raw["nodes"]]
             marker = _marker(raw.get("next"))
@@ -112,48 +112,46 @@ class RestSource:
         if isinstance(self._auth, KeystoneAuth):
             await self._auth.aclose()
 
-    async def _get(self, path: str, params: dict[str, str], timeout_s: float, max_bytes: int) -> Any:
-        """Decoded JSON of a 200; None for a 404 that Ironic itself gave."""
+    async def _get(self, path: str, params: dict[str, str], timeout_s: float, max_bytes: int) -> dict[str, Any] | None:
+        """The JSON object of a 200; None for a 404 that Ironic itself gave."""
         scope = CURRENT.get()
         span = None if scope is None else scope.begin("ironic GET", **{"url.path": path})
         headers = None if span is None else {"traceparent": span.context.header}
         problem = SourceUnavailable.code
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream("GET", path, params=params, headers=headers) as answer,
-            ):
-                body = await bounded_body(answer, max_bytes)
+            answer = await answers.request(
+                self._client, "GET", path, timeout_s=timeout_s, max_bytes=max_bytes, params=params, headers=headers
+            )
             problem = str(answer.status_code) if answer.is_error else ""
         except SignInUnavailable as error:
             raise SourceUnavailable(error.reason, code=error.code) from error
         except SignInRefused as error:
             raise SourceRefused(error.reason, code=error.code) from error
+        except answers.AnswerTooLarge as error:
+            raise SourceRefused(str(error), code="ironic.too_large") from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise SourceUnavailable(f"{path}: {unanswered(error, timeout_s)}") from error
         finally:
             if span is not None:
                 span.end(problem)
-        if body is None:
-            raise SourceRefused(f"an answer of more than {max_bytes} bytes", code="ironic.too_large")
         if answer.status_code == 200:
-            return _decode(path, body)
-        if answer.status_code == 404 and is_ironics(answer.headers, body):
+            return _decode(path, answer.content)
+        if answer.status_code == 404 and is_ironics(answer.headers, answer.content):
             return None
         if answer.status_code >= 500 or answer.status_code in BUSY:
             raise SourceUnavailable(f"{path}: HTTP {answer.status_code}")
         if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
             raise SourceRefused(version_advice(answer.headers, "ironic_sync.microversion"), code="ironic.microversion")
-        text = error_text(body)
+        text = error_text(answer.content)
         reason = f"{path}: HTTP {answer.status_code}{': ' if text else ''}{text}"
         raise SourceRefused(reason, code=f"ironic.http_{answer.status_code}")
 
 
-def _decode(path: str, body: bytes) -> Any:
+def _decode(path: str, body: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SourceUnavailable(f"{path}: the answer is not JSON", code="ironic.not_json") from error
+        raise SourceUnavailable(f"{path}: the answer is no JSON object", code="ironic.not_json") from error
 
 
 def _marker(link: object) -> str | None:

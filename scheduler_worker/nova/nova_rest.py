@@ -5,7 +5,6 @@ A row that cannot be read is left out and counted (`metrics.UNREADABLE`); an ans
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
@@ -18,8 +17,9 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.contracts.base import Uuid
 from bus.faults import Fault, Transient
+from bus.openstack import answers
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, checked_address, unanswered
-from bus.openstack.rest import auth_of, bounded_body, error_text, tls_of
+from bus.openstack.rest import auth_of, error_text, tls_of
 from bus.service.settings import SettingsError
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService
@@ -305,19 +305,23 @@ class NovaRest:
 
     async def _decoded(self, url: str, params: Mapping[str, str], version: str, *, or_none: bool = False) -> Any:
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._client.stream("GET", url, params=params, headers={VERSION: version} if version else {}) as answer,
-            ):
-                body = await bounded_body(answer, MAX_PAGE_BYTES)
+            answer = await answers.request(
+                self._client,
+                "GET",
+                url,
+                timeout_s=self._timeout_s,
+                max_bytes=MAX_PAGE_BYTES,
+                params=params,
+                headers={VERSION: version} if version else {},
+            )
         except SignInUnavailable as error:
             raise NovaUnavailable(error.reason, code=error.code) from error
         except SignInRefused as error:
             raise NovaRefused(error.reason, code=error.code) from error
+        except answers.AnswerTooLarge as error:
+            raise NovaRefused(f"{url}: {error}", code="nova.too_large") from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise NovaUnavailable(f"{url}: {unanswered(error, self._timeout_s)}") from error
-        if body is None:
-            raise NovaRefused(f"{url}: an answer of more than {MAX_PAGE_BYTES} bytes", code="nova.too_large")
         if answer.status_code == httpx.codes.NOT_FOUND and or_none:
             return None
         if answer.status_code >= 500 or answer.status_code in BUSY:
@@ -325,11 +329,11 @@ class NovaRest:
         if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
             self._version = None  # another Nova answers than the one that named its versions: older, or one of two
         if answer.status_code != httpx.codes.OK:
-            text = error_text(body)
+            text = error_text(answer.content)
             reason = f"{url}: HTTP {answer.status_code}{': ' if text else ''}{text}"
             raise NovaRefused(reason, code=f"nova.http_{answer.status_code}")
         try:
-            return msgspec.json.decode(body)
+            return msgspec.json.decode(answer.content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NovaUnavailable(f"{url}: the answer is not JSON", code="nova.not_json") from error
 

@@ -15,6 +15,8 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.contracts.base import reason_of
 from bus.faults import Fault
+from bus.openstack import answers
+from bus.openstack.answers import HttpAnswer
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, is_ironics, tls_of, version_advice
 from bus.tracing.context import CURRENT
@@ -227,7 +229,7 @@ class IronicApi:
 
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: Mapping[str, str] | None = None
-    ) -> httpx.Response:
+    ) -> HttpAnswer:
         """One request.
 
         A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
@@ -240,9 +242,20 @@ class IronicApi:
         problem = "driver.unavailable"
         try:
             async with self._in_flight:
-                answer = await self._client.request(method, path, json=body, params=params, headers=headers)
+                answer = await answers.request(
+                    self._client,
+                    method,
+                    path,
+                    timeout_s=self._config.request_timeout_s,
+                    max_bytes=MAX_BODY,
+                    json=body,
+                    params=params,
+                    headers=headers,
+                )
             problem = str(answer.status_code) if answer.is_error else ""
-        except httpx.HTTPError as error:
+        except answers.AnswerTooLarge as error:
+            raise DriverUnavailable(f"Ironic: {error}") from error
+        except (httpx.HTTPError, TimeoutError) as error:
             raise DriverOutage(f"Ironic: {type(error).__name__}") from error
         except SignInUnavailable as fault:
             raise DriverOutage(fault.reason) from fault
@@ -251,21 +264,10 @@ class IronicApi:
         finally:
             if span is not None:
                 span.end(problem)
-        if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
-            raise DriverUnavailable(version_advice(answer.headers, "compute.ironic.microversion"))
-        if answer.status_code in BUSY:
-            refused = Refused(answer.status_code, error_text(answer.content))
-            raise DriverBusy(str(refused), retry_after_s=_retry_after_s(answer))
-        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-            raise DriverOutage(str(Refused(answer.status_code, error_text(answer.content))))
-        if answer.status_code == httpx.codes.NOT_FOUND and not is_ironics(answer.headers, answer.content):
-            raise DriverOutage(f"{path}: the 404 is not Ironic's")  # a proxy's, which proves no node gone
-        if answer.status_code in PASSING:
-            raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
-        return answer
+        return _taken(answer, path)
 
 
-async def whole(request: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+async def whole(request: Coroutine[Any, Any, HttpAnswer]) -> HttpAnswer:
     """The answer to a request that changes something. It is never left half-way: cancelled, it could land after its
     undoing.
     """
@@ -279,17 +281,31 @@ async def whole(request: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
         raise
 
 
-def _retry_after_s(answer: httpx.Response) -> float:
+def _taken(answer: HttpAnswer, path: str) -> HttpAnswer:
+    """The answer, where it is the caller's. Raises DriverUnavailable: time or an operator may heal it."""
+    if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
+        raise DriverUnavailable(version_advice(answer.headers, "compute.ironic.microversion"))
+    if answer.status_code in BUSY:
+        refused = Refused(answer.status_code, error_text(answer.content))
+        raise DriverBusy(str(refused), retry_after_s=_retry_after_s(answer))
+    if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        raise DriverOutage(str(Refused(answer.status_code, error_text(answer.content))))
+    if answer.status_code == httpx.codes.NOT_FOUND and not is_ironics(answer.headers, answer.content):
+        raise DriverOutage(f"{path}: the 404 is not Ironic's")  # a proxy's, which proves no node gone
+    if answer.status_code in PASSING:
+        raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
+    return answer
+
+
+def _retry_after_s(answer: HttpAnswer) -> float:
     """The answer's `Retry-After`, where that is a number of seconds."""
     text = answer.headers.get("Retry-After", "")
     return float(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else 0.0
 
 
-def _parse(answer: httpx.Response, kind: type[T]) -> T:
+def _parse(answer: HttpAnswer, kind: type[T]) -> T:
     if answer.is_error:
         raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
-    if len(answer.content) > MAX_BODY:
-        raise DriverUnavailable("Ironic's answer is too large")
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

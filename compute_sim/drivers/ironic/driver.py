@@ -41,6 +41,8 @@ from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machine
 from compute_sim.drivers.ironic.probation import WARNING, Probation
 from compute_sim.drivers.ironic.request import free_patch
 from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, NoVolumes, StaticVolumes, Volumes
+from compute_sim.guarded import guarded
+from compute_sim.records import Records
 from compute_sim.ring import Ring
 
 # The search for new nodes takes at most one part in this many of the service's time, however many nodes there are.
@@ -60,6 +62,12 @@ class MachineRecords(Protocol):
     def holding_hosts(self) -> Collection[str]:
         """Hosts with a machine on record that the cell has not ended."""
 
+    def undeploying(self, host: str) -> Mapping[str, tuple[int, str]]:
+        """{instance: (attempt, deployment)} of the marks that were seen before the node was undeployed."""
+
+    def note_undeploying(self, host: str, instance: str, mark: tuple[int, str] | None) -> None:
+        """The node is about to be undeployed; None: it is."""
+
 
 class BareMetal:
     """The driver of one service's nodes: those that carry its mark, and its share of those that carry no mark."""
@@ -77,7 +85,7 @@ class BareMetal:
         volumes: Volumes | None = None,
         ring: Ring | None = None,
     ) -> None:
-        """records: the service's own; None: there are none.
+        """records: the service's own; None: others, which end with the driver.
 
         ring: with which services it shares the free nodes; None: with none.
         """
@@ -86,10 +94,8 @@ class BareMetal:
         self._cell = cell
         self._service = service
         self._services = frozenset((service, *config.takes_over))
-        self._records = records
+        self._records: MachineRecords = Records() if records is None else records
         self._clock = clock
-        # By node and instance, the mark that was seen before it was undeployed: one a node at most.
-        self._undeploying: dict[tuple[str, str], Mark] = {}
         self._deployments: set[NodeDeployment] = set()  # under way
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config, clock)
@@ -144,17 +150,16 @@ class BareMetal:
         """Undeploy the node when it has our mark; return when it is not deployed any more (cleaning continues).
 
         When undeploying fails (as its power does), Ironic drops instance and mark, and the machine may run on: it is
-        undeployed again then, as long as this process runs, which has seen the mark.
+        undeployed again then, as the records have the mark that was seen.
         Raises NotOurs (another mark), MachineProtected, or DriverUnavailable: try again later.
         """
         began = self._clock.monotonic()
         refused: Refused | None = None
-        undeployed = (host_uuid, instance_uuid)
         while (node := await self._api.node(host_uuid)) is not None:
             if node.instance == instance_uuid:
                 if not _may_undeploy(node, attempt, deployment):
                     return
-            elif undeployed not in self._undeploying or not node.is_half_undeployed:
+            elif instance_uuid not in self._records.undeploying(host_uuid) or not node.is_half_undeployed:
                 break
             took = self._clock.monotonic() - began
             if took > self._config.clean_timeout_s:
@@ -162,10 +167,11 @@ class BareMetal:
                 left = "still carries the instance" if node.instance else "is not undeployed"
                 raise DriverUnavailable(f"node {host_uuid} {left} and is {node.condition}{reason}")
             if node.mark is not None:
-                self._undeploying[undeployed] = node.mark
+                mark = (node.mark.attempt, node.mark.deployment)
+                self._records.note_undeploying(host_uuid, instance_uuid, mark)
             refused = await self._let_go(node)
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
-        self._undeploying.pop(undeployed, None)
+        self._records.note_undeploying(host_uuid, instance_uuid, None)
         if node is not None and node.storage_interface not in WITHOUT_VOLUMES:
             await self._detach_volumes(host_uuid, instance_uuid, attempt, deployment, began)
         await self._network.release(host_uuid, instance_uuid)
@@ -225,8 +231,8 @@ class BareMetal:
 
     def _half_undeployed(self, node: IronicNode) -> Sequence[Machine]:
         """The machine that may run on a node on which Ironic names none any more, because undeploying it failed."""
-        marks = [mark for (uuid, _), mark in self._undeploying.items() if uuid == node.uuid and node.is_half_undeployed]
-        return [Machine(node.uuid, m.instance, m.attempt, m.deployment, False, runs=node.runs) for m in marks]
+        marks = self._records.undeploying(node.uuid) if node.is_half_undeployed else {}
+        return [Machine(node.uuid, instance, *mark, False, runs=node.runs) for instance, mark in marks.items()]
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Nodes that came, or whose maintenance changed, as `watch` finds them."""
@@ -241,17 +247,21 @@ class BareMetal:
         while True:
             began, pause_s = self._clock.monotonic(), min(OUTAGE_RETRY_S, self._config.watch_interval_s)
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
-                nodes, holding = await self._all_nodes(), self._holding()
-                mine = [node for node in nodes if self._is_ours(node, holding)]
-                await self._probation.note(node for node in mine if self._is_offered(node, holding))
-                offered = {host.uuid: host for node in mine if (host := self._host(node, holding)).offered}
-                known = self._offered or {}
-                changed_nodes = [uuid for uuid, host in offered.items() if known.get(uuid) != host]
-                self._offered = offered
-                if changed_nodes and self._changed is not None:
-                    self._changed(changed_nodes)
+                await guarded(self).look()
                 pause_s = max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began))
             await self._pause(pause_s)
+
+    async def look(self) -> None:
+        """Report the nodes that came or changed since the last look. Raises DriverUnavailable."""
+        nodes, holding = await self._all_nodes(), self._holding()
+        mine = [node for node in nodes if self._is_ours(node, holding)]
+        await self._probation.note(node for node in mine if self._is_offered(node, holding))
+        offered = {host.uuid: host for node in mine if (host := self._host(node, holding)).offered}
+        known = self._offered or {}
+        changed_nodes = [uuid for uuid, host in offered.items() if known.get(uuid) != host]
+        self._offered = offered
+        if changed_nodes and self._changed is not None:
+            self._changed(changed_nodes)
 
     async def _pause(self, seconds: float) -> None:
         """Until then, or until the ring has moved nodes here."""
@@ -288,7 +298,7 @@ class BareMetal:
         return [self._host(node, holding) for node in nodes if self._is_ours(node, holding)]
 
     def _holding(self) -> Collection[str]:
-        return () if self._records is None else self._records.holding_hosts()
+        return self._records.holding_hosts()
 
     def _host(self, node: IronicNode, holding: Collection[str]) -> DriverHost:
         attributes = dict(ATTRIBUTES)
@@ -335,8 +345,7 @@ class BareMetal:
     def _carries_ours(self, node: IronicNode, holding: Collection[str]) -> bool:
         if node.uuid in holding:
             return True
-        records, instance = self._records, node.instance
-        return records is not None and instance is not None and records.is_live(node.uuid, instance)
+        return node.instance is not None and self._records.is_live(node.uuid, node.instance)
 
 
 def _may_undeploy(node: IronicNode, attempt: int, deployment: str | None) -> bool:

@@ -18,6 +18,8 @@ from bus.clock import Clock
 from bus.contracts.base import reason_of
 from bus.contracts.cell import InstanceSpec
 from bus.faults import Fault
+from bus.openstack import answers
+from bus.openstack.answers import HttpAnswer
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import api_root, auth_of, error_text, tls_of
 from compute_sim.config import IronicConfig
@@ -71,6 +73,7 @@ class NeutronNetwork:
             verify=verify,
             setting="compute.ironic.neutron.keystone",
         )
+        self._timeout_s = config.request_timeout_s
         self._client = httpx.AsyncClient(
             base_url=api_root(neutron.url),
             auth=self._auth,
@@ -145,14 +148,24 @@ class NeutronNetwork:
 
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: dict[str, str] | None = None
-    ) -> httpx.Response:
+    ) -> HttpAnswer:
         """One request.
 
         A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
         """
         try:
-            answer = await self._client.request(method, path, json=body, params=params)
-        except httpx.HTTPError as error:
+            answer = await answers.request(
+                self._client,
+                method,
+                path,
+                timeout_s=self._timeout_s,
+                max_bytes=MAX_BODY,
+                json=body,
+                params=params,
+            )
+        except answers.AnswerTooLarge as error:
+            raise DriverUnavailable(f"Neutron: {error}") from error
+        except (httpx.HTTPError, TimeoutError) as error:
             raise DriverOutage(f"Neutron: {type(error).__name__}") from error
         except SignInUnavailable as fault:
             raise DriverOutage(fault.reason) from fault
@@ -168,14 +181,12 @@ def _name(node: str, instance: str, number: str) -> str:
     return f"berth-{instance}-{node}-{number}"
 
 
-def _words(answer: httpx.Response) -> str:
+def _words(answer: HttpAnswer) -> str:
     text = error_text(answer.content)
     return f"Neutron answered {answer.status_code}{': ' if text else ''}{text}"
 
 
-def _parse(answer: httpx.Response, kind: type[T]) -> T:
-    if len(answer.content) > MAX_BODY:
-        raise DriverUnavailable("Neutron's answer is too large")
+def _parse(answer: HttpAnswer, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

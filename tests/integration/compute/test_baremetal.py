@@ -124,7 +124,7 @@ async def test_a_node_that_is_never_undeployed_is_named(metal: Metal) -> None:
         await driver.destroy(metal.first)  # as the agent repeats it
     await metal.in_state("error")
     orders = len(metal.requested)
-    await (await metal.driver()).destroy(metal.first)  # after a restart
+    await (await metal.driver()).destroy(metal.first)  # of a service that has lost its records
     assert len(metal.requested) == orders, "nothing proves any more that it was ours: it is left to its operator"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from typer.testing import CliRunner
 
@@ -145,6 +145,8 @@ def answering(answer: Callable[[httpx.Request], httpx.Response]) -> RestSource:
         (404, b"{}", SourceRefused),
         (302, b"", SourceRefused),
         (200, b"not json", SourceUnavailable),
+        (200, b"null", SourceUnavailable),
+        (200, b"[]", SourceUnavailable),
         (200, b"x" * (5 * 1024 * 1024), SourceRefused),
     ],
 )
@@ -155,7 +157,11 @@ async def test_odd_answers_are_faults_and_never_a_removal(status: int, content: 
     await reading.close()
 
 
-@pytest.mark.parametrize("content", [{"uuid": "05dcdb28-1788-4480-9281-af335fc32c9f"}, [], {"uuid": UUID, "traits": 1}])
+OTHERS = {"uuid": "05dcdb28-1788-4480-9281-af335fc32c9f"}
+UNSTORABLE = {"uuid": UUID, "provision_state": "active\0"}
+
+
+@pytest.mark.parametrize("content", [OTHERS, {}, {"uuid": UUID, "traits": 1}, UNSTORABLE])
 async def test_an_answer_that_is_not_this_node(content: object) -> None:
     reading = answering(lambda _: httpx.Response(200, json=content))
     assert isinstance(await reading.get_node(UUID), Unreadable)
@@ -177,7 +183,7 @@ async def test_a_list_that_never_ends_and_one_that_is_none() -> None:
     with pytest.raises(SourceRefused):
         [page async for page in endless.list_nodes()]
     none = answering(lambda _: httpx.Response(200, json=[1]))
-    with pytest.raises(SourceRefused):
+    with pytest.raises(SourceUnavailable):
         [page async for page in none.list_nodes()]
     await endless.close()
     await none.close()
@@ -288,6 +294,21 @@ async def test_an_application_credential_signs_in(
     reading = keystone_source(keystone_ironic, url, application_credential_secret="right", **named)
     assert await keystone_count(reading) == 3
     assert there.methods == ["application_credential"]
+    await reading.close()
+
+
+@pytest.mark.parametrize("expires", ["0001-01-01T00:00:00", "tomorrow", None])
+async def test_a_token_whose_end_cannot_be_read_is_used_until_it_is_turned_down(
+    keystone_ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str], expires: str | None
+) -> None:
+    """The first one ended the worker: it has no zone, and no time of the world is that early."""
+    there, url = keystone
+    there.services.add("odd")
+    token = {"token": {"expires_at": expires}}
+    there.sign_in_answer = JSONResponse(token, 201, headers={"X-Subject-Token": "odd"})
+    reading = keystone_source(keystone_ironic, url)
+    assert [await keystone_count(reading) for _ in range(2)] == [3, 3]
+    assert there.signed_in == 1
     await reading.close()
 
 

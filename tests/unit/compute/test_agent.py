@@ -261,6 +261,19 @@ async def test_every_destroy_is_answered_for_its_own_attempt() -> None:
     assert service.driver.misused == []
 
 
+async def test_a_destroy_that_joins_one_of_an_older_attempt_is_answered_for_its_own() -> None:
+    """It was answered when the older one was done, and its machine ran on."""
+    driver = Scripted()
+    service = await started(driver)
+    driver.machines[HOSTS[0], INSTANCES[0]] = 2
+    await service.carry_out(destroy(0, attempt=1), destroy(0, attempt=2))
+    assert not driver.machines
+    assert [(one.attempt, one.outcome) for one in service.results] == [
+        (1, ComputeOutcome.DESTROYED),
+        (2, ComputeOutcome.DESTROYED),
+    ]
+
+
 @pytest.mark.parametrize("ends", ["works", "hangs"])
 async def test_an_older_attempt_is_destroyed_before_a_newer_one_is_built(ends: str) -> None:
     driver = Scripted()

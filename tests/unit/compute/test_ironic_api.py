@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,10 +14,11 @@ from bus.clock import SystemClock
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import NetworkRequest
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, DriverOutage
+from compute_sim.driver import Build, DriverOutage, DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.drivers.ironic.neutron import NeutronNetwork
+from compute_sim.records import Records
 
 NODE, OTHER = (f"8296eb22-b44b-4cba-95b1-3a66b31189a{n}" for n in (4, 5))
 INSTANCE = "11111111-2222-4333-8444-555555555555"
@@ -26,9 +28,12 @@ PROXYS = [httpx.Response(404), httpx.Response(404, text="404 page not found"), h
 IRONICS = [httpx.Response(404, headers=OF_IRONIC), httpx.Response(404, json={"error_message": "no node"})]
 
 
-async def driver(answer: Callable[[httpx.Request], httpx.Response]) -> BareMetal:
+async def driver(
+    answer: Callable[[httpx.Request], httpx.Response], records: Records | None = None, **config: float
+) -> BareMetal:
     made = BareMetal(
-        IronicConfig(outage_timeout_s=0.01, poll_interval_s=0.001),
+        IronicConfig(outage_timeout_s=0.01, poll_interval_s=0.001, watch_interval_s=0.001, **config),
+        records=records,
         cell="c1",
         service="s",
         clock=SystemClock(),
@@ -69,6 +74,42 @@ async def test_a_node_that_ironic_does_not_have_carries_nothing(answer: httpx.Re
     await made.close()
 
 
+# --- a node that Ironic cannot undeploy
+
+
+@pytest.mark.parametrize("rewrite_after", [100, -1])
+async def test_a_restart_goes_on_undeploying_a_node_that_ironic_could_not_undeploy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewrite_after: int
+) -> None:
+    """Ironic drops the instance and the mark then. The next process took the machine for destroyed, and it ran on."""
+    monkeypatch.setattr("compute_sim.records.REWRITE_AFTER", rewrite_after)
+    mark = {"deployment": DEPLOYMENT, "cell": "c1", "service": "s", "instance": INSTANCE, "attempt": 1}
+    node = {"uuid": NODE, "provision_state": "active", "instance_uuid": INSTANCE, "instance_info": {"berth": mark}}
+    ends_in = ["error"]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "PUT":
+            node.update(provision_state=ends_in[0], instance_uuid=None, instance_info={})
+            return httpx.Response(202)
+        return httpx.Response(200, json=node if request.url.path.endswith(NODE) else {"nodes": [node]})
+
+    for life in range(3):
+        records = Records(tmp_path / "records")
+        records.open()
+        made = await driver(answer, records, clean_timeout_s=0.01)
+        if life == 2:
+            assert [(one.instance_uuid, one.attempt) for one in (await made.list())[NODE]] == [(INSTANCE, 1)]
+            ends_in[0] = "cleaning"
+            await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+            assert not (await made.list())[NODE]
+        else:
+            with pytest.raises(DriverUnavailable):
+                await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+        await made.close()
+        records.close()
+    assert node["provision_state"] == "cleaning"
+
+
 # --- a node that cannot be read
 
 
@@ -95,6 +136,83 @@ async def test_pages_go_on_behind_nodes_that_cannot_be_read() -> None:
     made = await api(answer)
     assert [node.uuid for node in await made.nodes()] == [NODE, INSTANCE]
     await made.close()
+
+
+async def test_a_bug_in_the_look_for_nodes_costs_that_look() -> None:
+    """It ended the service, and each later start of it."""
+    looks, found = [1], asyncio.Event()
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if looks:
+            raise KeyError(looks.pop())
+        return httpx.Response(200, json={"nodes": [{"uuid": NODE, "provision_state": "available"}]})
+
+    made = await driver(answer)
+    made.on_change(lambda _: found.set())
+    watching = asyncio.create_task(made.watch())
+    found_or_ended = asyncio.create_task(found.wait())
+    await asyncio.wait({watching, found_or_ended}, return_when=asyncio.FIRST_COMPLETED)
+    assert not watching.done()
+    for task in (watching, found_or_ended):
+        task.cancel()
+    await asyncio.gather(watching, found_or_ended, return_exceptions=True)
+    await made.close()
+
+
+# --- answers without an end
+
+
+class Dripping(httpx.AsyncByteStream):
+    """A beginning, then nothing more and no end."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+
+class Swelling(httpx.AsyncByteStream):
+    """Much more than any answer has."""
+
+    def __init__(self) -> None:
+        self.sent_mib = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(64):
+            self.sent_mib += 1
+            yield b" " * 2**20
+
+
+async def test_an_answer_that_does_not_end_is_given_up() -> None:
+    """httpx bounds each wait for a byte alone: the request, and the build behind it, never ended."""
+    config = IronicConfig(request_timeout_s=0.01, network="neutron")
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Dripping()))
+    made = IronicApi(config, clock=SystemClock(), transport=transport)
+    made.open()
+    network = NeutronNetwork(config, clock=SystemClock(), transport=transport)
+    for call in (made.node(NODE), made.patch(NODE, []), network.release(NODE, INSTANCE)):
+        with pytest.raises(DriverOutage):
+            await call
+    await made.close()
+    await network.close()
+
+
+async def test_an_answer_beyond_its_bound_is_not_read_to_its_end() -> None:
+    streams: list[Swelling] = []
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        streams.append(Swelling())
+        return httpx.Response(200, stream=streams[-1])
+
+    made = await api(answer)
+    network = NeutronNetwork(
+        IronicConfig(network="neutron"), clock=SystemClock(), transport=httpx.MockTransport(answer)
+    )
+    for call in (made.node(NODE), network.release(NODE, INSTANCE)):
+        with pytest.raises(DriverUnavailable):
+            await call
+    assert all(stream.sent_mib < 64 for stream in streams)
+    await made.close()
+    await network.close()
 
 
 # --- a request for a port that is given up on its way

@@ -277,6 +277,28 @@ async def test_a_host_that_its_service_no_longer_has_leaves_the_book(
         assert await published(3, *left) == [(HOST, True)], "once"
 
 
+class Dying(Shrinking):
+    """Its process dies when the book has the updates, and before it knows that."""
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        await super().publish_all(messages)
+        self.sent.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_host_published_by_a_process_that_died_leaves_the_book(tmp_path: Path) -> None:
+    """That it is in the book was written down after it was, so one that its driver had no more stayed there."""
+    worlds: list[Any] = [Dying(HOST, OTHER_HOST), Shrinking(HOST)]
+    for life, world in enumerate(worlds):
+        records = Records(tmp_path / "journal")
+        records.open()
+        records.start(1000.0 + life)
+        async with working(inventory_of(world, records, HostChanges(world)).report):
+            await world.sent.wait()
+        records.close()
+    assert [(one.root_uuid, bool(one.providers)) for one in worlds[1].updated()] == [(OTHER_HOST, False), (HOST, True)]
+
+
 async def test_a_host_that_is_gone_is_taken_from_no_other_service(tmp_path: Path) -> None:
     """Found by reading: a host that was released to this service, and that its driver had no more, took the tree of the
     service that had it before out of the book.

@@ -63,6 +63,7 @@ def test_every_recorded_message_is_understood(name: str) -> None:
         (body("node.update.end", {"uuid": "../../x"}), "notification.invalid"),
         (body("node.update.end", {"uuid": UUID, "maintenance": "yes"}), "notification.invalid"),
         (body("node.update.end", {"uuid": UUID, "provision_state": 7}), "notification.invalid"),
+        (body("node.update.end", {"uuid": UUID, "provision_state": "active\0"}), "notification.invalid"),
         (body("node.update", {"uuid": UUID}), "notification.unknown_event"),
         (body("node.update.maybe", {"uuid": UUID}), "notification.unknown_event"),
         (body("x", {"uuid": UUID}, event_type="compute.instance.create.end"), "notification.unknown_event"),

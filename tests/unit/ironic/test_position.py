@@ -260,6 +260,16 @@ async def test_all_is_published_again_at_intervals() -> None:
         assert 5 <= nodes.lists <= 9
 
 
+async def test_a_clock_that_is_set_back_puts_off_no_publication() -> None:
+    """Nothing was published again until the clock was where it had been."""
+    _, here = world(resync_interval_s=60.0, republish_interval_s=300.0)
+    async with here.running():
+        await here.settle()
+        here.clock.time = lambda: here.clock.now - 50_000.0  # type: ignore[method-assign]
+        await here.pass_time(400)
+        assert len(here.book.updates) == 2
+
+
 async def test_that_a_node_is_gone_is_published_again_too() -> None:
     """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
     nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0, removed_retention_s=1000.0)

@@ -1,0 +1,43 @@
+"""One request to a service and its whole answer, bounded in time and in size."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from msgspec import Struct
+
+
+class AnswerTooLarge(httpx.HTTPError):
+    """The answer has more bytes than its caller reads; the rest was not read."""
+
+
+class HttpAnswer(Struct, frozen=True, kw_only=True):
+    """An answer with its whole body."""
+
+    status_code: int
+    headers: httpx.Headers
+    content: bytes
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the service turned the request down, or failed."""
+        return self.status_code >= httpx.codes.BAD_REQUEST
+
+
+async def request(
+    client: httpx.AsyncClient, method: str, url: str, *, timeout_s: float, max_bytes: int, **more: Any
+) -> HttpAnswer:
+    """The answer to one request. more: as httpx takes it.
+
+    httpx bounds each wait, and not their sum: a byte at a time keeps it waiting for ever. Raises TimeoutError,
+    AnswerTooLarge, httpx.HTTPError, and what the client's sign-in raises.
+    """
+    body = bytearray()
+    async with asyncio.timeout(timeout_s), client.stream(method, url, **more) as answer:
+        async for chunk in answer.aiter_bytes():
+            body += chunk
+            if len(body) > max_bytes:
+                raise AnswerTooLarge(f"an answer of more than {max_bytes} bytes")
+    return HttpAnswer(status_code=answer.status_code, headers=answer.headers, content=bytes(body))
