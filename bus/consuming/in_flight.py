@@ -48,11 +48,6 @@ class ArrivedDelivery(NamedTuple):
     since: float
     lane: ConsumerLane
 
-    @property
-    def may_have_waited(self) -> bool:
-        """Whether it may have waited before it was read."""
-        return self.since < self.at
-
 
 class ConsumerLane:
     """The deliveries of one queue. name: that of its row's queue. held: bytes of the bodies of all that are not

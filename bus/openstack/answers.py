@@ -6,29 +6,15 @@ import asyncio
 from typing import Any
 
 import httpx
-from msgspec import Struct
 
 
 class AnswerTooLarge(httpx.HTTPError):
     """The answer has more bytes than its caller reads; the rest was not read."""
 
 
-class HttpAnswer(Struct, frozen=True, kw_only=True):
-    """An answer with its whole body."""
-
-    status_code: int
-    headers: httpx.Headers
-    content: bytes
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the service turned the request down, or failed."""
-        return self.status_code >= httpx.codes.BAD_REQUEST
-
-
 async def request(
     client: httpx.AsyncClient, method: str, url: str, *, timeout_s: float, max_bytes: int, **more: Any
-) -> HttpAnswer:
+) -> httpx.Response:
     """The answer to one request. more: as httpx takes it.
 
     httpx bounds each wait, and not their sum: a byte at a time keeps it waiting for ever. Raises TimeoutError,
@@ -40,4 +26,5 @@ async def request(
             body += chunk
             if len(body) > max_bytes:
                 raise AnswerTooLarge(f"an answer of more than {max_bytes} bytes")
-    return HttpAnswer(status_code=answer.status_code, headers=answer.headers, content=bytes(body))
+    headers = [(name, text) for name, text in answer.headers.items() if name != "content-encoding"]  # it is decoded
+    return httpx.Response(answer.status_code, headers=headers, content=bytes(body))

@@ -10,11 +10,11 @@ import math
 import ssl
 from collections.abc import AsyncGenerator
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import httpx
 import msgspec
-from msgspec import Struct
 
 from bus.clock import Clock
 from bus.faults import Fault, Transient
@@ -41,14 +41,6 @@ class SignInRefused(Fault):
     """Keystone turns our credentials down. For an operator."""
 
     code = "keystone.refused"
-
-
-class _Token(Struct, frozen=True):
-    expires_at: str = ""
-
-
-class _Answer(Struct, frozen=True):
-    token: _Token = _Token()
 
 
 def unanswered(error: Exception, timeout_s: float) -> str:
@@ -120,25 +112,19 @@ class KeystoneAuth(httpx.Auth):
         Raises SignInUnavailable, SignInRefused.
         """
         async with self._signing_in:
-            if self._token == stale:
-                try:
-                    answer = await answers.request(
-                        self._client,
-                        "POST",
-                        self.url,
-                        timeout_s=self._timeout_s,
-                        max_bytes=MAX_ANSWER_BYTES,
-                        content=self._body,
-                        headers=JSON,
-                    )
-                except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-                    # The caller would take it for Ironic's.
-                    text = f"Keystone at {self.url}: {unanswered(error, self._timeout_s)}"
-                    raise SignInUnavailable(text) from error
-                self._token, self._renew_at = self._parse_token(answer)
+            if self._token != stale:
+                return self._token
+            ask = partial(answers.request, self._client, "POST", self.url, content=self._body, headers=JSON)
+            try:
+                answer = await ask(timeout_s=self._timeout_s, max_bytes=MAX_ANSWER_BYTES)
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+                # The caller would take it for Ironic's.
+                text = f"Keystone at {self.url}: {unanswered(error, self._timeout_s)}"
+                raise SignInUnavailable(text) from error
+            self._token, self._renew_at = self._parse_token(answer)
             return self._token
 
-    def _parse_token(self, answer: answers.HttpAnswer) -> tuple[str, float]:
+    def _parse_token(self, answer: httpx.Response) -> tuple[str, float]:
         """(the token, when to ask for the next). Raises SignInRefused, SignInUnavailable."""
         status = answer.status_code
         if status in {400, 401, 403, 404}:
@@ -147,9 +133,9 @@ class KeystoneAuth(httpx.Auth):
         if status != 201 or not token or len(token) > MAX_TOKEN_BYTES:
             raise SignInUnavailable(f"Keystone answered {status} to our sign-in")
         try:
-            expires = datetime.fromisoformat(msgspec.json.decode(answer.content, type=_Answer).token.expires_at)
+            expires = datetime.fromisoformat(msgspec.json.decode(answer.content)["token"]["expires_at"])
             return token, expires.timestamp() - RENEW_EARLY_S
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, OverflowError):
+        except (msgspec.DecodeError, ValueError, OverflowError, LookupError, TypeError, RecursionError):
             return token, math.inf  # until it is turned down
 
 

@@ -20,7 +20,6 @@ from bus.service.settings import SettingsError
 
 IRONIC_VERSION = "X-OpenStack-Ironic-API-Version"
 _LEAST, _MOST = "X-OpenStack-Ironic-API-Minimum-Version", "X-OpenStack-Ironic-API-Maximum-Version"
-_OF_IRONIC = "x-openstack-ironic-api-"
 MAX_ERROR = 1_500  # characters of a service's error that go into a reason
 _VERSION_PATH = re.compile(r"/v\d+(\.\d+)?$")
 
@@ -69,7 +68,7 @@ def is_ironics(headers: Iterable[str], body: bytes) -> bool:
 
     headers: the names of the answer's.
     """
-    if any(name.lower().startswith(_OF_IRONIC) for name in headers):
+    if any(name.lower().startswith("x-openstack-ironic-api-") for name in headers):
         return True
     try:
         return "error_message" in msgspec.json.decode(body, type=dict[str, Any])

@@ -378,10 +378,6 @@ def _timestamp(ticks: int) -> datetime | None:
         return None
 
 
-def _decimal(scale: int, raw: int) -> Decimal:
-    return Decimal(raw).scaleb(-scale)
-
-
 _FIXED: dict[int, tuple[struct.Struct, Callable[..., object] | None]] = {
     ord(kind): (struct.Struct(form), port_error)
     for kind, form, port_error in (
@@ -396,7 +392,7 @@ _FIXED: dict[int, tuple[struct.Struct, Callable[..., object] | None]] = {
         ("L", ">q", None),
         ("f", ">f", None),
         ("d", ">d", None),
-        ("D", ">BI", _decimal),
+        ("D", ">BI", lambda scale, raw: Decimal(raw).scaleb(-scale)),
         ("T", ">Q", _timestamp),
     )
 }

@@ -375,10 +375,7 @@ class RabbitTransport:
                 return False
             return not isinstance(error, QueueLocked)  # another process's, perhaps: the caller knows how long to wait
 
-        async def on_this_session() -> T:
-            return await work(self._current())
-
-        return await Retrying(SET_UP, self._clock, self._jitter).call(on_this_session, may_pass)
+        return await Retrying(SET_UP, self._clock, self._jitter).call(lambda: work(self._current()), may_pass)
 
     async def _declare(self, planned: QueuePlan) -> None:
         real = self._names.plan(planned)

@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable
 from importlib import metadata
-from types import FrameType
 
 import structlog
 import uvloop
@@ -126,12 +125,8 @@ def _on_signals(stop: asyncio.Event) -> None:
         stop.set()
         for each in STOP_SIGNALS:
             loop.remove_signal_handler(each)
-            signal.signal(each, _end_now)
+            signal.signal(each, lambda number, _: os._exit(EXIT_SIGNAL + number))
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup: a terminal that hangs up is no reason to stop
             loop.add_signal_handler(number, first, number)
-
-
-def _end_now(number: int, _frame: FrameType | None) -> None:
-    os._exit(EXIT_SIGNAL + number)

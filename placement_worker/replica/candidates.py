@@ -56,13 +56,6 @@ class CandidateSet:
         """For each slot, the uuid of the provider that gives it in each candidate."""
         return [self._book.uuids_of(column) for column in self.rows.T]
 
-    @property
-    def single_provider(self) -> bool:
-        """Whether one provider gives all slots in every candidate, as on flat hosts: one column is then the whole
-        answer.
-        """
-        return bool((self.rows == self.rows[:, :1]).all())
-
     def touched(self) -> Rows:
         """The rows for the provider summaries, ascending: every member of each tree that gives resources.
 

@@ -84,9 +84,9 @@ class Follower:
         # One batch at a time, so that changes are applied in the order in which they arrive.
         self._consumer = Consumer(bus, QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
         self._catch_up = CatchUp(book, PlacementFeed(bus))
-        self._catch_up.on_stale = self._drop_buffered
-        self._catch_up.on_page = self._caught_up
         self._kept: list[Change] = []
+        self._catch_up.on_stale = self._kept.clear  # the book was set back, or the snapshot will contain these changes
+        self._catch_up.on_page = self._caught_up
         self._kept_history = ""
         self._wanted = asyncio.Event()
         self._begun = self._ended = 0  # the number of rounds of requests begun and ended
@@ -204,7 +204,7 @@ class Follower:
         gap = None
         while self._kept and gap is None:  # ends: each round applies what is there, or finds a hole
             gap = await apply(self.book, sorted(self._kept, key=lambda change: change.sequence))
-            self._kept = [change for change in self._kept if change.sequence > self.book.sequence]
+            self._kept[:] = [change for change in self._kept if change.sequence > self.book.sequence]
 
     def _compare(self) -> None:
         """Request changes when the head has differed from the book for long: the last changes were lost, so no later
@@ -266,9 +266,6 @@ class Follower:
         await Retrying(UNTIL_AVAILABLE, self._clock, self._rng).call(
             self._catch_up.run, may_pass, on_failure=log_failure
         )
-
-    def _drop_buffered(self) -> None:
-        self._kept.clear()  # the book was set back, or the snapshot will contain these changes
 
     async def _caught_up(self, head: int, is_loaded: bool) -> None:
         """Apply what is buffered, after an answer of placement or a load."""

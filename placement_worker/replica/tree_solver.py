@@ -148,7 +148,8 @@ class TreeSolver:
         self._bits = [sum(1 << member for member in members) for members in problem.eligible]
         self._by_kind = [_by_kind(problem, slot) for slot in _order(problem)]
         self._order = _order(problem)
-        self._tracked = [_is_tracked(problem, slot) for slot in self._order]
+        # Whether a member's allocation for a slot matters to other slots
+        self._tracked = [at in problem.apart or bool(problem.needs and any(problem.needs[at])) for at in self._order]
         self._open = _open_subtrees(problem, self._order)
         self._reach = _reach(problem, self._order)
         self._loose = not (any(self._tracked) or problem.subtrees or problem.everything or problem.trees is not None)
@@ -408,11 +409,6 @@ def _by_kind(problem: TreeProblem, slot: int) -> list[list[int]]:
     for member in problem.eligible[slot]:
         kinds.setdefault(problem.kinds[member], []).append(member)
     return list(kinds.values())
-
-
-def _is_tracked(problem: TreeProblem, slot: int) -> bool:
-    """Whether a member's allocation for this slot matters to other slots."""
-    return slot in problem.apart or bool(problem.needs and any(problem.needs[slot]))
 
 
 def _open_subtrees(problem: TreeProblem, order: list[int]) -> list[list[int]]:

@@ -16,7 +16,6 @@ from bus.clock import Clock
 from bus.contracts.base import reason_of
 from bus.faults import Fault
 from bus.openstack import answers
-from bus.openstack.answers import HttpAnswer
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, is_ironics, tls_of, version_advice
 from bus.tracing.context import CURRENT
@@ -229,7 +228,7 @@ class IronicApi:
 
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: Mapping[str, str] | None = None
-    ) -> HttpAnswer:
+    ) -> httpx.Response:
         """One request.
 
         A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
@@ -267,7 +266,7 @@ class IronicApi:
         return _taken(answer, path)
 
 
-async def whole(request: Coroutine[Any, Any, HttpAnswer]) -> HttpAnswer:
+async def whole(request: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
     """The answer to a request that changes something. It is never left half-way: cancelled, it could land after its
     undoing.
     """
@@ -281,7 +280,7 @@ async def whole(request: Coroutine[Any, Any, HttpAnswer]) -> HttpAnswer:
         raise
 
 
-def _taken(answer: HttpAnswer, path: str) -> HttpAnswer:
+def _taken(answer: httpx.Response, path: str) -> httpx.Response:
     """The answer, where it is the caller's. Raises DriverUnavailable: time or an operator may heal it."""
     if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
         raise DriverUnavailable(version_advice(answer.headers, "compute.ironic.microversion"))
@@ -297,13 +296,13 @@ def _taken(answer: HttpAnswer, path: str) -> HttpAnswer:
     return answer
 
 
-def _retry_after_s(answer: HttpAnswer) -> float:
+def _retry_after_s(answer: httpx.Response) -> float:
     """The answer's `Retry-After`, where that is a number of seconds."""
     text = answer.headers.get("Retry-After", "")
     return float(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else 0.0
 
 
-def _parse(answer: HttpAnswer, kind: type[T]) -> T:
+def _parse(answer: httpx.Response, kind: type[T]) -> T:
     if answer.is_error:
         raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
     try:

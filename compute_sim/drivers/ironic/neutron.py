@@ -19,7 +19,6 @@ from bus.contracts.base import reason_of
 from bus.contracts.cell import InstanceSpec
 from bus.faults import Fault
 from bus.openstack import answers
-from bus.openstack.answers import HttpAnswer
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import api_root, auth_of, error_text, tls_of
 from compute_sim.config import IronicConfig
@@ -148,7 +147,7 @@ class NeutronNetwork:
 
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: dict[str, str] | None = None
-    ) -> HttpAnswer:
+    ) -> httpx.Response:
         """One request.
 
         A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
@@ -181,12 +180,12 @@ def _name(node: str, instance: str, number: str) -> str:
     return f"berth-{instance}-{node}-{number}"
 
 
-def _words(answer: HttpAnswer) -> str:
+def _words(answer: httpx.Response) -> str:
     text = error_text(answer.content)
     return f"Neutron answered {answer.status_code}{': ' if text else ''}{text}"
 
 
-def _parse(answer: HttpAnswer, kind: type[T]) -> T:
+def _parse(answer: httpx.Response, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
