@@ -29,7 +29,9 @@ class LastMachineWatch:
         self._fleets = fleets
         self._was_active = was_active
         self._shelved: dict[str, None] = {}
-        self._imaged: dict[str, None] = {}  # they are leaving, or have left, for another cell and are not active there
+        # They are leaving, or have left, for another cell: with which attempt. Its end was ordered then, and may come
+        # when a restored record has the instance active again.
+        self._imaged: dict[str, int] = {}
 
     def instances(self, instances: Mapping[str, Instance]) -> None:
         """After a commit of a conductor: what was offloaded once has an image in place of a machine."""
@@ -38,16 +40,14 @@ class LastMachineWatch:
             if uuid not in self._shelved and (instance.phase in _OFFLOADED or kind in _OF_IMAGE):
                 self._shelved[uuid] = None
             if instance.phase == (State.DESTROYING, State.DEPARTED):
-                self._imaged[uuid] = None
-            elif instance.state is State.ACTIVE:
-                self._imaged.pop(uuid, None)
+                self._imaged[uuid] = instance.attempt
 
     def destroyed(self, host: str, guest: Guest, is_deleted: bool) -> None:
         """A driver takes a machine away. Raises Breach."""
         uuid = guest.instance_uuid
         if not guest.complete or is_deleted or uuid not in self._was_active or uuid in self._shelved:
             return
-        if uuid in self._imaged:
+        if guest.attempt <= self._imaged.get(uuid, 0):
             return
         for fleet in self._fleets.values():
             for other, one in fleet.guests():
