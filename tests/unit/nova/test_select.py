@@ -286,6 +286,16 @@ async def test_members_that_berth_never_claimed_keep_their_hosts_to_themselves()
     assert hosts_of(await here.select(VMS[2], run="third", instance_group=together)) == [["h0"]]
 
 
+async def test_members_beyond_those_that_one_question_may_name_count() -> None:
+    here = await cloud(3)
+    await here.hold(VMS[8], 2)
+    (hosts,) = hosts_of(await here.select(VMS[0], instance_group=group("soft-affinity", [*MANY, VMS[8]])))
+    assert hosts[0] == "h2"
+    assert hosts_of(await here.select(VMS[1], instance_group=group("affinity", [*MANY, VMS[8]]))) == [["h2"]]
+    assert len(here.claims.submitted) == 2, "no claim is lost to the rule"
+    assert all(len(one.consumers) <= MAX_NAMED for one in here.claims.located)
+
+
 async def test_a_group_on_two_hosts_takes_a_member_on_either() -> None:
     """As stock does: after an evacuation, or a forced move."""
     here = await cloud(3)
