@@ -178,12 +178,9 @@ def parse_call(
     """
     plain = _inflated(body, compression)
     try:
-        if len(plain) > MAX_CALL_BYTES:
-            raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes", code="nova.call_too_large")
         message = _decoded(_payload(plain), dict[str, Any])
     except CallUnreadable as error:
         return _unread(plain, error)
-    context = {key[len(CONTEXT) :]: value for key, value in message.items() if key.startswith(CONTEXT)}
     arguments = message.get("args", {})
     if not isinstance(arguments, dict):
         raise CallUnreadable("`args` is no object")
@@ -198,7 +195,7 @@ def parse_call(
         arguments=arguments,
         version=version,
         namespace=_word(message, "namespace"),
-        context=context,
+        context={key[len(CONTEXT) :]: value for key, value in message.items() if key.startswith(CONTEXT)},
         reply_queue=reply_queue,
         message_id=_word(message, "_msg_id"),
         unique_id=_word(message, "_unique_id"),
@@ -219,8 +216,6 @@ def readdressed(body: bytes, reply_queue: str) -> bytes:
 
 def parse_reply(body: bytes) -> RemoteReply:
     """Parse a reply of another server. Raises CallUnreadable."""
-    if len(body) > MAX_CALL_BYTES:
-        raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes")
     message = _decoded(_payload(body), dict[str, Any])
     return RemoteReply(message_id=_word(message, "_msg_id"), ending=message.get("ending") is True, body=body)
 
@@ -316,7 +311,9 @@ def _last(end: bytes, key: str) -> str:
 
 
 def _payload(body: bytes) -> str:
-    """The text of the message in an envelope."""
+    """The text of the message in an envelope. Raises CallUnreadable."""
+    if len(body) > MAX_CALL_BYTES:
+        raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes", code="nova.call_too_large")
     envelope = _decoded(body, dict[str, Any])
     version, message = envelope.get(VERSION_KEY), envelope.get(MESSAGE_KEY)
     if not isinstance(message, str) or not isinstance(version, str):
