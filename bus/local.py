@@ -374,8 +374,8 @@ class LocalTransport:
         callback = self._callbacks.get(subscription)
         if callback is None:
             delivery.nack(requeue=True)  # it was on its way when its subscription was cancelled
-        else:
-            call_back(callback, delivery)
+        elif not call_back(callback, delivery):
+            delivery.nack(requeue=False)
 
     def _lost(self) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -14,13 +14,18 @@ from msgspec import Struct
 from bus.contracts.queues import QueueRow
 
 
-def call_back(callback: Callable[..., None], *arguments: object) -> None:
-    """Call what a user has given to a transport. An error ends only this call: the event loop's handler reports it."""
+def call_back(callback: Callable[..., None], *arguments: object) -> bool:
+    """Call what a user has given to a transport. An error ends only this call: the event loop's handler reports it.
+
+    Returns whether there was none.
+    """
     try:
         callback(*arguments)
+        return True
     except Exception as error:  # a user's defect must not end a connection that others use, too
         context = {"message": f"a callback of a transport failed: {callback!r}", "exception": error}
         asyncio.get_running_loop().call_exception_handler(context)
+        return False
 
 
 class BusError(Exception):

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Outcome, Wait
-from bus.contracts.placement import Claim, ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Claim, ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult, LocatePage
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
@@ -65,7 +65,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.ranking import CellRuns, Spread
 from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.view import RequestSpec, has_peers, locate_request, peers_of
+from scheduler_worker.domain.view import RequestSpec, has_peers, joined, locate_requests, peers_of
 from scheduler_worker.store.port import SchedulerStore, write_decided
 
 log = structlog.get_logger(__name__)
@@ -219,17 +219,20 @@ class Placer:
         if not to_locate:
             return states
         members = [None if one.foreign is None else one.foreign.group_members for one in to_locate]
-        requests = [locate_request(one.request, named or ()) for one, named in zip(to_locate, members, strict=True)]
-        distinct = list(dict.fromkeys(requests))
+        requests = [locate_requests(one.request, named or ()) for one, named in zip(to_locate, members, strict=True)]
+        distinct = list(dict.fromkeys(itertools.chain.from_iterable(requests)))
         pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
         answered: dict[str, PlacementState] = {}
-        for state, request, named in zip(to_locate, requests, members, strict=True):
-            page = pages[request]
+        for state, asked, named in zip(to_locate, requests, members, strict=True):
             uuid = state.request.instance_uuid
-            if isinstance(page, Fault):
-                answered[uuid] = replace(state, result=result_after(page))
+            found_on: list[LocatePage] = []
+            for page in (pages[one] for one in asked):
+                if isinstance(page, Fault):
+                    answered[uuid] = replace(state, result=result_after(page))
+                    break
+                found_on.append(page)
             else:
-                spec = state.spec.with_peers(peers_of(state.request, page, named), uuid)
+                spec = state.spec.with_peers(peers_of(state.request, joined(found_on), named), uuid)
                 answered[uuid] = replace(state, spec=spec)
         return [answered.get(state.request.instance_uuid, state) for state in states]
 

@@ -302,7 +302,9 @@ class Queue:
         """The first in line to this consumer."""
         stored = self.pop()
         consumer.unacked[stored.number] = stored
-        call_back(consumer.on_delivery, MemoryDelivery(stored, consumer))
+        delivery = MemoryDelivery(stored, consumer)
+        if not call_back(consumer.on_delivery, delivery):
+            delivery.nack(requeue=False)
 
     def disconnect(self, transport: Connection) -> None:
         """A connection is gone: its consumers leave, and their messages go back in line."""

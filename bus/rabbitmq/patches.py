@@ -154,7 +154,8 @@ def confirm_of(channel: Channel, message_id: str) -> asyncio.Future[object]:
 
 
 def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], None], most_bytes: int) -> None:
-    """Have a channel that has one consumer call it with each delivery, instead of making a task for each. most_bytes:
+    """Have a channel that has one consumer call it with each delivery, instead of making a task for each. It raises
+    nothing, which would end the channel. most_bytes:
     the bound of a body, of which a longer one keeps one byte more, its end among them.
     """
 
@@ -163,10 +164,7 @@ def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], Non
         if not isinstance(header, ContentHeader):
             raise ValueError(f"{header!r} instead of a header")
         body = await _body(channel, header.body_size, most_bytes)
-        try:
-            on_message(DeliveredMessage(delivery=frame, header=header, body=body, channel=channel))
-        except Exception:  # of one message, and not of its channel
-            log.exception("bus.delivery_failed")
+        on_message(DeliveredMessage(delivery=frame, header=header, body=body, channel=channel))
 
     channel._on_deliver_frame = on_deliver
 

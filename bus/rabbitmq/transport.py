@@ -75,12 +75,10 @@ class RabbitSubscription:
             def on_message(message: DeliveredMessage) -> None:
                 acks.register(message.delivery_tag or 0)
                 try:
-                    delivery = RabbitDelivery(message, acks, names)
-                except Exception:  # raised in the library it would only be logged, and the message held for ever
-                    log.exception("bus.unreadable_delivery", queue=self.queue)
+                    self._on_delivery(RabbitDelivery(message, acks, names))
+                except Exception:  # of one message, and not of its channel: unsettled it would be held for ever
+                    log.exception("bus.delivery_failed", queue=self.queue)
                     acks.nack(message.delivery_tag or 0, requeue=False)
-                    return
-                self._on_delivery(delivery)
 
             hand_over_at_once(channel, on_message, most_bytes(names.local(self.queue)))
             with translated():

@@ -313,19 +313,26 @@ def has_peers(request: Placeable) -> bool:
     return bool(request.server_group or request.different_host or request.same_host)
 
 
-def locate_request(request: Placeable, members: Sequence[str] = ()) -> LocateRequest:
-    """The query to placement, the same for all members of a group: they share its answer. members: instances of its
-    server group that placement may not know as such; where they are more than a query may name, the claim knows them.
+def locate_requests(request: Placeable, members: Sequence[str] = ()) -> tuple[LocateRequest, ...]:
+    """The queries to placement, the same for all members of a group: they share its answer. members: instances of its
+    server group that placement may not know as such. Several where those named are more than one query may name.
 
     An instance that holds a claim of an earlier run is counted with the others. Its next claim, or the probe where no
     host is left to it, finds that claim. One query for each such member would read the group's members that many times.
     """
-    named = dict.fromkeys((*request.different_host, *request.same_host, *members))
-    return LocateRequest(
-        project_id=request.project_id,
-        server_group=request.server_group.uuid if request.server_group is not None else None,
-        consumers=tuple(named)[:MAX_NAMED],
+    named = tuple(dict.fromkeys((*request.different_host, *request.same_host, *members)))
+    group = request.server_group.uuid if request.server_group is not None else None
+    first = LocateRequest(project_id=request.project_id, server_group=group, consumers=named[:MAX_NAMED])
+    further = range(MAX_NAMED, len(named), MAX_NAMED)
+    return (
+        first,
+        *(replace(first, server_group=None, consumers=named[start : start + MAX_NAMED]) for start in further),
     )
+
+
+def joined(pages: Sequence[LocatePage]) -> LocatePage:
+    """The answers to one request's queries as one. The first has the members of its group."""
+    return replace(pages[0], hosts={uuid: hosts for page in pages for uuid, hosts in page.hosts.items()})
 
 
 def peers_of(request: Placeable, page: LocatePage, members: Sequence[str] | None = None) -> Peers:

@@ -39,7 +39,7 @@ VERSION = re.compile(r"\d{1,4}(?:\.\d{1,4}){0,2}")
 
 
 class CallUnreadable(Fault):
-    """A body that is no call of oslo.messaging. Nobody can be answered, as the reply queue is part of it."""
+    """A body that is no call of oslo.messaging."""
 
     code = "nova.call_unreadable"
 
@@ -51,7 +51,7 @@ class Call(Struct, frozen=True, kw_only=True):
     it is delivered again; "" when there is none. timeout_s: after so many seconds without a heartbeat the client gives
     up (`call_monitor_timeout`); 0: it wants none. limit_s: so many seconds it waits altogether; None: it does not say.
     redelivered: whether it was delivered before; it may have been answered then. body: the envelope as it came.
-    is_too_large: nothing else is known than whom to answer.
+    unread: the code of why nothing else is known of it than whom to answer; "": it is.
     """
 
     method: str
@@ -67,7 +67,7 @@ class Call(Struct, frozen=True, kw_only=True):
     fanout: bool = False
     redelivered: bool = False
     body: bytes = b""
-    is_too_large: bool = False
+    unread: str = ""
 
     @property
     def is_answered(self) -> bool:
@@ -174,13 +174,13 @@ def parse_call(
     limit_s: float | None = None,
 ) -> Call:
     """Parse the body of a delivery. compression: kombu's header of this name. limit_s: how long (seconds) its client
-    waits. Raises CallUnreadable.
+    waits. Raises CallUnreadable: nobody can be answered.
     """
     plain = _inflated(body, compression)
-    if len(plain) > MAX_CALL_BYTES:
-        return _too_large(plain)
-    message = _decoded(_payload(plain), dict[str, Any])
-    context = {key[len(CONTEXT) :]: value for key, value in message.items() if key.startswith(CONTEXT)}
+    try:
+        message = _decoded(_payload(plain), dict[str, Any])
+    except CallUnreadable as error:
+        return _unread(plain, error)
     arguments = message.get("args", {})
     if not isinstance(arguments, dict):
         raise CallUnreadable("`args` is no object")
@@ -195,7 +195,7 @@ def parse_call(
         arguments=arguments,
         version=version,
         namespace=_word(message, "namespace"),
-        context=context,
+        context={key[len(CONTEXT) :]: value for key, value in message.items() if key.startswith(CONTEXT)},
         reply_queue=reply_queue,
         message_id=_word(message, "_msg_id"),
         unique_id=_word(message, "_unique_id"),
@@ -216,8 +216,6 @@ def readdressed(body: bytes, reply_queue: str) -> bytes:
 
 def parse_reply(body: bytes) -> RemoteReply:
     """Parse a reply of another server. Raises CallUnreadable."""
-    if len(body) > MAX_CALL_BYTES:
-        raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes")
     message = _decoded(_payload(body), dict[str, Any])
     return RemoteReply(message_id=_word(message, "_msg_id"), ending=message.get("ending") is True, body=body)
 
@@ -289,20 +287,20 @@ def _inflated(body: bytes, compression: str) -> bytes:
     return plain
 
 
-def _too_large(body: bytes) -> Call:
-    """Of a call beyond the bound, whom to answer, by the end of its body, which is there: oslo.messaging writes the ids
-    after the arguments. Raises CallUnreadable.
+def _unread(body: bytes, why: CallUnreadable) -> Call:
+    """Of a call that cannot be read, whom to answer, by the end of its body, which of one beyond the bound is there,
+    too: oslo.messaging writes the ids after the arguments. Raises CallUnreadable: nobody.
     """
     end = body[-END_BYTES:]
     found = {key: _last(end, key) for key in ("_msg_id", "_reply_q", "_unique_id")}
     if not found["_msg_id"] or not found["_reply_q"].startswith(REPLY_QUEUES):
-        raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes")
+        raise CallUnreadable(why.reason)
     return Call(
         method="",
         reply_queue=found["_reply_q"],
         message_id=found["_msg_id"],
         unique_id=found["_unique_id"],
-        is_too_large=True,
+        unread=why.code,
     )
 
 
@@ -313,7 +311,9 @@ def _last(end: bytes, key: str) -> str:
 
 
 def _payload(body: bytes) -> str:
-    """The text of the message in an envelope."""
+    """The text of the message in an envelope. Raises CallUnreadable."""
+    if len(body) > MAX_CALL_BYTES:
+        raise CallUnreadable(f"it has more than {MAX_CALL_BYTES} bytes", code="nova.call_too_large")
     envelope = _decoded(body, dict[str, Any])
     version, message = envelope.get(VERSION_KEY), envelope.get(MESSAGE_KEY)
     if not isinstance(message, str) or not isinstance(version, str):

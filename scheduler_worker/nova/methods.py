@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from scheduler_worker.nova.envelope import MAX_CALL_BYTES, Call, no_such_method, no_valid_host, unsupported_version
+from scheduler_worker.nova.envelope import Call, no_such_method, no_valid_host, unsupported_version
 from scheduler_worker.nova.queues import TOPIC
 
 # Nova's scheduler API is 4.5. Calls of select_destinations before it name no instances, or want no Selection objects,
@@ -19,7 +19,6 @@ OLDEST_MINOR: Mapping[str, int] = {
     "sync_instance_info": 2,
 }
 BASE_API = "baseapi"  # the namespace of what each of Nova's services answers
-TOO_LARGE = "nova.call_too_large"
 PING = "oslo_rpc_server_ping"
 
 
@@ -33,9 +32,9 @@ def result_of_base(call: Call) -> tuple[object] | None:
 
 
 def check_method(call: Call) -> None:
-    """Raises RemoteFault: there is no such method, or not in this version; or the call is too large to be read."""
-    if call.is_too_large:
-        raise no_valid_host(f"The scheduler reads no call of more than {MAX_CALL_BYTES} bytes: {TOO_LARGE}.")
+    """Raises RemoteFault: there is no such method, or not in this version; or the call cannot be read."""
+    if call.unread:
+        raise no_valid_host(f"The scheduler cannot read the call: {call.unread}.")
     oldest = OLDEST_MINOR.get(call.method)
     numbers = [int(number) for number in call.version.split(".")]
     newest = f"{MAJOR}.{NEWEST_MINOR}"

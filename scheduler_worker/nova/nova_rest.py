@@ -71,8 +71,8 @@ class NovaApi(Protocol):
     async def node(self, uuid: str) -> tuple[ComputeNode, NovaService] | None:
         """One compute node; None: Nova has none with this uuid."""
 
-    async def aggregates(self) -> list[NovaAggregate]:
-        """All host aggregates."""
+    async def aggregates(self) -> tuple[list[NovaAggregate], bool]:
+        """(the host aggregates that can be read, whether those are all)."""
 
     async def task_of(self, instance: str) -> str | None:
         """The task state of a server, "" for none; None: Nova has no such server."""
@@ -189,10 +189,11 @@ class NovaRest:
         rows = [] if raw is None else self._rows({"hypervisors": [raw.get("hypervisor")]}, "hypervisors", _Node)
         return node_of(rows[0]) if rows and rows[0].id == uuid else None
 
-    async def aggregates(self) -> list[NovaAggregate]:
-        """All host aggregates."""
-        rows = self._rows(await self.get("/os-aggregates"), "aggregates", AggregateRow)
-        return [one.as_fact() for one in rows]
+    async def aggregates(self) -> tuple[list[NovaAggregate], bool]:
+        """(the host aggregates that can be read, whether those are all)."""
+        raw = await self.get("/os-aggregates")
+        rows = self._rows(raw, "aggregates", AggregateRow)
+        return [one.as_fact() for one in rows], len(rows) == len(raw["aggregates"])
 
     async def task_of(self, instance: str) -> str | None:
         """The task state of a server, "" for none; None: Nova has no such server. Raises NovaUnavailable, NovaRefused.

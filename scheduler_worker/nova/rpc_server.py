@@ -289,8 +289,8 @@ class RpcServer:
     def _call_of(self, delivery: RabbitDelivery) -> Call | None:
         """The call that is to be answered. A cast is put to the others."""
         call = self._parsed(delivery, fanout=False)
-        if call is not None and call.is_too_large:
-            log.warning("nova.call_too_large", queue=delivery.routing_key)
+        if call is not None and call.unread:
+            log.warning(call.unread, queue=delivery.routing_key)
             self._carry(call, (delivery,))  # to its answer
             return None
         if call is None or call.is_answered:

@@ -63,6 +63,7 @@ OUTLIVED: Final = "The server does not wait for a host any more."
 UNSUITED: Final = "The host of the instance does not support the image."
 MAX_UUID: Final = 64  # letters of a cell's that are logged
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
+CellHosts = tuple[str, tuple[Selection, ...]]  # a cell, and its hosts for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -192,7 +193,7 @@ class Destinations:
             self._notifier.notify(call, begun_at, placed=False)
             raise
         self._notifier.notify(call, begun_at, placed=True)
-        return self._answer(asked, *found)
+        return self._answer(asked, found)
 
     def _may_be_outlived(self, call: Call) -> bool:
         """Whether its client may have got an answer, or given up while the call waited in the topic."""
@@ -200,15 +201,13 @@ class Destinations:
         is_late = asked_at is not None and patience_s is not None and self._clock.time() - asked_at > patience_s
         return call.redelivered or is_late
 
-    async def _hosts(
-        self, call: Call, asked: SelectArguments, request: NovaRequest
-    ) -> list[list[tuple[Selection | None, str]]]:
-        """The hosts of each instance, each with its uuid. Raises NoValidHost of Nova's."""
+    async def _hosts(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[CellHosts]:
+        """The hosts of each instance. Raises NoValidHost of Nova's."""
         if request.is_rebuild:
-            return [[(None, self._rebuilt(call, asked, request))]]
-        return [[(one, one.host_uuid) for one in hosts] for hosts in await self._claimed(call, asked, request)]
+            return [self._rebuilt(call, asked, request)]
+        return [(one.cell, one.selections) for one in await self._claimed(call, asked, request)]
 
-    async def _claimed(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[tuple[Selection, ...]]:
+    async def _claimed(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[HostClaimed]:
         """The hosts of each instance: claimed, then alternates. Raises NoValidHost of Nova's."""
         instances = asked.instance_uuids or ()
         ended: Ended | None = None
@@ -224,7 +223,7 @@ class Destinations:
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
                     self._recorder.explain(placed(self._events.placed, call, instances, claimed))
-                    return [one.selections for one in claimed]
+                    return claimed
                 ended = ended or self._ended(spec, results)
                 if not is_pinned or self._settings.disable_fallback_pcpu_query:
                     break
@@ -409,11 +408,14 @@ class Destinations:
             return ""
         return node.host if node.host == node.nodename else f"{node.host} ({node.nodename})"
 
-    def _rebuilt(self, call: Call, asked: SelectArguments, request: NovaRequest) -> str:
+    def _rebuilt(self, call: Call, asked: SelectArguments, request: NovaRequest) -> CellHosts:
         """The host of a rebuild from another image, if it may stay there: nothing is claimed. Raises NoValidHost."""
         _, named = self._named_hosts(request)
         ended = Ended(reason="No host has the requested name.", step="requested_host")
         for host in named or ():
+            node, cell = self._facts.node(host), self._facts.cell_of(host)
+            if node is None or cell is None:
+                continue
             spec = RequestSpec(
                 query=NOTHING,
                 flavor=request.flavor.name,
@@ -423,30 +425,23 @@ class Destinations:
             )
             rejected = self._selector.suits_rebuild(host, spec)
             if rejected is None:
-                return host
+                stays = Selection(host_uuid=host, host=node.nodename, service=node.host, allocations={})
+                return cell, (replace(stays, zone=self._selector.zone_of(host)),)
             steps = steps_of(rejected, self._name_of)
             funnel = tuple(replace(one, hosts=dict.fromkeys(one.rejected, (self._named(host),))) for one in steps)
             ended = Ended(reason=UNSUITED, step=funnel[-1].step, funnel=funnel)
         raise self._refused(call, asked, ended)
 
     def _answer(
-        self, asked: SelectArguments, *instances: Sequence[tuple[Selection | None, str]]
+        self, asked: SelectArguments, instances: Sequence[CellHosts]
     ) -> list[list[Primitive]] | list[Primitive]:
-        """The reply: for each instance its host and the alternates, each with its uuid."""
-        facts = self._facts
-        answered: list[list[Primitive]] = []
-        for hosts in instances:
-            found: list[Primitive] = []
-            for selection, uuid in hosts:
-                node, cell = facts.node(uuid), facts.cell_of(uuid)
-                if node is None or cell is None:  # it has left Nova meanwhile
-                    if not found:
-                        raise no_valid_host(ENOUGH)
-                    continue
-                zone = self._selector.zone_of(uuid) or self._selector.config.default_availability_zone
-                found.append(primitive(selection, node, cell=cell, zone=zone) if asked.return_objects else legacy(node))
-            answered.append(found)
-        return answered if asked.return_objects else [hosts[0] for hosts in answered]
+        """The reply: for each instance its host and the alternates. As they were when they were claimed: a host that
+        has left Nova since is answered, too, as by Nova: without an answer nobody would release what is claimed there.
+        """
+        if not asked.return_objects:
+            return [legacy(hosts[0]) for _, hosts in instances]
+        default = self._selector.config.default_availability_zone
+        return [[primitive(one, cell=cell, zone=one.zone or default) for one in hosts] for cell, hosts in instances]
 
 
 def without_siblings(claimed: Sequence[HostClaimed], most: int) -> list[HostClaimed]:

@@ -12,7 +12,6 @@ from typing import Any, Final
 import msgspec
 
 from bus.contracts.cell import Selection
-from scheduler_worker.nova.facts import ComputeNode
 from scheduler_worker.nova.request_spec import NAMESPACE, OBJECT
 
 # Of Placement, as which the conductor sends the allocation request: nova-scheduler 34 asks for candidates with it.
@@ -46,24 +45,27 @@ def allocation_request(selection: Selection) -> str:
     return msgspec.json.encode({"allocations": allocations, "mappings": mappings}).decode()
 
 
-def primitive(selection: Selection | None, node: ComputeNode, *, cell: str, zone: str) -> Primitive:
-    """A host as a Selection. selection: None where nothing is claimed, as for a rebuild. cell: uuid. zone: its name."""
+def primitive(selection: Selection, *, cell: str, zone: str) -> Primitive:
+    """A host as a Selection. cell: uuid. zone: its name. Where nothing is claimed, as for a rebuild, it allocates
+    nothing.
+    """
+    is_claimed = bool(selection.allocations)
     return versioned(
         "Selection",
         "1.1",
         {
-            "compute_node_uuid": node.uuid,
-            "service_host": node.host,
-            "nodename": node.nodename,
+            "compute_node_uuid": selection.host_uuid,
+            "service_host": selection.service,
+            "nodename": selection.host,
             "cell_uuid": cell,
             "limits": limits(),
-            "allocation_request": "null" if selection is None else allocation_request(selection),
-            "allocation_request_version": None if selection is None else MICROVERSION,
+            "allocation_request": allocation_request(selection) if is_claimed else "null",
+            "allocation_request_version": MICROVERSION if is_claimed else None,
             "availability_zone": zone,
         },
     )
 
 
-def legacy(node: ComputeNode) -> Primitive:
+def legacy(selection: Selection) -> Primitive:
     """The same for a conductor that asks for no objects (`return_objects` = False)."""
-    return {"host": node.host, "nodename": node.nodename, "limits": {}}
+    return {"host": selection.service, "nodename": selection.host, "limits": {}}

@@ -53,6 +53,7 @@ class MemoryNova:
         self.listed = {one.uuid: one for one in nodes}
         self.of_hosts = {one.host: up(one.host) for one in nodes}
         self.groups: dict[str, NovaAggregate] = {}
+        self.unreadable: set[str] = set()  # of these
         self.tasks: dict[str, str] = {}
         self.calls: list[str] = []
         self.fails: Fault | None = None
@@ -76,9 +77,10 @@ class MemoryNova:
         found = self.listed.get(uuid)
         return None if found is None else (found, self.of_hosts[found.host])
 
-    async def aggregates(self) -> list[NovaAggregate]:
+    async def aggregates(self) -> tuple[list[NovaAggregate], bool]:
         await self._called("aggregates")
-        return list(self.groups.values())
+        readable = [one for uuid, one in self.groups.items() if uuid not in self.unreadable]
+        return readable, len(readable) == len(self.groups)
 
     async def task_of(self, instance: str) -> str | None:
         await self._called("task_of")

@@ -491,6 +491,22 @@ async def test_a_cast_that_crosses_a_poll_is_newer_than_its_answer() -> None:
 
 
 @on_virtual_time
+async def test_an_aggregate_that_cannot_be_read_keeps_others_from_its_hosts() -> None:
+    """Its hosts were free for all: of an aggregate that is not known no filter keeps anybody out."""
+    kept = Kept(MemoryNova(node(1)))
+    kept.nova.groups = {uuid_of(7): NovaAggregate(uuid=uuid_of(7), name="isolated", hosts=("host1",))}
+    kept.nova.unreadable = {uuid_of(7)}
+    await kept.after(1)
+    assert not kept.keeper.first.is_set() and kept.table.live_service_of(uuid_of(1)) is None
+    kept.nova.unreadable = set()
+    await kept.after(1)
+    kept.nova.unreadable = {uuid_of(7)}
+    kept.nova.of_hosts["host1"] = down("host1")
+    await kept.after(1)
+    assert kept.table.is_down(uuid_of(1)) and [one.name for one in kept.facts.aggregates()] == ["isolated"]
+
+
+@on_virtual_time
 async def test_a_host_of_no_cell_is_named_once() -> None:
     kept = Kept(MemoryNova(node(1)), poll_interval_s=5)
     kept.keeper._cells = ConfiguredCells({CELL1: ("other*",)})

@@ -89,12 +89,12 @@ async def test_a_version_that_nova_has_no_more_is_negotiated_anew() -> None:
 
     config = NovaApiConfig(url="http://nova/compute/v2.1", token="t")
     nova = NovaRest(config, clock=SystemClock(), setting="nova", transport=httpx.MockTransport(handle))
-    assert await nova.aggregates() == []
+    assert await nova.aggregates() == ([], True)
     newest = "2.96"
     with pytest.raises(NovaRefused) as refused:
         await nova.aggregates()
     assert refused.value.code == "nova.http_406"
-    assert await nova.aggregates() == []
+    assert await nova.aggregates() == ([], True)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ async def test_the_newest_version_that_both_know(newest: str, asked: str) -> Non
         return httpx.Response(200, json={"aggregates": [], "hypervisors": []})
 
     nova = rest(answer, newest)
-    assert await nova.aggregates() == [] and await nova.nodes() == []
+    assert await nova.aggregates() == ([], True) and await nova.nodes() == []
     assert seen == [f"compute {asked}", "compute 2.87"]
 
 
@@ -171,10 +171,13 @@ async def test_aggregates() -> None:
         {"id": 3, "uuid": "nothing"},
     ]
     nova = rest(lambda request: httpx.Response(200, json={"aggregates": rows}))
-    assert await nova.aggregates() == [
+    known = [
         NovaAggregate(uuid=uuid_of(7), name="ssd", metadata={"availability_zone": "z"}, hosts=("h 1",)),
         NovaAggregate(uuid=uuid_of(8), name="bare"),
     ]
+    assert await nova.aggregates() == (known, False)
+    rows.pop()
+    assert await nova.aggregates() == (known, True)
 
 
 @pytest.mark.parametrize(

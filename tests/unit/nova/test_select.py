@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from bus.clock import new_uuid
 from bus.contracts.cell import ServiceDown, ServicesDigest
-from bus.contracts.placement import MAX_NAMED, Release
+from bus.contracts.placement import MAX_NAMED, Claim, ClaimResult, Release
 from bus.faults import Fault
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
@@ -66,6 +66,21 @@ async def test_conductors_that_ask_for_less_get_less() -> None:
     call = Call(method="select_destinations", arguments=arguments | {"return_objects": True}, unique_id="r", **ASKED)
     (selections,) = await here.destinations.call(call)  # type: ignore[misc]
     assert hosts_of([selections]) == [[plain["host"]]], "the same call adopts its claim"
+
+
+async def test_a_host_that_leaves_nova_while_it_is_claimed_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No valid host would leave the claim for ever."""
+    here = await cloud(1)
+    submit = here.claims.submit
+
+    async def left_meanwhile(claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
+        answers = await submit(claims)
+        here.facts.nodes.clear()
+        here.facts.cells.clear()
+        return answers
+
+    monkeypatch.setattr(here.claims, "submit", left_meanwhile)
+    assert hosts_of(await here.select(VMS[0])) == [["h0"]] and await here.held(VMS[0]) == [0]
 
 
 async def test_a_redelivered_call_adopts_what_it_has_claimed() -> None:
@@ -269,6 +284,16 @@ async def test_members_that_berth_never_claimed_keep_their_hosts_to_themselves()
     assert "server group" in caught.value.message
     together = group("affinity", [VMS[8], VMS[2]])
     assert hosts_of(await here.select(VMS[2], run="third", instance_group=together)) == [["h0"]]
+
+
+async def test_members_beyond_those_that_one_question_may_name_count() -> None:
+    here = await cloud(3)
+    await here.hold(VMS[8], 2)
+    (hosts,) = hosts_of(await here.select(VMS[0], instance_group=group("soft-affinity", [*MANY, VMS[8]])))
+    assert hosts[0] == "h2"
+    assert hosts_of(await here.select(VMS[1], instance_group=group("affinity", [*MANY, VMS[8]]))) == [["h2"]]
+    assert len(here.claims.submitted) == 2, "no claim is lost to the rule"
+    assert all(len(one.consumers) <= MAX_NAMED for one in here.claims.located)
 
 
 async def test_a_group_on_two_hosts_takes_a_member_on_either() -> None:

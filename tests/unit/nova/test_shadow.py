@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from bus.contracts.cell import Selection
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.nova.envelope import (
     Call,
@@ -100,7 +101,8 @@ class World:
         if isinstance(first, RemoteFault):
             return encode_failure("m", "u", first)
         nodes = [self.cloud.facts.nodes[self.cloud.uuids[at]] for at in hosts if isinstance(at, int)]
-        return encode_result("m", "u", [[primitive(None, node, cell=CELLS[0], zone="nova")] for node in nodes])
+        chosen = [Selection(host_uuid=one.uuid, host=one.nodename, service=one.host, allocations={}) for one in nodes]
+        return encode_result("m", "u", [[primitive(one, cell=CELLS[0], zone="nova")] for one in chosen])
 
     async def told(self, body: bytes, *instances: str, **spec: Any) -> dict[str, int]:
         """Send one call, have it answered; what is counted."""

@@ -19,7 +19,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fleet
 from scheduler_worker.domain.fleet import MAX_AHEAD_S, RETENTION_S, HostMetricsTable, WaitingTable, WorkerTable
 from scheduler_worker.domain.plugins import HostFilter
-from scheduler_worker.domain.view import HostView, Peers, RequestSpec, has_peers, locate_request, peers_of, room_for
+from scheduler_worker.domain.view import HostView, Peers, RequestSpec, has_peers, locate_requests, peers_of, room_for
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 UUID, ABSENT = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ab")
@@ -109,7 +109,7 @@ def test_the_instances_that_a_request_is_placed_relative_to(
 ) -> None:
     request = Hosts([]).request(server_group=group, **hints)
     assert has_peers(request) is peers
-    located = locate_request(request)
+    (located,) = locate_requests(request)
     assert (located.consumers, located.server_group) == (asked, group and group.uuid)
     page = LocatePage(members={"x": 2}, hosts={UUID: ("x", "y")})
     assert peers_of(request, page) == Peers(
