@@ -179,9 +179,9 @@ def _show_counts(counts: dict[str, Counts], as_json: bool) -> None:
         render_rows(
             out, ["bus", "queue", "dead letters"], [[bus, queue, Text(str(n), "red")] for bus, queue, n in found]
         )
-    for bus, counted in counts.items():
-        if counted.more:
-            err.print(f"{bus}: {counted.more} more behind the oldest {letters.MAX_COUNTED}", soft_wrap=True)
+    for bus, found_on in counts.items():
+        if found_on.more:
+            err.print(f"{bus}: {found_on.more} more behind the oldest {letters.MAX_COUNTED}", soft_wrap=True)
 
 
 def _plain(letter: DeadLetter) -> dict[str, object]:

@@ -79,7 +79,7 @@ async def send_back(
     fault = None
     try:
         async for ident in dead_letters.send_each(transport, queue, ids, may_go=may_go):
-            sent.append(ident)
+            sent.append(ident)  # noqa: PERF401  (those before a fault are kept)
     except (BusError, Transient) as error:
         if not sent:
             raise
