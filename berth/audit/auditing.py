@@ -17,8 +17,10 @@ from bus.persistence.database import Database
 from scheduler_worker.domain.flavors import ZONE_KEY
 
 _HELD_BY_BUS = "SELECT uuid::text, run FROM consumers WHERE released_at IS NULL AND attempt > 0"
-_OPEN_REQUESTS = """
+# Instances about which the schedulers have something under way: what is read of them meanwhile is not judged.
+UNDER_WAY = """
 SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR state = 'deleting'
+UNION SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'
 """
 # Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
 _ENDED = """
@@ -26,7 +28,6 @@ SELECT b.instance_uuid::text
 FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
 WHERE b.state IN ('failed', 'refused') AND b.cell IS NULL AND (b.run <> held.run OR b.code = 'claim.stranded')
 """
-_CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
 # Aggregates that make zones, and requests that name one. A host's aggregates are the book's: what Placement's API
@@ -115,5 +116,4 @@ async def _outside_zones(site: Site, facts: Facts, scheduler: Database, book: Da
 
 async def _busy(scheduler: Database) -> set[str]:
     async with scheduler.raw() as connection:
-        rows = [*await connection.fetch(_OPEN_REQUESTS), *await connection.fetch(_CHANGED)]
-    return {row[0] for row in rows}
+        return {row[0] for row in await connection.fetch(UNDER_WAY)}

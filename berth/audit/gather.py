@@ -397,6 +397,7 @@ class Reports:
         self._deployment = deployment
         self._missing = missing
         self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
+        self._named: dict[str, set[str]] = defaultdict(set)  # {service: the hosts that it has named}
         self._pages: dict[str, tuple[tuple[int, int], set[int], int]] = {}  # {service: (report, pages received, pages)}
         self._received_at = clock.monotonic()
         self.names: dict[str, str] = {}  # of the hosts that were reported
@@ -419,9 +420,11 @@ class Reports:
         return not self._missing and all(len(received) >= pages for _, received, pages in self._pages.values())
 
     def has_whole(self, service: str) -> bool:
-        """Whether the newest report of this service has come, with all its pages."""
+        """Whether the newest report of this service has come, with all its pages, and each host that it has named was
+        seen: what one runs that was named only is not known.
+        """
         report = self._pages.get(service)
-        return report is not None and len(report[1]) >= report[2]
+        return report is not None and len(report[1]) >= report[2] and self._named[service] <= self._by_host.keys()
 
     def hosts(self) -> set[str]:
         """Every host that has answered."""
@@ -449,6 +452,7 @@ class Reports:
                 self._pages[page.service] = report, received | {page.sequence}, page.pages
         for host in page.hosts:
             self.names[host.uuid] = host.name
+            self._named[page.service].add(host.uuid)
             # Unknown, or of a host that the book has as another service's: its cell judges nothing by either.
             if host.running is None or host.owner is not None:
                 continue

@@ -87,10 +87,6 @@ def merged(before: Mapping[str, Any], patch: Mapping[str, Any]) -> Body:
     return after
 
 
-# Pages of projects that one answer gathers.
-MAX_PAGES = 50
-
-
 class QuotaUse(Struct, frozen=True, kw_only=True):
     """The quota and usage of a project: {class: amount}, INSTANCES: how many instances.
 
@@ -108,14 +104,13 @@ async def project_usage(bus: Bus, projects: Sequence[str], *, timeout_s: float) 
     """The usage of these projects, or of all that hold something: {project: {class: amount}}."""
     found: dict[str, dict[str, int]] = {}
     after: str | None = None
-    for _ in range(MAX_PAGES):
+    while True:  # a page of which there are more names a later project each time
         query = ProjectUsageQuery(projects=tuple(projects), after=after)
         page = await bus.request(query, ProjectUsagePage, timeout_s=timeout_s)
         found |= page.usage
         if not page.more:
-            break
+            return found
         after = max(page.usage)
-    return found
 
 
 def quota_uses(

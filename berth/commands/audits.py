@@ -109,16 +109,23 @@ async def audit(
     Requests under way are not judged, and a finding counts when two passes in a row have it, so one run makes two. With
     --watch it ends by Ctrl-C. Nothing is changed without --repair, unless the setting `audit.orphaned` is `repair`:
     then --watch releases allocations of instances that are proved to be deleted. Things that are not of this deployment
-    are never changed. A cell whose bus or database cannot be read is named on standard error, and what may be its own
-    is not judged; the exit status is then 2 or 3. Exit status 1 when something is wrong.
+    are never changed. A cell whose bus or database cannot be read is named on standard error (with --json also as
+    `not_judged`), and what may be its own is not judged; the exit status is then 2 or 3. Exit status 1 when something
+    is wrong.
     """
+    if repair and not follow and grace > every:  # two passes see no finding for longer
+        reason = "without --watch a finding is seen for --every seconds only: give --watch, or a --grace of no more"
+        raise Stop(Exit.USAGE, "audit.grace", f"{reason}; `berth placement audit --repair` does not wait")
     here, passes = database_of(settings), 0
     unread: dict[str, Stop] = {}
     async with aclosing(watch(here, every_s=every)) as stream:
         async for seen in stream:
             passes += 1
             before, unread = unread, _explained(seen.unread)
-            _show_unread({cell: stop for cell, stop in unread.items() if cell not in before})
+            newly = {cell: stop for cell, stop in unread.items() if cell not in before}
+            _show_unread(newly)
+            for cell, fields in _as_json(newly).items() if as_json else ():
+                print_json_line({"at": _now(), "state": "not_judged", "cell": cell, **fields})
             for state, changed in (("found", seen.new), ("gone", seen.gone)):
                 for one in changed:
                     if as_json:
@@ -146,6 +153,9 @@ async def _carry_out(repair: Awaitable[list[str]], as_json: bool) -> None:
         done = await repair
     except (Transient, Stop) as fault:
         err.print(Text(printable(f"not repaired: {fault}")), soft_wrap=True)
+        if as_json:
+            code = explain(fault) or Stop(Exit.NO, "fault", str(fault))
+            print_json_line({"at": _now(), "state": "not_repaired", "code": code.code, "reason": str(code)})
         return
     for line in done:
         if as_json:

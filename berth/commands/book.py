@@ -12,8 +12,9 @@ from uuid import UUID
 import asyncpg
 import typer
 
+from berth.audit.auditing import UNDER_WAY
 from berth.audit.findings import may_run
-from berth.audit.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
+from berth.audit.unclaimed import Unclaimed, catch_up, claim_again, find_unclaimed, reported_of
 from berth.commands.common import (
     AsJson,
     Exit,
@@ -121,20 +122,20 @@ async def audited(
     grace_s: a younger one may still be on its way, and is left alone.
     """
 
-    async def lost(database: Database) -> tuple[list[Release], list[str | Doubled]]:
-        return await (_lost(here, database, grace_s) if consumers is None else _unnamed(database, consumers))
+    async def read(database: Database) -> tuple[list[Release], list[str | Doubled], list[Unclaimed]]:
+        if consumers is not None:
+            return *await _unnamed(database, consumers), []
+        return await _judged(here, database, grace_s)
 
     if consumers is None:
         here = await with_added_cells(here)  # allocations of a cell that is not read would count as orphaned
     async with _book(here) as (store, database):
-        orphans, doubled = await lost(database)
-        bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
+        orphans, doubled, bare = await read(database)
         done = await _repair(store, database, orphans, doubled, evict) if repair else []
         if repair:
             known, left = await catch_up(here, bare, await reported_of(here, bare))
             done += left + await claim_again(store, known)
-            bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
-            orphans, doubled = await lost(database)
+            orphans, doubled, bare = await read(database)
         async with database.raw() as connection:
             wrong = await questions.findings(connection)
             over = await questions.beyond_capacity(connection)
@@ -291,7 +292,24 @@ def _print_pass(as_json: bool, number: int, text: str, **fields: object) -> None
         print_line(f"pass {number}: {text}")
 
 
-async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Release], list[str | Doubled]]:
+async def _judged(
+    here: Site, database: Database, grace_s: float
+) -> tuple[list[Release], list[str | Doubled], list[Unclaimed]]:
+    """(orphans, doubled, unclaimed). Requests under way are read before and after the rest, as `berth audit` does: a
+    move holds two hosts, or none that its cell's record names, until its cell has it on record.
+    """
+    busy = {*await _column(here, "scheduler", UNDER_WAY)}
+    orphans, doubled = await _lost(here, database, grace_s)
+    bare = await find_unclaimed(here, database, grace_s)
+    busy.update(await _column(here, "scheduler", UNDER_WAY))
+    return (
+        orphans,
+        [one for uuid, found in doubled.items() if uuid not in busy for one in found],
+        [one for one in bare if one.instance.uuid not in busy],
+    )
+
+
+async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Release], dict[str, list[str | Doubled]]]:
     """(releases of consumers that no worker knows as alive, those that also hold something of another host than their
     own). A release is of the attempt and the run that were read: what is claimed or taken over after that stays.
     """
@@ -306,13 +324,13 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
         )
         sharing = await questions.sharers(connection)
     if not holding:
-        return [], []
+        return [], {}
     holders = [each.consumer for each in holding]
     rows = await _rows(here, "scheduler", REQUESTS, holders, [each.by or "" for each in holding])
     requests = {uuid: state for uuid, state, _ in rows}
     alive, recorded, quarantined = {uuid for uuid, _, is_open in rows if is_open}, set[str](), set[str]()
     alive.update(await _column(here, "scheduler", OPEN_MOVES, holders))
-    doubled: list[str | Doubled] = []
+    doubled: dict[str, list[str | Doubled]] = {}
     for cell in here.cells:
         alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))
         quarantined.update(await _column(here, f"cell_{cell}", QUARANTINED, UnexplainedKind.QUARANTINED.value, holders))
@@ -322,7 +340,7 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
                 alive.add(uuid)
             if settled and host is not None:
                 known = generations.get(uuid, 0)
-                doubled += questions.excess_of(uuid, host, held.get(uuid, {}), roots, sharing, known)
+                doubled[uuid] = questions.excess_of(uuid, host, held.get(uuid, {}), roots, sharing, known)
     alive.update(uuid for uuid in holders if may_run(uuid, requests.get(uuid), recorded, quarantined))
     return [each for each in holding if each.consumer not in alive], doubled
 

@@ -8,10 +8,10 @@ from typing import Annotated, TypeVar
 import typer
 from rich.text import Text
 
-from berth.commands.common import AsJson, Exit, Stop, err, open_in_time, out, print_json, print_result, run, settings_of
+from berth.commands.common import AsJson, Exit, Stop, err, open_in_time, out, print_json, print_result
 from berth.commands.expired import send_back
 from berth.commands.options import CommandGroup
-from berth.render import printable, render_rows, utc
+from berth.render import counted, printable, render_rows, utc
 from berth.settings import Settings
 from berth.site import Site
 from bus.bus import API
@@ -103,7 +103,10 @@ async def replay(
         lambda transport: send_back(transport, queue, wanted, site.settings, now=site.clock.time(), old=old),
     )
     found = {"replayed": back.sent, "too_old": back.too_old, "barred": back.barred}
-    print_result(found, as_json, f"{len(back.sent)} sent back to {queue}")
+    stopped = f": {', '.join(back.sent)}" if back.fault is not None else ""
+    print_result(found, as_json, f"{len(back.sent)} sent back to {queue}{stopped}")
+    if back.fault is not None:
+        raise back.fault
     if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.barred}):
         raise Stop(Exit.NO, "letter.unknown", f"not found: {', '.join(unknown)}")
     for code, why in BARRED.items():
@@ -119,22 +122,25 @@ def _named(ids: Sequence[str]) -> str:
 
 
 @dead_letters.command()
-def purge(
-    context: typer.Context,
+async def purge(
+    settings: Settings,
     queue: Queue,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     bus: BusName = API,
     as_json: AsJson = False,
-) -> None:
-    """Throw the dead letters of a queue away, for good."""
-    if not yes and not typer.confirm(f"Throw away all dead letters of {queue}?"):
-        raise SystemExit(Exit.NO)
+) -> int:
+    """Throw the dead letters of a queue away, for good.
 
-    async def body() -> None:
-        gone = await _on(Site(settings_of(context)), bus, lambda transport: letters.purge(transport, queue))
-        print_result({"purged": gone}, as_json, f"{gone} thrown away")
-
-    run(body)
+    Those that are there when their number is shown; with --yes all.
+    """
+    site, ids = Site(settings), None
+    if not yes:
+        ids = [letter.id for letter in await _on(site, bus, lambda of: letters.list_dead(of, queue, MAX_SHOWN))]
+        if not typer.confirm(f"Throw away the oldest {counted(len(ids), 'dead letter')} of {queue}?"):
+            return Exit.NO
+    gone = await _on(site, bus, lambda transport: letters.purge(transport, queue, ids))
+    print_result({"purged": gone}, as_json, f"{gone} thrown away")
+    return 0
 
 
 async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:
@@ -173,9 +179,9 @@ def _show_counts(counts: dict[str, Counts], as_json: bool) -> None:
         render_rows(
             out, ["bus", "queue", "dead letters"], [[bus, queue, Text(str(n), "red")] for bus, queue, n in found]
         )
-    for bus, counted in counts.items():
-        if counted.more:
-            err.print(f"{bus}: {counted.more} more behind the oldest {letters.MAX_COUNTED}", soft_wrap=True)
+    for bus, found_on in counts.items():
+        if found_on.more:
+            err.print(f"{bus}: {found_on.more} more behind the oldest {letters.MAX_COUNTED}", soft_wrap=True)
 
 
 def _plain(letter: DeadLetter) -> dict[str, object]:

@@ -18,7 +18,8 @@ from bus.consuming.outcome import EXPIRED
 from bus.contracts.base import tag_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.placement import Claim, Swap
-from bus.port import Transport
+from bus.faults import Transient
+from bus.port import BusError, Transport
 from scheduler_worker.unanswered import CLOCK_SLACK_S
 
 KEPT_S: Mapping[str, Callable[[Settings], float]] = {
@@ -30,12 +31,13 @@ KEPT_S: Mapping[str, Callable[[Settings], float]] = {
 
 class SentBack(Struct, frozen=True):
     """Which letters were sent back, and which stayed: those that are too old, and those that are never sent back, with
-    the code for it.
+    the code for it. fault: why those behind the last one that was sent were not looked at.
     """
 
     sent: list[str]
     too_old: list[str]
     barred: dict[str, str]
+    fault: BusError | Transient | None = None
 
 
 class _Meta(Struct):
@@ -59,8 +61,9 @@ async def send_back(
     transport: Transport, queue: str, ids: Collection[str] | None, settings: Settings, *, now: float, old: bool
 ) -> SentBack:
     """Send letters (those named, or all) back to their queue; the too old ones only with `old`. A letter that
-    `bars_replay` stays.
+    `bars_replay` stays. Raises BusError, Transient where none was sent before.
     """
+    sent: list[str] = []
     kept: list[str] = []
     barred: dict[str, str] = {}
 
@@ -73,7 +76,15 @@ async def send_back(
         kept.append(letter.id)
         return False
 
-    return SentBack(await dead_letters.replay(transport, queue, ids, may_go=may_go), kept, barred)
+    fault = None
+    try:
+        async for ident in dead_letters.send_each(transport, queue, ids, may_go=may_go):
+            sent.append(ident)  # noqa: PERF401  (those before a fault are kept)
+    except (BusError, Transient) as error:
+        if not sent:
+            raise
+        fault = error
+    return SentBack(sent, kept, barred, fault)
 
 
 def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:

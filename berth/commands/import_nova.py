@@ -81,6 +81,8 @@ async def import_nova(
     found = imported(cloud, with_hosts=with_hosts)
     parts = parts_of(found)
     if not dry_run and output is not None:
+        if (more := names_of(output, len(parts) + 1)[-1]).exists():  # it would be applied with these
+            raise Stop(Exit.USAGE, "import.file", f"{more} is there, a part of an earlier import: nothing is written")
         for name, part in zip(names_of(output, len(parts)), parts, strict=True):
             _write(name, as_toml(part))
     if as_json:

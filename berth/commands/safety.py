@@ -157,6 +157,9 @@ async def reset(
         raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
     print_result({"service": service, "cells": done}, as_json, f"{service}: reset in {', '.join(done)}")
     raise_first(faults)
+    if left := [name for (name, _, _), is_reset in was_open.items() if not is_reset]:
+        reason = "was reset or has tripped anew meanwhile: look at it again"
+        raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {', '.join(left)} {reason}")
 
 
 def raise_first(faults: Mapping[Any, Fault]) -> None:

@@ -66,12 +66,13 @@ class ReplayBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class LettersReplayed(Struct, frozen=True):
     """The ids that were sent back, those that are too old and stayed, and those that are never sent back, each with the
-    code for it.
+    code for it. fault: why those behind the last one that was sent were not looked at; "": they were.
     """
 
     replayed: tuple[str, ...]
     too_old: tuple[str, ...]
     barred: dict[str, str]
+    fault: str = ""
 
 
 class LettersPurged(Struct, frozen=True):
@@ -123,7 +124,7 @@ class LetterBox:
         async with self._open(bus) as transport:
             now = self._env.clock.time()
             back = await send_back(transport, queue, requested.ids, self._settings, now=now, old=requested.old)
-        return LettersReplayed(tuple(back.sent), tuple(back.too_old), back.barred)
+        return LettersReplayed(tuple(back.sent), tuple(back.too_old), back.barred, str(back.fault or ""))
 
     async def purge(self, bus: str, queue: str) -> LettersPurged:
         """Throw the letters of a queue away."""

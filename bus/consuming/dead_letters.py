@@ -126,13 +126,19 @@ async def replay(
     *,
     may_go: Callable[[DeadLetter], bool] = lambda _: True,
 ) -> list[str]:
-    """Send dead letters of a queue (those with these ids, or all) back to it. Returns the ids that were sent.
+    """Send dead letters of a queue (those with these ids, or all) back to it. Returns the ids that were sent."""
+    return [ident async for ident in send_each(transport, queue, ids, may_go=may_go)]
+
+
+async def send_each(
+    transport: Transport, queue: str, ids: Collection[str] | None, *, may_go: Callable[[DeadLetter], bool]
+) -> AsyncIterator[str]:
+    """Send them back one by one; yields the id of each that was sent.
 
     Each letter is confirmed there before it is removed here, so a crash in between may duplicate a letter but not lose
     it. A letter that `may_go` refuses stays in place, and so does one that `bars_replay`.
     """
     wanted = None if ids is None else set(ids)
-    sent: list[str] = []
     with _given_back() as kept:
         async for letter, delivery in _each(transport, kept):
             named = letter.queue == queue and (wanted is None or letter.id in wanted)
@@ -140,21 +146,21 @@ async def replay(
                 continue
             await transport.publish(_revived(queue, delivery))
             kept.pop().ack()
-            sent.append(letter.id)
+            yield letter.id
             if wanted is not None:
                 wanted.discard(letter.id)
                 if not wanted:
                     break
-    return sent
 
 
-async def purge(transport: Transport, queue: str) -> int:
-    """Drop the dead letters of a queue. Returns their number."""
-    gone = 0
+async def purge(transport: Transport, queue: str, ids: Collection[str] | None = None) -> int:
+    """Drop the dead letters of a queue (one for each of these ids, or all). Returns their number."""
+    gone, left = 0, Counter(ids or ())
     with _given_back() as kept:
         async for letter, _ in _each(transport, kept):
-            if letter.queue == queue:
+            if letter.queue == queue and (ids is None or left[letter.id]):
                 kept.pop().ack()
+                left[letter.id] -= 1
                 gone += 1
     return gone
 

@@ -373,6 +373,31 @@ async def test_what_became_active_a_moment_ago_is_not_called_doubled(restored: R
     }
 
 
+@pytest.mark.parametrize("column", ["under_way", "condition"])
+async def test_what_a_move_has_claimed_is_neither_doubled_nor_unclaimed(restored: Restored, column: str) -> None:
+    """The scheduler has claimed the destination, and the cell has not read its command: the repair released it."""
+    scheduler, cell2 = Database(restored.url, "scheduler", pool_size=1), Database(restored.url, "cell_cell2")
+    await scheduler.open(SCHEDULER_MIGRATIONS)
+    await cell2.open(MIGRATIONS)
+    doubled, bare = await restored.instance(), await restored.instance()
+    held = {doubled: {host: {"VCPU": 1} for host in restored.hosts}, bare: {restored.hosts[1]: {"VCPU": 2}}}
+    await restored.book.store.apply([claim(uuid, amounts) for uuid, amounts in held.items()])
+    async with restored.book.database.raw() as connection:
+        await connection.execute("UPDATE consumers SET updated_at = updated_at - interval '1 hour'")
+    async with scheduler.raw() as connection:
+        for uuid in held:
+            moving = new_uuid(restored.rng) if column == "under_way" else None
+            condition = "active" if moving else "moving"
+            await connection.execute(
+                "INSERT INTO instances VALUES ($1, $2, '', '', '', $3, 1, 0)", uuid, condition, moving
+            )
+    found = await audited(restored.site, repair=True)
+    await scheduler.close()
+    await cell2.close()
+    assert not any(found.values())
+    assert await restored.book.allocations() == held
+
+
 @pytest.mark.parametrize("is_taken", [True, False], ids=["taken over meanwhile", "orphaned"])
 async def test_a_repair_releases_only_the_claim_that_it_has_read(
     restored: Restored, monkeypatch: pytest.MonkeyPatch, *, is_taken: bool

@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -18,6 +18,7 @@ from berth.audit.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
 from berth.audit.invariants import InstanceFact
 from berth.client import BuildClient, host_pages
 from berth.client.host_pages import json_of, read_hosts
+from berth.client.object_edits import project_usage
 from berth.commands.instances import publish_and_follow
 from berth.load import LoadPlan, draw_requests
 from berth.settings import CellSettings, Settings
@@ -28,6 +29,7 @@ from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Message, Meta
+from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState, HostRecord, HostsPage, HostsQuery
 from bus.contracts.cell import ComputeHosts, HostReport, Running
 from bus.faults import RequestRefused
@@ -466,6 +468,19 @@ async def test_hosts_that_do_not_answer_are_waited_for_some_seconds_and_not_a_mi
     assert some.has_whole("s") and not some.has_whole("t")
 
 
+@pytest.mark.parametrize("unknown", [{"running": None}, {"owner": "another"}], ids=["not seen", "of another service"])
+async def test_a_service_has_not_reported_whole_while_a_host_of_it_is_only_named(unknown: dict[str, Any]) -> None:
+    """What it ran was called an instance without a machine, and what it may run proved an orphan."""
+    reports = Reports(SystemClock(), set())
+    whole = page(1, REPORTS_HOSTS[0], first_sequence=1)
+    named = replace(whole.message.hosts[0], uuid=REPORTS_HOSTS[1], **unknown)  # type: ignore[attr-defined]
+    more = replace(whole, message=replace(whole.message, hosts=(*whole.message.hosts, named)))  # type: ignore[attr-defined]
+    await reports.take([more])
+    assert not reports.has_whole("s")
+    await reports.take([page(2, REPORTS_HOSTS[1], first_sequence=2)])
+    assert reports.has_whole("s")
+
+
 async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answer_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -515,3 +530,19 @@ async def test_checks_of_two_processes_share_no_queue(monkeypatch: pytest.Monkey
         with contextlib.suppress(LookupError):
             await gather._cell_report(Named(Settings()), "c", set(), None)
     assert len(names) == 2
+
+
+# --- the usage of all projects
+
+
+async def test_the_usage_of_all_projects_is_whole_however_many_pages_it_has() -> None:
+    """Those behind the fiftieth page were shown as holding nothing."""
+    projects = [f"p{number:03}" for number in range(120)]
+
+    class Paging:
+        async def request(self, query: ProjectUsageQuery, *_: object, **__: object) -> ProjectUsagePage:
+            behind = [one for one in projects if query.after is None or one > query.after]
+            return ProjectUsagePage(usage={behind[0]: {"VCPU": 1}}, more=len(behind) > 1)
+
+    found = await project_usage(cast(Bus, Paging()), (), timeout_s=1.0)
+    assert sorted(found) == projects

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,12 @@ import typer
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from berth.audit.auditing import AuditPass
+from berth.audit.findings import Confirmed
+from berth.audit.quarantine import InCells, TrippedBreaker
 from berth.cli import app
 from berth.client import BuildClient
-from berth.commands import common, objects
+from berth.commands import audits, common, dead_letters, objects, safety
 from berth.commands.common import Stop
 from berth.commands.drain import _ended
 from berth.commands.expired import is_expired, send_back
@@ -25,7 +29,9 @@ from berth.commands.objects import MAX_FILE_BYTES, read_file
 from berth.fencing.fencer import CELL_SILENT, TOO_MANY, Fencer, FencingPlan, plan
 from berth.fencing.plugin import FencingPlugin
 from berth.settings import FencingSettings, Settings
+from berth.site import Site
 from bus.clock import SystemClock
+from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.build import BuildRecord, BuildState, HostRecord, HostsPage, TimelineEntry
 from bus.contracts.drains import DrainProgress, DrainState, DrainTarget
@@ -42,9 +48,11 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, ServicesPage, SetAdminState
 from bus.contracts.placement import ClaimHolder
 from bus.contracts.queues import BY_QUEUE, DEAD
+from bus.faults import DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Outgoing
+from bus.port import Outgoing, PublishRefused
 from bus.wire import SENT_AT
+from cell_conductor.domain.breaker import Breaker
 
 # --- which silent hosts are switched off without a person
 
@@ -227,6 +235,126 @@ async def test_old_builds_are_replayed_only_on_request(old: bool, sent: list[str
     assert (back.sent, back.too_old) == (sent, [] if old else ["ancient"])
     assert await transport.depth(QUEUE) == len(sent)
     await transport.close()
+
+
+async def letters_of(transport: MemoryTransport, *names: str) -> None:
+    for name in names:
+        await transport.publish(Outgoing(exchange=DEAD, routing_key=QUEUE, body=b"{}", type=DELETE, message_id=name))
+
+
+async def declared(broker: MemoryBroker) -> MemoryTransport:
+    transport, row = MemoryTransport(broker, "cell1"), BY_QUEUE[QUEUE]
+    await transport.open()
+    await transport.declare_shared()
+    await transport.declare_queue(row, QUEUE, row.bindings)
+    return transport
+
+
+async def test_a_replay_that_fails_midway_names_what_it_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = await declared(MemoryBroker(SystemClock()))
+    await letters_of(transport, "first", "second", "third")
+    real = transport.publish
+
+    async def refuse_second(message: Outgoing) -> None:
+        if message.message_id == "second":
+            raise PublishRefused("full")
+        await real(message)
+
+    monkeypatch.setattr(transport, "publish", refuse_second)
+    back = await send_back(transport, QUEUE, None, Settings(), now=NOW, old=False)
+    assert back.sent == ["first"] and isinstance(back.fault, PublishRefused)
+    with pytest.raises(PublishRefused):  # nothing was sent before it
+        await send_back(transport, QUEUE, None, Settings(), now=NOW, old=False)
+    assert [one.id for one in await letters.list_dead(transport, QUEUE)] == ["second", "third"]
+    await transport.close()
+
+
+async def test_a_purge_leaves_the_letters_that_came_after_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was sent back meanwhile and died again."""
+    broker = MemoryBroker(SystemClock())
+    there = await declared(broker)
+    await letters_of(there, "again", "old")
+    monkeypatch.setattr(Site, "transport", lambda *_, **__: MemoryTransport(broker, "cell1"))
+    shown: list[str] = []
+
+    def confirm(question: str) -> bool:
+        shown.append(question)
+        broker_queue = asyncio.ensure_future(letters_of(there, "again", "new"))
+        arriving.append(broker_queue)
+        return True
+
+    arriving: list[asyncio.Future[None]] = []
+    real = letters.purge
+
+    async def once_arrived(*arguments: Any) -> int:
+        await asyncio.gather(*arriving)
+        return await real(*arguments)
+
+    monkeypatch.setattr(typer, "confirm", confirm)
+    monkeypatch.setattr(letters, "purge", once_arrived)
+    purge = dead_letters.purge
+    assert await purge(Settings(), QUEUE, bus="api", yes=False, as_json=True) == 0
+    assert "2 dead letters" in shown[0]
+    assert [one.id for one in await letters.list_dead(there, QUEUE)] == ["again", "new"]
+    await there.close()
+
+
+# --- audits, as a program reads them
+
+
+async def test_an_audit_says_as_json_what_it_did_not_judge_and_did_not_repair(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Lasting(Confirmed):
+        def lasting(self, *_: object) -> bool:
+            return True
+
+    async def passes(*_: object, **__: object) -> AsyncIterator[AuditPass]:
+        for _number in range(2):
+            yield AuditPass((), (), Lasting(), 0.0, {"c1": DatabaseUnavailable("gone")})
+
+    async def blind(*_: object, **__: object) -> dict[str, list[str]]:
+        raise Stop(common.Exit.UNAVAILABLE, "audit.blind", "never started")
+
+    monkeypatch.setattr(audits, "database_of", lambda _: None)
+    monkeypatch.setattr(audits, "watch", passes)
+    monkeypatch.setattr(audits, "audited", blind)
+    assert await audits.audit(Settings(), repair=True, grace=0.0, as_json=True) == common.Exit.UNAVAILABLE
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["state"], one["code"]) for one in said] == [
+        ("not_judged", "database.unavailable"),
+        *[("not_repaired", "audit.blind")] * 2,
+    ]
+    assert said[0]["cell"] == "c1"
+
+
+def test_an_audit_that_ends_before_its_grace_repairs_nothing_and_says_so() -> None:
+    done = CliRunner().invoke(app, ["audit", "--repair"])
+    assert done.exit_code == common.Exit.USAGE and "audit.grace" in done.output
+
+
+# --- a breaker that trips anew while it is reset
+
+
+async def test_a_reset_that_one_cell_has_not_taken_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tripped = Breaker(service="s", lost=1, quarantined=0, over=0, tripped_at=1.0)
+
+    async def read(*_: object) -> InCells:
+        return InCells({}, {"c1": [tripped], "c2": [tripped]})
+
+    async def reset(_: object, seen: Sequence[TrippedBreaker], who: str) -> tuple[dict[TrippedBreaker, bool], object]:
+        return {one: one[0] == "c1" for one in seen}, {}
+
+    monkeypatch.setattr(safety, "environment", lambda _: None)
+    monkeypatch.setattr(safety.records, "read", read)
+    monkeypatch.setattr(safety.records, "reset", reset)
+    with pytest.raises(Stop) as stopped:
+        await safety.reset(Settings(), "s", by="op", as_json=True)
+    assert (stopped.value.status, stopped.value.code) == (common.Exit.NO, "breaker.not_open")
+    assert "c2" in str(stopped.value) and "c1" not in str(stopped.value)
+    assert json.loads(capsys.readouterr().out)["cells"] == ["c1"]
 
 
 # --- advice of the commands about drains, where instances are left

@@ -10,6 +10,7 @@ import pytest
 
 from berth.commands import import_nova
 from berth.commands.as_toml import as_toml
+from berth.commands.common import Stop
 from berth.commands.import_nova import config_of, names_of, parts_of, tree_of
 from berth.commands.objects import read_file
 from berth.nova import cloud as reading
@@ -204,6 +205,23 @@ def test_files_of_no_more_than_a_change_may_have(tmp_path: Path, monkeypatch: py
         file.write_text(as_toml(part))
         read |= {(one.kind, one.name) for one in read_file(file)[0]}
     assert read == {(kind, name) for kind, bodies in found.objects.items() for name in bodies}
+
+
+async def test_a_part_of_an_earlier_import_is_not_left_beside_a_smaller_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`berth apply nova*.toml` would have brought back what Nova no longer has."""
+
+    async def cloud(*_: object) -> Cloud:
+        return Cloud(flavors=[flavor("a")])
+
+    monkeypatch.setattr(import_nova, "read_cloud", cloud)
+    (tmp_path / "nova-2.toml").write_text("")
+    with pytest.raises(Stop) as stopped:
+        await import_nova.import_nova("http://n/v2.1", output=tmp_path / "nova.toml")
+    assert stopped.value.code == "import.file" and not (tmp_path / "nova.toml").exists()
+    (tmp_path / "nova-2.toml").unlink()
+    assert await import_nova.import_nova("http://n/v2.1", output=tmp_path / "nova.toml") == 0
 
 
 def test_credentials_are_those_of_openstack_s_clients() -> None:
