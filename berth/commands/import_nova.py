@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,10 +81,7 @@ async def import_nova(
     found = imported(cloud, with_hosts=with_hosts)
     parts = parts_of(found)
     if not dry_run and output is not None:
-        if (more := names_of(output, len(parts) + 1)[-1]).exists():  # it would be applied with these
-            raise Stop(Exit.USAGE, "import.file", f"{more} is there, a part of an earlier import: nothing is written")
-        for name, part in zip(names_of(output, len(parts)), parts, strict=True):
-            _write(name, as_toml(part))
+        _write_parts(output, parts)
     if as_json:
         print_json({**_report(found), "objects": {} if dry_run else tree_of(found)})
     elif not dry_run and output is None:
@@ -108,6 +105,14 @@ def parts_of(found: Imported) -> list[dict[str, Any]]:
 def names_of(output: Path, count: int) -> list[Path]:
     """The file, or one for each part: `nova.toml`, `nova-2.toml`, ..."""
     return [output if at == 1 else output.with_stem(f"{output.stem}-{at}") for at in range(1, count + 1)]
+
+
+def _write_parts(output: Path, parts: Sequence[dict[str, Any]]) -> None:
+    *names, more = names_of(output, len(parts) + 1)
+    if more.exists():  # it would be applied with these
+        raise Stop(Exit.USAGE, "import.file", f"{more} is there, a part of an earlier import: nothing is written")
+    for name, part in zip(names, parts, strict=True):
+        _write(name, as_toml(part))
 
 
 def _write(name: Path, text: str) -> None:
