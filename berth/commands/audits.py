@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from berth.audit.auditing import watch
+from berth.audit.auditing import AuditPass, watch
 from berth.audit.findings import REPAIRABLE, AuditFinding
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
@@ -122,16 +122,7 @@ async def audit(
         async for seen in stream:
             passes += 1
             before, unread = unread, _explained(seen.unread)
-            newly = {cell: stop for cell, stop in unread.items() if cell not in before}
-            _show_unread(newly)
-            for cell, fields in _as_json(newly).items() if as_json else ():
-                print_json_line({"at": _now(), "state": "not_judged", "cell": cell, **fields})
-            for state, changed in (("found", seen.new), ("gone", seen.gone)):
-                for one in changed:
-                    if as_json:
-                        _print_json(state, one)
-                    else:
-                        show_finding(state, one)
+            _show_pass(seen, {cell: stop for cell, stop in unread.items() if cell not in before}, as_json)
             if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
                 await _carry_out(_repaired(here, grace), as_json)
             if follow and (due := chosen(settings.audit, seen.confirmed.proven)):
@@ -141,6 +132,19 @@ async def audit(
                     out.print("nothing is wrong")
                 return Exit.NO if seen.confirmed.found else _status(unread)
     return 0
+
+
+def _show_pass(seen: AuditPass, unread: Mapping[str, Stop], as_json: bool) -> None:
+    """unread: the cells that the pass before could read."""
+    _show_unread(unread)
+    for cell, fields in _as_json(unread).items() if as_json else ():
+        print_json_line({"at": _now(), "state": "not_judged", "cell": cell, **fields})
+    for state, changed in (("found", seen.new), ("gone", seen.gone)):
+        for one in changed:
+            if as_json:
+                _print_json(state, one)
+            else:
+                show_finding(state, one)
 
 
 async def _repaired(here: Site, grace_s: float) -> list[str]:

@@ -107,10 +107,11 @@ def names_of(output: Path, count: int) -> list[Path]:
     return [output if at == 1 else output.with_stem(f"{output.stem}-{at}") for at in range(1, count + 1)]
 
 
-def _write_parts(output: Path, parts: Sequence[Mapping[str, Any]]) -> None:
-    if (more := names_of(output, len(parts) + 1)[-1]).exists():  # it would be applied with these
+def _write_parts(output: Path, parts: Sequence[dict[str, Any]]) -> None:
+    *names, more = names_of(output, len(parts) + 1)
+    if more.exists():  # it would be applied with these
         raise Stop(Exit.USAGE, "import.file", f"{more} is there, a part of an earlier import: nothing is written")
-    for name, part in zip(names_of(output, len(parts)), parts, strict=True):
+    for name, part in zip(names, parts, strict=True):
         _write(name, as_toml(part))
 
 
