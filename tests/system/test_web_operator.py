@@ -381,6 +381,7 @@ def test_dead_letters_are_counted_shown_replayed_and_purged(web: Web) -> None:
             "replayed": [one],
             "too_old": [],
             "barred": {},
+            "fault": "",
         }
         wait_until(lambda: one in {letter["id"] for letter in see.get(queue).json()})  # it is refused and parked again
         assert client.delete(queue).json()["purged"] == 2

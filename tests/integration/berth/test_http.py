@@ -119,6 +119,8 @@ async def test_the_node_may_have_another_name_than_the_host() -> None:
         await power.switch_off(HostRecord(uuid=HOST.uuid, name="other"))
         assert node["power_state"] == "power off"
         with pytest.raises(FencingFailed, match="no node"):
+            await power.switch_off(HostRecord(uuid=HOST.uuid, name="unknown"))
+        with pytest.raises(FencingFailed):  # a 404 that is none of Ironic's
             await power.switch_off(HostRecord(uuid=HOST.uuid, name="../unknown"))
 
 
