@@ -60,7 +60,8 @@ class Operator:
 
     async def release_quarantine(self) -> None:
         """Decide about what is in quarantine of an instance whose delete has waited long enough: destroy it, or, on
-        what has burnt down, keep it (`berth quarantine release`). The cell decides nothing by itself. Until cancelled.
+        what has burnt down or left, keep it (`berth quarantine release`). The cell decides nothing by itself. Until
+        cancelled.
         """
         world, since = self._world, dict[tuple[str, str], float]()
         while True:
@@ -75,7 +76,8 @@ class Operator:
                     if not waits:
                         since.pop(place, None)
                     elif world.now() - since.setdefault(place, world.now()) >= LOOK_S:
-                        verdict = KEEP if one.service in world.dead else DESTROY
+                        is_gone = one.service in world.dead or place[0] in world.left  # its host will not report
+                        verdict = KEEP if is_gone else DESTROY
                         world.event_log.record("order", f"release {place[1]} {verdict}")
                         machine = DecidedMachine(place[1], place[0], one.machine.attempt)
                         safety = MemoryInstances(table.session()).safety
