@@ -7,21 +7,24 @@ from typing import Any
 
 import httpx
 
+MAX_BYTES = 4 * 2**20  # a token with the catalogue of many regions
+
 
 class AnswerTooLarge(httpx.HTTPError):
     """The answer has more bytes than its caller reads; the rest was not read."""
 
 
 async def request(
-    client: httpx.AsyncClient, method: str, url: str, *, timeout_s: float, max_bytes: int, **more: Any
+    client: httpx.AsyncClient, method: str, url: str, *, max_bytes: int = MAX_BYTES, timeout_s: float = 0, **more: Any
 ) -> httpx.Response:
-    """The answer to one request. more: as httpx takes it.
+    """The answer to one request. timeout_s: it may take so long altogether; 0: as long as the client lets each wait of
+    it take. more: as httpx takes it.
 
     httpx bounds each wait, and not their sum: a byte at a time keeps it waiting for ever. Raises TimeoutError,
     AnswerTooLarge, httpx.HTTPError, and what the client's sign-in raises.
     """
     body = bytearray()
-    async with asyncio.timeout(timeout_s), client.stream(method, url, **more) as answer:
+    async with asyncio.timeout(timeout_s or client.timeout.read), client.stream(method, url, **more) as answer:
         async for chunk in answer.aiter_bytes():
             body += chunk
             if len(body) > max_bytes:

@@ -10,7 +10,6 @@ import math
 import ssl
 from collections.abc import AsyncGenerator
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import httpx
@@ -28,7 +27,6 @@ SUBJECT = "X-Subject-Token"
 # A token is not used in its last moments: the request it goes with has a way before it.
 RENEW_EARLY_S = 60.0
 MAX_TOKEN_BYTES = 8192
-MAX_ANSWER_BYTES = 4 * 2**20  # a token with the catalogue of many regions
 
 
 class SignInUnavailable(Transient):
@@ -86,7 +84,7 @@ class KeystoneAuth(httpx.Auth):
             raise SettingsError(setting, f"{setting} has a name or a secret that is not UTF-8") from None
         self._clock = clock
         self._timeout_s = timeout_s
-        self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=False, headers=JSON)
         self._token = ""
         self._renew_at = 0.0
         self._signing_in = asyncio.Lock()
@@ -114,9 +112,8 @@ class KeystoneAuth(httpx.Auth):
         async with self._signing_in:
             if self._token != stale:
                 return self._token
-            ask = partial(answers.request, self._client, "POST", self.url, content=self._body, headers=JSON)
             try:
-                answer = await ask(timeout_s=self._timeout_s, max_bytes=MAX_ANSWER_BYTES)
+                answer = await answers.request(self._client, "POST", self.url, content=self._body)
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 # The caller would take it for Ironic's.
                 text = f"Keystone at {self.url}: {unanswered(error, self._timeout_s)}"

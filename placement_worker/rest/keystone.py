@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.contracts.base import reason_of
+from bus.openstack.answers import request
 from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInUnavailable, unanswered
 from bus.openstack.rest import tls_of
 from placement_worker.rest.auth import Auth, Caller, Headers
@@ -107,7 +108,7 @@ class Keystone(Auth):
         try:
             token = msgspec.json.decode(answer.content, type=_Answer).token
             expires = datetime.fromisoformat(token.expires_at).timestamp()
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
             raise SignInUnavailable(f"Keystone's answer cannot be read: {reason_of(error)}") from error
         if expires <= now:
             return CachedToken(None, now + BAD_FOR_S)
@@ -123,6 +124,6 @@ class Keystone(Auth):
     async def _validate(self, token: bytes) -> httpx.Response:
         try:
             headers = {SUBJECT: token.decode("latin-1")}
-            return await self._client.get(f"{self._auth.url}?nocatalog", headers=headers)
-        except httpx.HTTPError as error:
+            return await request(self._client, "GET", f"{self._auth.url}?nocatalog", headers=headers)
+        except (httpx.HTTPError, TimeoutError) as error:
             raise SignInUnavailable(f"{self._auth.url}: {unanswered(error, self._config.timeout_s)}") from error

@@ -310,7 +310,6 @@ class NovaRest:
                 self._client,
                 "GET",
                 url,
-                timeout_s=self._timeout_s,
                 max_bytes=MAX_PAGE_BYTES,
                 params=params,
                 headers={VERSION: version} if version else {},

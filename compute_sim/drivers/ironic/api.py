@@ -245,7 +245,6 @@ class IronicApi:
                     self._client,
                     method,
                     path,
-                    timeout_s=self._config.request_timeout_s,
                     max_bytes=MAX_BODY,
                     json=body,
                     params=params,

@@ -72,7 +72,6 @@ class NeutronNetwork:
             verify=verify,
             setting="compute.ironic.neutron.keystone",
         )
-        self._timeout_s = config.request_timeout_s
         self._client = httpx.AsyncClient(
             base_url=api_root(neutron.url),
             auth=self._auth,
@@ -157,7 +156,6 @@ class NeutronNetwork:
                 self._client,
                 method,
                 path,
-                timeout_s=self._timeout_s,
                 max_bytes=MAX_BODY,
                 json=body,
                 params=params,

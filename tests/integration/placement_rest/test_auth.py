@@ -24,6 +24,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, FeedChanges
 from bus.memory import MemoryTransport
+from bus.openstack.answers import MAX_BYTES
 from bus.openstack.keystone import SignInRefused, SignInUnavailable
 from bus.service.settings import SettingsError
 from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth
@@ -194,7 +195,9 @@ async def test_keystone_is_requested_once_and_its_answer_cached_until_it_expires
 async def test_a_keystone_that_cannot_answer_is_not_a_no(stand_in: tuple[KeystoneStandIn, str]) -> None:
     keystone, url = stand_in
     auth = Keystone(KeystoneConfig(auth_url=url, password="right"), SystemClock())
-    for answer in (Response(status_code=503), Response(b"{"), JSONResponse({"token": {"user": {}, "expires_at": "?"}})):
+    unreadable = (b"{", b'{"more":' + b"[" * 100_000, b" " * (MAX_BYTES + 1))
+    broken = JSONResponse({"token": {"user": {}, "expires_at": "?"}})
+    for answer in (Response(status_code=503), *map(Response, unreadable), broken):
         keystone.answer = answer
         with pytest.raises(SignInUnavailable):
             await auth.identify(b"good", {})
