@@ -36,7 +36,8 @@ from bus.contracts.feed import Change
 from bus.persistence.database import Database
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.safety import KEEP, PostgresLeases, PostgresSafety
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import KEEP, LeaseStore, Safety
 from cell_conductor.store.tables import SERVICE
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
@@ -215,7 +216,7 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
 async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
     open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
     settled = ", ".join(f"'{state}'" for state in sorted(AT_REST))
-    down_there = f"{SERVICE} IN (SELECT service FROM leases WHERE state <> 'up')"
+    down_there = f"{SERVICE} IN (SELECT service FROM leases WHERE record ->> 'state' <> 'up')"
     under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({settled})"
     unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
     for database in cells.values():
@@ -279,7 +280,7 @@ async def _leases(cells: Mapping[str, Database]) -> dict[tuple[str, str], Lease]
     return {
         (cell, lease.service): lease
         for cell, database in cells.items()
-        for lease in await PostgresLeases(database).leases()
+        for lease in await LeaseStore(PostgresKeyed(database)).leases()
     }
 
 
@@ -318,7 +319,7 @@ async def _breakers(cells: Mapping[str, Database]) -> list[BreakerFact]:
             over=one.over,
         )
         for cell, database in cells.items()
-        for one in await PostgresSafety(database).breakers()
+        for one in await Safety(PostgresKeyed(database)).breakers()
     ]
 
 
@@ -334,7 +335,7 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
             one.verdict == KEEP,
         )
         for cell, database in cells.items()
-        for one in await PostgresSafety(database).records()
+        for one in await Safety(PostgresKeyed(database)).records()
         if one.machine.kind is UnexplainedKind.QUARANTINED
     ]
 

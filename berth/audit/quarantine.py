@@ -26,11 +26,12 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import PURGED, PURGED_FAILED
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import (
     ADOPT,
     DecidedMachine,
     MachineKey,
-    PostgresSafety,
+    Safety,
     UnexplainedRecord,
 )
 from cell_conductor.store.tables import decode
@@ -226,8 +227,8 @@ async def _named(env: Environment, cell: str | None) -> tuple[str, ...]:
     return (cell,)
 
 
-async def _in_cell(env: Environment, cell: str, work: Callable[[PostgresSafety], Awaitable[T]]) -> T:
-    return await _on_database(env, cell, lambda database: work(PostgresSafety(database)))
+async def _in_cell(env: Environment, cell: str, work: Callable[[Safety], Awaitable[T]]) -> T:
+    return await _on_database(env, cell, lambda database: work(Safety(PostgresKeyed(database))))
 
 
 async def _on_database(env: Environment, cell: str, work: Callable[[Database], Awaitable[T]]) -> T:

@@ -77,7 +77,9 @@ SELECT b.instance_uuid::text, b.state, NOT b.terminal OR (b.cell IS NULL AND b.s
 FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
 """
 # Machines that a cell does not destroy by itself.
-QUARANTINED = "SELECT instance_uuid::text FROM unexplained WHERE kind = $1 AND instance_uuid = ANY($2::uuid[])"
+QUARANTINED = """
+SELECT instance_uuid::text FROM unexplained WHERE record #>> '{machine,kind}' = $1 AND instance_uuid = ANY($2::uuid[])
+"""
 
 
 async def audit(

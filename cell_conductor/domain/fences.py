@@ -18,13 +18,14 @@ from .report import is_over, rescan_of
 
 class Fence(Struct, frozen=True, kw_only=True):
     """An operator's statement that a host is off. version: of the decision. lifting: the host may be used again, once
-    it has destroyed its losses. at: seconds since the epoch.
+    it has destroyed its losses; lifted: that it may, so there is no fence any more. at: seconds since the epoch.
     """
 
     host_uuid: str
     host: str
     version: int
     lifting: bool = False
+    lifted: bool = False
     reason: str = ""
     by: str = ""
     at: float = 0.0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from operator import attrgetter
+from typing import Any
 
-from msgspec import convert
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from bus.persistence.database import check_identity
@@ -16,6 +19,7 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import (
+    AT_REST,
     EXPECTED_HERE,
     IN_DOUBT_AFTER_SET_BACK,
     LEFT_WITH_ITS_SERVICE,
@@ -26,13 +30,13 @@ from cell_conductor.domain.desires import (
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack, numbered_on
 
-from . import memory_safety
-from .memory_safety import Keeper, MemoryFences, MemoryLeases, MemorySafety
+from .keyed import Key, KeyedTable, Lock, Value
 from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
-from .safety import KEEP, UnexplainedRecord
+from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
 
 HANDLER = "conductor"
 
@@ -40,19 +44,7 @@ HANDLER = "conductor"
 class MemoryInstanceTable(MemoryDatabase):
     """The committed instances of one cell; it outlives the conductors."""
 
-    ROWS = (
-        *MemoryDatabase.ROWS,
-        "instances",
-        "unexplained",
-        "breakers",
-        "origin",
-        "set_back_at",
-        "leases",
-        "lease_keeper",
-        "fences",
-        "lifted_fences",
-        "fence_losses",
-    )
+    ROWS = (*MemoryDatabase.ROWS, "instances", "origin", "set_back_at", "lease_keeper", *(one.name for one in KEYED))
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
@@ -64,10 +56,112 @@ class MemoryInstanceTable(MemoryDatabase):
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
         self.breakers: dict[str, Breaker] = {}
         self.leases: dict[str, Lease] = {}
-        self.lease_keeper: dict[str, Keeper] = {}
+        self.lease_keeper = Keeper()
         self.fences: dict[str, Fence] = {}
-        self.lifted_fences: dict[str, int] = {}
         self.fence_losses: dict[tuple[str, str], Loss] = {}
+
+    @property
+    def fenced(self) -> dict[str, Fence]:
+        """The fences in force, by host."""
+        return {host: one for host, one in self.fences.items() if not one.lifted}
+
+
+class Keeper(Struct, frozen=True):
+    """The keeper of the leases, and until when."""
+
+    process: str = ""
+    term: int = 0
+    until: float = -math.inf
+
+
+class MemoryKeyedRows:
+    """The rows of one transaction."""
+
+    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction) -> None:
+        self._table = table
+        self._transaction = transaction
+
+    async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
+        """One statement."""
+        await self._transaction.statement()
+        values = [value for _, value in sorted(self._rows(table).items(), key=lambda row: row[0])]
+        return (sorted(values, key=attrgetter(table.by)) if table.by else values)[:limit]
+
+    async def find(
+        self, table: KeyedTable[Key, Value], keys: Collection[Key], lock: Lock = Lock.NONE
+    ) -> dict[Key, Value]:
+        """One statement. It locks absent rows too: who inserts one that another inserts waits for its end."""
+        await self._transaction.statement()
+        rows, ordered = self._rows(table), sorted(set(keys))
+        if lock:
+            await self._transaction.lock([(table.name, key) for key in ordered])
+        return {key: rows[key] for key in ordered if key in rows}
+
+    async def put(self, table: KeyedTable[Key, Value], values: Iterable[Value], over: Mapping[Key, Value]) -> None:
+        """One statement."""
+        await self._transaction.statement()
+        self._transaction.will(partial(self._rows(table).update, {table.key(value): value for value in values}))
+
+    async def delete(self, table: KeyedTable[Key, Any], keys: Collection[Key]) -> None:
+        """One statement."""
+        await self._transaction.statement()
+        self._transaction.will(partial(_drop, self._rows(table), list(keys)))
+
+    async def is_term(self, term: int) -> bool:
+        """One statement."""
+        await self._transaction.statement()
+        await self._transaction.lock(["lease_keeper"])
+        return self._table.lease_keeper.term == term
+
+    async def was_set_back(self) -> bool:
+        """One statement."""
+        await self._transaction.statement()
+        return self._table.set_back_at > 0 or self._table.origin != self._table.place
+
+    async def is_needed(self, fence_of: str) -> bool:
+        """One statement."""
+        await self._transaction.statement()
+        is_lost = any(host == fence_of for host, _ in self._table.fence_losses)
+        return is_lost or any(is_evacuated_from(one, fence_of) for one in self._table.instances.values())
+
+    async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
+        """One statement; all of them are looked at."""
+        await self._transaction.statement()
+        return [
+            uuid
+            for uuid, one in sorted(self._table.instances.items())
+            if uuid > after and one.phase not in AT_REST and host_uuid in (one.host_uuid, one.source_host_uuid)
+        ][:limit]
+
+    def _rows(self, table: KeyedTable[Key, Value]) -> dict[Key, Value]:
+        rows: dict[Key, Value] = getattr(self._table, table.name)
+        return rows
+
+
+class MemoryKeyed:
+    """In a cell's tables."""
+
+    def __init__(self, table: MemoryInstanceTable, session: MemorySession) -> None:
+        self._table = table
+        self._session = session
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[MemoryKeyedRows]:
+        """Commits at the end, rolls back on an exception."""
+        async with self._session.transaction() as transaction:
+            yield MemoryKeyedRows(self._table, transaction)
+
+    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.lock(["lease_keeper"])
+            held, now = self._table.lease_keeper, self._table.clock.time()
+            if held.process != process and held.until >= now:
+                return None
+            remains = (held.process, held.term) == (process, term) and held.until >= now
+            newest = held.term if remains else max(held.term + 1, (term or 0) + 1, int(now * 1000))
+            transaction.will(partial(setattr, self._table, "lease_keeper", Keeper(process, newest, now + for_s)))
+            return newest
 
 
 class MemoryTransaction:
@@ -146,7 +240,7 @@ class MemoryTransaction:
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Hold the fences of these hosts until the end, and record their losses."""
-        return await memory_safety.lose(self._table, self._transaction, hosts, losses, proofs)
+        return await lose(MemoryKeyedRows(self._table, self._transaction), hosts, losses, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""
@@ -227,9 +321,8 @@ class MemoryInstances(SeenStore):
         self._session = session
         self._cache: VersionCache[Instance] = VersionCache(session)
         self.outbox = MemoryRows(session)
-        self.safety = MemorySafety(session.database, session)
-        self.leases = MemoryLeases(session.database, session)
-        self.fences = MemoryFences(session.database, session)
+        keyed = MemoryKeyed(session.database, session)
+        self.safety, self.leases, self.fences = Safety(keyed), LeaseStore(keyed), FenceStore(keyed)
         self.ready = False
 
     async def open(self) -> None:
@@ -294,7 +387,7 @@ class MemoryInstances(SeenStore):
         """The instances that have a machine at this compute service."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
-            fenced = self._table.fences
+            fenced = self._table.fenced
             found = sorted(self._table.instances.items())
             return [uuid for uuid, instance in found if is_at(instance, service, fenced)][:limit]
 
@@ -323,6 +416,6 @@ def _brief(instance: Instance, table: MemoryInstanceTable) -> Brief:
     return brief if instance.phase in REFUSED else replace(brief, code="")
 
 
-def _drop(instances: dict[str, Instance], gone: Sequence[str]) -> None:
-    for uuid in gone:
-        del instances[uuid]
+def _drop(rows: dict[Any, Any], keys: Sequence[Any]) -> None:
+    for key in keys:
+        rows.pop(key, None)

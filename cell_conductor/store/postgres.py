@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import asyncpg
+import msgspec
 import structlog
 from msgspec import DecodeError
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from bus.contracts.base import reason_of
 from bus.persistence import outbox
 from bus.persistence.database import Database, check_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
-from bus.persistence.outbox import OutboxMessage, PostgresRows
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor import metrics
 from cell_conductor.domain.desires import (
@@ -45,19 +46,8 @@ from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
 from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
-from .safety import (
-    EXPLAINED,
-    HOLD,
-    KEEP,
-    LOSE,
-    RECORDS_OF,
-    PostgresFences,
-    PostgresLeases,
-    PostgresSafety,
-    UnexplainedRecord,
-    loss_columns,
-    record_of,
-)
+from .postgres_keyed import PostgresKeyed, PostgresRows
+from .safety import KEEP, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
 
 log = structlog.get_logger(__name__)
 
@@ -123,19 +113,22 @@ SELECT uuid, service FROM (
     WHERE deadline IS NOT NULL AND state IN ({in_sql(LEFT_WITH_ITS_SERVICE)})) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
+FENCE_OF = "SELECT FROM fences f WHERE f.record ->> 'lifted' = 'false' AND f.host_uuid"
 # As `domain.report.is_at`. The text is searched for the name first: parsing every record's JSON costs far more.
 AT_SERVICE = f"""
 SELECT uuid::text FROM instances
 WHERE state NOT IN ({in_sql(AT_REST)})
     AND strpos(record::text, to_json($1::text)::text) > 0 AND (
     ({tables.SERVICE} = $1 AND state NOT IN ({in_sql(NOT_HERE)})
-        AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = instances.host_uuid))
-    OR (record #>> '{{move,source,service}}' = $1 AND NOT EXISTS (
-        SELECT FROM fences f WHERE f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))
+        AND NOT EXISTS ({FENCE_OF} = instances.host_uuid))
+    OR (record #>> '{{move,source,service}}' = $1
+        AND NOT EXISTS ({FENCE_OF}::text = instances.record #>> '{{move,source,host_uuid}}')))
 ORDER BY uuid LIMIT $2
 """
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
+EXPLAINED = "NOT EXISTS (SELECT FROM unexplained WHERE instance_uuid = ANY({}::uuid[]))"
+UNEXPLAINED = "SELECT record FROM unexplained WHERE instance_uuid = ANY($1::uuid[]) ORDER BY host_uuid, instance_uuid"
 
 PURGE = """
 DELETE FROM instances WHERE uuid IN (
@@ -235,7 +228,8 @@ class PostgresTransaction:
 
     async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
         """One statement, without locks."""
-        return [record_of(row) for row in await self._connection.fetch(RECORDS_OF, sorted(uuids))]
+        found = await self._connection.fetch(UNEXPLAINED, list(uuids))
+        return [msgspec.json.decode(row[0], type=UnexplainedRecord) for row in found]
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
@@ -251,13 +245,8 @@ class PostgresTransaction:
             await self._connection.execute(UPDATE, *tables.columns(instances))
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
-        """Two statements."""
-        held = await self._connection.fetch(HOLD, sorted(set(hosts)), list(proofs))
-        if len(held) < len(set(hosts)):
-            return False
-        if losses:
-            await self._connection.execute(LOSE, *loss_columns(losses))
-        return True
+        """Hold the fences of these hosts until the end, and record their losses."""
+        return await lose(PostgresRows(self._connection), hosts, losses, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""
@@ -272,10 +261,9 @@ class PostgresInstances(SeenStore):
         super().__init__(database)
         self._database = database
         self._cache: VersionCache[Instance] = VersionCache(database)
-        self.safety = PostgresSafety(database)
-        self.leases = PostgresLeases(database)
-        self.fences = PostgresFences(database)
-        self.outbox = PostgresRows(database)
+        keyed = PostgresKeyed(database)
+        self.safety, self.leases, self.fences = Safety(keyed), LeaseStore(keyed), FenceStore(keyed)
+        self.outbox = outbox.PostgresRows(database)
 
     @property
     def ready(self) -> bool:

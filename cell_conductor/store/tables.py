@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 
 import msgspec
-from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, Table, Text, text
+from msgspec import Struct
+from sqlalchemy import BigInteger, Column, Computed, Double, Index, Integer, MetaData, Table, Text, text
 from sqlalchemy.dialects.postgresql import JSON
 
 from bus.persistence.tables import (
@@ -24,6 +25,8 @@ from bus.persistence.tables import (
 )
 from cell_conductor.domain.desires import EXPECTED_HERE, PURGED, PURGED_FAILED, in_sql, in_text
 from cell_conductor.domain.instance import Instance
+
+from .safety import KEYED, UNEXPLAINED
 
 METADATA = MetaData()
 
@@ -68,73 +71,18 @@ made = Table(
     info={FIRST_ROW: {}},
 )
 
-# Machines that no record explains, and what an operator decided about each.
-unexplained = Table(
-    "unexplained",
-    METADATA,
-    Column("host_uuid", UUID, primary_key=True),
-    Column("instance_uuid", UUID, primary_key=True),
-    needed("attempt", Integer),
-    needed("service", Text),
-    needed("kind", Text),
-    needed("why", Text),
-    needed("first_seen", Double),
-    needed("last_seen", Double),
-    needed("verdict", Text, default=""),
-    needed("decided_by", Text, default=""),
-    needed("decided_at", Double, default=ZERO),
-    Index("unexplained_instance", "instance_uuid"),
-)
-
-# The breakers of compute services.
-breakers = Table("breakers", METADATA, Column("service", Text, primary_key=True), needed("record", JSON))
-
-# What is believed of each compute service (cell_conductor.domain.leases). interval_s: how often it sends a heartbeat;
-# since: when its state began.
-leases = Table(
-    "leases",
-    METADATA,
-    Column("service", Text, primary_key=True),
-    needed("epoch", BigInteger),
-    needed("interval_s", Double),
-    needed("state", Text),
-    needed("since", Double),
-    needed("reason", Text),
-)
+# Values, each as JSON under its key.
+for one in KEYED:
+    key = [Column(name, UUID if name.endswith("_uuid") else Text, primary_key=True) for name in one.columns]
+    Table(one.name, METADATA, *key, needed("record", JSON))
+unexplained = METADATA.tables[UNEXPLAINED.name]
+Index("unexplained_instance", unexplained.c.instance_uuid)
+# Every report reads all of them.
+unexplained.append_column(Column("verdict", Text, Computed("record ->> 'verdict'", persisted=True)))
 
 # The conductor that records and publishes the leases, until when; its term rises with each change of keeper.
 lease_keeper = Table(
     "lease_keeper", METADATA, needed("process", Text), needed("term", BigInteger), needed("until", MOMENT), only_row()
-)
-
-# Hosts that an operator has fenced, and the machines that such a host has lost: no attempt up to this one is wanted
-# there, and its allocation is given up. Who records a loss holds the fence's row; it goes when its host has no losses
-# left. version: of the decision.
-fences = Table(
-    "fences",
-    METADATA,
-    Column("host_uuid", UUID, primary_key=True),
-    needed("host", Text),
-    needed("version", BigInteger),
-    needed("lifting", Boolean),
-    needed("reason", Text),
-    needed("decided_by", Text),
-    needed("at", Double),
-)
-fence_losses = Table(
-    "fence_losses",
-    METADATA,
-    Column("host_uuid", UUID, primary_key=True),
-    Column("instance_uuid", UUID, primary_key=True),
-    needed("attempt", Integer),
-    needed("service", Text),
-    needed("at", Double),
-)
-
-# The decision that lifted a host's last fence: the message of an older one may be delivered again, which would fence a
-# host that is used.
-lifted_fences = Table(
-    "lifted_fences", METADATA, Column("host_uuid", UUID, primary_key=True), needed("version", BigInteger)
 )
 
 outbox_tables(METADATA)
@@ -177,12 +125,12 @@ def numbered(statement: str) -> str:
     return statement.format(*(f"${number}" for number in range(1, 11)), met="true")
 
 
-def encode(instance: Instance) -> str:
-    """The record as JSON, without U+0000: PostgreSQL could not read it, nor the records beside it.
+def encode(value: Struct) -> str:
+    """A record as JSON, without U+0000: PostgreSQL could not read it, nor the records beside it.
 
     A compute service's text may hold one; clients' are refused with it.
     """
-    record = _encode(instance).decode()
+    record = _encode(value).decode()
     return _NUL.sub(r"\1", record) if r"\u0000" in record else record
 
 

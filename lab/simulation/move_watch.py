@@ -250,7 +250,7 @@ class MoveWatch:
             if is_migration and uuid not in under_way and not {uuid, owners.get(uuid)} & lost:
                 yield f"claims_have_owners: the migration {uuid} holds {dict(kept.consumer.holding)}"
         for cell, table in self._cells.items():
-            for host in table.fences.keys() - self.gone:
+            for host in table.fenced.keys() - self.gone:
                 if any(is_evacuated_from(one, host) for one in table.instances.values() if one.uuid in lost):
                     continue  # its destination has died, and nothing fences that
                 yield f"fences_are_lifted: {host} of {cell} is fenced, {len(table.fence_losses)} are to be destroyed"

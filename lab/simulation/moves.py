@@ -399,7 +399,7 @@ class Mover:
         world, table = self._world, self._world.cells[cell]
         if FORGETFUL & {Widening(one) for one in world.plan.widenings}:
             return  # a record from before may have a machine here that has left since
-        while waits := hosts & table.fences.keys():
+        while waits := hosts & table.fenced.keys():
             evacuated = [one for one in table.instances.values() if one.source_host_uuid in waits]
             if service in world.hosts_off | world.dead or any(one.here.service in world.dead for one in evacuated):
                 return

@@ -184,7 +184,7 @@ class Operator:
             mine = self._tenants(service, host)
             for uuid in mine:
                 self._client.delete(uuid)
-            if not mine and not any(host in table.fences for table in world.cells.values()):
+            if not mine and not any(host in table.fenced for table in world.cells.values()):
                 return True
             await asyncio.sleep(POLL_S)
         return False

@@ -141,7 +141,7 @@ def _fences_are_on_record(world: World) -> Iterator[str]:
             continue
         fence = fence_of(stored)
         table = None if fence.lifting or fence.acknowledged < fence.version else world.cells.get(fence.cell or "")
-        if table is not None and host not in table.fences:
+        if table is not None and host not in table.fenced:
             yield f"fences_are_on_record: {fence.cell} has acknowledged that of {host}, and does not have it"
 
 
@@ -274,7 +274,7 @@ def _unfenced(world: World) -> set[str]:
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
         for host in (instance.host_uuid, instance.source_host_uuid)
-        if instance.move is not None and world.left.get(host or "") == "dead" and host not in table.fences
+        if instance.move is not None and world.left.get(host or "") == "dead" and host not in table.fenced
     }
 
 

@@ -24,7 +24,8 @@ from berth.site import Site
 from berth.trial.servers import SystemPlan, variables
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest
-from cell_conductor.store.safety import DESTROY, DecidedMachine, PostgresSafety
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import DESTROY, DecidedMachine, Safety
 from compute_sim.config import ComputeConfig
 from tests.system.worker_processes import rig
 
@@ -122,7 +123,7 @@ async def repaired(site: Site) -> dict[str, list[str]]:
 async def decide(site: Site, facts: Facts) -> None:
     """The operator's part: go on after the breaker, and destroy what the client knows nothing of."""
     database = site.environment("operator").database("cell_cell1", pool_size=1)
-    safety = PostgresSafety(database)
+    safety = Safety(PostgresKeyed(database))
     for breaker in facts.breakers or ():
         if breaker.is_open:
             await safety.reset(breaker.service, "drill", site.clock.time())

@@ -26,7 +26,8 @@ from berth.trial.worker_processes import NO_TLS, WorkerProcesses
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.store.safety import PostgresSafety
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import Safety
 from tests.kit.waiting import wait_until
 from tests.system import command_line
 from tests.system.command_line import (
@@ -292,7 +293,7 @@ def test_check_reports_an_open_breaker_and_of_machines_in_quarantine(berth: Bert
 
     async def put_on_record() -> None:
         await database.open()
-        safety = PostgresSafety(database)
+        safety = Safety(PostgresKeyed(database))
         await safety.trip(Breaker(service="s", tripped_at=0.0, lost=6))
         await safety.record("s", [machine], 0.0)
         await database.close()

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.store.safety import PostgresSafety, UnexplainedRecord
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import Safety, UnexplainedRecord
 from tests.kit.waiting import wait_until
 from tests.system.web_server import TIMEOUT_S, Web, code_of, running_web
 
@@ -30,13 +31,13 @@ def web() -> Iterator[Web]:
         yield found
 
 
-def on_record(web: Web, work: Callable[[PostgresSafety], Awaitable[T]]) -> T:
+def on_record(web: Web, work: Callable[[Safety], Awaitable[T]]) -> T:
     """Do this with cell1's record, as its conductor would."""
 
     async def there() -> T:
         database = web.site.environment("test").database("cell_cell1", pool_size=1)
         try:
-            return await work(PostgresSafety(database))
+            return await work(Safety(PostgresKeyed(database)))
         finally:
             await database.close()
 
@@ -50,7 +51,7 @@ def quarantined(web: Web, service: str, count: int) -> list[Unexplained]:
 
 
 def verdicts(web: Web, service: str) -> list[tuple[str, str]]:
-    async def read(safety: PostgresSafety) -> list[UnexplainedRecord]:
+    async def read(safety: Safety) -> list[UnexplainedRecord]:
         return await safety.records()
 
     return [(one.verdict, one.decided_by) for one in on_record(web, read) if one.service == service]

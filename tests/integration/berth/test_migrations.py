@@ -9,7 +9,6 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from msgspec.structs import replace
 
 from berth import schemas
 from berth.backup import restoring
@@ -19,11 +18,8 @@ from bus.faults import DatabaseForbidden
 from bus.persistence.database import Database
 from bus.persistence.migrations import oldest_for
 from bus.persistence.revision import APPLIED, OLDEST, known_revisions, migrating
-from cell_conductor.store.postgres import PostgresInstances
-from cell_conductor.store.safety import LIFTED, LOCK_HOST
 from tests.kit import servers
 from tests.kit.releases import Migration, not_additive, release, structure
-from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
 
@@ -216,47 +212,6 @@ async def test_what_is_no_addition_is_found(empty_database: str, released: Relea
 async def test_additions_are_additions(empty_database: str, released: Release, sql: str) -> None:
     found = await structures(empty_database, released(FIRST, Migration("0002_x", sql, WIDER, "0001_initial")))
     assert not_additive(found["0001_initial"], found["0002_x"]) == []
-
-
-# --- what a cell's tables allow earlier versions
-
-HOST = "10000000-0000-4000-8000-000000000000"
-FENCE = "INSERT INTO fences VALUES ($1, 'h', 3, false, 'PSU', 'ann', 5.0)"
-
-
-async def test_a_fence_beside_the_lift_of_its_decision_can_be_lifted(empty_database: str) -> None:
-    """A conductor of an earlier version does not know which decision lifted the last one."""
-    store = PostgresInstances(Database(empty_database, "cell_c1", pool_size=2))
-    await store.open()
-    connection = await asyncpg.connect(empty_database)
-    await connection.execute("INSERT INTO cell_c1.lifted_fences VALUES ($1, 4)", HOST)
-    await connection.execute(FENCE.replace("fences", "cell_c1.fences"), HOST)
-    (fence,) = await store.fences.fences()
-    assert await store.fences.put(replace(fence, version=4, lifting=True))
-    assert await store.fences.lift(HOST, 4) and await store.fences.lifted(HOST) == 4
-    await connection.close()
-    await store.close()
-
-
-WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
-
-
-async def test_a_fence_waits_for_the_lift_that_is_being_recorded(empty_database: str) -> None:
-    """Both tables are compared under one lock: a statement that began before sees neither the fence nor its lift."""
-    store = PostgresInstances(Database(empty_database, "cell_c1", pool_size=2))
-    await store.open()
-    connection = await asyncpg.connect(empty_database, server_settings={"search_path": "cell_c1"})
-    await connection.execute(FENCE.replace("false", "true"), HOST)
-    (fence,) = await store.fences.fences()
-    async with connection.transaction():
-        for statement in (LOCK_HOST, "DELETE FROM fences WHERE host_uuid = $1"):
-            await connection.execute(statement, HOST)
-        await connection.execute(LIFTED, HOST, fence.version)
-        again = asyncio.create_task(store.fences.put(fence))
-        await until(lambda: connection.fetchval(WAITING))
-    assert not await again and await store.fences.fences() == []
-    await connection.close()
-    await store.close()
 
 
 async def test_a_backup_of_an_earlier_revision_is_restored_and_migrated(

@@ -34,7 +34,8 @@ from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.placement_requests import PlacementRequests, due_questions
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
-from cell_conductor.store.safety import PostgresSafety
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import Safety
 from cell_conductor.store.tables import INSERT, columns, numbered
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
@@ -443,7 +444,7 @@ async def test_a_repair_keeps_the_claim_of_a_machine_that_may_run(restored: Rest
     await restored.book.store.apply([claim(uuid, holds, by="run")])
     if fact == "quarantine":
         kept = Unexplained(uuid=uuid, host_uuid=restored.hosts[0], attempt=1, kind=UnexplainedKind.QUARANTINED, why="w")
-        await PostgresSafety(restored.cell).record("s", [kept], 1.0)
+        await Safety(PostgresKeyed(restored.cell)).record("s", [kept], 1.0)
     else:
         store = PostgresBuilds(scheduler)
         store.publish_through(Sent())  # type: ignore[arg-type]

@@ -42,7 +42,8 @@ from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
-from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine, PostgresSafety
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine, Safety
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.fleet import Fleet, Guest
 from tests.integration.compute.harness import Life
@@ -174,7 +175,7 @@ async def test_the_gauges_show_what_waits_for_a_person(postgres_url: str) -> Non
     running = asyncio.create_task(service.run(stop))
     await service.ready.wait()
     database = Database(postgres_url, "cell_gauged", pool_size=1)
-    safety = PostgresSafety(database)
+    safety = Safety(PostgresKeyed(database))
     hosts = [str(UUID(int=number)) for number in (1, 2)]
     machines = [Unexplained(str(UUID(int=9)), 1, host, UnexplainedKind.QUARANTINED, "no record") for host in hosts]
 

@@ -1,0 +1,109 @@
+"""Rows that are one value under a key. What may replace which is decided in `store.safety`, from the value on record
+and the one that is given; an adapter reads, locks and writes them in one transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+from enum import StrEnum
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from msgspec import Struct
+
+from bus.persistence.guarded_statement import Conflict
+
+Key = TypeVar("Key", bound="str | tuple[str, ...]")
+Value = TypeVar("Value", bound=Struct)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class KeyedTable(Struct, Generic[Key, Value], frozen=True):
+    """name, columns: of the table, and of its key. type, key: of a value. by: the number in whose
+    order the values are read, before their keys.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    type: type[Value]
+    key: Callable[[Value], Key]
+    by: str = ""
+
+
+class Lock(StrEnum):
+    """What others may do to the rows found until the end of the transaction, as SQL says it."""
+
+    NONE = ""
+    SHARE = "FOR SHARE OF t"  # lock them in the same way
+    UPDATE = "FOR UPDATE OF t"  # only read them
+
+
+class Rows(Protocol):
+    """The rows of a cell in one transaction. Each call takes its locks in the order of the keys."""
+
+    async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
+        """All values of a table, in order; the first ones, where there is a limit."""
+
+    async def find(
+        self, table: KeyedTable[Key, Value], keys: Collection[Key], lock: Lock = Lock.NONE
+    ) -> dict[Key, Value]:
+        """The values on record under these keys."""
+
+    async def put(self, table: KeyedTable[Key, Value], values: Iterable[Value], over: Mapping[Key, Value]) -> None:
+        """Record these, each under its key. over: those on record, as they were found for update: another transaction
+        may have inserted a value that was not found, which raises Conflict.
+        """
+
+    async def delete(self, table: KeyedTable[Key, Any], keys: Collection[Key]) -> None:
+        """Delete what is on record under these keys, which were found for update."""
+
+    async def is_term(self, term: int) -> bool:
+        """Whether this is the term of the keeper of the leases; if so, no other begins until the end."""
+
+    async def was_set_back(self) -> bool:
+        """Whether the database was ever set back, recognised or not."""
+
+    async def is_needed(self, fence_of: str) -> bool:
+        """Whether the host has losses, or an evacuation from it has commanded a destination."""
+
+    async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
+        """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""
+
+
+class Keyed(Protocol):
+    """An adapter. The keeper of the leases is not one of its rows: a keeper that is paused must not hold a lock that
+    the next one waits for, so it has no transaction of several statements.
+    """
+
+    def transaction(self) -> AbstractAsyncContextManager[Rows]:
+        """Commits at the end, rolls back on an exception."""
+
+    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
+        """As `LeaseStore.keep`, by the database's clock."""
+
+
+class KeyedStore:
+    """Base of the stores of keyed values."""
+
+    def __init__(self, keyed: Keyed) -> None:
+        self.keyed = keyed
+
+
+Store = TypeVar("Store", bound=KeyedStore)
+
+
+def in_transaction(
+    work: Callable[Concatenate[Store, Rows, Given], Awaitable[Result]],
+) -> Callable[Concatenate[Store, Given], Coroutine[Any, Any, Result]]:
+    """A method that is given the rows of a transaction. It is done again when another has inserted a row first."""
+
+    @wraps(work)
+    async def run(store: Store, /, *given: Given.args, **named: Given.kwargs) -> Result:
+        while True:
+            with suppress(Conflict):
+                async with store.keyed.transaction() as rows:
+                    return await work(store, rows, *given, **named)
+
+    return run
