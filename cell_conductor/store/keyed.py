@@ -40,7 +40,7 @@ class Lock(StrEnum):
     UPDATE = "FOR UPDATE OF t"  # only read them
 
 
-class Rows(Protocol):
+class KeyedRows(Protocol):
     """The rows of a cell in one transaction. Each call takes its locks in the order of the keys."""
 
     async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
@@ -73,11 +73,11 @@ class Rows(Protocol):
 
 
 class Keyed(Protocol):
-    """An adapter. The keeper of the leases is not one of its rows: a keeper that is paused must not hold a lock that
-    the next one waits for, so it has no transaction of several statements.
+    """An adapter. Who keeps the leases is not decided on its rows: that is done every second, and in one statement, so
+    that a keeper which is paused holds no lock that the next one waits for.
     """
 
-    def transaction(self) -> AbstractAsyncContextManager[Rows]:
+    def transaction(self) -> AbstractAsyncContextManager[KeyedRows]:
         """Commits at the end, rolls back on an exception."""
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
@@ -95,7 +95,7 @@ Store = TypeVar("Store", bound=KeyedStore)
 
 
 def in_transaction(
-    work: Callable[Concatenate[Store, Rows, Given], Awaitable[Result]],
+    work: Callable[Concatenate[Store, KeyedRows, Given], Awaitable[Result]],
 ) -> Callable[Concatenate[Store, Given], Coroutine[Any, Any, Result]]:
     """A method that is given the rows of a transaction. It is done again when another has inserted a row first."""
 

@@ -346,18 +346,15 @@ class MemoryInstances(SeenStore):
                 return True
             return any(one.deadline is not None and one.deadline <= now for one in table.instances.values())
 
-    def transaction(self) -> AbstractAsyncContextManager[MemoryTransaction]:
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[MemoryTransaction]:
         """Commits at the end, rolls back on an exception."""
-        return self._transaction()
+        async with self._session.transaction() as transaction:
+            yield MemoryTransaction(self._table, transaction, self._seen)
 
     def optimistic(self, new: Collection[str]) -> AbstractAsyncContextManager[OptimisticTransaction]:
         """On cached instances."""
         return OptimisticTransaction(MemoryInstanceRows(self._table, self._session, self._seen), self._cache, new)
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[MemoryTransaction]:
-        async with self._session.transaction() as transaction:
-            yield MemoryTransaction(self._table, transaction, self._seen)
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts, and these instances in any state."""

@@ -6,7 +6,7 @@ Every statement takes a whole batch (`unnest`); a boot costs its share of two sm
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
@@ -19,7 +19,7 @@ from bus.contracts.base import reason_of
 from bus.persistence import outbox
 from bus.persistence.database import Database, check_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
-from bus.persistence.outbox import OutboxMessage
+from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor import metrics
 from cell_conductor.domain.desires import (
@@ -46,7 +46,7 @@ from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
 from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
-from .postgres_keyed import PostgresKeyed, PostgresRows
+from .postgres_keyed import PostgresKeyed, PostgresKeyedRows
 from .safety import KEEP, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
 
 log = structlog.get_logger(__name__)
@@ -246,7 +246,7 @@ class PostgresTransaction:
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Hold the fences of these hosts until the end, and record their losses."""
-        return await lose(PostgresRows(self._connection), hosts, losses, proofs)
+        return await lose(PostgresKeyedRows(self._connection), hosts, losses, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""
@@ -263,7 +263,7 @@ class PostgresInstances(SeenStore):
         self._cache: VersionCache[Instance] = VersionCache(database)
         keyed = PostgresKeyed(database)
         self.safety, self.leases, self.fences = Safety(keyed), LeaseStore(keyed), FenceStore(keyed)
-        self.outbox = outbox.PostgresRows(database)
+        self.outbox = PostgresRows(database)
 
     @property
     def ready(self) -> bool:
@@ -289,26 +289,20 @@ class PostgresInstances(SeenStore):
             seen = self._seen
             return await connection.fetchval(NOTHING_DUE, now, seen.deployment, seen.set_back.at) is not True
 
-    def transaction(self) -> AbstractAsyncContextManager[PostgresTransaction]:
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[PostgresTransaction]:
         """Commits at the end, rolls back on an exception."""
-        return self._transaction()
-
-    def optimistic(self, new: Collection[str]) -> AbstractAsyncContextManager[OptimisticTransaction]:
-        """The same in one round trip, on cached instances."""
-        return self._optimistic(new)
+        async with self._database.raw() as connection:
+            yield PostgresTransaction(connection, self._cache, self._seen)
 
     @asynccontextmanager
-    async def _optimistic(self, new: Collection[str]) -> AsyncIterator[OptimisticTransaction]:
+    async def optimistic(self, new: Collection[str]) -> AsyncIterator[OptimisticTransaction]:
+        """The same in one round trip, on cached instances."""
         async with (
             self._database.single() as connection,
             OptimisticTransaction(PostgresInstanceRows(connection, self._seen), self._cache, new) as transaction,
         ):
             yield transaction
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[PostgresTransaction]:
-        async with self._database.raw() as connection:
-            yield PostgresTransaction(connection, self._cache, self._seen)
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts, and these instances in any state."""

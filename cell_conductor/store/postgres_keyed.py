@@ -46,7 +46,7 @@ RETURNING term
 """
 
 
-class PostgresRows:
+class PostgresKeyedRows:
     """The rows of one transaction on this connection."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
@@ -71,7 +71,7 @@ SELECT record FROM {table.name} t JOIN unnest({arrays}) AS n ({columns}) USING (
         return {table.key(value): value for value in values}
 
     async def put(self, table: KeyedTable[Key, Value], values: Iterable[Value], over: Mapping[Key, Value]) -> None:
-        """One statement."""
+        """One statement. Raises Conflict."""
         rows = {table.key(value): tables.encode(value) for value in values}
         is_known = [key in over for key in rows]
         columns, arrays = ", ".join(table.columns), ", ".join(_types(table, "text[]::json[]", "bool[]"))
@@ -129,10 +129,10 @@ class PostgresKeyed:
         self._database = database
 
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[PostgresRows]:
+    async def transaction(self) -> AsyncIterator[PostgresKeyedRows]:
         """Commits at the end, rolls back on an exception."""
         async with self._database.raw() as connection:
-            yield PostgresRows(connection)
+            yield PostgresKeyedRows(connection)
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
         """One statement, which is a transaction of its own."""

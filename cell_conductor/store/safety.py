@@ -24,7 +24,7 @@ from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_of
 
-from .keyed import KeyedStore, KeyedTable, Lock, Rows, in_transaction
+from .keyed import KeyedRows, KeyedStore, KeyedTable, Lock, in_transaction
 
 DESTROY = "destroy"
 KEEP = "keep"
@@ -96,7 +96,7 @@ class Safety(KeyedStore):
 
     @in_transaction
     async def record(
-        self, rows: Rows, service: str, machines: Sequence[Unexplained], now: float
+        self, rows: KeyedRows, service: str, machines: Sequence[Unexplained], now: float
     ) -> list[UnexplainedRecord]:
         """Put these on record, or record that they are still there."""
         listed = {(one.host_uuid, one.uuid): one for one in machines}
@@ -106,12 +106,12 @@ class Safety(KeyedStore):
         return [replace(one, is_new=one.place not in known) for one in made]
 
     @in_transaction
-    async def records(self, rows: Rows) -> list[UnexplainedRecord]:
+    async def records(self, rows: KeyedRows) -> list[UnexplainedRecord]:
         """All on record, by host and instance."""
         return await rows.read(UNEXPLAINED)
 
     @in_transaction
-    async def delete(self, rows: Rows, records: Sequence[UnexplainedRecord]) -> list[MachineKey]:
+    async def delete(self, rows: KeyedRows, records: Sequence[UnexplainedRecord]) -> list[MachineKey]:
         """Delete these, which are not there any more; returns those that were on record just so: no operator has
         decided about them meanwhile, and no report has listed them.
         """
@@ -122,7 +122,7 @@ class Safety(KeyedStore):
 
     @in_transaction
     async def decide(
-        self, rows: Rows, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float
+        self, rows: KeyedRows, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float
     ) -> list[MachineKey]:
         """Record an operator's verdict on those of these machines that are in quarantine; returns which they are."""
         named = defaultdict(list)
@@ -145,22 +145,24 @@ class Safety(KeyedStore):
         return [one.place for one in decided]
 
     @in_transaction
-    async def breaker(self, rows: Rows, service: str) -> Breaker | None:
+    async def breaker(self, rows: KeyedRows, service: str) -> Breaker | None:
         """The record of this service's breaker."""
         return (await rows.find(BREAKERS, [service])).get(service)
 
     @in_transaction
-    async def breakers(self, rows: Rows) -> list[Breaker]:
+    async def breakers(self, rows: KeyedRows) -> list[Breaker]:
         """All of them, by service."""
         return await rows.read(BREAKERS)
 
     @in_transaction
-    async def trip(self, rows: Rows, breaker: Breaker) -> None:
+    async def trip(self, rows: KeyedRows, breaker: Breaker) -> None:
         """Put a breaker on record."""
         await rows.put(BREAKERS, [breaker], over=await rows.find(BREAKERS, [breaker.service], Lock.UPDATE))
 
     @in_transaction
-    async def reset(self, rows: Rows, service: str, by: str, now: float, *, tripped_at: float | None = None) -> bool:
+    async def reset(
+        self, rows: KeyedRows, service: str, by: str, now: float, *, tripped_at: float | None = None
+    ) -> bool:
         """Record that an operator resets it; False when it is not open. tripped_at: the one that the operator has seen,
         and no later one, which names other machines; None: any.
         """
@@ -177,17 +179,17 @@ class FenceStore(KeyedStore):
     """The fences on record. The effects of a fence are recorded by `lose`, which holds it."""
 
     @in_transaction
-    async def fences(self, rows: Rows) -> list[Fence]:
+    async def fences(self, rows: KeyedRows) -> list[Fence]:
         """All that are in force, by host."""
         return [one for one in await rows.read(FENCES) if not one.lifted]
 
     @in_transaction
-    async def losses(self, rows: Rows) -> list[Loss]:
+    async def losses(self, rows: KeyedRows) -> list[Loss]:
         """The machines that fenced hosts still have to destroy, oldest first, at most MAX_LOSSES."""
         return await rows.read(LOSSES, MAX_LOSSES)
 
     @in_transaction
-    async def put(self, rows: Rows, fence: Fence) -> bool:
+    async def put(self, rows: KeyedRows, fence: Fence) -> bool:
         """Record a fence, or a newer decision about it. False: one at least as new is on record, or was lifted."""
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
         if any(one.version >= fence.version for one in known.values()):
@@ -196,14 +198,14 @@ class FenceStore(KeyedStore):
         return True
 
     @in_transaction
-    async def delete_losses(self, rows: Rows, losses: Sequence[Loss]) -> None:
+    async def delete_losses(self, rows: KeyedRows, losses: Sequence[Loss]) -> None:
         """Delete these losses: the hosts have destroyed them, and all attempts below them."""
         known = await rows.find(LOSSES, [one.place for one in losses], Lock.UPDATE)
         gone = {one.place for one in losses if one.place in known and known[one.place].attempt <= one.attempt}
         await rows.delete(LOSSES, gone)
 
     @in_transaction
-    async def lift(self, rows: Rows, host_uuid: str, version: int) -> bool:
+    async def lift(self, rows: KeyedRows, host_uuid: str, version: int) -> bool:
         """Lift a fence that is to be lifted by this decision, once its host has no losses and no evacuation from it has
         commanded a destination. False: it stays.
         """
@@ -215,25 +217,25 @@ class FenceStore(KeyedStore):
         return True
 
     @in_transaction
-    async def lift_unknown(self, rows: Rows, fence: Fence) -> None:
+    async def lift_unknown(self, rows: KeyedRows, fence: Fence) -> None:
         """Record this decision as lifted, where no fence and no newer decision is on record."""
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
         if all(one.lifted and one.version < fence.version for one in known.values()):
             await rows.put(FENCES, [replace(fence, lifted=True)], over=known)
 
     @in_transaction
-    async def lifted(self, rows: Rows, host_uuid: str) -> int:
+    async def lifted(self, rows: KeyedRows, host_uuid: str) -> int:
         """The version of the decision that lifted this host's last fence; 0: none, or it is fenced."""
         known = await rows.find(FENCES, [host_uuid])
         return sum(one.version for one in known.values() if one.lifted)
 
     @in_transaction
-    async def touching(self, rows: Rows, host_uuid: str, after: str, limit: int) -> list[str]:
+    async def touching(self, rows: KeyedRows, host_uuid: str, after: str, limit: int) -> list[str]:
         """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""
         return await rows.touching(host_uuid, after, limit)
 
 
-async def lose(rows: Rows, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str]) -> bool:
+async def lose(rows: KeyedRows, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str]) -> bool:
     """As `Transaction.lose`."""
     known = await rows.find(FENCES, hosts, Lock.SHARE)
     fences = {host: one for host, one in known.items() if not one.lifted}
@@ -259,12 +261,12 @@ class LeaseStore(KeyedStore):
         return await self.keyed.keep(process, for_s, term)
 
     @in_transaction
-    async def leases(self, rows: Rows) -> list[Lease]:
+    async def leases(self, rows: KeyedRows) -> list[Lease]:
         """All on record, by service."""
         return await rows.read(LEASES)
 
     @in_transaction
-    async def record(self, rows: Rows, term: int, leases: Sequence[Lease]) -> bool:
+    async def record(self, rows: KeyedRows, term: int, leases: Sequence[Lease]) -> bool:
         """Record these. False: there is a newer term, and nothing was recorded."""
         if not await rows.is_term(term):
             return False
@@ -273,7 +275,7 @@ class LeaseStore(KeyedStore):
         return True
 
     @in_transaction
-    async def purge(self, rows: Rows, term: int, before: float, limit: int) -> list[str]:
+    async def purge(self, rows: KeyedRows, term: int, before: float, limit: int) -> list[str]:
         """Delete services that are down since before this time, oldest first, up to a bound; returns which. None in a
         database that was ever set back: a search waits for their answers, and an operator states that one is gone.
         """
@@ -285,7 +287,7 @@ class LeaseStore(KeyedStore):
         return gone
 
     @in_transaction
-    async def forget(self, rows: Rows, service: str) -> bool:
+    async def forget(self, rows: KeyedRows, service: str) -> bool:
         """Delete the lease of a service, whatever its state. False: there is none."""
         known = await rows.find(LEASES, [service], Lock.UPDATE)
         await rows.delete(LEASES, known)

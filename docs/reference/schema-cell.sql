@@ -42,15 +42,8 @@ CREATE TABLE made (
 CREATE TABLE unexplained (
     host_uuid UUID NOT NULL,
     instance_uuid UUID NOT NULL,
-    attempt INTEGER NOT NULL,
-    service TEXT NOT NULL,
-    kind TEXT NOT NULL,
-    why TEXT NOT NULL,
-    first_seen DOUBLE PRECISION NOT NULL,
-    last_seen DOUBLE PRECISION NOT NULL,
-    verdict TEXT DEFAULT '' NOT NULL,
-    decided_by TEXT DEFAULT '' NOT NULL,
-    decided_at DOUBLE PRECISION DEFAULT 0 NOT NULL,
+    record JSON NOT NULL,
+    verdict TEXT GENERATED ALWAYS AS (record ->> 'verdict') STORED,
     PRIMARY KEY (host_uuid, instance_uuid)
 );
 
@@ -62,13 +55,22 @@ CREATE TABLE breakers (
     PRIMARY KEY (service)
 );
 
+CREATE TABLE fences (
+    host_uuid UUID NOT NULL,
+    record JSON NOT NULL,
+    PRIMARY KEY (host_uuid)
+);
+
+CREATE TABLE fence_losses (
+    host_uuid UUID NOT NULL,
+    instance_uuid UUID NOT NULL,
+    record JSON NOT NULL,
+    PRIMARY KEY (host_uuid, instance_uuid)
+);
+
 CREATE TABLE leases (
     service TEXT NOT NULL,
-    epoch BIGINT NOT NULL,
-    interval_s DOUBLE PRECISION NOT NULL,
-    state TEXT NOT NULL,
-    since DOUBLE PRECISION NOT NULL,
-    reason TEXT NOT NULL,
+    record JSON NOT NULL,
     PRIMARY KEY (service)
 );
 
@@ -78,32 +80,6 @@ CREATE TABLE lease_keeper (
     until TIMESTAMP WITH TIME ZONE NOT NULL,
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     PRIMARY KEY (one)
-);
-
-CREATE TABLE fences (
-    host_uuid UUID NOT NULL,
-    host TEXT NOT NULL,
-    version BIGINT NOT NULL,
-    lifting BOOLEAN NOT NULL,
-    reason TEXT NOT NULL,
-    decided_by TEXT NOT NULL,
-    at DOUBLE PRECISION NOT NULL,
-    PRIMARY KEY (host_uuid)
-);
-
-CREATE TABLE fence_losses (
-    host_uuid UUID NOT NULL,
-    instance_uuid UUID NOT NULL,
-    attempt INTEGER NOT NULL,
-    service TEXT NOT NULL,
-    at DOUBLE PRECISION NOT NULL,
-    PRIMARY KEY (host_uuid, instance_uuid)
-);
-
-CREATE TABLE lifted_fences (
-    host_uuid UUID NOT NULL,
-    version BIGINT NOT NULL,
-    PRIMARY KEY (host_uuid)
 );
 
 CREATE TABLE outbox (

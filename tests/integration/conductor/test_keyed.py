@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from bus.persistence.database import Database
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.store.keyed import Lock
 from cell_conductor.store.postgres import PostgresInstances
-from cell_conductor.store.postgres_keyed import PostgresRows
-from cell_conductor.store.safety import DESTROY, FENCES, UNEXPLAINED, Lock, UnexplainedRecord
+from cell_conductor.store.postgres_keyed import PostgresKeyedRows
+from cell_conductor.store.safety import DESTROY, FENCES, UNEXPLAINED, UnexplainedRecord
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
@@ -47,7 +48,7 @@ async def test_a_fence_waits_for_the_lift_that_is_being_recorded(
 ) -> None:
     await store.fences.put(LIFTING)
     async with other.transaction():
-        rows = PostgresRows(other)
+        rows = PostgresKeyedRows(other)
         known = await rows.find(FENCES, [HOST], Lock.UPDATE)
         await rows.put(FENCES, [replace(LIFTING, lifted=True)], over=known)
         again = asyncio.create_task(store.fences.put(LIFTING))
@@ -60,7 +61,7 @@ async def test_a_fence_that_another_has_recorded_first_is_compared_with(
 ) -> None:
     """Neither has found one."""
     async with other.transaction():
-        await PostgresRows(other).put(FENCES, [replace(LIFTING, version=4, lifted=True)], over={})
+        await PostgresKeyedRows(other).put(FENCES, [replace(LIFTING, version=4, lifted=True)], over={})
         late = asyncio.create_task(store.fences.put(LIFTING))
         await until(lambda: other.fetchval(WAITING))
     assert not await late and await store.fences.lifted(HOST) == 4
@@ -87,7 +88,7 @@ async def test_no_loss_is_recorded_under_a_fence_that_is_being_lifted(
             return await transaction.lose([HOST], [LOSS])
 
     async with other.transaction():
-        rows = PostgresRows(other)
+        rows = PostgresKeyedRows(other)
         known = await rows.find(FENCES, [HOST], Lock.UPDATE)
         await rows.put(FENCES, [replace(LIFTING, lifted=True)], over=known)
         losing = asyncio.create_task(lose())
@@ -108,7 +109,7 @@ async def test_a_machine_that_another_has_recorded_first_is_not_new(
     """The second one announced it again, and forgot what an operator had decided meanwhile."""
     first = UnexplainedRecord(machine=OURS, service="s", first_seen=1.0, last_seen=1.0, verdict=DESTROY)
     async with other.transaction():
-        await PostgresRows(other).put(UNEXPLAINED, [first], over={})
+        await PostgresKeyedRows(other).put(UNEXPLAINED, [first], over={})
         recording = asyncio.create_task(store.safety.record("t", [OURS, replace(OURS, uuid=B)], 2.0))
         await until(lambda: other.fetchval(WAITING))
     found = {one.machine.uuid: one for one in await recording}
