@@ -216,6 +216,7 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
 async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
     open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
     settled = ", ".join(f"'{state}'" for state in sorted(AT_REST))
+    # A record leaves out that a service is up.
     down_there = f"{SERVICE} IN (SELECT service FROM leases WHERE record ->> 'state' <> 'up')"
     under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({settled})"
     unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
