@@ -242,7 +242,6 @@ class AnnouncementHandler:
                 now,
             )
             await unit.update_moves([applied.moves[one] for one in applied.changed], now)
-            await unit.put_instances([applied.instances[uuid] for uuid in applied.timelines])
         for event, why in applied.ignored:
             self._log_ignored(event, why, cause=event.request_id)
         for uuid, cell in applied.departed.items():
@@ -258,8 +257,11 @@ class AnnouncementHandler:
 class CellAsksHandler:
     """Handles the queue on one cell's bus. A cell asks for its own instances only."""
 
-    def __init__(self, store: SchedulerStore, cell: str, *, cells: Container[str], claims: BusClaims) -> None:
+    def __init__(
+        self, store: SchedulerStore, cell: str, *, clock: Clock, cells: Container[str], claims: BusClaims
+    ) -> None:
         """`cells`: those that are in use here."""
+        self._clock = clock
         self._store = store
         self._cell = cell
         self._cells = cells
@@ -304,7 +306,7 @@ class CellAsksHandler:
         async with self._store.operation() as unit:
             known = await unit.known({one.asked_by.request_id: one.instance_uuid for one in books}, lock=True)
             asked = [one for one in books if may_ask(one, known[one.asked_by.request_id], self._cell)]
-            await unit.put_instances(rests(asked, known))
+            await unit.update(rests(asked, known), self._clock.time())
         answers = await self._claims.ask([one.question for one in asked])
         found = [refused(one, known[one.asked_by.request_id]) for one in books if one not in asked]
         found += [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]

@@ -369,7 +369,7 @@ def _link(
     announced = AnnouncementHandler(
         parts.store, parts.writer, bus.name, clock=env.clock, on_fences=registry.record_fences
     )
-    asks = CellAsksHandler(parts.store, bus.name, cells=cells, claims=parts.claims)
+    asks = CellAsksHandler(parts.store, bus.name, clock=env.clock, cells=cells, claims=parts.claims)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.

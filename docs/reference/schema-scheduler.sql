@@ -24,6 +24,7 @@ CREATE TABLE build_requests (
     updated_at DOUBLE PRECISION NOT NULL,
     gang UUID,
     gang_min INTEGER,
+    instance TEXT,
     PRIMARY KEY (instance_uuid)
 )
  WITH (fillfactor = 50);
@@ -61,18 +62,6 @@ CREATE INDEX moves_newest ON moves (created_at DESC);
 CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);
 
 CREATE INDEX moves_under_way ON moves (request_id) WHERE NOT terminal;
-
-CREATE TABLE instances (
-    instance_uuid UUID NOT NULL,
-    condition TEXT NOT NULL,
-    flavor TEXT NOT NULL,
-    image TEXT NOT NULL,
-    image_properties TEXT NOT NULL,
-    under_way UUID,
-    sequence BIGINT NOT NULL,
-    stay INTEGER NOT NULL,
-    PRIMARY KEY (instance_uuid)
-);
 
 CREATE TABLE objects_revision (
     singleton BOOLEAN DEFAULT true NOT NULL CHECK (singleton),

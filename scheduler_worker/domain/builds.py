@@ -7,7 +7,7 @@ release is committed with what it follows from, is sent at least once, and nobod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -24,6 +24,7 @@ from bus.contracts.build import (
     TimelineEntry,
 )
 from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete
+from bus.contracts.moves import Condition
 from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
@@ -59,17 +60,44 @@ class Author(Struct, frozen=True):
         return TimelineEntry(at=self.at, who=self.who, what=what, detail=detail)
 
 
+class SinceBuild(Struct, frozen=True, kw_only=True):
+    """What an instance has become since its build.
+
+    flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
+    rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
+    yet. stay: the ordinal of its stay in the cell that has it: how often it has left one, or what it was to leave for
+    was given back.
+    """
+
+    condition: Condition = Condition.ACTIVE
+    flavor: str = ""
+    image: str = ""
+    image_properties: Mapping[str, Mapping[str, str]] = {}
+    under_way: str | None = None
+    stay: int = 0
+
+
+AS_BUILT = SinceBuild()
+
+
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
-    """The part of a build's record that a cell's announcement is compared with.
+    """The part of a build's record that a cell's announcement is compared with. sequence: of the newest event about the
+    instance, which may be one of a move.
 
     attempt: that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
     may have claimed (0: no claim was sent for it). run: the name by which schedulers claim and release for this record.
-    An earlier record of the same request, which is lost, had another.
+    An earlier record of the same request, which is lost, had another. instance: None: as it was built.
     """
 
     state: BuildState
     attempt: int = 0
     run: str = ""
+    instance: SinceBuild | None = None
+
+    @property
+    def now(self) -> SinceBuild:
+        """The instance's present state."""
+        return self.instance or AS_BUILT
 
     @property
     def awaits_decision(self) -> bool:

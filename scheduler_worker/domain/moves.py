@@ -23,8 +23,8 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from scheduler_worker.domain.admission import DUPLICATE, Answered, clash, unknown_flavor
+from scheduler_worker.domain.builds import SinceBuild
 from scheduler_worker.domain.recorded_moves import (
-    InstanceRecord,
     MoveContext,
     PendingMove,
     flavor_of,
@@ -152,7 +152,7 @@ def changes_image(request: MoveRequest, known: MoveContext) -> bool:
     return request.image != image_of(known) or rebuilt_from(request, known) != image_properties_of(known)
 
 
-def under_way(request: MoveRequest, known: MoveContext) -> InstanceRecord:
+def under_way(request: MoveRequest, known: MoveContext) -> SinceBuild:
     """The record of an instance whose request is dispatched."""
     if request.kind is MoveKind.ABORT:
         return known.now  # it does not replace the request that it ends, which stays under way

@@ -32,7 +32,14 @@ from bus.contracts.objects import CellDecision
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
+from scheduler_worker.domain.builds import (
+    FAILED_OR_REFUSED,
+    SCHEDULED,
+    Author,
+    BuildUpdate,
+    RecordedBuild,
+    SinceBuild,
+)
 from scheduler_worker.domain.requests import OFF_RECORD, RecordedRequest, RequestDelivery, is_newer, timeline_of
 
 
@@ -50,25 +57,6 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     funnel: tuple[FunnelStep, ...] = ()
     created_at: float = 0.0
     command: CellMove | None = None
-
-
-class InstanceRecord(Struct, frozen=True, kw_only=True):
-    """The changes of an instance since its build. Without this record the instance is as it was built.
-
-    flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
-    rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
-    yet. sequence: of the newest event of its cell that changed this. stay: the ordinal of its stay in the cell that has
-    it: how often it has left one, or what it was to leave for was given back.
-    """
-
-    instance_uuid: str
-    condition: Condition = Condition.ACTIVE
-    flavor: str = ""
-    image: str = ""
-    image_properties: Mapping[str, Mapping[str, str]] = {}
-    under_way: str | None = None
-    sequence: int = 0
-    stay: int = 0
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):
@@ -90,14 +78,13 @@ class MoveContext(Struct, frozen=True, kw_only=True):
     move: RecordedMove | None = None
     build: RecordedBuild | None = None
     build_request: BuildRequest | None = None
-    instance: InstanceRecord | None = None
     names_instance: bool = False
 
     @property
-    def now(self) -> InstanceRecord:
+    def now(self) -> SinceBuild:
         """The instance's present state."""
         assert self.build is not None
-        return self.instance or InstanceRecord(instance_uuid=self.build.instance_uuid)
+        return self.build.now
 
 
 def known_of(
@@ -106,7 +93,6 @@ def known_of(
     moves: Mapping[str, RecordedMove],
     builds: Mapping[str, RecordedBuild],
     requested: Mapping[str, BuildRequest],
-    instances: Mapping[str, InstanceRecord],
     named: Collection[str],
 ) -> dict[str, MoveContext]:
     """The records of requests ({request_id: instance}), from the rows by id and by instance.
@@ -118,7 +104,6 @@ def known_of(
             move=moves.get(request_id),
             build=builds.get(uuid),
             build_request=requested.get(uuid),
-            instance=instances.get(uuid),
             names_instance=request_id in named,
         )
         for request_id, uuid in requests.items()
@@ -190,21 +175,21 @@ class Announced(Struct, frozen=True, kw_only=True):
     """The change that an announcement makes. event: to publish; None: outdated."""
 
     move: RecordedMove
-    instance: InstanceRecord
     build: RecordedBuild
     event: MoveEvent | None = None
     timeline: tuple[TimelineEntry, ...] = ()
 
 
 def apply_announcement(
-    event: MoveEvent, move: RecordedMove, instance: InstanceRecord, build: RecordedBuild, *, cell: str, now: float
+    event: MoveEvent, move: RecordedMove, build: RecordedBuild, *, cell: str, now: float
 ) -> Announced:
-    """Apply a cell's event of a request to the records of the request, its instance and the instance's build."""
+    """Apply a cell's event of a request to the records of the request and its instance."""
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
     if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
-        return Announced(move=move, instance=instance, build=build)
-    is_newest, is_awaited = is_newer(event, instance.sequence), instance.under_way == move.request_id
+        return Announced(move=move, build=build)
+    instance = build.now
+    is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == move.request_id
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
     host_uuid = event.host_uuid
     event = replace(event, departure=None, host_uuid=None)
@@ -229,7 +214,7 @@ def apply_announcement(
         after = replace(move, sequence=event.sequence)
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
-        instance = replace(instance, condition=event.condition, sequence=max(number, instance.sequence))
+        instance = replace(instance, condition=event.condition)
     # Before the end, host and cell are the destination's. An event after the end (source gone, undone by itself) names
     # the reason itself.
     names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)
@@ -241,8 +226,9 @@ def apply_announcement(
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
     if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
+    build = replace(build, instance=instance, sequence=max(number, build.sequence))
     timeline = timeline_of(event, len(move.history), now)
-    return Announced(move=after, instance=instance, build=build, event=event, timeline=timeline)
+    return Announced(move=after, build=build, event=event, timeline=timeline)
 
 
 # --- Requests that end in another cell than they begin in (decision 0021).
@@ -261,9 +247,9 @@ class Transfer(Struct, frozen=True):
     commands: tuple[Message, ...]
 
 
-def is_owner(cell: str, stay: int, build: RecordedBuild | None, instance: InstanceRecord | None) -> bool:
+def is_owner(cell: str, stay: int, build: RecordedBuild | None) -> bool:
     """Whether a cell has the instance, in this stay: that on record, or a later one that schedulers have forgotten."""
-    return build is not None and instance is not None and build.cell == cell and stay >= instance.stay
+    return build is not None and build.cell == cell and stay >= build.now.stay
 
 
 def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) -> Transfer:
@@ -275,7 +261,8 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
     assert event.departure is not None
     departure: Departure = event.departure
     spec = replace(departure.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
-    arrival, cell = replace(departure, spec=spec, sequence=event.sequence), departure.cell
+    sequence, cell = max(event.sequence, build.sequence), departure.cell
+    arrival = replace(departure, spec=spec, sequence=sequence)
     commands: list[Message] = []
     if move is not None and not move.terminal and move.command is not None and move.command.to_cell == cell:
         # The host that is claimed there: a drain of it waits, also while that cell has not answered.
@@ -296,7 +283,9 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
         commands.append(
             CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, stay=departure.stay + 1)
         )
-    return Transfer(replace(build, cell=cell, host=None, host_uuid=None), move, cell, tuple(commands))
+    instance = replace(build.now, stay=departure.stay + 1)
+    there = replace(build, cell=cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
+    return Transfer(there, move, cell, tuple(commands))
 
 
 def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
@@ -307,7 +296,7 @@ def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
     if build is None or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
         return False
     # What follows a claim that was given back is of the stay before: its migration is released after it.
-    if not is_owner(cell, book.stay + isinstance(question, Release | Revert), build, known.now):
+    if not is_owner(cell, book.stay + isinstance(question, Release | Revert), build):
         return False
     if isinstance(question, Release):
         return question.consumer == book.instance_uuid or (question.consumer == request_id and question.of_migration)
@@ -331,13 +320,15 @@ def stay_after(book: CellBook) -> int:
     return book.stay + (book.question.consumer == book.instance_uuid and isinstance(book.question, Release | Revert))
 
 
-def rests(asked: Sequence[CellBook], known: Mapping[str, MoveContext]) -> list[InstanceRecord]:
+def rests(asked: Sequence[CellBook], known: Mapping[str, MoveContext]) -> list[BuildUpdate]:
     """The records of instances, by request, once placement is asked this about them."""
-    found: dict[str, InstanceRecord] = {}
+    found: dict[str, RecordedBuild] = {}
     for one in asked:
-        now = found.get(one.instance_uuid, known[one.asked_by.request_id].now)
-        found[one.instance_uuid] = replace(now, stay=max(now.stay, stay_after(one)))
-    return list(found.values())
+        build = found.get(one.instance_uuid, known[one.asked_by.request_id].build)
+        assert build is not None, "may_ask"
+        stay = max(build.now.stay, stay_after(one))
+        found[one.instance_uuid] = replace(build, instance=replace(build.now, stay=stay))
+    return [BuildUpdate(build=build) for build in found.values()]
 
 
 def answered(book: CellBook, answer: ClaimResult | ReleaseResult | RevertResult | Fault) -> CellBook | None:
@@ -387,7 +378,7 @@ def answered_for_removed(check: CellCheck, known: MoveContext, removal: CellDeci
     assert change is not None
     if known.build is None:
         return None
-    is_here = is_owner(asked_by.cell, check.stay, known.build, known.now)
+    is_here = is_owner(asked_by.cell, check.stay, known.build)
     if is_here and not removal.abandoned:
         return None
     answer = MachineChanged(
@@ -416,9 +407,6 @@ class AnnouncedMoves:
         self._now = now
         self.moves = {one: context.move for one, context in known.items() if context.move is not None}
         self.builds = {one.build.instance_uuid: one.build for one in known.values() if one.build is not None}
-        self.instances: dict[str, InstanceRecord] = {
-            one.build.instance_uuid: one.now for one in known.values() if one.build is not None
-        }
         self.timelines: dict[str, list[TimelineEntry]] = {}
         self.changed: dict[str, None] = {}
         self.departed: dict[str, str] = {}
@@ -429,8 +417,8 @@ class AnnouncedMoves:
         """Apply one event. A late or unknown event is ignored, and so is another cell's."""
         uuid, departure = event.instance_uuid, event.departure
         why = self._apply(event)
-        if departure and is_owner(self._cell, departure.stay, self.builds.get(uuid), self.instances.get(uuid)):
-            self._transfer(event, departure.stay + 1)
+        if departure and is_owner(self._cell, departure.stay, self.builds.get(uuid)):
+            self._transfer(event)
         elif why:
             self.ignored.append((event, why))
 
@@ -442,26 +430,22 @@ class AnnouncedMoves:
             return "unknown"
         if move.cell != self._cell:
             return "foreign"
-        applied = apply_announcement(event, move, self.instances[uuid], build, cell=self._cell, now=self._now)
+        applied = apply_announcement(event, move, build, cell=self._cell, now=self._now)
         if applied.event is None:
             return "late"
-        self.moves[event.request_id], self.instances[uuid] = applied.move, applied.instance
-        self.builds[uuid] = applied.build
+        self.moves[event.request_id], self.builds[uuid] = applied.move, applied.build
         self.timelines.setdefault(uuid, []).extend(applied.timeline)
         self.changed[event.request_id] = None
         self.messages.append(OutboxMessage(API, applied.event, event.request_id))
         return ""
 
-    def _transfer(self, event: MoveEvent, stay: int) -> None:
-        uuid = event.instance_uuid
-        move, instance = self.moves.get(event.request_id), self.instances[event.instance_uuid]
-        event = replace(event, sequence=max(event.sequence, instance.sequence))
+    def _transfer(self, event: MoveEvent) -> None:
+        uuid, move = event.instance_uuid, self.moves.get(event.request_id)
         gone = transfer(event, self.builds[uuid], move if move is not None and move.instance_uuid == uuid else None)
         self.builds[uuid], self.departed[uuid] = gone.build, gone.cell
         if gone.move is not None:
             self.moves[event.request_id] = gone.move
             self.changed[event.request_id] = None
-        self.instances[uuid] = replace(instance, sequence=event.sequence, stay=stay)
         left = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what="departed", detail=gone.cell)
         self.timelines.setdefault(uuid, []).append(left)
         self.messages += [OutboxMessage(gone.cell, command, event.request_id) for command in gone.commands]

@@ -25,7 +25,7 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, known_of
 from scheduler_worker.store import objects
 from scheduler_worker.store.objects import MemoryObjects
 from scheduler_worker.store.port import BuildWrites
@@ -44,7 +44,6 @@ class MemoryBuildTable(MemoryDatabase):
         "recorded",
         "requested",
         "moves",
-        "instances",
         "objects",
         "drain_moves",
     )
@@ -55,7 +54,6 @@ class MemoryBuildTable(MemoryDatabase):
         self.recorded: dict[str, RecordedBuild] = {}
         self.requested: dict[str, NewBuild] = {}
         self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
-        self.instances: dict[str, InstanceRecord] = {}
         self.objects = MemoryObjects()
         self.drain_moves: dict[tuple[str, str], DrainMove] = {}  # by drain and instance
 
@@ -120,7 +118,7 @@ def drop_drain_moves(table: MemoryBuildTable, drains: frozenset[str]) -> None:
 def delete(table: MemoryBuildTable, builds: Sequence[str], moves: Sequence[str]) -> None:
     """Delete builds with all that belongs to them, and moves."""
     for uuid in builds:
-        for column in (table.records, table.recorded, table.requested, table.instances):
+        for column in (table.records, table.recorded, table.requested):
             column.pop(uuid, None)
     for one in moves:
         table.moves.pop(one, None)
@@ -216,7 +214,6 @@ class MemoryUnit:
             moves={one: table.moves[one][0] for one in requests if one in table.moves},
             builds={uuid: table.recorded[uuid] for uuid in uuids},
             requested={uuid: table.requested[uuid].request for uuid in uuids},
-            instances={uuid: table.instances[uuid] for uuid in uuids if uuid in table.instances},
             named=requests.keys() & table.recorded.keys(),
         )
 
@@ -233,12 +230,6 @@ class MemoryUnit:
         await self._transaction.statement()
         after = {one.request_id: (one, now) for one in moves}
         self._transaction.will(lambda: self._table.moves.update(after))
-
-    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
-        """The objects must be locked by this unit."""
-        await self._transaction.statement()
-        after = {one.instance_uuid: one for one in instances}
-        self._transaction.will(lambda: self._table.instances.update(after))
 
     async def lock_objects(self) -> RecordedObjects:
         """All of them have one lock."""

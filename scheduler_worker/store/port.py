@@ -28,7 +28,7 @@ from bus.persistence.unit_of_work import (
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
 ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
@@ -93,9 +93,6 @@ class OperationUnit(BuildUnit, Protocol):
 
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
         """Write records whose instances were locked."""
-
-    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
-        """Write the present state of instances; they were locked."""
 
     async def lock_objects(self) -> RecordedObjects:
         """Hold all objects until the end of the unit, and read them."""
@@ -192,8 +189,7 @@ class SchedulerStore(Flushed, Protocol):
         self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
     ) -> OpenBuilds:
         """The builds among these that have no end; and those of a page of all builds, in the order in which they
-        were requested, that have not changed since that time. A delete is left out while a move of its instance is
-        under way. limit: builds of the page, in whatever state.
+        were requested, that have not changed since that time. limit: builds of the page, in whatever state.
         """
         ...
 

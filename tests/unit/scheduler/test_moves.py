@@ -37,9 +37,9 @@ from lab.simulation.loop import SimClock
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import moves
 from scheduler_worker.domain.admission import Answered
-from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.moves import CHANGED, DRAIN_USER, accepted, check_move, overtaken, pending_move
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, PendingMove, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.domain.requests import OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
@@ -58,7 +58,7 @@ BUILT = BuildRequest(
     instance_uuid=UUID, project_id="p", flavor="m1.small", image="old", image_properties=IMAGE, max_attempts=2, host="h"
 )
 BUILD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c")
-KNOWN = MoveContext(build=BUILD, build_request=BUILT, instance=InstanceRecord(instance_uuid=UUID))
+KNOWN = MoveContext(build=BUILD, build_request=BUILT)
 LATE = RequestDelivery(attempt=OVERTAKES)
 SELECTOR = Hosts([]).selector
 
@@ -68,7 +68,7 @@ def requested(kind: MoveKind = MoveKind.STOP, **more: Any) -> MoveRequest:
 
 
 def instance(**more: Any) -> MoveContext:
-    return replace(KNOWN, instance=InstanceRecord(instance_uuid=UUID, **more))
+    return replace(KNOWN, build=replace(BUILD, instance=SinceBuild(**more)))
 
 
 def word(verdict: Answered | Refusal | None) -> str:
@@ -176,7 +176,7 @@ HERE, ELSEWHERE = ResizePolicy.SAME_HOST, ResizePolicy.OTHER_HOST
         (requested(), instance(condition=Condition.DELETED), "instance.not_active"),
         (requested(), instance(condition=Condition.FAILED), "instance.not_active"),
         (requested(), instance(condition=Condition.STOPPED), "may"),
-        (requested(), replace(KNOWN, instance=None), "may"),
+        (requested(), KNOWN, "may"),
         (requested(), instance(under_way=OTHER), "instance.busy"),
         (requested(MoveKind.ABORT), instance(under_way=OTHER), "may"),
         (requested(RESIZE), KNOWN, "request.incomplete"),
@@ -239,7 +239,7 @@ def test_a_rebuild_changes_the_image_or_its_properties(
 
 def test_an_abort_leaves_the_request_under_way_that_it_is_to_end() -> None:
     known = instance(under_way=OTHER)
-    assert moves.under_way(requested(MoveKind.ABORT), known) == known.instance
+    assert moves.under_way(requested(MoveKind.ABORT), known) == known.now
 
 
 # --- its hosts
@@ -451,13 +451,14 @@ class Contended(MemoryBuilds):
     async def _after_another(self, mine: Any) -> AsyncIterator[Any]:
         self.operations += 1
         if self.operations == 2:
-            await self.put(InstanceRecord(instance_uuid=INSTANCE))
+            await self.put(SinceBuild())
         async with mine as unit:
             yield unit
 
-    async def put(self, record: InstanceRecord) -> None:
+    async def put(self, instance: SinceBuild) -> None:
         async with super().operation() as unit:
-            await unit.put_instances([record])
+            build = (await unit.lock([INSTANCE]))[INSTANCE]
+            await unit.update([BuildUpdate(build=replace(build, instance=instance))], 1.0)
 
 
 class Follower:
@@ -476,7 +477,7 @@ async def store() -> Contended:
     )
     async with made.unit() as unit:
         await unit.insert([NewBuild(request=request, digest=b"1", build=build)], 1.0)
-    await made.put(InstanceRecord(instance_uuid=INSTANCE, under_way=ANOTHER))
+    await made.put(SinceBuild(under_way=ANOTHER))
     return made
 
 
@@ -499,7 +500,7 @@ async def test_a_request_whose_instance_changed_meanwhile_is_tried_again_and_not
 ) -> None:
     for delivery in range(RETRIES):
         store.operations = 0
-        await store.put(InstanceRecord(instance_uuid=INSTANCE, under_way=ANOTHER))
+        await store.put(SinceBuild(under_way=ANOTHER))
         assert await outcome_of(store, delivery) == CHANGED
     assert store.sent.rows == []
 

@@ -10,10 +10,9 @@ from msgspec.structs import replace
 from bus.contracts.build import AttemptRecord, BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import CellMove, Condition, Departure, MoveEvent, MoveKind, MoveRequest, MoveState
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild, SinceBuild
 from scheduler_worker.domain.recorded_moves import (
     Announced,
-    InstanceRecord,
     MoveContext,
     PendingMove,
     RecordedMove,
@@ -29,9 +28,10 @@ MOVED = RecordedMove(
     request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE, digest=b"", state=MoveState.SCHEDULED,
     sequence=2, cell="c1",
 )  # fmt: skip
-BUILD = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=9, cell="c1", host="h1")
+BUILD = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=11, cell="c1", host="h1")
 REQUEST = BuildRequest(instance_uuid=VM, project_id="p", flavor="small")
-INSTANCE = InstanceRecord(instance_uuid=VM, condition=Condition.STOPPED, under_way=MOVE, sequence=11)
+INSTANCE = SinceBuild(condition=Condition.STOPPED, under_way=MOVE)
+MOVING = replace(BUILD, instance=INSTANCE)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ INSTANCE = InstanceRecord(instance_uuid=VM, condition=Condition.STOPPED, under_w
     ],
 )
 def test_an_event_shows_an_instance_to_its_own_project_alone(project: str, terminal: bool, shown: Any) -> None:
-    known = MoveContext(build=BUILD, build_request=REQUEST, instance=INSTANCE)
+    known = MoveContext(build=MOVING, build_request=REQUEST)
     event = event_of(replace(MOVED, project_id=project, terminal=terminal), known, 1.0)
     assert (event.condition, event.flavor) == shown
 
@@ -57,9 +57,7 @@ OLD, NEW = tried("h0"), (*tried("h0"), *tried("h2"))
 COMMAND = CellMove(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE)
 RECORD = replace(MOVED, host="h0", host_uuid="u0", command=COMMAND, history=OLD)
 ENDED = replace(RECORD, terminal=True, state=MoveState.DONE, command=None)
-GOING = InstanceRecord(
-    instance_uuid=VM, condition=Condition.MOVING, flavor="small", image="i", under_way=MOVE, sequence=11
-)
+GOING = SinceBuild(condition=Condition.MOVING, flavor="small", image="i", under_way=MOVE)
 GONE = Departure(
     cell="c2",
     spec=InstanceSpec(instance_uuid=VM, project_id="p"),
@@ -151,16 +149,17 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         (replace(AFTER, sequence=5), (ENDED, GOING), ({"sequence": 5}, {}, {})),
     ],
 )
-def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMove, InstanceRecord], after: Any) -> None:
+def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMove, SinceBuild], after: Any) -> None:
     move, instance = records
-    applied = apply_announcement(told, move, instance, BUILD, cell="c1", now=1.0)
+    build = replace(BUILD, instance=instance)
+    applied = apply_announcement(told, move, build, cell="c1", now=1.0)
     if after is None:
-        assert applied == Announced(move=move, instance=instance, build=BUILD)
+        assert applied == Announced(move=move, build=build)
         return
     of_move, of_instance, of_build = after
     assert applied.move == replace(move, **of_move)
-    assert applied.instance == replace(instance, **of_instance)
-    assert applied.build == replace(BUILD, **of_build)
+    number = of_instance.pop("sequence", BUILD.sequence)
+    assert applied.build == replace(BUILD, **of_build, sequence=number, instance=replace(instance, **of_instance))
     number = of_move["sequence"] if told.sequence == 0 else told.sequence
     shown = {"cell": "c1", "project_id": "p", "instance_uuid": VM, "departure": None, "host_uuid": None}
     assert applied.event == replace(told, sequence=number, **shown)
@@ -171,13 +170,12 @@ def test_the_records_of_each_request_are_found_by_its_id_and_its_instance() -> N
     found = known_of(
         {MOVE: VM, VM: MOVE},
         moves={MOVE: MOVED},
-        builds={VM: BUILD},
+        builds={VM: MOVING},
         requested={VM: REQUEST},
-        instances={VM: INSTANCE},
         named=[VM],
     )
     assert found == {
-        MOVE: MoveContext(move=MOVED, build=BUILD, build_request=REQUEST, instance=INSTANCE),
+        MOVE: MoveContext(move=MOVED, build=MOVING, build_request=REQUEST),
         VM: MoveContext(names_instance=True),
     }
 
@@ -204,7 +202,7 @@ def test_the_record_of_a_decision_and_its_event(state: MoveState, sequence: int,
     )  # fmt: skip
     assert event_of(move, MoveContext(), 4.0) == event
     moving = Condition.STOPPED if ended else Condition.MOVING
-    known = MoveContext(build=BUILD, instance=INSTANCE)
+    known = MoveContext(build=MOVING)
     assert event_of(move, known, 4.0) == replace(event, condition=moving)
     known = replace(known, build_request=REQUEST)
     assert event_of(move, known, 4.0) == replace(event, condition=moving, flavor="small")

@@ -45,11 +45,10 @@ from bus.contracts.placement import (
 )
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.announcements import CellAsksHandler
-from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.recorded_moves import (
     AnnouncedMoves,
-    InstanceRecord,
     MoveContext,
     RecordedMove,
     answered,
@@ -119,11 +118,16 @@ def on_record(
             cell=cell,
             command=COMMAND,
         ),
-        build=RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=11, terminal=True, cell=cell),
-        build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small"),
-        instance=InstanceRecord(
-            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence, stay=stay
+        build=RecordedBuild(
+            instance_uuid=UUID,
+            project_id="p",
+            state=state,
+            sequence=sequence,
+            terminal=True,
+            cell=cell,
+            instance=SinceBuild(condition=Condition.OFFLOADED, under_way=REQUEST, stay=stay),
         ),
+        build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small"),
     )
 
 
@@ -143,9 +147,9 @@ def test_a_departure_counts_by_its_stay_whatever_its_number(stay: int, sequence:
     batch = applied(on_record(stay=stay, sequence=sequence))
     (command,) = sent(batch, "c2")
     assert isinstance(command, CellMove) and command.arrival is not None
-    assert (batch.builds[UUID].cell, batch.instances[UUID].stay, command.arrival.stay) == ("c2", 3, 2)
+    assert (batch.builds[UUID].cell, batch.builds[UUID].now.stay, command.arrival.stay) == ("c2", 3, 2)
     number = max(sequence, 20)
-    assert (command.arrival.sequence, batch.instances[UUID].sequence) == (number, number), "its next cell goes on there"
+    assert (command.arrival.sequence, batch.builds[UUID].sequence) == (number, number), "its next cell goes on there"
 
 
 def test_one_that_is_being_deleted_is_deleted_in_the_cell_that_has_it() -> None:
@@ -231,13 +235,12 @@ async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and
         await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
     async with store.operation() as operation:
         await operation.insert_moves([known.move], 1.0)
-        await operation.put_instances([known.now])
     books = [
         CellBook(asked_by=ASKED, instance_uuid=UUID, question=Release(consumer=UUID, attempt=attempt), stay=stay)
         for attempt, stay in ((5, 3), (4, 2))
     ]
     batch = [Received(CellAsks(message=book), Meta(id=f"m{book.stay}"), "c1", "scheduler.asks") for book in books]
-    handler = CellAsksHandler(store, "c1", cells={}, claims=cast("Any", Giving()))
+    handler = CellAsksHandler(store, "c1", clock=SystemClock(), cells={}, claims=cast("Any", Giving()))
     assert await handler(batch) == [Done(), Done()]
     sent_back = [one.message for _, rows in relay.rows for one in rows]
     assert sent_back == [replace(book, answer=ReleaseResult(outcome="released")) for book in books]
@@ -348,9 +351,14 @@ def test_placement_is_asked_for_a_cell_by_what_is_on_record(
     book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question, stay=2)
     assert may_ask(book, known, cell) is asked
     assert not may_ask(replace(book, asked_by=replace(ASKED, cell="c3")), known, cell)
-    assert not may_ask(book, replace(known, instance=on_record(stay=4).instance), cell), "it has come back since"
-    forgotten = replace(known, instance=on_record(stay=1).instance)
-    assert may_ask(book, forgotten, cell) is asked, "the schedulers have forgotten that it came"
+    if known.build is None:
+        return
+
+    def in_stay(stay: int) -> MoveContext:
+        return replace(known, build=replace(known.build, instance=replace(known.now, stay=stay)))
+
+    assert not may_ask(book, in_stay(4), cell), "it has come back since"
+    assert may_ask(book, in_stay(1), cell) is asked, "the schedulers have forgotten that it came"
 
 
 @pytest.mark.parametrize(
@@ -368,7 +376,7 @@ def test_what_gives_the_other_cells_hosts_back(question: Claim | Revert | Releas
     assert stay_after(book) == 2 + gives
     # It may be asked about again; by then a departure of the stay before does not count.
     (rest,) = rests([book, replace(book, question=CLAIM)], {REQUEST: KNOWN})
-    after = replace(KNOWN, instance=rest)
+    after = replace(KNOWN, build=rest.build)
     assert may_ask(book, after, "c1") is may_ask(book, KNOWN, "c1")
     assert bool(applied(after).departed) is not gives
     # Its migration is released after that, and the stay that began by it goes on.
@@ -410,14 +418,13 @@ async def asked_of(
         await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
     async with store.operation() as operation:
         await operation.insert_moves([known.move], 1.0)
-        await operation.put_instances([known.now])
         if state is not None:
             body = {"state": state.value, "abandoned": abandoned}
             one = ChangedObject(kind=ObjectKind.CELL, name="c2", before=None, after=body)
             await operation.lock_objects()
             await operation.write_objects([one], ChangeAuthor(who="ann", why="", at=1.0))
     check = CellCheck(cell="c2", asked_by=ASKED, change=CHANGE, stay=2, is_query=True)
-    handler = CellAsksHandler(store, "c1", cells=cells, claims=cast("Any", Giving()))
+    handler = CellAsksHandler(store, "c1", clock=SystemClock(), cells=cells, claims=cast("Any", Giving()))
     assert await handler([Received(CellAsks(message=check), Meta(id="m"), "c1", "scheduler.asks")]) == [Done()]
     return [(one.bus, one.message) for _, rows in relay.rows for one in rows]
 
@@ -497,11 +504,13 @@ def test_a_departure_has_its_line_at_its_own_time_and_its_number_stays() -> None
         batch = applied(KNOWN, replace(LEFT, at=at))
         line = batch.timelines[UUID][-1]
         assert (line.at, line.who, line.what, line.detail) == (shown, "conductor c1", "departed", DEPARTURE.cell)
-        assert batch.instances[UUID].sequence == LEFT.sequence and [*batch.changed] == [REQUEST]
+        assert batch.builds[UUID].sequence == LEFT.sequence and [*batch.changed] == [REQUEST]
         assert [one.bus for one in batch.messages] == ["api", "c2"]
 
 
 def test_records_of_which_a_part_is_missing_are_left_as_they_are() -> None:
-    batch = AnnouncedMoves("c1", {REQUEST: replace(KNOWN, move=None, instance=None), OTHER: MoveContext()}, 100.0)
+    assert KNOWN.build is not None
+    as_built = replace(KNOWN.build, instance=None)
+    batch = AnnouncedMoves("c1", {REQUEST: replace(KNOWN, move=None, build=as_built), OTHER: MoveContext()}, 100.0)
     assert (batch.moves, [*batch.builds]) == ({}, [UUID])
-    assert batch.instances[UUID].condition is Condition.ACTIVE
+    assert batch.builds[UUID].now.condition is Condition.ACTIVE
