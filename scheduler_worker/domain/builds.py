@@ -164,14 +164,13 @@ class BuildUpdate(Struct, frozen=True, kw_only=True):
     timeline: tuple[TimelineEntry, ...] = ()
 
 
-def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tuple[RecordedBuild, BuildEvent | None]:
-    """Apply what a cell announces; returns the build and the event to publish.
+def announced_build(build: RecordedBuild, event: BuildEvent) -> tuple[RecordedBuild, BuildEvent | None]:
+    """Apply what its cell announces; returns the build and the event to publish (None: it is outdated).
 
-    The event is None when the announcement is outdated, or when the build is not this cell's. `deleted` is the last
-    event of an instance whatever its number: a cell whose database was lost has forgotten what it announced, and starts
-    its numbers again.
+    `deleted` is the last event of an instance whatever its number: a cell whose database was lost has forgotten what it
+    announced, and starts its numbers again.
     """
-    if build.state is BuildState.DELETED or build.cell != cell:
+    if build.state is BuildState.DELETED:
         return build, None
     if not is_newer(event, build.sequence, ends=event.state is BuildState.DELETED):
         return build, None
@@ -195,7 +194,7 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
         history=event.history or build.history,
         attempt=event.attempt or build.attempt,
     )
-    return after, replace(event, terminal=terminal, cell=cell, project_id=build.project_id, host_uuid=None)
+    return after, replace(event, terminal=terminal, cell=build.cell, project_id=build.project_id, host_uuid=None)
 
 
 def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
@@ -203,14 +202,14 @@ def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
     return after == replace(before, sequence=after.sequence)
 
 
-def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
-    """Whether the cell has ended the request by an earlier event, which is not on record here.
+def is_early(build: RecordedBuild, event: BuildEvent) -> bool:
+    """Whether its cell has ended the request by an earlier event, which is not on record here.
 
     That event is on its way: it was overtaken, or clients had it and a database that crashed lost it, and its message
     is delivered again. If it were announced now, this event would be a second terminal one.
     """
     ends_it = event.state is BuildState.FAILED and not event.terminal and not build.terminal
-    return ends_it and is_newer(event, build.sequence) and build.state is not BuildState.DELETED and build.cell == cell
+    return ends_it and is_newer(event, build.sequence) and build.state is not BuildState.DELETED
 
 
 def effects(  # noqa: PLR0917  (hot, so no keywords)

@@ -1,5 +1,5 @@
-"""The records of requests about instances, and the changes to them: by the decision, and by its cell's announcements.
-Pure.
+"""The records of requests about instances, and the changes to them by the decision; and those of a batch of
+announcements, to builds as well. Pure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.base import Message
-from bus.contracts.build import BuildRequest, BuildState, FunnelStep, TimelineEntry
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import (
     ARRIVED,
@@ -39,6 +39,9 @@ from scheduler_worker.domain.builds import (
     BuildUpdate,
     RecordedBuild,
     SinceBuild,
+    announced_build,
+    is_early,
+    is_known,
 )
 from scheduler_worker.domain.requests import OFF_RECORD, RecordedRequest, RequestDelivery, is_newer, timeline_of
 
@@ -168,32 +171,25 @@ def event_of(move: RecordedMove, known: MoveContext, at: float) -> MoveEvent:
     )
 
 
-# --- what its cell announces
+# --- what cells announce
+
+ANNOUNCED, LATE, EARLY = "announced", "late", "early"
 
 
-class Announced(Struct, frozen=True, kw_only=True):
-    """The change that an announcement makes. event: to publish; None: outdated."""
-
-    move: RecordedMove
-    build: RecordedBuild
-    event: MoveEvent | None = None
-    timeline: tuple[TimelineEntry, ...] = ()
-
-
-def apply_announcement(
-    event: MoveEvent, move: RecordedMove, build: RecordedBuild, *, cell: str, now: float
-) -> Announced:
-    """Apply a cell's event of a request to the records of the request and its instance."""
+def announced_move(
+    move: RecordedMove, build: RecordedBuild, event: MoveEvent
+) -> tuple[RecordedMove, RecordedBuild, MoveEvent | None]:
+    """Apply what its cell announces of a request; returns the request, the instance, and the event to publish (None: it
+    is outdated).
+    """
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
     if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
-        return Announced(move=move, build=build)
+        return move, build, None
     instance = build.now
     is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == move.request_id
-    event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
-    host_uuid = event.host_uuid
-    event = replace(event, departure=None, host_uuid=None)
-    number = event.sequence
+    host_uuid, number = event.host_uuid, event.sequence
+    event = replace(event, cell=move.cell, project_id=move.project_id, departure=None, host_uuid=None)
     if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)
     if not move.terminal:
@@ -226,9 +222,7 @@ def apply_announcement(
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
     if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
-    build = replace(build, instance=instance, sequence=max(number, build.sequence))
-    timeline = timeline_of(event, len(move.history), now)
-    return Announced(move=after, build=build, event=event, timeline=timeline)
+    return after, replace(build, instance=instance, sequence=max(number, build.sequence)), event
 
 
 # --- Requests that end in another cell than they begin in (decision 0021).
@@ -238,22 +232,16 @@ def apply_announcement(
 # (`arrival`), and the map names it, in one transaction.
 
 
-class Transfer(Struct, frozen=True):
-    """The effect of a departure: the records after it, and the commands to the instance's new cell."""
-
-    build: RecordedBuild
-    move: RecordedMove | None
-    cell: str
-    commands: tuple[Message, ...]
-
-
 def is_owner(cell: str, stay: int, build: RecordedBuild | None) -> bool:
     """Whether a cell has the instance, in this stay: that on record, or a later one that schedulers have forgotten."""
     return build is not None and build.cell == cell and stay >= build.now.stay
 
 
-def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) -> Transfer:
+def transferred(
+    move: RecordedMove | None, build: RecordedBuild, event: MoveEvent
+) -> tuple[RecordedMove | None, RecordedBuild, list[Message]]:
     """The instance has left its cell: the next one is commanded what it was requested for, and deleted if it is to be.
+    Returns the request, the instance and these commands.
 
     move: as the announcement leaves it. Where no request is under way that leads there (the schedulers' database was
     set back), the next cell is queried, with what the former one has stated: that begins nothing.
@@ -285,7 +273,7 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
         )
     instance = replace(build.now, stay=departure.stay + 1)
     there = replace(build, cell=cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
-    return Transfer(there, move, cell, tuple(commands))
+    return move, there, commands
 
 
 def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
@@ -395,57 +383,90 @@ def answered_for_removed(check: CellCheck, known: MoveContext, removal: CellDeci
     return OutboxMessage(asked_by.cell, replace(check, change=None, answer=answer), asked_by.request_id)
 
 
-class AnnouncedMoves:
-    """The records of a batch as its events leave them, one after the other; and what is published of it.
-
-    changed: the requests to write; timelines: the instances to write, with their new entries; departed: {instance: the
-    cell that it has left for}.
+class AppliedEvent(Struct, frozen=True):
+    """What became of one event. verdict: `ANNOUNCED`, or why it is not; event: as it was published, or as it came.
+    departed: the cell that its instance has left for.
     """
 
-    def __init__(self, cell: str, known: Mapping[str, MoveContext], now: float) -> None:
-        self._cell = cell
+    verdict: str
+    event: BuildEvent | MoveEvent
+    departed: str = ""
+
+
+class Announcements:
+    """The records of a batch as its events leave them, one after the other; and what is published of it.
+
+    timelines: the instances to write, with their new entries; changed: the moves to write.
+    """
+
+    def __init__(self, builds: dict[str, RecordedBuild], moves: dict[str, RecordedMove], now: float) -> None:
+        self.builds = builds
+        self.moves = moves
         self._now = now
-        self.moves = {one: context.move for one, context in known.items() if context.move is not None}
-        self.builds = {one.build.instance_uuid: one.build for one in known.values() if one.build is not None}
         self.timelines: dict[str, list[TimelineEntry]] = {}
-        self.changed: dict[str, None] = {}
-        self.departed: dict[str, str] = {}
+        self.changed: dict[str, RecordedMove] = {}
         self.messages: list[OutboxMessage] = []
-        self.ignored: list[tuple[MoveEvent, str]] = []
 
-    def apply(self, event: MoveEvent) -> None:
-        """Apply one event. A late or unknown event is ignored, and so is another cell's."""
-        uuid, departure = event.instance_uuid, event.departure
-        why = self._apply(event)
-        if departure and is_owner(self._cell, departure.stay, self.builds.get(uuid)):
-            self._transfer(event)
-        elif why:
-            self.ignored.append((event, why))
+    def apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool = False) -> AppliedEvent:
+        """Apply one event. A late or unknown event is ignored, and so is another cell's. waited: it no longer waits for
+        an earlier one.
+        """
+        applied = self._apply(event, cell, waited=waited)
+        departure = event.departure if isinstance(event, MoveEvent) else None
+        build = self.builds.get(event.instance_uuid)
+        if build is None or departure is None or not is_owner(cell, departure.stay, build):
+            return applied
+        assert isinstance(event, MoveEvent)
+        self._transfer(build, event)
+        return AppliedEvent(ANNOUNCED, event, departure.cell)
 
-    def _apply(self, event: MoveEvent) -> str:
-        """Apply the event to its request; returns why it is ignored ("": it is not)."""
-        uuid = event.instance_uuid
-        move, build = self.moves.get(event.request_id), self.builds.get(uuid)
-        if move is None or build is None or move.instance_uuid != uuid:
-            return "unknown"
-        if move.cell != self._cell:
-            return "foreign"
-        applied = apply_announcement(event, move, build, cell=self._cell, now=self._now)
-        if applied.event is None:
-            return "late"
-        self.moves[event.request_id], self.builds[uuid] = applied.move, applied.build
-        self.timelines.setdefault(uuid, []).extend(applied.timeline)
-        self.changed[event.request_id] = None
-        self.messages.append(OutboxMessage(API, applied.event, event.request_id))
-        return ""
+    def _apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool) -> AppliedEvent:
+        build = self.builds.get(event.instance_uuid)
+        move = self._move_of(event)
+        request = move if isinstance(event, MoveEvent) else build
+        if build is None or request is None:
+            return AppliedEvent("unknown", event)
+        if request.cell != cell:
+            return AppliedEvent("foreign", event)
+        announced: BuildEvent | MoveEvent | None
+        if isinstance(event, MoveEvent):
+            assert move is not None
+            move, after, announced = announced_move(move, build, event)
+        elif is_early(build, event) and not waited:
+            return AppliedEvent(EARLY, event)
+        else:
+            after, announced = announced_build(build, event)
+        if announced is None:
+            # It changes nothing, but the timeline shows it. A repeated entry is shown once.
+            self._add(build, timeline_of(replace(event, cell=cell), len(event.history), self._now))
+            return AppliedEvent(LATE, event)
+        if isinstance(announced, BuildEvent) and announced.stamps is not None:
+            announced = replace(announced, stamps=replace(announced.stamps, announced=self._now))
+        is_shown = move is not None or not is_known(build, after)
+        self._add(after, timeline_of(announced, len(request.history), self._now) if is_shown else ())
+        if move is not None:
+            self._change(move)
+        cause = event.instance_uuid if move is None else move.request_id
+        self.messages.append(OutboxMessage(API, announced, cause))
+        return AppliedEvent(ANNOUNCED, announced)
 
-    def _transfer(self, event: MoveEvent) -> None:
-        uuid, move = event.instance_uuid, self.moves.get(event.request_id)
-        gone = transfer(event, self.builds[uuid], move if move is not None and move.instance_uuid == uuid else None)
-        self.builds[uuid], self.departed[uuid] = gone.build, gone.cell
-        if gone.move is not None:
-            self.moves[event.request_id] = gone.move
-            self.changed[event.request_id] = None
-        left = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what="departed", detail=gone.cell)
-        self.timelines.setdefault(uuid, []).append(left)
-        self.messages += [OutboxMessage(gone.cell, command, event.request_id) for command in gone.commands]
+    def _transfer(self, build: RecordedBuild, event: MoveEvent) -> None:
+        move, after, commands = transferred(self._move_of(event), build, event)
+        if move is not None:
+            self._change(move)
+        who = f"conductor {build.cell}"
+        left = TimelineEntry(at=event.at or self._now, who=who, what="departed", detail=after.cell or "")
+        self._add(after, (left,))
+        self.messages += [OutboxMessage(after.cell or "", command, event.request_id) for command in commands]
+
+    def _move_of(self, event: BuildEvent | MoveEvent) -> RecordedMove | None:
+        """The request that an event is about, if it is one about the event's instance."""
+        move = self.moves.get(event.request_id) if isinstance(event, MoveEvent) else None
+        return move if move is not None and move.instance_uuid == event.instance_uuid else None
+
+    def _add(self, build: RecordedBuild, lines: Sequence[TimelineEntry]) -> None:
+        self.builds[build.instance_uuid] = build
+        self.timelines.setdefault(build.instance_uuid, []).extend(lines)
+
+    def _change(self, move: RecordedMove) -> None:
+        self.moves[move.request_id] = self.changed[move.request_id] = move

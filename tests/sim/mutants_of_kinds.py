@@ -285,13 +285,13 @@ def former_cell_keeps_it() -> AbstractContextManager[Any]:
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
     """The map of instances to cells is not changed when one leaves."""
-    original = recorded_moves.transfer
+    original = recorded_moves.transferred
 
-    def transfer(event: MoveEvent, build: Any, move: Any) -> Any:
-        gone = original(event, build, move)
-        return replace(gone, build=replace(gone.build, cell=build.cell))
+    def transferred(move: Any, build: Any, event: MoveEvent) -> Any:
+        after, there, commands = original(move, build, event)
+        return after, replace(there, cell=build.cell), commands
 
-    return patch.object(recorded_moves, "transfer", transfer)
+    return patch.object(recorded_moves, "transferred", transferred)
 
 
 def leaves_with_its_machine() -> AbstractContextManager[Any]:
@@ -329,15 +329,15 @@ def delete_does_not_follow() -> AbstractContextManager[Any]:
 
     Without the watch of builds, which repeats a delete until it has ended, and so mends this.
     """
-    original = recorded_moves.transfer
+    original = recorded_moves.transferred
 
-    def transfer(event: MoveEvent, *arguments: Any) -> Any:
-        gone = original(event, *arguments)
-        return replace(gone, commands=tuple(one for one in gone.commands if not isinstance(one, CellDelete)))
+    def transferred(*arguments: Any) -> Any:
+        move, build, commands = original(*arguments)
+        return move, build, [one for one in commands if not isinstance(one, CellDelete)]
 
     patches = ExitStack()
     patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
-    patches.enter_context(patch.object(recorded_moves, "transfer", transfer))
+    patches.enter_context(patch.object(recorded_moves, "transferred", transferred))
     return patches
 
 

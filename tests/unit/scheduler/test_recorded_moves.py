@@ -12,11 +12,10 @@ from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import CellMove, Condition, Departure, MoveEvent, MoveKind, MoveRequest, MoveState
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild, SinceBuild
 from scheduler_worker.domain.recorded_moves import (
-    Announced,
     MoveContext,
     PendingMove,
     RecordedMove,
-    apply_announcement,
+    announced_move,
     event_of,
     known_of,
     recorded,
@@ -67,7 +66,7 @@ GONE = Departure(
     last=SELECTION,
 )
 TOLD = MoveEvent(
-    request_id=MOVE, instance_uuid="x", project_id="x", kind=MoveKind.MIGRATE, state=MoveState.FINISHING, sequence=12,
+    request_id=MOVE, instance_uuid=VM, project_id="x", kind=MoveKind.MIGRATE, state=MoveState.FINISHING, sequence=12,
     condition=Condition.MOVING, cell="x", host="h2", host_uuid="u2", flavor="big", image="j", code="a.b", reason="why",
     history=NEW, departure=GONE,
 )  # fmt: skip
@@ -152,18 +151,18 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
 def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMove, SinceBuild], after: Any) -> None:
     move, instance = records
     build = replace(BUILD, instance=instance)
-    applied = apply_announcement(told, move, build, cell="c1", now=1.0)
+    applied = announced_move(move, build, told)
     if after is None:
-        assert applied == Announced(move=move, build=build)
+        assert applied == (move, build, None)
         return
     of_move, of_instance, of_build = after
-    assert applied.move == replace(move, **of_move)
+    found, instance_after, event = applied
+    assert found == replace(move, **of_move)
     number = of_instance.pop("sequence", BUILD.sequence)
-    assert applied.build == replace(BUILD, **of_build, sequence=number, instance=replace(instance, **of_instance))
+    assert instance_after == replace(BUILD, **of_build, sequence=number, instance=replace(instance, **of_instance))
     number = of_move["sequence"] if told.sequence == 0 else told.sequence
-    shown = {"cell": "c1", "project_id": "p", "instance_uuid": VM, "departure": None, "host_uuid": None}
-    assert applied.event == replace(told, sequence=number, **shown)
-    assert len(applied.timeline) == max(1, len(told.history)), "one attempt is there already"
+    shown = {"cell": "c1", "project_id": "p", "departure": None, "host_uuid": None}
+    assert event == replace(told, sequence=number, **shown)
 
 
 def test_the_records_of_each_request_are_found_by_its_id_and_its_instance() -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
     ARRIVED,
@@ -48,7 +48,9 @@ from scheduler_worker.announcements import CellAsksHandler
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.recorded_moves import (
-    AnnouncedMoves,
+    ANNOUNCED,
+    Announcements,
+    AppliedEvent,
     MoveContext,
     RecordedMove,
     answered,
@@ -57,7 +59,7 @@ from scheduler_worker.domain.recorded_moves import (
     refused,
     rests,
     stay_after,
-    transfer,
+    transferred,
 )
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -131,13 +133,18 @@ def on_record(
     )
 
 
-def applied(known: MoveContext, event: MoveEvent = LEFT, cell: str = "c1") -> AnnouncedMoves:
-    batch = AnnouncedMoves(cell, {REQUEST: known}, 100.0)
-    batch.apply(event)
+def begun(known: MoveContext) -> Announcements:
+    builds = {} if known.build is None else {UUID: known.build}
+    return Announcements(builds, {} if known.move is None else {REQUEST: known.move}, 100.0)
+
+
+def applied(known: MoveContext, event: MoveEvent = LEFT) -> Announcements:
+    batch = begun(known)
+    batch.apply(event, "c1")
     return batch
 
 
-def sent(batch: AnnouncedMoves, bus: str) -> list[object]:
+def sent(batch: Announcements, bus: str) -> list[object]:
     return [one.message for one in batch.messages if one.bus == bus]
 
 
@@ -280,15 +287,14 @@ def of_build(**more: Any) -> MoveContext:
 )
 def test_the_next_cell_is_commanded_what_leads_there_and_queried_otherwise(known: MoveContext, goes_on: bool) -> None:
     assert known.build is not None
-    gone = transfer(LEFT, known.build, known.move)
-    (command,) = gone.commands
-    assert (gone.cell, gone.build.cell, gone.build.host, gone.build.host_uuid) == ("c2", "c2", None, None)
+    move, build, (command,) = transferred(known.move, known.build, LEFT)
+    assert (build.cell, build.host, build.host_uuid) == ("c2", None, None)
     if goes_on:
-        assert isinstance(command, CellMove) and gone.move is not None
-        assert (gone.move.cell, gone.move.host, gone.move.host_uuid) == ("c2", HOST.host, HOST.host_uuid)
-        assert gone.move.command == command == replace(COMMAND, to_cell=None, selections=(), arrival=command.arrival)
+        assert isinstance(command, CellMove) and move is not None
+        assert (move.cell, move.host, move.host_uuid) == ("c2", HOST.host, HOST.host_uuid)
+        assert move.command == command == replace(COMMAND, to_cell=None, selections=(), arrival=command.arrival)
     else:
-        assert isinstance(command, CellMoveQuery) and gone.move == known.move
+        assert isinstance(command, CellMoveQuery) and move == known.move
         assert (command.request_id, command.instance_uuid, command.project_id) == (REQUEST, UUID, "p")
     assert command.arrival is not None and command.arrival.spec.project_id == "p"
 
@@ -296,7 +302,7 @@ def test_the_next_cell_is_commanded_what_leads_there_and_queried_otherwise(known
 @pytest.mark.parametrize(("kind", "queried"), [(MoveKind.RESIZE, MoveKind.RESIZE), (None, MoveKind.UNSHELVE)])
 def test_the_next_cell_is_queried_about_the_kind_that_is_known(kind: MoveKind | None, queried: MoveKind) -> None:
     assert KNOWN.build is not None
-    (query,) = transfer(replace(LEFT, kind=kind), KNOWN.build, None).commands
+    _, _, (query,) = transferred(None, KNOWN.build, replace(LEFT, kind=kind))
     assert isinstance(query, CellMoveQuery) and query.kind is queried
 
 
@@ -304,7 +310,7 @@ def test_the_next_cell_is_queried_about_the_kind_that_is_known(kind: MoveKind | 
 def test_the_next_cell_deletes_what_is_to_be_deleted(state: BuildState) -> None:
     build = of_build(state=state).build
     assert build is not None
-    deletes = [one for one in transfer(LEFT, build, None).commands if isinstance(one, CellDelete)]
+    deletes = [one for one in transferred(None, build, LEFT)[2] if isinstance(one, CellDelete)]
     assert len(deletes) == (state is BuildState.DELETING)
 
 
@@ -378,7 +384,7 @@ def test_what_gives_the_other_cells_hosts_back(question: Claim | Revert | Releas
     (rest,) = rests([book, replace(book, question=CLAIM)], {REQUEST: KNOWN})
     after = replace(KNOWN, build=rest.build)
     assert may_ask(book, after, "c1") is may_ask(book, KNOWN, "c1")
-    assert bool(applied(after).departed) is not gives
+    assert bool(begun(after).apply(LEFT, "c1").departed) is not gives
     # Its migration is released after that, and the stay that began by it goes on.
     released = replace(book, question=OF_MIGRATION)
     assert may_ask(released, after, "c1")
@@ -491,9 +497,9 @@ PLAIN = replace(LEFT, departure=None, state=MoveState.CHANGING)
 def test_an_announcement_is_applied_to_its_own_request_and_of_its_own_cell(
     known: MoveContext, event: Any, cell: str, why: str, departs: bool
 ) -> None:
-    batch = applied(known, event, cell)
-    assert [reason for _, reason in batch.ignored] == ([why] if why else [])
-    assert batch.departed == ({UUID: "c2"} if departs else {})
+    batch = begun(known)
+    found = batch.apply(event, cell)
+    assert (found.verdict, found.departed) == (why or ANNOUNCED, "c2" if departs else "")
     moved = of_move(instance_uuid=OTHER).move if known.move is not None and known.move.instance_uuid == OTHER else None
     if moved is not None:
         assert batch.moves[REQUEST] == moved and batch.changed == {}
@@ -508,9 +514,30 @@ def test_a_departure_has_its_line_at_its_own_time_and_its_number_stays() -> None
         assert [one.bus for one in batch.messages] == ["api", "c2"]
 
 
-def test_records_of_which_a_part_is_missing_are_left_as_they_are() -> None:
+# --- builds and moves in one batch
+
+
+def test_events_of_a_build_and_of_a_move_of_it_are_applied_in_their_order() -> None:
     assert KNOWN.build is not None
-    as_built = replace(KNOWN.build, instance=None)
-    batch = AnnouncedMoves("c1", {REQUEST: replace(KNOWN, move=None, build=as_built), OTHER: MoveContext()}, 100.0)
-    assert (batch.moves, [*batch.builds]) == ({}, [UUID])
-    assert batch.builds[UUID].now.condition is Condition.ACTIVE
+    batch = begun(of_build(state=BuildState.BUILDING, terminal=False, sequence=10))
+    active = BuildEvent(instance_uuid=UUID, project_id="q", state=BuildState.ACTIVE, sequence=11, terminal=True)
+    for event in (active, PLAIN, active):
+        found = batch.apply(event, "c1")
+    assert found == AppliedEvent("late", active), "its timeline shows it"
+    assert [one.what for one in batch.timelines[UUID]] == ["active", "unshelve changing", "active"]
+    after = batch.builds[UUID]
+    assert (after.state, after.sequence, [*batch.changed]) == (BuildState.ACTIVE, PLAIN.sequence, [REQUEST])
+
+
+@pytest.mark.parametrize(("build", "verdict"), [({"cell": None}, "foreign"), ({"cell": "c2"}, "foreign")])
+def test_a_build_is_announced_by_the_cell_that_has_it(build: dict[str, Any], verdict: str) -> None:
+    event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.DELETED, sequence=90, terminal=True)
+    batch = begun(of_build(**build))
+    assert batch.apply(event, "c1") == AppliedEvent(verdict, event) and batch.timelines == {}
+
+
+def test_a_failure_waits_for_the_end_before_it_until_it_has_waited_enough() -> None:
+    event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.FAILED, sequence=90)
+    batch = begun(of_build(terminal=False))
+    assert batch.apply(event, "c1") == AppliedEvent("early", event) and batch.timelines == {}
+    assert batch.apply(event, "c1", waited=True).verdict == ANNOUNCED
