@@ -247,10 +247,6 @@ class MoveEngine:
         reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
 
-    def _may_leave_cell(self, request: MoveRequest, known: MoveContext) -> bool:
-        """Whether hosts of other cells will do."""
-        return self._selector.config.moves_across_cells and may_leave_cell(request)
-
     async def _pick_on_newest(
         self,
         pending: PendingMove,
@@ -270,7 +266,8 @@ class MoveEngine:
         await next_turn()
         self._selector.holds.release()
         chosen = self._pick(pending, known, spec, source, None)
-        if isinstance(chosen, Chosen) or not self._may_leave_cell(pending.request, known):
+        may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
+        if isinstance(chosen, Chosen) or not may_leave:
             return chosen
         return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), source, None)
 

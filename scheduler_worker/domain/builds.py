@@ -146,21 +146,13 @@ class NewBuild(Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
 
 
-class BuildDecision(Struct, frozen=True, kw_only=True):
-    """The end of scheduling: the build as dispatched to a cell, or as failed with the funnel.
-
-    build: the whole record after the decision. It is written only if the record still awaits a decision.
+class BuildUpdate(Struct, frozen=True, kw_only=True):
+    """The whole record of a build after a change, and the lines to add to its timeline: of one that was read under a
+    lock, or of one that awaits its decision. funnel: of the decision, which writes it.
     """
 
     build: RecordedBuild
     funnel: tuple[FunnelStep, ...] = ()
-    timeline: tuple[TimelineEntry, ...] = ()
-
-
-class BuildUpdate(Struct, frozen=True, kw_only=True):
-    """The new record of a build that was read under a lock, and the lines to add to its timeline."""
-
-    build: RecordedBuild
     timeline: tuple[TimelineEntry, ...] = ()
 
 

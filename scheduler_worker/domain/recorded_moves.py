@@ -4,7 +4,7 @@ announcements, to builds as well. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -43,7 +43,14 @@ from scheduler_worker.domain.builds import (
     is_early,
     is_known,
 )
-from scheduler_worker.domain.requests import OFF_RECORD, RecordedRequest, RequestDelivery, is_newer, timeline_of
+from scheduler_worker.domain.requests import (
+    OFF_RECORD,
+    RecordedRequest,
+    RequestDelivery,
+    digest_of,
+    is_newer,
+    timeline_of,
+)
 
 
 class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
@@ -67,9 +74,13 @@ class PendingMove(Struct, frozen=True, kw_only=True):
 
     position: int
     request: MoveRequest
-    digest: bytes
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
+
+    @property
+    def digest(self) -> bytes:
+        """Of its whole content."""
+        return digest_of(self.request)
 
 
 class MoveContext(Struct, frozen=True, kw_only=True):
@@ -88,29 +99,6 @@ class MoveContext(Struct, frozen=True, kw_only=True):
         """The instance's present state."""
         assert self.build is not None
         return self.build.now
-
-
-def known_of(
-    requests: Mapping[str, str],
-    *,
-    moves: Mapping[str, RecordedMove],
-    builds: Mapping[str, RecordedBuild],
-    requested: Mapping[str, BuildRequest],
-    named: Collection[str],
-) -> dict[str, MoveContext]:
-    """The records of requests ({request_id: instance}), from the rows by id and by instance.
-
-    named: the request_ids that are uuids of instances.
-    """
-    return {
-        request_id: MoveContext(
-            move=moves.get(request_id),
-            build=builds.get(uuid),
-            build_request=requested.get(uuid),
-            names_instance=request_id in named,
-        )
-        for request_id, uuid in requests.items()
-    }
 
 
 def flavor_of(known: MoveContext) -> str:

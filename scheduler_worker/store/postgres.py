@@ -21,7 +21,6 @@ from bus.persistence.unit_of_work import Committed, VersionCache
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,
-    BuildDecision,
     BuildStatus,
     BuildUpdate,
     NewBuild,
@@ -30,7 +29,7 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, known_of
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.store import objects, tables
 from scheduler_worker.store.port import (
     FIRST_UUID,
@@ -198,7 +197,7 @@ class PostgresUnit:
             for row in await self._connection.fetch(READ, instances)
         }
 
-    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+    async def write_decisions(self, decisions: Sequence[BuildUpdate], now: float) -> set[str]:
         """The guard in the statement is what makes two schedulers with the same request dispatch it once.
 
         The rows are locked in uuid order first, so that those two never deadlock.
@@ -245,13 +244,18 @@ class PostgresUnit:
         )
         moves = await self._connection.fetch(MOVES_OF, list(requests))
         named = await self._connection.fetch(NAMED_BUILDS, list(requests))
-        return known_of(
-            requests,
-            moves={row["request_id"]: tables.read(row, RecordedMove) for row in moves},
-            builds={row["instance_uuid"]: tables.read(row, RecordedBuild) for row in builds},
-            requested={row["instance_uuid"]: tables.build_request(row["request"]) for row in builds},
-            named={row["instance_uuid"] for row in named},
-        )
+        build_of = {row["instance_uuid"]: row for row in builds}
+        move_of = {row["request_id"]: tables.read(row, RecordedMove) for row in moves}
+        names = {row["instance_uuid"] for row in named}
+        return {
+            one: MoveContext(
+                move=move_of.get(one),
+                build=tables.read(build_of[uuid], RecordedBuild) if uuid in build_of else None,
+                build_request=tables.build_request(build_of[uuid]["request"]) if uuid in build_of else None,
+                names_instance=one in names,
+            )
+            for one, uuid in requests.items()
+        }
 
     async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
         """In order of the ids, so that two schedulers with the same requests never deadlock."""

@@ -31,11 +31,32 @@ from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, Funnel
 from bus.contracts.moves import CellMove, MoveRecord
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
 from bus.turns import InParts
-from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
+from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import DrainMove
 from scheduler_worker.domain.recorded_moves import RecordedMove
 
 METADATA = MetaData()
+
+
+def _request_columns() -> list[Column[Any]]:
+    """The columns that every request has: a build, and one about an instance after it."""
+    return [
+        needed("project_id", Text),
+        needed("digest", LargeBinary),
+        needed("state", Text),
+        needed("sequence", BigInteger),
+        needed("terminal", Boolean),
+        Column("cell", Text),
+        Column("host", Text),
+        Column("host_uuid", UUID),
+        needed("code", Text, default=""),
+        needed("reason", Text, default=""),
+        needed("funnel", Text, default="[]"),
+        needed("history", Text, default="[]"),
+        needed("created_at", Double),
+        needed("updated_at", Double),
+    ]
+
 
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
@@ -50,26 +71,13 @@ build_requests = Table(
     "build_requests",
     METADATA,
     Column("instance_uuid", UUID, primary_key=True),
-    needed("project_id", Text),
+    *_request_columns(),
     needed("flavor", Text),
     needed("name", Text),
     needed("request", Text),
-    needed("digest", LargeBinary),
-    needed("state", Text),
-    needed("sequence", BigInteger),
     needed("attempt", Integer, default=ZERO),
-    needed("terminal", Boolean),
     needed("run", Text),
-    Column("cell", Text),
-    Column("host", Text),
-    Column("host_uuid", UUID),
-    needed("code", Text, default=""),
-    needed("reason", Text, default=""),
-    needed("funnel", Text, default="[]"),
-    needed("history", Text, default="[]"),
     needed("timeline", Text, default=""),
-    needed("created_at", Double),
-    needed("updated_at", Double),
     Column("gang", UUID),
     Column("gang_min", Integer),
     Column("instance", Text),
@@ -87,22 +95,9 @@ moves = Table(
     METADATA,
     Column("request_id", UUID, primary_key=True),
     needed("instance_uuid", UUID),
-    needed("project_id", Text),
     needed("kind", Text),
-    needed("digest", LargeBinary),
-    needed("state", Text),
-    needed("sequence", BigInteger),
-    needed("terminal", Boolean),
-    Column("cell", Text),
-    Column("host", Text),
-    Column("host_uuid", UUID),
-    needed("code", Text),
-    needed("reason", Text),
-    needed("funnel", Text),
-    needed("history", Text),
-    needed("created_at", Double),
+    *_request_columns(),
     Column("command", Text),
-    needed("updated_at", Double),
     Index("moves_of_instance", "instance_uuid", text("created_at DESC")),
     Index("moves_newest", text("created_at DESC")),
     Index("moves_under_way", "request_id", postgresql_where=text("NOT terminal")),
@@ -180,6 +175,8 @@ DRAIN_MOVES = DrainMove.__struct_fields__
 BUILD = ", ".join(RecordedBuild.__struct_fields__)
 _REACHED = ("state", "sequence", "terminal", "cell", "host", "host_uuid", "code", "reason")
 DECIDED = ("instance_uuid", *_REACHED, "attempt")
+# project_id: of a tombstone that becomes the record of another project's delete.
+CHANGED = ("history", "project_id", "instance")
 ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run")
 REQUESTED = ("flavor", "name")
 MOVE = ", ".join(MOVES)
@@ -262,8 +259,7 @@ DECIDE = (
     _update((*DECIDED, "funnel"), "run")
     + "  AND build_requests.state = 'accepted' RETURNING build_requests.instance_uuid"
 )
-# project_id: of a tombstone that becomes the record of another project's delete.
-UPDATE = _update((*DECIDED, "history", "project_id", "instance"))
+UPDATE = _update((*DECIDED, *CHANGED))
 INSERT_MOVES = _insert(moves, (*MOVES, "updated_at")) + "(request_id) DO NOTHING RETURNING request_id"
 _ANNOUNCED = (*ANNOUNCED, "updated_at")
 UPDATE_MOVES = f"""
@@ -286,14 +282,14 @@ async def insert_columns(builds: Sequence[NewBuild]) -> Columns:
     return await _columns(_insert_row, builds)
 
 
-async def decide_columns(decisions: Sequence[BuildDecision]) -> Columns:
+async def decide_columns(decisions: Sequence[BuildUpdate]) -> Columns:
     """The columns of DECIDE."""
-    return await _columns(_decide_row, decisions)
+    return await _columns(lambda one: (*_values(_decided(one)), timeline_text(one.timeline)), decisions)
 
 
 async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
     """The columns of UPDATE."""
-    return await _columns(_update_row, updates)
+    return await _columns(lambda one: (*_values(_updated(one)), timeline_text(one.timeline)), updates)
 
 
 async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -> Columns:
@@ -302,7 +298,8 @@ async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -
 
 
 _accepted, _requested = attrgetter(*ACCEPTED), attrgetter(*REQUESTED)
-_decided = attrgetter(*DECIDED)
+_decided = attrgetter(*(f"build.{name}" for name in DECIDED), "funnel", "build.run")
+_updated = attrgetter(*(f"build.{name}" for name in (*DECIDED, *CHANGED)))
 
 
 def _insert_row(new: NewBuild) -> tuple[Any, ...]:
@@ -310,17 +307,6 @@ def _insert_row(new: NewBuild) -> tuple[Any, ...]:
     members = (None, None) if gang is None else (gang.uuid, gang.min_count)
     written = _values((*_accepted(new.build), *_requested(request), request, new.digest))
     return (*written, timeline_text(new.timeline), *members)
-
-
-def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
-    build = decision.build
-    return (*_values((*_decided(build), decision.funnel, build.run)), timeline_text(decision.timeline))
-
-
-def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
-    build = update.build
-    more = build.history, build.project_id, build.instance
-    return (*_values((*_decided(build), *more)), timeline_text(update.timeline))
 
 
 _PLAIN = (int, float, bytes, type(None))

@@ -33,7 +33,7 @@ from scheduler_worker import engine as scheduler_engine
 from scheduler_worker import keepers as scheduler_cells
 from scheduler_worker import placing
 from scheduler_worker.domain import decisions, gangs, recorded_moves
-from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildDecision, ProjectsBuild, RecordedBuild, effects
+from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildUpdate, ProjectsBuild, RecordedBuild, effects
 from scheduler_worker.domain.decisions import NO_HOST
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
 from scheduler_worker.domain.placement import ClaimStranded, PlacementRefused, PlacementState
@@ -242,7 +242,7 @@ def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
 def stranded_builds_fail() -> AbstractContextManager[Any]:
     """A build that is not placed where its claim is held fails, and its claim is released: its cell is not queried."""
 
-    def fails(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildDecision:
+    def fails(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildUpdate:
         failed = decisions._failed(request, NO_HOST, held.reason, author)
         return replace(failed, build=replace(failed.build, attempt=held.attempt))
 

@@ -16,7 +16,7 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
 from bus.persistence.unit_of_work import OptimisticFirst
-from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
+from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
@@ -40,7 +40,7 @@ def ended(new_build: NewBuild, state: BuildState = BuildState.REFUSED) -> NewBui
     return replace(new_build, build=replace(new_build.build, state=state, terminal=True))
 
 
-def placed(uuid: str, cell: str = "c1") -> BuildDecision:
+def placed(uuid: str, cell: str = "c1") -> BuildUpdate:
     build = RecordedBuild(
         instance_uuid=uuid,
         project_id="p",
@@ -51,7 +51,7 @@ def placed(uuid: str, cell: str = "c1") -> BuildDecision:
         host_uuid=HOST,
         reason="r",
     )
-    return BuildDecision(build=build)
+    return BuildUpdate(build=build)
 
 
 async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> set[str]:
@@ -59,7 +59,7 @@ async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> 
         return await unit.insert(builds, now)
 
 
-async def decide(store: SchedulerStore, *decisions: BuildDecision) -> set[str]:
+async def decide(store: SchedulerStore, *decisions: BuildUpdate) -> set[str]:
     async with store.unit() as unit:
         return await unit.write_decisions(decisions, 2.0)
 

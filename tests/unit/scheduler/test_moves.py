@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
-from bus.consuming.outcome import Done, Outcome, Received, Retry
-from bus.contracts.base import Meta, Refusal, encode
+from bus.consuming.outcome import Done, Outcome, Retry
+from bus.contracts.base import Refusal, encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
 from bus.contracts.deploy import ImageSource
@@ -38,7 +38,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import moves
 from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild
-from scheduler_worker.domain.moves import CHANGED, DRAIN_USER, accepted, check_move, overtaken, pending_move
+from scheduler_worker.domain.moves import CHANGED, DRAIN_USER, accepted, check_move, overtaken
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.domain.requests import OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.fleet import Warmup
@@ -92,8 +92,7 @@ def word(verdict: Answered | Refusal | None) -> str:
 def checked(
     request: MoveRequest, known: MoveContext = KNOWN, delivery: RequestDelivery = LATE, *, same_host: bool = True
 ) -> str:
-    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), delivery, 4, now=1000.0)
-    assert (pending.position, pending.taken_at) == (4, 1000.0)
+    pending = PendingMove(position=4, request=request, delivery=delivery, taken_at=1000.0)
     if known.move is not None and known.move.digest == b"its own":
         known = replace(known, move=replace(known.move, digest=pending.digest))
     return word(check_move(pending, known, SELECTOR, same_host=same_host))
@@ -145,7 +144,7 @@ def test_a_request_by_what_is_on_record(known: MoveContext, delivery: RequestDel
 def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> None:
     request = requested(request_id=UUID)
     assert checked(request) == CLASH
-    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), LATE, 0, now=1000.0)
+    pending = PendingMove(position=0, request=request, delivery=LATE, taken_at=1000.0)
     answer = check_move(pending, KNOWN, SELECTOR, same_host=True)
     assert isinstance(answer, Answered)
     event = answer.messages[0].message
@@ -158,7 +157,7 @@ def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> Non
 @pytest.mark.parametrize(("last", "answer"), [(False, "again request.concurrent"), (True, "request.concurrent")])
 def test_a_request_that_others_overtake_is_refused_by_its_last_delivery(last: bool, answer: str) -> None:
     delivery = RequestDelivery(last=last)
-    pending = pending_move(Received(requested(), Meta(id="m"), "api", "q"), delivery, 0, now=1000.0)
+    pending = PendingMove(position=0, request=requested(), delivery=delivery, taken_at=1000.0)
     assert word(overtaken(pending)) == answer
 
 
@@ -488,7 +487,6 @@ async def outcome_of(store: Contended, delivery: int) -> Outcome:
     pending = PendingMove(
         position=0,
         request=move,
-        digest=b"2",
         taken_at=clock.time(),
         delivery=RequestDelivery(attempt=delivery, last=delivery >= RETRIES),
     )

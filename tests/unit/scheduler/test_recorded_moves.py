@@ -17,7 +17,6 @@ from scheduler_worker.domain.recorded_moves import (
     RecordedMove,
     announced_move,
     event_of,
-    known_of,
     recorded,
 )
 from tests.unit.scheduler.test_gangs import SELECTION
@@ -165,20 +164,6 @@ def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMov
     assert event == replace(told, sequence=number, **shown)
 
 
-def test_the_records_of_each_request_are_found_by_its_id_and_its_instance() -> None:
-    found = known_of(
-        {MOVE: VM, VM: MOVE},
-        moves={MOVE: MOVED},
-        builds={VM: MOVING},
-        requested={VM: REQUEST},
-        named=[VM],
-    )
-    assert found == {
-        MOVE: MoveContext(move=MOVED, build=MOVING, build_request=REQUEST),
-        VM: MoveContext(names_instance=True),
-    }
-
-
 @pytest.mark.parametrize(
     ("state", "sequence", "ended"),
     [
@@ -189,10 +174,10 @@ def test_the_records_of_each_request_are_found_by_its_id_and_its_instance() -> N
 )
 def test_the_record_of_a_decision_and_its_event(state: MoveState, sequence: int, ended: bool) -> None:
     request = MoveRequest(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP)
-    pending = PendingMove(position=0, request=request, digest=b"d", taken_at=1.0)
+    pending = PendingMove(position=0, request=request, taken_at=1.0)
     move = recorded(pending, state, Author(who="s", at=3.0), code="a.b", reason="why", host="h1", cell="c1")
     assert move == RecordedMove(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, digest=b"d", state=state,
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, digest=pending.digest, state=state,
         sequence=sequence, terminal=ended, created_at=3.0, code="a.b", reason="why", host="h1", cell="c1",
     )  # fmt: skip
     event = MoveEvent(
