@@ -366,10 +366,8 @@ def _link(
         again_s=config.report_interval_s,
     )
     bus.transport.on_reconnect(listener.on_reconnected)
-    announced = AnnouncementHandler(
-        parts.store, parts.writer, bus.name, clock=env.clock, on_fences=registry.record_fences
-    )
-    asks = CellAsksHandler(parts.store, bus.name, cells=cells, claims=parts.claims)
+    announced = AnnouncementHandler(parts.store, parts.writer, bus.name, on_fences=registry.record_fences)
+    asks = CellAsksHandler(parts.store, bus.name, clock=env.clock, cells=cells, claims=parts.claims)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.

@@ -387,7 +387,7 @@ def _pending(one: HeldInstance, kind: MoveKind, now: float) -> PendingMove:
     """A request that is only planned. Its id is no uuid, so it cannot be the id of an instance or a request."""
     uuid = one.instance_uuid
     request = MoveRequest(request_id=f"plan {uuid}", instance_uuid=uuid, project_id=one.project_id, kind=kind)
-    return PendingMove(position=0, request=request, digest=b"", taken_at=now, delivery=LAST)
+    return PendingMove(position=0, request=request, taken_at=now, delivery=LAST)
 
 
 def _planned(one: HeldInstance, hosts: tuple[str, ...] = (), code: str = "", reason: str = "") -> PlannedMove:

@@ -15,9 +15,10 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome
+from bus.consuming.outcome import Done, Outcome, Refuse
+from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
-from bus.contracts.build import BuildState, member_uuids
+from bus.contracts.build import BuildAccepted, BuildState, member_uuids
 from bus.persistence.unit_of_work import OptimisticFirst
 from bus.turns import InParts
 from scheduler_worker import metrics
@@ -42,7 +43,7 @@ from scheduler_worker.domain.builds import (
     ProjectsBuild,
     effects,
 )
-from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
+from scheduler_worker.domain.deletes import UNKNOWN, DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import waits
@@ -220,22 +221,21 @@ class SchedulingEngine:
             graves = tombstones(plan.unknown, builds.keys(), author)
             inserted = await unit.insert(graves, author.at)
             made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
-            unknown = answer_unknown(plan.unknown, {**builds, **made}, author, held or {})
-            updates = [*plan.updates, *unknown.updates]
-            for message in (*plan.messages, *unknown.messages):
+            answer_unknown(plan, {**builds, **made}, author, held or {})
+            for message in plan.messages:
                 unit.emit(message)
-            await unit.update(updates, author.at)
-            for one in updates:
+            await unit.update(plan.updates, author.at)
+            for one in plan.updates:
                 uuid = one.build.instance_uuid
                 claim = (held or {}).get((uuid, one.build.project_id))
                 if claim is not None and one.build.state is not BuildState.DELETED:
                     log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=claim.cell)
-        metrics.count_ended(one.build for one in updates if one.build.state is BuildState.DELETED)
-        answered = [one.reply for one in plan.outcomes.values() if isinstance(one, Done) and one.reply is not None]
-        metrics.count_requests("delete", "accepted", len(answered) + len(unknown.accepted))
-        metrics.count_requests("delete", "unknown", len(unknown.outcomes) - len(unknown.accepted))
-        outcomes, accepted = plan.outcomes | unknown.outcomes, plan.accepted | unknown.accepted
-        return replace(plan, outcomes=outcomes, accepted=accepted)
+        metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)
+        answers = [one.reply if isinstance(one, Done) else one for one in plan.outcomes.values()]
+        unknown = [one for one in answers if isinstance(one, Refusal | Refuse) and one.code == UNKNOWN]
+        metrics.count_requests("delete", "accepted", sum(isinstance(one, BuildAccepted) for one in answers))
+        metrics.count_requests("delete", "unknown", len(unknown))
+        return plan
 
 
 def _answer(unit: BuildUnit, admission: Admission) -> Admission:

@@ -19,9 +19,9 @@ from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild, in_passes, members_of, pending_build
-from scheduler_worker.domain.deletes import pending_delete
+from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.gangs import outcome_of_gang
-from scheduler_worker.domain.moves import pending_move
+from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.domain.requests import RequestDelivery, delivery_of
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
@@ -131,12 +131,12 @@ class RequestHandler:
         taken = list(zip(batch, deliveries, strict=True))
         requests = await self._builds(taken, now)
         deletes = [
-            pending_delete(received, delivery, position)
+            PendingDelete(position=position, request=received.message, delivery=delivery)
             for position, (received, delivery) in enumerate(taken)
             if isinstance(received.message, DeleteRequest)
         ]
         moves = [
-            pending_move(received, delivery, position, now=now)
+            PendingMove(position=position, request=received.message, taken_at=now, delivery=delivery)
             for position, (received, delivery) in enumerate(taken)
             if isinstance(received.message, MoveRequest)
         ]

@@ -43,7 +43,7 @@ from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
-from scheduler_worker.domain.builds import Author, BuildUpdate
+from scheduler_worker.domain.builds import Author, BuildUpdate, RecordedBuild
 from scheduler_worker.domain.decisions import NO_HOST, instance_spec
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
@@ -61,7 +61,6 @@ from scheduler_worker.domain.moves import (
 )
 from scheduler_worker.domain.placement import PlacementRefused, PlacementRequest, initial_state, result_after
 from scheduler_worker.domain.recorded_moves import (
-    InstanceRecord,
     MoveContext,
     PendingMove,
     RecordedMove,
@@ -97,22 +96,17 @@ class Chosen(Struct, frozen=True, kw_only=True):
 
 
 class WrittenMoves(Struct):
-    """The rows that one transaction has written of a batch so far, by request and by instance;
-    labels: for the metrics.
-    """
+    """The rows that one transaction has written of a batch so far, by their ids. labels: for the metrics."""
 
     author: Author
     moves: dict[str, RecordedMove] = {}
-    instances: dict[str, InstanceRecord] = {}
+    builds: dict[str, RecordedBuild] = {}
     labels: list[str] = []
 
     def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
         """The records for a request, as the earlier requests of the batch leave them."""
-        return replace(
-            found,
-            move=self.moves.get(request.request_id, found.move),
-            instance=self.instances.get(request.instance_uuid, found.instance),
-        )
+        move, build = self.moves.get(request.request_id), self.builds.get(request.instance_uuid)
+        return replace(found, move=move or found.move, build=build or found.build)
 
 
 class MoveEngine:
@@ -253,10 +247,6 @@ class MoveEngine:
         reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
 
-    def _may_leave_cell(self, request: MoveRequest, known: MoveContext) -> bool:
-        """Whether hosts of other cells will do."""
-        return self._selector.config.moves_across_cells and may_leave_cell(request)
-
     async def _pick_on_newest(
         self,
         pending: PendingMove,
@@ -276,7 +266,8 @@ class MoveEngine:
         await next_turn()
         self._selector.holds.release()
         chosen = self._pick(pending, known, spec, source, None)
-        if isinstance(chosen, Chosen) or not self._may_leave_cell(pending.request, known):
+        may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
+        if isinstance(chosen, Chosen) or not may_leave:
             return chosen
         return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), source, None)
 
@@ -394,7 +385,6 @@ class MoveEngine:
                 outcomes[pending.position] = await self._write_one(
                     unit, batch, pending, known[uuid], found, chosen.get(pending.position)
                 )
-            await unit.put_instances(list(batch.instances.values()))
         for label in batch.labels:
             metrics.count_requests("move", label)
         return outcomes
@@ -411,7 +401,7 @@ class MoveEngine:
         """One move of a batch. before, found: the record when it was decided, and the one under the lock."""
         request, author = pending.request, batch.author
         verdict = self.check(pending, found)
-        if verdict is None and (found.build, found.instance) != (before.build, before.instance):
+        if verdict is None and found.build != before.build:
             verdict = overtaken(pending)
         if isinstance(verdict, Answered):
             for message in verdict.messages:
@@ -422,13 +412,14 @@ class MoveEngine:
         if not await unit.insert_moves([move], author.at):
             # Another scheduler has just put it on record.
             return Wait(CHANGED.code, CHANGED.reason)
-        batch.moves[request.request_id] = move
-        if found.build is not None and found.build.project_id == request.project_id:
+        batch.moves[request.request_id], build = move, found.build
+        if build is not None and build.project_id == request.project_id:
+            build = build if command is None else replace(build, instance=under_way(request, found))
             entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen))
-            await unit.update([BuildUpdate(build=found.build, timeline=(entry,))], author.at)
+            await unit.update([BuildUpdate(build=build, timeline=(entry,))], author.at)
+            batch.builds[request.instance_uuid] = build
         if command is not None:
             assert move.cell is not None
-            batch.instances[request.instance_uuid] = under_way(request, found)
             unit.emit(OutboxMessage(move.cell, command, request.request_id))
         unit.emit(OutboxMessage(API, event_of(move, found, author.at), request.request_id))
         batch.labels.append(move.code or move.state.value)
@@ -466,6 +457,7 @@ class MoveEngine:
         return replace(move, command=leaving), leaving
 
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
+        assert known.build is not None
         built, config = placed_as(request, known), self._selector.config
         # A rebuild changes the image, and hosts are chosen for the flavor as it is now.
         is_told = request.kind is MoveKind.REBUILD or bool(chosen.selections)
@@ -487,7 +479,7 @@ class MoveEngine:
             fenced=request.fenced,
             force=request.force,
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
-            sequence=known.now.sequence,
+            sequence=known.build.sequence,
         )
 
 

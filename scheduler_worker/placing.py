@@ -33,7 +33,7 @@ from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, HeldClaims, is_claim_of
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
-from scheduler_worker.domain.builds import Author, BuildDecision, releases_of
+from scheduler_worker.domain.builds import Author, BuildUpdate, releases_of
 from scheduler_worker.domain.decision_round import DecisionRound, found, step
 from scheduler_worker.domain.decisions import (
     Conclusion,
@@ -298,7 +298,7 @@ class Dispatcher:
         if not decided:
             return outcomes
         now, stages = self._clock.time(), dict[str, Stamps]()
-        writes: list[tuple[BuildDecision, Sequence[OutboxMessage]]] = []
+        writes: list[tuple[BuildUpdate, Sequence[OutboxMessage]]] = []
         async for part in InParts(decided, BUILDS_AT_ONCE):
             for one in part:
                 stamps = stages[one.decision.build.instance_uuid] = one.pending.stamps(one.claimed, now)

@@ -20,7 +20,7 @@ _HELD_BY_BUS = "SELECT uuid::text, run FROM consumers WHERE released_at IS NULL 
 # Instances about which the schedulers have something under way: what is read of them meanwhile is not judged.
 UNDER_WAY = """
 SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR state = 'deleting'
-UNION SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'
+    OR instance::json ->> 'under_way' IS NOT NULL OR instance::json ->> 'condition' = 'moving'
 """
 # Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
 _ENDED = """

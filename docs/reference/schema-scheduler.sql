@@ -3,15 +3,10 @@
 CREATE TABLE build_requests (
     instance_uuid UUID NOT NULL,
     project_id TEXT NOT NULL,
-    flavor TEXT NOT NULL,
-    name TEXT NOT NULL,
-    request TEXT NOT NULL,
     digest BYTEA NOT NULL,
     state TEXT NOT NULL,
     sequence BIGINT NOT NULL,
-    attempt INTEGER DEFAULT 0 NOT NULL,
     terminal BOOLEAN NOT NULL,
-    run TEXT NOT NULL,
     cell TEXT,
     host TEXT,
     host_uuid UUID,
@@ -19,11 +14,17 @@ CREATE TABLE build_requests (
     reason TEXT DEFAULT '' NOT NULL,
     funnel TEXT DEFAULT '[]' NOT NULL,
     history TEXT DEFAULT '[]' NOT NULL,
-    timeline TEXT DEFAULT '' NOT NULL,
     created_at DOUBLE PRECISION NOT NULL,
     updated_at DOUBLE PRECISION NOT NULL,
+    flavor TEXT NOT NULL,
+    name TEXT NOT NULL,
+    request TEXT NOT NULL,
+    attempt INTEGER DEFAULT 0 NOT NULL,
+    run TEXT NOT NULL,
+    timeline TEXT DEFAULT '' NOT NULL,
     gang UUID,
     gang_min INTEGER,
+    instance TEXT,
     PRIMARY KEY (instance_uuid)
 )
  WITH (fillfactor = 50);
@@ -37,8 +38,8 @@ CREATE INDEX build_requests_of_project ON build_requests (project_id, created_at
 CREATE TABLE moves (
     request_id UUID NOT NULL,
     instance_uuid UUID NOT NULL,
-    project_id TEXT NOT NULL,
     kind TEXT NOT NULL,
+    project_id TEXT NOT NULL,
     digest BYTEA NOT NULL,
     state TEXT NOT NULL,
     sequence BIGINT NOT NULL,
@@ -46,13 +47,13 @@ CREATE TABLE moves (
     cell TEXT,
     host TEXT,
     host_uuid UUID,
-    code TEXT NOT NULL,
-    reason TEXT NOT NULL,
-    funnel TEXT NOT NULL,
-    history TEXT NOT NULL,
+    code TEXT DEFAULT '' NOT NULL,
+    reason TEXT DEFAULT '' NOT NULL,
+    funnel TEXT DEFAULT '[]' NOT NULL,
+    history TEXT DEFAULT '[]' NOT NULL,
     created_at DOUBLE PRECISION NOT NULL,
-    command TEXT,
     updated_at DOUBLE PRECISION NOT NULL,
+    command TEXT,
     PRIMARY KEY (request_id)
 );
 
@@ -61,18 +62,6 @@ CREATE INDEX moves_newest ON moves (created_at DESC);
 CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);
 
 CREATE INDEX moves_under_way ON moves (request_id) WHERE NOT terminal;
-
-CREATE TABLE instances (
-    instance_uuid UUID NOT NULL,
-    condition TEXT NOT NULL,
-    flavor TEXT NOT NULL,
-    image TEXT NOT NULL,
-    image_properties TEXT NOT NULL,
-    under_way UUID,
-    sequence BIGINT NOT NULL,
-    stay INTEGER NOT NULL,
-    PRIMARY KEY (instance_uuid)
-);
 
 CREATE TABLE objects_revision (
     singleton BOOLEAN DEFAULT true NOT NULL CHECK (singleton),

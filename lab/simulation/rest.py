@@ -98,9 +98,9 @@ def _requests_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
     for move in world.builds.moves.values():
         if not move[0].terminal and move[0].instance_uuid not in burnt:
             yield f"one_terminal_event: {move[0].kind} {move[0].request_id} is {move[0].state} at the top"
-    for instance in world.builds.instances.values():
-        if instance.under_way is not None and instance.instance_uuid not in burnt:
-            yield f"one_terminal_event: {instance.under_way} of {instance.instance_uuid} is still under way"
+    for uuid, build in world.builds.recorded.items():
+        if build.now.under_way is not None and uuid not in burnt:
+            yield f"one_terminal_event: {build.now.under_way} of {uuid} is still under way"
 
 
 def _former_cells_rest(world: World) -> Iterator[str]:

@@ -7,7 +7,7 @@ release is committed with what it follows from, is sent at least once, and nobod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -24,6 +24,7 @@ from bus.contracts.build import (
     TimelineEntry,
 )
 from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete
+from bus.contracts.moves import Condition
 from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
@@ -59,17 +60,44 @@ class Author(Struct, frozen=True):
         return TimelineEntry(at=self.at, who=self.who, what=what, detail=detail)
 
 
+class SinceBuild(Struct, frozen=True, kw_only=True):
+    """What an instance has become since its build.
+
+    flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
+    rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
+    yet. stay: the ordinal of its stay in the cell that has it: how often it has left one, or what it was to leave for
+    was given back.
+    """
+
+    condition: Condition = Condition.ACTIVE
+    flavor: str = ""
+    image: str = ""
+    image_properties: Mapping[str, Mapping[str, str]] = {}
+    under_way: str | None = None
+    stay: int = 0
+
+
+AS_BUILT = SinceBuild()
+
+
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
-    """The part of a build's record that a cell's announcement is compared with.
+    """The part of a build's record that a cell's announcement is compared with. sequence: of the newest event about the
+    instance, which may be one of a move.
 
     attempt: that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
     may have claimed (0: no claim was sent for it). run: the name by which schedulers claim and release for this record.
-    An earlier record of the same request, which is lost, had another.
+    An earlier record of the same request, which is lost, had another. instance: None: as it was built.
     """
 
     state: BuildState
     attempt: int = 0
     run: str = ""
+    instance: SinceBuild | None = None
+
+    @property
+    def now(self) -> SinceBuild:
+        """The instance's present state."""
+        return self.instance or AS_BUILT
 
     @property
     def awaits_decision(self) -> bool:
@@ -118,10 +146,9 @@ class NewBuild(Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
 
 
-class BuildDecision(Struct, frozen=True, kw_only=True):
-    """The end of scheduling: the build as dispatched to a cell, or as failed with the funnel.
-
-    build: the whole record after the decision. It is written only if the record still awaits a decision.
+class BuildUpdate(Struct, frozen=True, kw_only=True):
+    """The whole record of a build after a change, and the lines to add to its timeline: of one that was read under a
+    lock, or of one that awaits its decision. funnel: of the decision, which writes it.
     """
 
     build: RecordedBuild
@@ -129,21 +156,13 @@ class BuildDecision(Struct, frozen=True, kw_only=True):
     timeline: tuple[TimelineEntry, ...] = ()
 
 
-class BuildUpdate(Struct, frozen=True, kw_only=True):
-    """The new record of a build that was read under a lock, and the lines to add to its timeline."""
+def announced_build(build: RecordedBuild, event: BuildEvent) -> tuple[RecordedBuild, BuildEvent | None]:
+    """Apply what its cell announces; returns the build and the event to publish (None: it is outdated).
 
-    build: RecordedBuild
-    timeline: tuple[TimelineEntry, ...] = ()
-
-
-def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tuple[RecordedBuild, BuildEvent | None]:
-    """Apply what a cell announces; returns the build and the event to publish.
-
-    The event is None when the announcement is outdated, or when the build is not this cell's. `deleted` is the last
-    event of an instance whatever its number: a cell whose database was lost has forgotten what it announced, and starts
-    its numbers again.
+    `deleted` is the last event of an instance whatever its number: a cell whose database was lost has forgotten what it
+    announced, and starts its numbers again.
     """
-    if build.state is BuildState.DELETED or build.cell != cell:
+    if build.state is BuildState.DELETED:
         return build, None
     if not is_newer(event, build.sequence, ends=event.state is BuildState.DELETED):
         return build, None
@@ -167,7 +186,7 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
         history=event.history or build.history,
         attempt=event.attempt or build.attempt,
     )
-    return after, replace(event, terminal=terminal, cell=cell, project_id=build.project_id, host_uuid=None)
+    return after, replace(event, terminal=terminal, cell=build.cell, project_id=build.project_id, host_uuid=None)
 
 
 def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
@@ -175,14 +194,14 @@ def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
     return after == replace(before, sequence=after.sequence)
 
 
-def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
-    """Whether the cell has ended the request by an earlier event, which is not on record here.
+def is_early(build: RecordedBuild, event: BuildEvent) -> bool:
+    """Whether its cell has ended the request by an earlier event, which is not on record here.
 
     That event is on its way: it was overtaken, or clients had it and a database that crashed lost it, and its message
     is delivered again. If it were announced now, this event would be a second terminal one.
     """
     ends_it = event.state is BuildState.FAILED and not event.terminal and not build.terminal
-    return ends_it and is_newer(event, build.sequence) and build.state is not BuildState.DELETED and build.cell == cell
+    return ends_it and is_newer(event, build.sequence) and build.state is not BuildState.DELETED
 
 
 def effects(  # noqa: PLR0917  (hot, so no keywords)

@@ -25,7 +25,7 @@ from scheduler_worker.domain.builds import (
     SCHEDULED,
     STRANDED,
     Author,
-    BuildDecision,
+    BuildUpdate,
     RecordedBuild,
     effects,
 )
@@ -65,7 +65,7 @@ class DecidedBuild(Struct, frozen=True):
     """A decision to write: scheduled, with its claim, or failed."""
 
     pending: PendingBuild
-    decision: BuildDecision
+    decision: BuildUpdate
     claimed: HostClaimed | None = None
 
 
@@ -91,7 +91,7 @@ def not_placed(
     return _decided_of(pending, _failed(pending.request, NO_HOST, reason, author, funnel=funnel))
 
 
-def _decided_of(pending: PendingBuild, one: BuildDecision, result: DecidedResult | None = None) -> DecidedBuild:
+def _decided_of(pending: PendingBuild, one: BuildUpdate, result: DecidedResult | None = None) -> DecidedBuild:
     """The decision about the record of this run. A claim that was refused may be delivered to placement once more."""
     claimed = result if isinstance(result, HostClaimed) else None
     was_sent = result is not None and result.claims
@@ -168,7 +168,7 @@ def _again(pending: PendingBuild, result: PlacementResult) -> Outcome | None:
 
 def decision(
     request: BuildRequest, spec: RequestSpec, result: DecidedResult, author: Author, *, nearest: int
-) -> BuildDecision:
+) -> BuildUpdate:
     """The decision that a result leads to."""
     match result:
         case HostClaimed():
@@ -188,11 +188,11 @@ def decision(
     return replace(decided, timeline=(*lost, *decided.timeline))
 
 
-def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> BuildDecision:
+def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> BuildUpdate:
     main = claimed.selections[0]
     alternates = ", ".join(selection.host for selection in claimed.selections[1:]) or "none"
     chosen = f"{main.host} of {claimed.passed} candidates, weight {claimed.score:.4g}"
-    return BuildDecision(
+    return BuildUpdate(
         build=_scheduled(request, claimed.cell, claimed.attempt, main.host_uuid, main.host),
         timeline=(
             replace(author.entry("chosen", chosen), scores=claimed.scores),
@@ -202,13 +202,13 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
     )
 
 
-def _stranded(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildDecision:
+def _stranded(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildUpdate:
     """The build is given to the cell of its claim, which is queried: a machine of it is adopted, and without one the
     cell ends it. If its cell stays unknown it fails in the end, and its claim stays.
     """
     if held.cell is None:
         return _failed(request, STRANDED, held.reason, author)
-    return BuildDecision(
+    return BuildUpdate(
         build=_scheduled(request, held.cell, held.attempt, held.host_uuid),
         timeline=(author.entry("queried", f"cell {held.cell}, where a claim is held: {held.reason}"),),
     )
@@ -231,8 +231,8 @@ def _scheduled(
 
 def _failed(
     request: BuildRequest, code: str, reason: str, author: Author, *, funnel: tuple[FunnelStep, ...] = ()
-) -> BuildDecision:
-    return BuildDecision(
+) -> BuildUpdate:
+    return BuildUpdate(
         build=RecordedBuild(
             instance_uuid=request.instance_uuid,
             project_id=request.project_id,
@@ -247,14 +247,14 @@ def _failed(
     )
 
 
-def with_stages(one: BuildDecision, stamps: Stamps) -> BuildDecision:
+def with_stages(one: BuildUpdate, stamps: Stamps) -> BuildUpdate:
     """A failure that the scheduler decides: how long the stages took goes with the last line of the timeline."""
     *before, last = one.timeline
     return replace(one, timeline=(*before, replace(last, stamps=stamps)))
 
 
 def messages_of(
-    one: DecidedBuild, decided: BuildDecision, at: float, stamps: Stamps, config: SchedulerConfig
+    one: DecidedBuild, decided: BuildUpdate, at: float, stamps: Stamps, config: SchedulerConfig
 ) -> list[OutboxMessage]:
     """The messages of a decision that is written: with the command to the cell, or the query of it. decided: as it is
     written.

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.consuming.outcome import Done, Outcome, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import (
@@ -69,12 +69,6 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
     messages: list[OutboxMessage]
     unknown: list[PendingDelete]
     unbuilt: list[PendingDelete]
-
-
-def pending_delete(received: Received, delivery: RequestDelivery, position: int) -> PendingDelete:
-    """A delete that has just been taken."""
-    assert isinstance(received.message, DeleteRequest)
-    return PendingDelete(position=position, request=received.message, delivery=delivery)
 
 
 def plan_deletes(
@@ -178,18 +172,17 @@ def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], aut
 
 
 def answer_unknown(
-    unknown: Sequence[PendingDelete],
+    plan: DeletePlan,
     on_record: Mapping[str, RecordedBuild],
     author: Author,
     held: Mapping[ProjectsBuild, HeldAllocation],
-) -> DeletePlan:
-    """The effect of deletes of unknown instances: they are refused, and the cells of what is held delete that.
+) -> None:
+    """Add the effect of deletes of unknown instances: they are refused, and the cells of what is held delete that.
 
     on_record: the tombstones included. An instance without a record has just been recorded by its build request. The
     tombstone of one that holds something becomes the record of that delete, also where it is another project's.
     """
-    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
-    for one in (one for one in unknown if one.request.instance_uuid in on_record):
+    for one in (one for one in plan.unknown if one.request.instance_uuid in on_record):
         uuid, project = one.key
         build, cell = on_record[uuid], held[one.key].cell if one.key in held else None
         if _is_anothers(build, project):  # no event: those about an instance are its owner's
@@ -210,7 +203,6 @@ def answer_unknown(
                 line = author.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
                 plan.updates.append(BuildUpdate(build=after, timeline=(line,)))
                 plan.messages.extend(effects(build.state, after, author.at))
-    return plan
 
 
 def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, author: Author) -> list[OutboxMessage]:

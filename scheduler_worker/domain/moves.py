@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Received, Retry
+from bus.consuming.outcome import Done, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import (
@@ -23,20 +23,15 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from scheduler_worker.domain.admission import DUPLICATE, Answered, clash, unknown_flavor
+from scheduler_worker.domain.builds import SinceBuild
 from scheduler_worker.domain.recorded_moves import (
-    InstanceRecord,
     MoveContext,
     PendingMove,
     flavor_of,
     image_of,
     image_properties_of,
 )
-from scheduler_worker.domain.requests import (
-    TOO_OLD,
-    RequestDelivery,
-    digest_of,
-    refused_move,
-)
+from scheduler_worker.domain.requests import TOO_OLD, refused_move
 from scheduler_worker.domain.selector import Selector
 
 INCOMPLETE = "request.incomplete"
@@ -49,19 +44,6 @@ CHANGED = Retry("request.concurrent", "the instance changed while hosts were cho
 DRAIN_USER = "drain"  # the user_id of the requests of drains
 # End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
-
-
-def pending_move(received: Received, delivery: RequestDelivery, position: int, *, now: float) -> PendingMove:
-    """A request that has just been taken."""
-    request = received.message
-    assert isinstance(request, MoveRequest)
-    return PendingMove(
-        position=position,
-        request=request,
-        digest=digest_of(request),
-        taken_at=now,
-        delivery=delivery,
-    )
 
 
 def _clash(pending: PendingMove, reason: str) -> Answered:
@@ -152,7 +134,7 @@ def changes_image(request: MoveRequest, known: MoveContext) -> bool:
     return request.image != image_of(known) or rebuilt_from(request, known) != image_properties_of(known)
 
 
-def under_way(request: MoveRequest, known: MoveContext) -> InstanceRecord:
+def under_way(request: MoveRequest, known: MoveContext) -> SinceBuild:
     """The record of an instance whose request is dispatched."""
     if request.kind is MoveKind.ABORT:
         return known.now  # it does not replace the request that it ends, which stays under way

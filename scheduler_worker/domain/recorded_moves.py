@@ -1,17 +1,17 @@
-"""The records of requests about instances, and the changes to them: by the decision, and by its cell's announcements.
-Pure.
+"""The records of requests about instances, and the changes to them by the decision; and those of a batch of
+announcements, to builds as well. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.base import Message
-from bus.contracts.build import BuildRequest, BuildState, FunnelStep, TimelineEntry
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import (
     ARRIVED,
@@ -32,8 +32,25 @@ from bus.contracts.objects import CellDecision
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
-from scheduler_worker.domain.requests import OFF_RECORD, RecordedRequest, RequestDelivery, is_newer, timeline_of
+from scheduler_worker.domain.builds import (
+    FAILED_OR_REFUSED,
+    SCHEDULED,
+    Author,
+    BuildUpdate,
+    RecordedBuild,
+    SinceBuild,
+    announced_build,
+    is_early,
+    is_known,
+)
+from scheduler_worker.domain.requests import (
+    OFF_RECORD,
+    RecordedRequest,
+    RequestDelivery,
+    digest_of,
+    is_newer,
+    timeline_of,
+)
 
 
 class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
@@ -52,33 +69,18 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     command: CellMove | None = None
 
 
-class InstanceRecord(Struct, frozen=True, kw_only=True):
-    """The changes of an instance since its build. Without this record the instance is as it was built.
-
-    flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
-    rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
-    yet. sequence: of the newest event of its cell that changed this. stay: the ordinal of its stay in the cell that has
-    it: how often it has left one, or what it was to leave for was given back.
-    """
-
-    instance_uuid: str
-    condition: Condition = Condition.ACTIVE
-    flavor: str = ""
-    image: str = ""
-    image_properties: Mapping[str, Mapping[str, str]] = {}
-    under_way: str | None = None
-    sequence: int = 0
-    stay: int = 0
-
-
 class PendingMove(Struct, frozen=True, kw_only=True):
     """A request that has no outcome yet. position: in its batch."""
 
     position: int
     request: MoveRequest
-    digest: bytes
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
+
+    @property
+    def digest(self) -> bytes:
+        """Of its whole content."""
+        return digest_of(self.request)
 
 
 class MoveContext(Struct, frozen=True, kw_only=True):
@@ -90,39 +92,13 @@ class MoveContext(Struct, frozen=True, kw_only=True):
     move: RecordedMove | None = None
     build: RecordedBuild | None = None
     build_request: BuildRequest | None = None
-    instance: InstanceRecord | None = None
     names_instance: bool = False
 
     @property
-    def now(self) -> InstanceRecord:
+    def now(self) -> SinceBuild:
         """The instance's present state."""
         assert self.build is not None
-        return self.instance or InstanceRecord(instance_uuid=self.build.instance_uuid)
-
-
-def known_of(
-    requests: Mapping[str, str],
-    *,
-    moves: Mapping[str, RecordedMove],
-    builds: Mapping[str, RecordedBuild],
-    requested: Mapping[str, BuildRequest],
-    instances: Mapping[str, InstanceRecord],
-    named: Collection[str],
-) -> dict[str, MoveContext]:
-    """The records of requests ({request_id: instance}), from the rows by id and by instance.
-
-    named: the request_ids that are uuids of instances.
-    """
-    return {
-        request_id: MoveContext(
-            move=moves.get(request_id),
-            build=builds.get(uuid),
-            build_request=requested.get(uuid),
-            instance=instances.get(uuid),
-            names_instance=request_id in named,
-        )
-        for request_id, uuid in requests.items()
-    }
+        return self.build.now
 
 
 def flavor_of(known: MoveContext) -> str:
@@ -183,32 +159,25 @@ def event_of(move: RecordedMove, known: MoveContext, at: float) -> MoveEvent:
     )
 
 
-# --- what its cell announces
+# --- what cells announce
+
+ANNOUNCED, LATE, EARLY = "announced", "late", "early"
 
 
-class Announced(Struct, frozen=True, kw_only=True):
-    """The change that an announcement makes. event: to publish; None: outdated."""
-
-    move: RecordedMove
-    instance: InstanceRecord
-    build: RecordedBuild
-    event: MoveEvent | None = None
-    timeline: tuple[TimelineEntry, ...] = ()
-
-
-def apply_announcement(
-    event: MoveEvent, move: RecordedMove, instance: InstanceRecord, build: RecordedBuild, *, cell: str, now: float
-) -> Announced:
-    """Apply a cell's event of a request to the records of the request, its instance and the instance's build."""
+def announced_move(
+    move: RecordedMove, build: RecordedBuild, event: MoveEvent
+) -> tuple[RecordedMove, RecordedBuild, MoveEvent | None]:
+    """Apply what its cell announces of a request; returns the request, the instance, and the event to publish (None: it
+    is outdated).
+    """
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
     if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
-        return Announced(move=move, instance=instance, build=build)
-    is_newest, is_awaited = is_newer(event, instance.sequence), instance.under_way == move.request_id
-    event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
-    host_uuid = event.host_uuid
-    event = replace(event, departure=None, host_uuid=None)
-    number = event.sequence
+        return move, build, None
+    instance = build.now
+    is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == move.request_id
+    host_uuid, number = event.host_uuid, event.sequence
+    event = replace(event, cell=move.cell, project_id=move.project_id, departure=None, host_uuid=None)
     if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)
     if not move.terminal:
@@ -229,7 +198,7 @@ def apply_announcement(
         after = replace(move, sequence=event.sequence)
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
-        instance = replace(instance, condition=event.condition, sequence=max(number, instance.sequence))
+        instance = replace(instance, condition=event.condition)
     # Before the end, host and cell are the destination's. An event after the end (source gone, undone by itself) names
     # the reason itself.
     names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)
@@ -241,8 +210,7 @@ def apply_announcement(
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
     if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
-    timeline = timeline_of(event, len(move.history), now)
-    return Announced(move=after, instance=instance, build=build, event=event, timeline=timeline)
+    return after, replace(build, instance=instance, sequence=max(number, build.sequence)), event
 
 
 # --- Requests that end in another cell than they begin in (decision 0021).
@@ -252,22 +220,16 @@ def apply_announcement(
 # (`arrival`), and the map names it, in one transaction.
 
 
-class Transfer(Struct, frozen=True):
-    """The effect of a departure: the records after it, and the commands to the instance's new cell."""
-
-    build: RecordedBuild
-    move: RecordedMove | None
-    cell: str
-    commands: tuple[Message, ...]
-
-
-def is_owner(cell: str, stay: int, build: RecordedBuild | None, instance: InstanceRecord | None) -> bool:
+def is_owner(cell: str, stay: int, build: RecordedBuild | None) -> bool:
     """Whether a cell has the instance, in this stay: that on record, or a later one that schedulers have forgotten."""
-    return build is not None and instance is not None and build.cell == cell and stay >= instance.stay
+    return build is not None and build.cell == cell and stay >= build.now.stay
 
 
-def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) -> Transfer:
+def transferred(
+    move: RecordedMove | None, build: RecordedBuild, event: MoveEvent
+) -> tuple[RecordedMove | None, RecordedBuild, list[Message]]:
     """The instance has left its cell: the next one is commanded what it was requested for, and deleted if it is to be.
+    Returns the request, the instance and these commands.
 
     move: as the announcement leaves it. Where no request is under way that leads there (the schedulers' database was
     set back), the next cell is queried, with what the former one has stated: that begins nothing.
@@ -275,7 +237,8 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
     assert event.departure is not None
     departure: Departure = event.departure
     spec = replace(departure.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
-    arrival, cell = replace(departure, spec=spec, sequence=event.sequence), departure.cell
+    sequence, cell = max(event.sequence, build.sequence), departure.cell
+    arrival = replace(departure, spec=spec, sequence=sequence)
     commands: list[Message] = []
     if move is not None and not move.terminal and move.command is not None and move.command.to_cell == cell:
         # The host that is claimed there: a drain of it waits, also while that cell has not answered.
@@ -296,7 +259,9 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
         commands.append(
             CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, stay=departure.stay + 1)
         )
-    return Transfer(replace(build, cell=cell, host=None, host_uuid=None), move, cell, tuple(commands))
+    instance = replace(build.now, stay=departure.stay + 1)
+    there = replace(build, cell=cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
+    return move, there, commands
 
 
 def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
@@ -307,7 +272,7 @@ def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
     if build is None or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
         return False
     # What follows a claim that was given back is of the stay before: its migration is released after it.
-    if not is_owner(cell, book.stay + isinstance(question, Release | Revert), build, known.now):
+    if not is_owner(cell, book.stay + isinstance(question, Release | Revert), build):
         return False
     if isinstance(question, Release):
         return question.consumer == book.instance_uuid or (question.consumer == request_id and question.of_migration)
@@ -331,13 +296,15 @@ def stay_after(book: CellBook) -> int:
     return book.stay + (book.question.consumer == book.instance_uuid and isinstance(book.question, Release | Revert))
 
 
-def rests(asked: Sequence[CellBook], known: Mapping[str, MoveContext]) -> list[InstanceRecord]:
+def rests(asked: Sequence[CellBook], known: Mapping[str, MoveContext]) -> list[BuildUpdate]:
     """The records of instances, by request, once placement is asked this about them."""
-    found: dict[str, InstanceRecord] = {}
+    found: dict[str, RecordedBuild] = {}
     for one in asked:
-        now = found.get(one.instance_uuid, known[one.asked_by.request_id].now)
-        found[one.instance_uuid] = replace(now, stay=max(now.stay, stay_after(one)))
-    return list(found.values())
+        build = found.get(one.instance_uuid, known[one.asked_by.request_id].build)
+        assert build is not None, "may_ask"
+        stay = max(build.now.stay, stay_after(one))
+        found[one.instance_uuid] = replace(build, instance=replace(build.now, stay=stay))
+    return [BuildUpdate(build=build) for build in found.values()]
 
 
 def answered(book: CellBook, answer: ClaimResult | ReleaseResult | RevertResult | Fault) -> CellBook | None:
@@ -387,7 +354,7 @@ def answered_for_removed(check: CellCheck, known: MoveContext, removal: CellDeci
     assert change is not None
     if known.build is None:
         return None
-    is_here = is_owner(asked_by.cell, check.stay, known.build, known.now)
+    is_here = is_owner(asked_by.cell, check.stay, known.build)
     if is_here and not removal.abandoned:
         return None
     answer = MachineChanged(
@@ -404,64 +371,90 @@ def answered_for_removed(check: CellCheck, known: MoveContext, removal: CellDeci
     return OutboxMessage(asked_by.cell, replace(check, change=None, answer=answer), asked_by.request_id)
 
 
-class AnnouncedMoves:
-    """The records of a batch as its events leave them, one after the other; and what is published of it.
-
-    changed: the requests to write; timelines: the instances to write, with their new entries; departed: {instance: the
-    cell that it has left for}.
+class AppliedEvent(Struct, frozen=True):
+    """What became of one event. verdict: `ANNOUNCED`, or why it is not; event: as it was published, or as it came.
+    departed: the cell that its instance has left for.
     """
 
-    def __init__(self, cell: str, known: Mapping[str, MoveContext], now: float) -> None:
-        self._cell = cell
+    verdict: str
+    event: BuildEvent | MoveEvent
+    departed: str = ""
+
+
+class Announcements:
+    """The records of a batch as its events leave them, one after the other; and what is published of it.
+
+    timelines: the instances to write, with their new entries; changed: the moves to write.
+    """
+
+    def __init__(self, builds: dict[str, RecordedBuild], moves: dict[str, RecordedMove], now: float) -> None:
+        self.builds = builds
+        self.moves = moves
         self._now = now
-        self.moves = {one: context.move for one, context in known.items() if context.move is not None}
-        self.builds = {one.build.instance_uuid: one.build for one in known.values() if one.build is not None}
-        self.instances: dict[str, InstanceRecord] = {
-            one.build.instance_uuid: one.now for one in known.values() if one.build is not None
-        }
         self.timelines: dict[str, list[TimelineEntry]] = {}
-        self.changed: dict[str, None] = {}
-        self.departed: dict[str, str] = {}
+        self.changed: dict[str, RecordedMove] = {}
         self.messages: list[OutboxMessage] = []
-        self.ignored: list[tuple[MoveEvent, str]] = []
 
-    def apply(self, event: MoveEvent) -> None:
-        """Apply one event. A late or unknown event is ignored, and so is another cell's."""
-        uuid, departure = event.instance_uuid, event.departure
-        why = self._apply(event)
-        if departure and is_owner(self._cell, departure.stay, self.builds.get(uuid), self.instances.get(uuid)):
-            self._transfer(event, departure.stay + 1)
-        elif why:
-            self.ignored.append((event, why))
+    def apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool = False) -> AppliedEvent:
+        """Apply one event. A late or unknown event is ignored, and so is another cell's. waited: it no longer waits for
+        an earlier one.
+        """
+        applied = self._apply(event, cell, waited=waited)
+        departure = event.departure if isinstance(event, MoveEvent) else None
+        build = self.builds.get(event.instance_uuid)
+        if build is None or departure is None or not is_owner(cell, departure.stay, build):
+            return applied
+        assert isinstance(event, MoveEvent)
+        self._transfer(build, event)
+        return AppliedEvent(ANNOUNCED, event, departure.cell)
 
-    def _apply(self, event: MoveEvent) -> str:
-        """Apply the event to its request; returns why it is ignored ("": it is not)."""
-        uuid = event.instance_uuid
-        move, build = self.moves.get(event.request_id), self.builds.get(uuid)
-        if move is None or build is None or move.instance_uuid != uuid:
-            return "unknown"
-        if move.cell != self._cell:
-            return "foreign"
-        applied = apply_announcement(event, move, self.instances[uuid], build, cell=self._cell, now=self._now)
-        if applied.event is None:
-            return "late"
-        self.moves[event.request_id], self.instances[uuid] = applied.move, applied.instance
-        self.builds[uuid] = applied.build
-        self.timelines.setdefault(uuid, []).extend(applied.timeline)
-        self.changed[event.request_id] = None
-        self.messages.append(OutboxMessage(API, applied.event, event.request_id))
-        return ""
+    def _apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool) -> AppliedEvent:
+        build = self.builds.get(event.instance_uuid)
+        move = self._move_of(event)
+        request = move if isinstance(event, MoveEvent) else build
+        if build is None or request is None:
+            return AppliedEvent("unknown", event)
+        if request.cell != cell:
+            return AppliedEvent("foreign", event)
+        announced: BuildEvent | MoveEvent | None
+        if isinstance(event, MoveEvent):
+            assert move is not None
+            move, after, announced = announced_move(move, build, event)
+        elif is_early(build, event) and not waited:
+            return AppliedEvent(EARLY, event)
+        else:
+            after, announced = announced_build(build, event)
+        if announced is None:
+            # It changes nothing, but the timeline shows it. A repeated entry is shown once.
+            self._add(build, timeline_of(replace(event, cell=cell), len(event.history), self._now))
+            return AppliedEvent(LATE, event)
+        if isinstance(announced, BuildEvent) and announced.stamps is not None:
+            announced = replace(announced, stamps=replace(announced.stamps, announced=self._now))
+        is_shown = move is not None or not is_known(build, after)
+        self._add(after, timeline_of(announced, len(request.history), self._now) if is_shown else ())
+        if move is not None:
+            self._change(move)
+        cause = event.instance_uuid if move is None else move.request_id
+        self.messages.append(OutboxMessage(API, announced, cause))
+        return AppliedEvent(ANNOUNCED, announced)
 
-    def _transfer(self, event: MoveEvent, stay: int) -> None:
-        uuid = event.instance_uuid
-        move, instance = self.moves.get(event.request_id), self.instances[event.instance_uuid]
-        event = replace(event, sequence=max(event.sequence, instance.sequence))
-        gone = transfer(event, self.builds[uuid], move if move is not None and move.instance_uuid == uuid else None)
-        self.builds[uuid], self.departed[uuid] = gone.build, gone.cell
-        if gone.move is not None:
-            self.moves[event.request_id] = gone.move
-            self.changed[event.request_id] = None
-        self.instances[uuid] = replace(instance, sequence=event.sequence, stay=stay)
-        left = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what="departed", detail=gone.cell)
-        self.timelines.setdefault(uuid, []).append(left)
-        self.messages += [OutboxMessage(gone.cell, command, event.request_id) for command in gone.commands]
+    def _transfer(self, build: RecordedBuild, event: MoveEvent) -> None:
+        move, after, commands = transferred(self._move_of(event), build, event)
+        if move is not None:
+            self._change(move)
+        who = f"conductor {build.cell}"
+        left = TimelineEntry(at=event.at or self._now, who=who, what="departed", detail=after.cell or "")
+        self._add(after, (left,))
+        self.messages += [OutboxMessage(after.cell or "", command, event.request_id) for command in commands]
+
+    def _move_of(self, event: BuildEvent | MoveEvent) -> RecordedMove | None:
+        """The request that an event is about, if it is one about the event's instance."""
+        move = self.moves.get(event.request_id) if isinstance(event, MoveEvent) else None
+        return move if move is not None and move.instance_uuid == event.instance_uuid else None
+
+    def _add(self, build: RecordedBuild, lines: Sequence[TimelineEntry]) -> None:
+        self.builds[build.instance_uuid] = build
+        self.timelines.setdefault(build.instance_uuid, []).extend(lines)
+
+    def _change(self, move: RecordedMove) -> None:
+        self.moves[move.request_id] = self.changed[move.request_id] = move

@@ -58,10 +58,15 @@ class AwaitedRequest(Struct, frozen=True):
 
 
 def open_build(build: RecordedBuild) -> AwaitedRequest | None:
-    """The build, or its delete, if it has no end. Its id is its instance's."""
-    if build.state not in OPEN:
+    """The build, or its delete, if it has no end. Its id is its instance's.
+
+    A delete waits while a move of its instance is under way, which may be on its way to another cell: that is watched
+    itself, and a cell that has not received the instance yet would take it for deleted.
+    """
+    is_delete = build.state is BuildState.DELETING
+    if build.state not in OPEN or (is_delete and build.now.under_way is not None):
         return None
-    kind = DELETE if build.state is BuildState.DELETING else BUILD
+    kind = DELETE if is_delete else BUILD
     return AwaitedRequest(build.instance_uuid, build.instance_uuid, kind, build.cell or "", build.sequence, build.code)
 
 
@@ -73,16 +78,10 @@ def open_move(move: RecordedMove) -> AwaitedRequest | None:
 
 
 def open_now(request: AwaitedRequest, known: MoveContext) -> AwaitedRequest | None:
-    """The request by its records as they are now; None: it has ended, or waits for another one.
-
-    A delete waits while a move of its instance is under way, which may be on its way to another cell: that is watched
-    itself, and a cell that has not received the instance yet would take it for deleted.
-    """
+    """The request by its records as they are now; None: it has ended, or waits for another one."""
     if request.is_move:
         return None if known.move is None else open_move(known.move)
-    now = None if known.build is None else open_build(known.build)
-    waits = known.instance is not None and known.instance.under_way is not None
-    return None if now is None or (now.kind == DELETE and waits) else now
+    return None if known.build is None else open_build(known.build)
 
 
 class Watched(Struct, frozen=True):
@@ -177,7 +176,7 @@ def messages_to_cell(
         return _about_move(known.move, known)
     assert build is not None
     if request.kind == DELETE:
-        return (_delete(build, known.now.stay, begun=True),)
+        return (_delete(build, begun=True),)
     assert requested is not None
     return (build_query(requested, build, at, config),)
 
@@ -192,17 +191,17 @@ def _about_move(move: RecordedMove, known: MoveContext) -> tuple[Message, ...]:
     )
     if build is None:
         return (command or query,)
-    now = known.now
     if command is not None:  # the instance may have had more announcements since, and be in another stay
-        command = replace(command, sequence=now.sequence, stay=now.stay)
+        command = replace(command, sequence=build.sequence, stay=build.now.stay)
     if build.state not in (BuildState.DELETING, BuildState.DELETED):
         return (command or query,)
     if command is not None and command.arrival is not None:
-        return command, _delete(build, now.stay, begun=False)
-    return _delete(build, now.stay, begun=True), query
+        return command, _delete(build, begun=False)
+    return _delete(build, begun=True), query
 
 
-def _delete(build: RecordedBuild, stay: int, *, begun: bool) -> CellDelete:
+def _delete(build: RecordedBuild, *, begun: bool) -> CellDelete:
+    stay = build.now.stay
     return CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun, stay=stay)
 
 

@@ -18,11 +18,11 @@ from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,
     NewBuild,
-    RecordedBuild,
+    SinceBuild,
     is_search,
 )
 from scheduler_worker.domain.objects import RecordedObjects
-from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.store import tables
 from scheduler_worker.store.memory_units import (
     MemoryBuildRows,
@@ -154,14 +154,9 @@ class MemoryBuilds(UnitStore):
             found = [
                 build
                 for uuid in sorted({*watched, *old})
-                if (build := table.recorded.get(uuid)) is not None and self._is_open(build)
+                if (build := table.recorded.get(uuid)) is not None and build.state in OPEN
             ]
         return OpenBuilds(found, page[-1] if len(page) == limit else None)
-
-    def _is_open(self, build: RecordedBuild) -> bool:
-        instance = self._table.instances.get(build.instance_uuid)
-        waits = build.state is BuildState.DELETING and instance is not None and instance.under_way is not None
-        return build.state in OPEN and not waits
 
     async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:
         """A scan."""
@@ -194,7 +189,7 @@ class MemoryBuilds(UnitStore):
         """One build, or a page of them, newest first."""
         async with self._session.transaction():
             found = self._of_query(query)[: tables.MAX_SEARCHED if is_search(query) else query.limit]
-            found = [_as_it_is(record, self._table.instances.get(record.instance_uuid)) for record in found]
+            found = [_as_it_is(record, self._table.recorded[record.instance_uuid].instance) for record in found]
         return [
             record
             for record in found
@@ -207,8 +202,8 @@ class MemoryBuilds(UnitStore):
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
         """The builds that are on record."""
         async with self._session.transaction():
-            records, now = self._table.records, self._table.instances
-            return {uuid: _as_it_is(records[uuid], now.get(uuid)) for uuid in instances if uuid in records}
+            records, recorded = self._table.records, self._table.recorded
+            return {uuid: _as_it_is(records[uuid], recorded[uuid].instance) for uuid in instances if uuid in records}
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""
@@ -236,7 +231,7 @@ def _newest(record: BuildRecord) -> tuple[float, str]:
     return record.created_at, record.instance_uuid
 
 
-def _as_it_is(record: BuildRecord, instance: InstanceRecord | None) -> BuildRecord:
+def _as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
     """A build's record with what the instance has become since."""
     if instance is None:
         return record

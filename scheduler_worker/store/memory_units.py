@@ -17,7 +17,6 @@ from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransa
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from scheduler_worker.domain.builds import (
-    BuildDecision,
     BuildStatus,
     BuildUpdate,
     NewBuild,
@@ -25,7 +24,7 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.store import objects
 from scheduler_worker.store.objects import MemoryObjects
 from scheduler_worker.store.port import BuildWrites
@@ -44,7 +43,6 @@ class MemoryBuildTable(MemoryDatabase):
         "recorded",
         "requested",
         "moves",
-        "instances",
         "objects",
         "drain_moves",
     )
@@ -55,7 +53,6 @@ class MemoryBuildTable(MemoryDatabase):
         self.recorded: dict[str, RecordedBuild] = {}
         self.requested: dict[str, NewBuild] = {}
         self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
-        self.instances: dict[str, InstanceRecord] = {}
         self.objects = MemoryObjects()
         self.drain_moves: dict[tuple[str, str], DrainMove] = {}  # by drain and instance
 
@@ -84,7 +81,7 @@ def insert_build(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
     update_build(table, new.build, new.timeline, now)
 
 
-def decide_build(table: MemoryBuildTable, decision: BuildDecision, now: float) -> None:
+def decide_build(table: MemoryBuildTable, decision: BuildUpdate, now: float) -> None:
     """Write a decision."""
     uuid = decision.build.instance_uuid
     update_build(table, decision.build, decision.timeline, now)
@@ -120,7 +117,7 @@ def drop_drain_moves(table: MemoryBuildTable, drains: frozenset[str]) -> None:
 def delete(table: MemoryBuildTable, builds: Sequence[str], moves: Sequence[str]) -> None:
     """Delete builds with all that belongs to them, and moves."""
     for uuid in builds:
-        for column in (table.records, table.recorded, table.requested, table.instances):
+        for column in (table.records, table.recorded, table.requested):
             column.pop(uuid, None)
     for one in moves:
         table.moves.pop(one, None)
@@ -160,7 +157,7 @@ class MemoryUnit:
             if (build := table.recorded.get(uuid)) is not None
         }
 
-    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+    async def write_decisions(self, decisions: Sequence[BuildUpdate], now: float) -> set[str]:
         """The guard is what makes two schedulers with the same request dispatch it once."""
         if not decisions:
             return set()
@@ -208,17 +205,17 @@ class MemoryUnit:
         """By the instances' builds, locked in uuid order before anything else is read."""
         await self._transaction.statement()
         table = self._table
-        uuids = sorted(uuid for uuid in set(requests.values()) if uuid in table.recorded)
         if lock:
-            await self._lock(uuids)
-        return known_of(
-            requests,
-            moves={one: table.moves[one][0] for one in requests if one in table.moves},
-            builds={uuid: table.recorded[uuid] for uuid in uuids},
-            requested={uuid: table.requested[uuid].request for uuid in uuids},
-            instances={uuid: table.instances[uuid] for uuid in uuids if uuid in table.instances},
-            named=requests.keys() & table.recorded.keys(),
-        )
+            await self._lock([uuid for uuid in set(requests.values()) if uuid in table.recorded])
+        return {
+            one: MoveContext(
+                move=table.moves[one][0] if one in table.moves else None,
+                build=table.recorded.get(uuid),
+                build_request=table.requested[uuid].request if uuid in table.requested else None,
+                names_instance=one in table.recorded,
+            )
+            for one, uuid in requests.items()
+        }
 
     async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
         """In order of the ids; an insert of a row that another transaction is inserting waits for its end."""
@@ -233,12 +230,6 @@ class MemoryUnit:
         await self._transaction.statement()
         after = {one.request_id: (one, now) for one in moves}
         self._transaction.will(lambda: self._table.moves.update(after))
-
-    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
-        """The objects must be locked by this unit."""
-        await self._transaction.statement()
-        after = {one.instance_uuid: one for one in instances}
-        self._transaction.will(lambda: self._table.instances.update(after))
 
     async def lock_objects(self) -> RecordedObjects:
         """All of them have one lock."""

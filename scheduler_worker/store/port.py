@@ -25,10 +25,10 @@ from bus.persistence.unit_of_work import (
     WriteSet,
     published,
 )
-from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
 ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
@@ -60,7 +60,7 @@ class BuildUnit(Protocol):
     async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
         """The present records, without locks."""
 
-    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+    async def write_decisions(self, decisions: Sequence[BuildUpdate], now: float) -> set[str]:
         """Write decisions on the builds that await one; returns those written."""
 
     async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
@@ -93,9 +93,6 @@ class OperationUnit(BuildUnit, Protocol):
 
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
         """Write records whose instances were locked."""
-
-    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
-        """Write the present state of instances; they were locked."""
 
     async def lock_objects(self) -> RecordedObjects:
         """Hold all objects until the end of the unit, and read them."""
@@ -192,8 +189,7 @@ class SchedulerStore(Flushed, Protocol):
         self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
     ) -> OpenBuilds:
         """The builds among these that have no end; and those of a page of all builds, in the order in which they
-        were requested, that have not changed since that time. A delete is left out while a move of its instance is
-        under way. limit: builds of the page, in whatever state.
+        were requested, that have not changed since that time. limit: builds of the page, in whatever state.
         """
         ...
 
@@ -218,7 +214,7 @@ class BuildWrites(WriteSet, kw_only=True):
     """The writes of one unit: inserts must be new, decisions must be awaited. at: the time of all writes."""
 
     inserts: Sequence[NewBuild] = ()
-    decisions: Sequence[BuildDecision] = ()
+    decisions: Sequence[BuildUpdate] = ()
     updates: Sequence[BuildUpdate] = ()
     at: float = 0.0
 
@@ -259,7 +255,7 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
             raise Conflict
         return {}
 
-    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+    async def write_decisions(self, decisions: Sequence[BuildUpdate], now: float) -> set[str]:
         """All of them are expected to be awaited."""
         self.writes.decisions, self.writes.at = decisions, now
         # A record that is not cached belongs to a redelivered request: another scheduler may be processing it too, so
@@ -311,7 +307,7 @@ class UnitStore(FlushedStore):
 
 
 async def write_decided(
-    store: SchedulerStore, decided: Sequence[tuple[BuildDecision, Sequence[OutboxMessage]]], now: float
+    store: SchedulerStore, decided: Sequence[tuple[BuildUpdate, Sequence[OutboxMessage]]], now: float
 ) -> set[str]:
     """Write the decisions that their records still await, each with its messages, in one transaction; returns the
     instances of those written.

@@ -21,7 +21,6 @@ from bus.persistence.unit_of_work import Committed, VersionCache
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,
-    BuildDecision,
     BuildStatus,
     BuildUpdate,
     NewBuild,
@@ -30,7 +29,7 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.store import objects, tables
 from scheduler_worker.store.port import (
     FIRST_UUID,
@@ -50,7 +49,6 @@ DECIDE = tables.numbered(tables.DECIDE)
 UPDATE = tables.numbered(tables.UPDATE)
 INSERT_MOVES = tables.numbered(tables.INSERT_MOVES)
 UPDATE_MOVES = tables.numbered(tables.UPDATE_MOVES)
-PUT_INSTANCES = tables.numbered(tables.PUT_INSTANCES)
 
 READ_VERSIONS = f"SELECT xmin, {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
@@ -75,15 +73,12 @@ WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_
 ORDER BY created_at DESC, instance_uuid DESC
 """
 BUILDS = f"""
-SELECT {tables.RECORD} FROM ({OF_QUERY} LIMIT $8) b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
+SELECT {tables.RECORD} FROM ({OF_QUERY} LIMIT $8) b
 WHERE ($10::text IS NULL OR cell = $10) AND ($11::text IS NULL OR host = $11)
-  AND ($12::text IS NULL OR coalesce(nullif(i.flavor, ''), b.flavor) = $12) AND ($13::text IS NULL OR code = $13)
-ORDER BY created_at DESC, b.instance_uuid DESC LIMIT $9
+  AND ($12::text IS NULL OR {tables.FLAVOR} = $12) AND ($13::text IS NULL OR code = $13)
+ORDER BY created_at DESC, instance_uuid DESC LIMIT $9
 """
-BUILDS_NAMED = f"""
-SELECT {tables.RECORD} FROM (SELECT * FROM build_requests WHERE instance_uuid = ANY($1::uuid[])) b
-LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
-"""
+BUILDS_NAMED = f"SELECT {tables.RECORD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 SEARCHED_TO = f"SELECT created_at, instance_uuid::text FROM ({OF_QUERY} OFFSET $8 - 1 LIMIT 1) b"
 
 
@@ -96,8 +91,6 @@ WITH gone AS (
         WHERE created_at >= $3 AND created_at < $1 AND updated_at < $1 AND state = ANY($4::text[])
         ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
     RETURNING instance_uuid, created_at
-), unchanged AS (
-    DELETE FROM instances i USING gone WHERE i.instance_uuid = gone.instance_uuid
 ), moved AS (
     DELETE FROM moves WHERE request_id IN (
         SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal
@@ -127,10 +120,8 @@ SELECT created_at, instance_uuid, (SELECT count(*) FROM page),
 FROM page ORDER BY created_at DESC, instance_uuid DESC LIMIT 1
 """
 OPEN_BUILDS = f"""
-SELECT {tables.BUILD} FROM build_requests b
-WHERE instance_uuid = ANY($1::uuid[]) AND state = ANY($2::text[]) AND NOT (state = 'deleting'
-    AND EXISTS (SELECT FROM instances i WHERE i.instance_uuid = b.instance_uuid AND i.under_way IS NOT NULL))
-ORDER BY instance_uuid
+SELECT {tables.BUILD} FROM build_requests
+WHERE instance_uuid = ANY($1::uuid[]) AND state = ANY($2::text[]) ORDER BY instance_uuid
 """
 REQUESTS_OF = f"""
 SELECT {tables.BUILD}, digest, request, gang, gang_min, created_at, count(*) OVER (PARTITION BY gang) AS size
@@ -140,7 +131,6 @@ ORDER BY gang NULLS FIRST, instance_uuid <> gang, instance_uuid
 """
 IS_HANDLED = "SELECT EXISTS (SELECT FROM handled WHERE handler = $1 AND message_id = $2)"
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
-INSTANCES_OF = f"SELECT {tables.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
 
 
 class PostgresBuildRows:
@@ -207,7 +197,7 @@ class PostgresUnit:
             for row in await self._connection.fetch(READ, instances)
         }
 
-    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+    async def write_decisions(self, decisions: Sequence[BuildUpdate], now: float) -> set[str]:
         """The guard in the statement is what makes two schedulers with the same request dispatch it once.
 
         The rows are locked in uuid order first, so that those two never deadlock.
@@ -253,16 +243,19 @@ class PostgresUnit:
             uuids,
         )
         moves = await self._connection.fetch(MOVES_OF, list(requests))
-        instances = await self._connection.fetch(INSTANCES_OF, uuids)
         named = await self._connection.fetch(NAMED_BUILDS, list(requests))
-        return known_of(
-            requests,
-            moves={row["request_id"]: tables.read(row, RecordedMove) for row in moves},
-            builds={row["instance_uuid"]: tables.read(row, RecordedBuild) for row in builds},
-            requested={row["instance_uuid"]: tables.build_request(row["request"]) for row in builds},
-            instances={row["instance_uuid"]: tables.read(row, InstanceRecord) for row in instances},
-            named={row["instance_uuid"] for row in named},
-        )
+        build_of = {row["instance_uuid"]: row for row in builds}
+        move_of = {row["request_id"]: tables.read(row, RecordedMove) for row in moves}
+        names = {row["instance_uuid"] for row in named}
+        return {
+            one: MoveContext(
+                move=move_of.get(one),
+                build=tables.read(build_of[uuid], RecordedBuild) if uuid in build_of else None,
+                build_request=tables.build_request(build_of[uuid]["request"]) if uuid in build_of else None,
+                names_instance=one in names,
+            )
+            for one, uuid in requests.items()
+        }
 
     async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
         """In order of the ids, so that two schedulers with the same requests never deadlock."""
@@ -274,11 +267,6 @@ class PostgresUnit:
         """The columns that a cell can change."""
         if moves:
             await self._connection.execute(UPDATE_MOVES, *tables.columns(moves, tables.ANNOUNCED, now))
-
-    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
-        """One statement."""
-        if instances:
-            await self._connection.execute(PUT_INSTANCES, *tables.columns(instances, tables.INSTANCES))
 
     async def lock_objects(self) -> RecordedObjects:
         """By the row of their revision."""

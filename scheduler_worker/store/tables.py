@@ -31,45 +31,56 @@ from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, Funnel
 from bus.contracts.moves import CellMove, MoveRecord
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
 from bus.turns import InParts
-from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import DrainMove
-from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove
 
 METADATA = MetaData()
+
+
+def _request_columns() -> list[Column[Any]]:
+    """The columns that every request has: a build, and one about an instance after it."""
+    return [
+        needed("project_id", Text),
+        needed("digest", LargeBinary),
+        needed("state", Text),
+        needed("sequence", BigInteger),
+        needed("terminal", Boolean),
+        Column("cell", Text),
+        Column("host", Text),
+        Column("host_uuid", UUID),
+        needed("code", Text, default=""),
+        needed("reason", Text, default=""),
+        needed("funnel", Text, default="[]"),
+        needed("history", Text, default="[]"),
+        needed("created_at", Double),
+        needed("updated_at", Double),
+    ]
+
 
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
 # run: names this row to placement; a scheduler claims and releases by it.
 # attempt: that holds the claim, as the cell has announced it last (0: none was claimed).
 # gang: the request that several were made by, gang_min: how many of them start together at least.
+# instance: JSON, what the instance has become since its build (NULL: it is as it was built). sequence: of its newest
+# event, of the build or of a later request.
 # fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
 # Nothing that changes is indexed, for the same reason.
 build_requests = Table(
     "build_requests",
     METADATA,
     Column("instance_uuid", UUID, primary_key=True),
-    needed("project_id", Text),
+    *_request_columns(),
     needed("flavor", Text),
     needed("name", Text),
     needed("request", Text),
-    needed("digest", LargeBinary),
-    needed("state", Text),
-    needed("sequence", BigInteger),
     needed("attempt", Integer, default=ZERO),
-    needed("terminal", Boolean),
     needed("run", Text),
-    Column("cell", Text),
-    Column("host", Text),
-    Column("host_uuid", UUID),
-    needed("code", Text, default=""),
-    needed("reason", Text, default=""),
-    needed("funnel", Text, default="[]"),
-    needed("history", Text, default="[]"),
     needed("timeline", Text, default=""),
-    needed("created_at", Double),
-    needed("updated_at", Double),
     Column("gang", UUID),
     Column("gang_min", Integer),
+    Column("instance", Text),
     Index("build_requests_newest", text("created_at DESC")),
     Index("build_requests_of_project", "project_id", text("created_at DESC")),
     Index("build_requests_of_gang", "gang", postgresql_where=text("gang IS NOT NULL")),
@@ -84,41 +95,12 @@ moves = Table(
     METADATA,
     Column("request_id", UUID, primary_key=True),
     needed("instance_uuid", UUID),
-    needed("project_id", Text),
     needed("kind", Text),
-    needed("digest", LargeBinary),
-    needed("state", Text),
-    needed("sequence", BigInteger),
-    needed("terminal", Boolean),
-    Column("cell", Text),
-    Column("host", Text),
-    Column("host_uuid", UUID),
-    needed("code", Text),
-    needed("reason", Text),
-    needed("funnel", Text),
-    needed("history", Text),
-    needed("created_at", Double),
+    *_request_columns(),
     Column("command", Text),
-    needed("updated_at", Double),
     Index("moves_of_instance", "instance_uuid", text("created_at DESC")),
     Index("moves_newest", text("created_at DESC")),
     Index("moves_under_way", "request_id", postgresql_where=text("NOT terminal")),
-)
-
-# What an instance has become since its build; without a row it is as it was built. flavor, image: '' = as built.
-# image_properties: JSON, {image: {name: value}} of images that rebuilds named. under_way: the request without a
-# terminal event. sequence: of the newest event that changed the row.
-instances = Table(
-    "instances",
-    METADATA,
-    Column("instance_uuid", UUID, primary_key=True),
-    needed("condition", Text),
-    needed("flavor", Text),
-    needed("image", Text),
-    needed("image_properties", Text),
-    Column("under_way", UUID),
-    needed("sequence", BigInteger),
-    needed("stay", Integer),
 )
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the
@@ -179,25 +161,26 @@ outbox_tables(METADATA)
 identity_table(METADATA)
 
 
-# --- The rows of builds, of requests about instances, of instances, and of drains: their columns, and the statements
+# --- The rows of builds, of requests about instances, and of drains: their columns, and the statements
 # that write them. A record's fields have the names of their columns. `{}` stands for a value.
 
 T = TypeVar("T")
 NUL = "\x00"
 Columns = tuple[Sequence[Any], ...]
 
-MOVES, INSTANCES = RecordedMove.__struct_fields__, InstanceRecord.__struct_fields__
+MOVES = RecordedMove.__struct_fields__
 DRAIN_MOVES = DrainMove.__struct_fields__
 
 # The columns of each record, and of each statement that writes a part of one.
 BUILD = ", ".join(RecordedBuild.__struct_fields__)
 _REACHED = ("state", "sequence", "terminal", "cell", "host", "host_uuid", "code", "reason")
 DECIDED = ("instance_uuid", *_REACHED, "attempt")
+# project_id: of a tombstone that becomes the record of another project's delete.
+CHANGED = ("history", "project_id", "instance")
 ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run")
 REQUESTED = ("flavor", "name")
 MOVE = ", ".join(MOVES)
 ANNOUNCED = ("request_id", *_REACHED, "history", "command")
-INSTANCE = ", ".join(INSTANCES)
 
 _encode = msgspec.json.Encoder().encode
 _timelines = msgspec.json.Decoder(TimelineEntry)
@@ -207,10 +190,10 @@ _JSON: Mapping[str, Callable[[str], Any]] = {
     "command": msgspec.json.Decoder(CellMove).decode,
     "funnel": msgspec.json.Decoder(tuple[FunnelStep, ...]).decode,
     "history": msgspec.json.Decoder(tuple[AttemptRecord, ...]).decode,
-    "image_properties": msgspec.json.Decoder(dict[str, dict[str, str]]).decode,
+    "instance": msgspec.json.Decoder(SinceBuild).decode,
     "timeline": lambda text: tuple(_timelines.decode_lines(text)),
 }
-_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, InstanceRecord, DrainMove)
+_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, DrainMove)
 _JSON_OF = {kind: [name for name in kind.__struct_fields__ if name in _JSON] for kind in _READ}
 
 ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::uuid[]))"
@@ -218,9 +201,10 @@ ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::
 # The builds that a search examines, the newest first, for a column without an index.
 MAX_SEARCHED = 100_000
 
-RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
-       code, reason, funnel, history, timeline, created_at, updated_at, coalesce(i.condition, '') AS condition,
-       i.under_way, gang, coalesce(gang_min, 0) AS gang_min"""
+FLAVOR = "coalesce(nullif(instance::json ->> 'flavor', ''), flavor)"
+RECORD = f"""instance_uuid, project_id, {FLAVOR} AS flavor, name, state, cell, host,
+       code, reason, funnel, history, timeline, created_at, updated_at, gang, coalesce(gang_min, 0) AS gang_min,
+       coalesce(instance::json ->> 'condition', '') AS condition, instance::json ->> 'under_way' AS under_way"""
 
 MAX_VALUES = 20
 ROWS_AT_ONCE = 64  # made in one turn of the event loop
@@ -275,15 +259,13 @@ DECIDE = (
     _update((*DECIDED, "funnel"), "run")
     + "  AND build_requests.state = 'accepted' RETURNING build_requests.instance_uuid"
 )
-# project_id: of a tombstone that becomes the record of another project's delete.
-UPDATE = _update((*DECIDED, "history", "project_id"))
+UPDATE = _update((*DECIDED, *CHANGED))
 INSERT_MOVES = _insert(moves, (*MOVES, "updated_at")) + "(request_id) DO NOTHING RETURNING request_id"
 _ANNOUNCED = (*ANNOUNCED, "updated_at")
 UPDATE_MOVES = f"""
 UPDATE moves SET {_assigned(_ANNOUNCED[1:], "n")} FROM unnest({_arrays(_ANNOUNCED, moves)}) n({_named(_ANNOUNCED)})
 WHERE moves.request_id = n.request_id
 """
-PUT_INSTANCES = _insert(instances, INSTANCES) + f"(instance_uuid) DO UPDATE SET {_assigned(INSTANCES[1:], 'excluded')}"
 PUT_DRAIN_MOVES = (
     _insert(drain_moves, DRAIN_MOVES) + f"(drain, instance_uuid) DO UPDATE SET {_assigned(DRAIN_MOVES[3:], 'excluded')}"
 )
@@ -300,14 +282,14 @@ async def insert_columns(builds: Sequence[NewBuild]) -> Columns:
     return await _columns(_insert_row, builds)
 
 
-async def decide_columns(decisions: Sequence[BuildDecision]) -> Columns:
+async def decide_columns(decisions: Sequence[BuildUpdate]) -> Columns:
     """The columns of DECIDE."""
-    return await _columns(_decide_row, decisions)
+    return await _columns(lambda one: (*_values(_decided(one)), timeline_text(one.timeline)), decisions)
 
 
 async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
     """The columns of UPDATE."""
-    return await _columns(_update_row, updates)
+    return await _columns(lambda one: (*_values(_updated(one)), timeline_text(one.timeline)), updates)
 
 
 async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -> Columns:
@@ -316,7 +298,8 @@ async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -
 
 
 _accepted, _requested = attrgetter(*ACCEPTED), attrgetter(*REQUESTED)
-_decided = attrgetter(*DECIDED)
+_decided = attrgetter(*(f"build.{name}" for name in DECIDED), "funnel", "build.run")
+_updated = attrgetter(*(f"build.{name}" for name in (*DECIDED, *CHANGED)))
 
 
 def _insert_row(new: NewBuild) -> tuple[Any, ...]:
@@ -324,16 +307,6 @@ def _insert_row(new: NewBuild) -> tuple[Any, ...]:
     members = (None, None) if gang is None else (gang.uuid, gang.min_count)
     written = _values((*_accepted(new.build), *_requested(request), request, new.digest))
     return (*written, timeline_text(new.timeline), *members)
-
-
-def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
-    build = decision.build
-    return (*_values((*_decided(build), decision.funnel, build.run)), timeline_text(decision.timeline))
-
-
-def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
-    build = update.build
-    return (*_values((*_decided(build), build.history, build.project_id)), timeline_text(update.timeline))
 
 
 _PLAIN = (int, float, bytes, type(None))

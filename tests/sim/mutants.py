@@ -29,7 +29,7 @@ from placement_worker.domain import claims
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from scheduler_worker import announcements
+from scheduler_worker.domain import recorded_moves
 from tests.sim.mutants_of_cases import refused_while_another_bus_is_away, release_under_the_reverts_number
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS
@@ -140,12 +140,12 @@ def alternates_claimed_twice() -> AbstractContextManager[Any]:
 
 def duplicate_event_applied() -> AbstractContextManager[Any]:
     """An announcement is folded in as often as it comes."""
-    applied = announcements.apply_announcement
+    applied = recorded_moves.announced_build
 
-    def apply(build: Any, event: Any, cell: str) -> Any:
-        return applied(replace(build, sequence=0, terminal=False), replace(event, sequence=build.sequence + 1), cell)
+    def apply(build: Any, event: Any) -> Any:
+        return applied(replace(build, sequence=0, terminal=False), replace(event, sequence=build.sequence + 1))
 
-    return patch.object(announcements, "apply_announcement", apply)
+    return patch.object(recorded_moves, "announced_build", apply)
 
 
 def replica_gap_ignored() -> AbstractContextManager[Any]:

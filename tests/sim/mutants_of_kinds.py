@@ -33,7 +33,7 @@ from scheduler_worker import engine as scheduler_engine
 from scheduler_worker import keepers as scheduler_cells
 from scheduler_worker import placing
 from scheduler_worker.domain import decisions, gangs, recorded_moves
-from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildDecision, ProjectsBuild, RecordedBuild, effects
+from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildUpdate, ProjectsBuild, RecordedBuild, effects
 from scheduler_worker.domain.decisions import NO_HOST
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
 from scheduler_worker.domain.placement import ClaimStranded, PlacementRefused, PlacementState
@@ -242,7 +242,7 @@ def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
 def stranded_builds_fail() -> AbstractContextManager[Any]:
     """A build that is not placed where its claim is held fails, and its claim is released: its cell is not queried."""
 
-    def fails(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildDecision:
+    def fails(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildUpdate:
         failed = decisions._failed(request, NO_HOST, held.reason, author)
         return replace(failed, build=replace(failed.build, attempt=held.attempt))
 
@@ -285,13 +285,13 @@ def former_cell_keeps_it() -> AbstractContextManager[Any]:
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
     """The map of instances to cells is not changed when one leaves."""
-    original = recorded_moves.transfer
+    original = recorded_moves.transferred
 
-    def transfer(event: MoveEvent, build: Any, move: Any) -> Any:
-        gone = original(event, build, move)
-        return replace(gone, build=replace(gone.build, cell=build.cell))
+    def transferred(move: Any, build: Any, event: MoveEvent) -> Any:
+        after, there, commands = original(move, build, event)
+        return after, replace(there, cell=build.cell), commands
 
-    return patch.object(recorded_moves, "transfer", transfer)
+    return patch.object(recorded_moves, "transferred", transferred)
 
 
 def leaves_with_its_machine() -> AbstractContextManager[Any]:
@@ -329,15 +329,15 @@ def delete_does_not_follow() -> AbstractContextManager[Any]:
 
     Without the watch of builds, which repeats a delete until it has ended, and so mends this.
     """
-    original = recorded_moves.transfer
+    original = recorded_moves.transferred
 
-    def transfer(event: MoveEvent, *arguments: Any) -> Any:
-        gone = original(event, *arguments)
-        return replace(gone, commands=tuple(one for one in gone.commands if not isinstance(one, CellDelete)))
+    def transferred(*arguments: Any) -> Any:
+        move, build, commands = original(*arguments)
+        return move, build, [one for one in commands if not isinstance(one, CellDelete)]
 
     patches = ExitStack()
     patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
-    patches.enter_context(patch.object(recorded_moves, "transfer", transfer))
+    patches.enter_context(patch.object(recorded_moves, "transferred", transferred))
     return patches
 
 

@@ -16,8 +16,8 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
 from bus.persistence.unit_of_work import OptimisticFirst
-from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
-from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
+from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import purge
@@ -40,7 +40,7 @@ def ended(new_build: NewBuild, state: BuildState = BuildState.REFUSED) -> NewBui
     return replace(new_build, build=replace(new_build.build, state=state, terminal=True))
 
 
-def placed(uuid: str, cell: str = "c1") -> BuildDecision:
+def placed(uuid: str, cell: str = "c1") -> BuildUpdate:
     build = RecordedBuild(
         instance_uuid=uuid,
         project_id="p",
@@ -51,7 +51,7 @@ def placed(uuid: str, cell: str = "c1") -> BuildDecision:
         host_uuid=HOST,
         reason="r",
     )
-    return BuildDecision(build=build)
+    return BuildUpdate(build=build)
 
 
 async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> set[str]:
@@ -59,7 +59,7 @@ async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> 
         return await unit.insert(builds, now)
 
 
-async def decide(store: SchedulerStore, *decisions: BuildDecision) -> set[str]:
+async def decide(store: SchedulerStore, *decisions: BuildUpdate) -> set[str]:
     async with store.unit() as unit:
         return await unit.write_decisions(decisions, 2.0)
 
@@ -446,18 +446,17 @@ async def test_a_cell_that_an_instance_moves_to_has_it(store: SchedulerStore) ->
 async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make, store: SchedulerStore) -> None:
     async with store.unit() as unit:
         await unit.insert([new(A), new(C)], 1.0)
-    instance = InstanceRecord(
-        instance_uuid=A,
+    instance = SinceBuild(
         condition=Condition.STOPPED,
         image="new",
         image_properties={"new": {"hw_vm_mode": "hvm"}, "": {}},
         under_way=B,
-        sequence=12,
     )
     async with store.operation() as unit:
-        assert (await unit.known({B: A}, lock=True))[B].now == InstanceRecord(instance_uuid=A)
+        build = (await unit.known({B: A}, lock=True))[B].build
+        assert build is not None and build.instance is None
         assert await unit.insert_moves([moved(command=LEAVING)], 6.0) == {B}
-        await unit.put_instances([instance])
+        await unit.update([BuildUpdate(build=replace(build, instance=instance))], 6.0)
     with pytest.raises(RuntimeError):
         async with store.operation() as unit:
             await unit.update_moves([moved(state=MoveState.DONE, terminal=True)], 7.0)
@@ -467,7 +466,7 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     async with other.operation() as unit:
         assert await unit.insert_moves([moved(cell="c9")], 7.0) == set()
         found = await unit.known({B: A, C: B, A: C})
-    assert found[B].move == moved(command=LEAVING) and found[B].instance == instance and not found[B].names_instance
+    assert found[B].move == moved(command=LEAVING) and found[B].now == instance and not found[B].names_instance
     assert found[B].build_request == new(A).request and found[B].build is not None and found[B].build.instance_uuid == A
     assert (found[C].move, found[C].build, found[C].names_instance) == (None, None, True)
     assert found[A].names_instance and found[A].build is not None and found[A].build.instance_uuid == C
@@ -487,7 +486,8 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     async with other.operation() as unit:
         await unit.known({B: A}, lock=True)
         await unit.update_moves([ended], 8.0)
-        await unit.put_instances([replace(instance, flavor="g", under_way=None, condition=Condition.ACTIVE)])
+        now = replace(instance, flavor="g", under_way=None, condition=Condition.ACTIVE)
+        await unit.update([BuildUpdate(build=replace(build, instance=now))], 8.0)
     async with store.operation() as unit:
         known = (await unit.known({B: A}))[B]
     assert known.move is not None and replace(known.move, host=None) == replace(ended, host=None)
@@ -541,7 +541,9 @@ async def test_requests_about_one_instance_wait_for_each_other(make: Make, store
                 return False
             await asyncio.sleep(0)
             await unit.insert_moves([moved(request_id)], 2.0)
-            await unit.put_instances([replace(known.now, under_way=request_id)])
+            assert known.build is not None
+            begun = replace(known.build, instance=replace(known.now, under_way=request_id))
+            await unit.update([BuildUpdate(build=begun)], 2.0)
             return True
 
     assert sorted(await asyncio.gather(begin(store, B), begin(other, C))) == [False, True]

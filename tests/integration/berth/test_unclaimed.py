@@ -44,7 +44,7 @@ from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
     SCHEDULED,
     Author,
-    BuildDecision,
+    BuildUpdate,
     Gang,
     NewBuild,
     RecordedBuild,
@@ -476,12 +476,12 @@ def accepted(uuid: str) -> NewBuild:
     return NewBuild(request=request, digest=b"1", build=build, gang=GANG)
 
 
-def decided(uuid: str) -> BuildDecision:
+def decided(uuid: str) -> BuildUpdate:
     build = accepted(uuid).build
     if uuid == SENT:
         scheduled = replace(build, state=BuildState.SCHEDULED, sequence=SCHEDULED, cell="c1", host="h")
-        return BuildDecision(build=scheduled, timeline=(AUTHOR.entry("dispatched", "to cell c1"),))
-    return BuildDecision(build=replace(build, state=BuildState.FAILED, sequence=FAILED_OR_REFUSED, terminal=True))
+        return BuildUpdate(build=scheduled, timeline=(AUTHOR.entry("dispatched", "to cell c1"),))
+    return BuildUpdate(build=replace(build, state=BuildState.FAILED, sequence=FAILED_OR_REFUSED, terminal=True))
 
 
 async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_not_started(postgres_url: str) -> None:

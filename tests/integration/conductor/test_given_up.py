@@ -20,7 +20,7 @@ from cell_conductor.domain.instance import Brief, Instance, State
 from cell_conductor.domain.report import differences, is_over
 from cell_conductor.domain.steps import Step
 from cell_conductor.engine import Engine
-from scheduler_worker.domain.builds import RecordedBuild, apply_announcement
+from scheduler_worker.domain.builds import RecordedBuild, announced_build
 from tests.integration.conductor.neighbours import Cell, opened
 from tests.kit.waiting import until
 from tests.unit.conductor.scenario import (
@@ -124,7 +124,7 @@ def report_of(attempt: int, on: int = 1) -> ComputeHosts:
 def announced_to(build: RecordedBuild, *stepped: Step) -> RecordedBuild:
     for one in stepped:
         for event in announced(one):
-            build = apply_announcement(build, event, "c1")[0]
+            build = announced_build(build, event)[0]
     return build
 
 

@@ -33,7 +33,7 @@ from placement_worker.app import build as build_placement
 from placement_worker.config import PlacementConfig
 from scheduler_worker.app import build as build_scheduler
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import BuildDecision, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.store.port import BuildUnit
 from scheduler_worker.store.postgres import PostgresBuilds, PostgresUnit
 from tests.integration.scheduler.world import CELLS, World
@@ -208,11 +208,11 @@ def new(uuid: str) -> NewBuild:
     return NewBuild(request=request, digest=b"1", build=build)
 
 
-def placed(uuid: str) -> BuildDecision:
+def placed(uuid: str) -> BuildUpdate:
     build = RecordedBuild(
         instance_uuid=uuid, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c1", host="h"
     )
-    return BuildDecision(build=build)
+    return BuildUpdate(build=build)
 
 
 @pytest.fixture

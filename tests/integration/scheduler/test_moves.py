@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -54,9 +55,10 @@ async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world
     await world.move_announced("c1", abort, MoveState.DONE, 13, **DONE)
     await world.moved(abort)
     target = command.selections[0].host
-    for _ in range(2):
+    at = time.time()
+    for _ in range(2):  # a repeated line is shown once
         await world.move_announced(
-            "c1", move, MoveState.DONE, 15, **{**DONE, "condition": Condition.RESIZED}, host=target
+            "c1", move, MoveState.DONE, 15, **{**DONE, "condition": Condition.RESIZED}, host=target, at=at
         )
     await world.move_announced("c1", move, MoveState.FINISHING, 14, host=target)
     await world.moved(move)

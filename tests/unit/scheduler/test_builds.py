@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,19 +22,20 @@ from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.wire import Malformed
-from scheduler_worker.announcements import AnnouncementWriter, AppliedAnnouncements
+from scheduler_worker.announcements import AnnouncementWriter
 from scheduler_worker.domain.builds import (
     STRANDED,
     Author,
     NewBuild,
     RecordedBuild,
-    apply_announcement,
+    announced_build,
     effects,
     is_early,
     is_known,
     is_search,
     releases_of,
 )
+from scheduler_worker.domain.recorded_moves import ANNOUNCED, AppliedEvent
 from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -60,7 +61,7 @@ states = st.sampled_from([BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAI
 def test_announcements_rise_and_hold_one_terminal_each(events: list[BuildEvent]) -> None:
     build, published, sequence = AT, [], AT.sequence
     for one in events:
-        build, announced = apply_announcement(build, one, "c1")
+        build, announced = announced_build(build, one)
         if announced is not None:
             assert announced.sequence > sequence
             sequence = announced.sequence
@@ -141,7 +142,7 @@ async def written_states(store: Counting) -> dict[str, BuildState]:
     return {cell: locked[uuid_of(cell)].state for cell in CELLS}
 
 
-async def gathered(store: Counting, writer: AnnouncementWriter) -> list[AppliedAnnouncements | BaseException]:
+async def gathered(store: Counting, writer: AnnouncementWriter) -> list[Sequence[AppliedEvent] | BaseException]:
     """The first cell's batch is under way when the others come."""
     tasks = [asyncio.create_task(writer.write("c1", [active("c1")]))]
     await store.begun.wait()
@@ -155,7 +156,7 @@ async def gathered(store: Counting, writer: AnnouncementWriter) -> list[AppliedA
 
 async def test_what_comes_while_one_cell_is_written_is_one_transaction(store: Counting) -> None:
     found = await gathered(store, AnnouncementWriter(store, clock=SystemClock()))
-    assert [[event.cell for event in one.announced] for one in found] == [[cell] for cell in CELLS]  # type: ignore[union-attr]
+    assert [[(it.verdict, it.event.cell) for it in one] for one in found] == [[(ANNOUNCED, cell)] for cell in CELLS]  # type: ignore[union-attr]
     assert store.units == 2
     assert await written_states(store) == dict.fromkeys(CELLS, BuildState.ACTIVE)
 
@@ -164,7 +165,7 @@ async def test_a_cell_may_not_end_the_build_of_another(store: Counting) -> None:
     store.go_on.set()
     writer = AnnouncementWriter(store, clock=SystemClock())
     found = await asyncio.gather(writer.write("c1", [active("c2")]), writer.write("c3", [active("c3")]))
-    assert [why for one in found for _, why in one.ignored] == ["foreign"]
+    assert [it.verdict for one in found for it in one] == ["foreign", ANNOUNCED]
     assert (await written_states(store))["c2"] is BuildState.SCHEDULED
 
 
@@ -189,7 +190,7 @@ async def test_an_outage_is_every_cells_own_to_wait_for(store: Counting) -> None
     found = await gathered(store, writer)
     assert [type(one) for one in found] == [DatabaseUnavailable] * 4
     store.before = lambda _: None
-    assert len((await writer.write("c2", [active("c2")])).announced) == 1, "nothing of the others is left"
+    assert len(await writer.write("c2", [active("c2")])) == 1, "nothing of the others is left"
     assert (await written_states(store))["c3"] is BuildState.SCHEDULED
 
 
@@ -202,7 +203,7 @@ async def test_a_writer_that_is_cancelled_leaves_the_others_to_themselves(store:
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     store.go_on.set()
-    assert [event.cell for event in (await second).announced] == ["c2"]
+    assert [(one.verdict, one.event.cell) for one in await second] == [(ANNOUNCED, "c2")]
     assert (await written_states(store))["c1"] is BuildState.SCHEDULED
 
 
@@ -266,36 +267,34 @@ def test_a_decision_is_awaited_by_what_is_accepted_alone(state: BuildState) -> N
 
 
 @pytest.mark.parametrize(
-    ("build", "announced", "cell", "after"),
+    ("build", "announced", "after"),
     [
-        ({}, announcement(BUILDING), "c1", (BUILDING, 10, False, False)),
-        ({}, announcement(BUILDING, 9), "c1", None),
-        ({}, announcement(BUILDING, 8), "c1", None),
-        ({}, announcement(BUILDING), "c2", None),
-        ({"cell": None}, announcement(BUILDING), "c1", None),
-        ({"state": DELETED}, announcement(ACTIVE), "c1", None),
-        ({"state": DELETED}, announcement(DELETED), "c1", None),
-        ({}, announcement(ACTIVE, terminal=True), "c1", (ACTIVE, 10, True, True)),
-        ({}, announcement(ACTIVE), "c1", (ACTIVE, 10, True, True)),
-        ({}, announcement(FAILED), "c1", (FAILED, 10, True, True)),
-        ({}, announcement(BUILDING, terminal=True), "c1", (BUILDING, 10, True, True)),
-        ({"terminal": True}, announcement(FAILED, terminal=True), "c1", (FAILED, 10, False, True)),
-        ({"terminal": True}, announcement(BUILDING), "c1", (BUILDING, 10, False, True)),
-        ({"terminal": True}, announcement(DELETED, terminal=True), "c1", (DELETED, 10, True, True)),
-        ({}, announcement(DELETED, 9), "c1", (DELETED, 10, True, True)),
-        ({}, announcement(DELETED, 3), "c1", (DELETED, 10, True, True)),
-        ({}, announcement(DELETED, 12), "c1", (DELETED, 12, True, True)),
-        ({"state": DELETING}, announcement(ACTIVE), "c1", (DELETING, 10, True, True)),
-        ({"state": DELETING}, announcement(DELETED), "c1", (DELETED, 10, True, True)),
-        ({"state": DELETING}, announcement(BUILDING), "c1", (DELETING, 10, False, False)),
+        ({}, announcement(BUILDING), (BUILDING, 10, False, False)),
+        ({}, announcement(BUILDING, 9), None),
+        ({}, announcement(BUILDING, 8), None),
+        ({"state": DELETED}, announcement(ACTIVE), None),
+        ({"state": DELETED}, announcement(DELETED), None),
+        ({}, announcement(ACTIVE, terminal=True), (ACTIVE, 10, True, True)),
+        ({}, announcement(ACTIVE), (ACTIVE, 10, True, True)),
+        ({}, announcement(FAILED), (FAILED, 10, True, True)),
+        ({}, announcement(BUILDING, terminal=True), (BUILDING, 10, True, True)),
+        ({"terminal": True}, announcement(FAILED, terminal=True), (FAILED, 10, False, True)),
+        ({"terminal": True}, announcement(BUILDING), (BUILDING, 10, False, True)),
+        ({"terminal": True}, announcement(DELETED, terminal=True), (DELETED, 10, True, True)),
+        ({}, announcement(DELETED, 9), (DELETED, 10, True, True)),
+        ({}, announcement(DELETED, 3), (DELETED, 10, True, True)),
+        ({}, announcement(DELETED, 12), (DELETED, 12, True, True)),
+        ({"state": DELETING}, announcement(ACTIVE), (DELETING, 10, True, True)),
+        ({"state": DELETING}, announcement(DELETED), (DELETED, 10, True, True)),
+        ({"state": DELETING}, announcement(BUILDING), (DELETING, 10, False, False)),
     ],
 )
 def test_an_announcement_by_what_is_on_record(
-    build: dict[str, Any], announced: BuildEvent, cell: str, after: tuple[BuildState, int, bool, bool] | None
+    build: dict[str, Any], announced: BuildEvent, after: tuple[BuildState, int, bool, bool] | None
 ) -> None:
     """after: state and number on record, terminal as it is published, and on record."""
     before = replace(BUILD, **build)
-    found, published = apply_announcement(before, announced, cell)
+    found, published = announced_build(before, announced)
     if after is None:
         assert (found, published) == (before, None)
         return
@@ -312,10 +311,10 @@ OF_EVENT: dict[str, Any] = {"host": "g", "host_uuid": OTHER, "attempt": 3, "hist
 @pytest.mark.parametrize("named", [(), *((name,) for name in OF_EVENT), tuple(OF_EVENT)])
 def test_what_an_announcement_does_not_name_stays_on_record_but_for_its_reason(named: tuple[str, ...]) -> None:
     more = {name: OF_EVENT[name] for name in named}
-    after, _ = apply_announcement(BUILD, announcement(BUILDING, **more), "c1")
+    after, _ = announced_build(BUILD, announcement(BUILDING, **more))
     assert after == replace(BUILD, sequence=10, code="", reason="", **more)
     empty = replace(BUILD, host=None, host_uuid=None, attempt=0, history=())
-    after, _ = apply_announcement(empty, announcement(BUILDING, code="y", reason="z", **more), "c1")
+    after, _ = announced_build(empty, announcement(BUILDING, code="y", reason="z", **more))
     assert after == replace(empty, sequence=10, code="y", reason="z", **more)
 
 
@@ -325,22 +324,21 @@ def test_an_announcement_that_changes_its_number_alone_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "announced", "cell", "early"),
+    ("build", "announced", "early"),
     [
-        ({}, announcement(FAILED), "c1", True),
-        ({}, announcement(FAILED, 9), "c1", False),
-        ({"state": DELETED}, announcement(FAILED), "c1", False),
-        ({}, announcement(FAILED), "c2", False),
-        ({}, announcement(BUILDING), "c1", False),
-        ({}, announcement(ACTIVE), "c1", False),
-        ({}, announcement(FAILED, terminal=True), "c1", False),
-        ({"terminal": True}, announcement(FAILED), "c1", False),
+        ({}, announcement(FAILED), True),
+        ({}, announcement(FAILED, 9), False),
+        ({"state": DELETED}, announcement(FAILED), False),
+        ({}, announcement(BUILDING), False),
+        ({}, announcement(ACTIVE), False),
+        ({}, announcement(FAILED, terminal=True), False),
+        ({"terminal": True}, announcement(FAILED), False),
     ],
 )
 def test_a_failure_that_ends_nothing_is_early_where_the_end_is_not_on_record(
-    build: dict[str, Any], announced: BuildEvent, cell: str, early: bool
+    build: dict[str, Any], announced: BuildEvent, early: bool
 ) -> None:
-    assert is_early(replace(BUILD, **build), announced, cell) is early
+    assert is_early(replace(BUILD, **build), announced) is early
 
 
 # --- the messages of a change

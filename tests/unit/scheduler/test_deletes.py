@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import SystemClock, new_uuid
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry, Wait
-from bus.contracts.base import Meta, Refusal
+from bus.consuming.outcome import Done, Outcome, Refuse, Retry, Wait
+from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
@@ -32,7 +32,7 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, Gang, NewBuild, ProjectsBuild, RecordedBuild
-from scheduler_worker.domain.deletes import PendingDelete, answer_unknown, pending_delete, plan_deletes, tombstones
+from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     ClaimStranded,
@@ -290,7 +290,7 @@ GONE = replace(OVER, has_requester=True)
 
 def deleted(position: int = 4, delivery: RequestDelivery = LATE, **more: str) -> PendingDelete:
     request = DeleteRequest(**{"instance_uuid": BUILD, "project_id": "p", **more})
-    return pending_delete(Received(request, Meta(id="m"), "api", "q"), delivery, position)
+    return PendingDelete(position=position, request=request, delivery=delivery)
 
 
 def record(state: BuildState, cell: str | None = None, **more: Any) -> RecordedBuild:
@@ -506,7 +506,8 @@ def test_a_delete_of_an_unknown_instance_is_refused_unless_it_holds_something_wh
     build: RecordedBuild | None, kept: dict[ProjectsBuild, HeldAllocation], outcome: str, sent: list[str]
 ) -> None:
     """Nothing watched the delete of what an instance without a record holds: lost by its cell, it had no end."""
-    answered = answer_unknown([deleted()], {} if build is None else {BUILD: build}, AUTHOR, kept)
+    answered = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[deleted()], unbuilt=[])
+    answer_unknown(answered, {} if build is None else {BUILD: build}, AUTHOR, kept)
     assert (word(answered.outcomes.get(4)), words(answered.messages)) == (outcome, sent)
     assert {update.build.project_id for update in answered.updates} <= {"p"}
     awaited = [one for update in answered.updates if (one := open_build(update.build)) is not None]

@@ -26,7 +26,7 @@ from bus.contracts.moves import Condition, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision
 from bus.contracts.operations import AdminState
 from bus.faults import Fault, RequestRefused, RequestTimeout
-from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import (
     LOOK_S,
     DrainedHost,
@@ -45,7 +45,7 @@ from scheduler_worker.domain.drains import (
     step,
 )
 from scheduler_worker.domain.placement import PlacementUnavailable
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.store.memory import MemoryBuilds
@@ -68,7 +68,7 @@ def known(
     """The instance on a host; ended: how its request has."""
     build = RecordedBuild(
         instance_uuid=A, project_id="p", state=more.pop("state", BuildState.ACTIVE), sequence=1, terminal=True,
-        cell="c", host="h", host_uuid=host,
+        cell="c", host="h", host_uuid=host, instance=SinceBuild(under_way=under_way),
     )  # fmt: skip
     move = None
     if ended is not None:
@@ -76,7 +76,7 @@ def known(
             request_id="r", instance_uuid=A, project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"", state=ended,
             sequence=9, created_at=1.0, **{"terminal": True, "host_uuid": H2, **more},
         )  # fmt: skip
-    return MoveContext(move=move, build=build, instance=InstanceRecord(instance_uuid=A, under_way=under_way))
+    return MoveContext(move=move, build=build)
 
 
 def passed(
@@ -341,7 +341,7 @@ def context(
 ) -> MoveContext:
     uuid = host_uuid or {"h1": HOST, "h2": H2}.get(host or "")
     build = RecordedBuild(instance_uuid=A, project_id="p", state=state, sequence=1, cell="c", host=host, host_uuid=uuid)
-    return MoveContext(build=build, instance=InstanceRecord(instance_uuid=A, condition=condition, under_way=under_way))
+    return MoveContext(build=replace(build, instance=SinceBuild(condition=condition, under_way=under_way)))
 
 
 def request(**more: Any) -> RecordedMove:

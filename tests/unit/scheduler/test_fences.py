@@ -21,7 +21,7 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import AdminState, CellFence, EvacuationPolicy, FenceState, HostAdminState, HostFence
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
 from scheduler_worker.domain.fences import (
     FencedHost,
     acknowledge,
@@ -36,7 +36,7 @@ from scheduler_worker.domain.fences import (
     lift_of_unknown,
     pause_s,
 )
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
+from scheduler_worker.domain.recorded_moves import MoveContext
 
 HOST, VM = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1a")
 FENCED, ENABLED = AdminState.FENCED, AdminState.ENABLED
@@ -197,7 +197,7 @@ CONFIG = SchedulerConfig(
 
 
 def in_condition(condition: Condition, flavor: str = "") -> MoveContext:
-    return replace(KNOWN, instance=InstanceRecord(instance_uuid=VM, condition=condition, flavor=flavor))
+    return replace(KNOWN, build=replace(BUILD, instance=SinceBuild(condition=condition, flavor=flavor)))
 
 
 @pytest.mark.parametrize(

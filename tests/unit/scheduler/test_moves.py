@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
-from bus.consuming.outcome import Done, Outcome, Received, Retry
-from bus.contracts.base import Meta, Refusal, encode
+from bus.consuming.outcome import Done, Outcome, Retry
+from bus.contracts.base import Refusal, encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
 from bus.contracts.deploy import ImageSource
@@ -37,9 +37,9 @@ from lab.simulation.loop import SimClock
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import moves
 from scheduler_worker.domain.admission import Answered
-from scheduler_worker.domain.builds import NewBuild, RecordedBuild
-from scheduler_worker.domain.moves import CHANGED, DRAIN_USER, accepted, check_move, overtaken, pending_move
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, PendingMove, RecordedMove
+from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild
+from scheduler_worker.domain.moves import CHANGED, DRAIN_USER, accepted, check_move, overtaken
+from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.domain.requests import OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
@@ -58,7 +58,7 @@ BUILT = BuildRequest(
     instance_uuid=UUID, project_id="p", flavor="m1.small", image="old", image_properties=IMAGE, max_attempts=2, host="h"
 )
 BUILD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c")
-KNOWN = MoveContext(build=BUILD, build_request=BUILT, instance=InstanceRecord(instance_uuid=UUID))
+KNOWN = MoveContext(build=BUILD, build_request=BUILT)
 LATE = RequestDelivery(attempt=OVERTAKES)
 SELECTOR = Hosts([]).selector
 
@@ -68,7 +68,7 @@ def requested(kind: MoveKind = MoveKind.STOP, **more: Any) -> MoveRequest:
 
 
 def instance(**more: Any) -> MoveContext:
-    return replace(KNOWN, instance=InstanceRecord(instance_uuid=UUID, **more))
+    return replace(KNOWN, build=replace(BUILD, instance=SinceBuild(**more)))
 
 
 def word(verdict: Answered | Refusal | None) -> str:
@@ -92,8 +92,7 @@ def word(verdict: Answered | Refusal | None) -> str:
 def checked(
     request: MoveRequest, known: MoveContext = KNOWN, delivery: RequestDelivery = LATE, *, same_host: bool = True
 ) -> str:
-    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), delivery, 4, now=1000.0)
-    assert (pending.position, pending.taken_at) == (4, 1000.0)
+    pending = PendingMove(position=4, request=request, delivery=delivery, taken_at=1000.0)
     if known.move is not None and known.move.digest == b"its own":
         known = replace(known, move=replace(known.move, digest=pending.digest))
     return word(check_move(pending, known, SELECTOR, same_host=same_host))
@@ -145,7 +144,7 @@ def test_a_request_by_what_is_on_record(known: MoveContext, delivery: RequestDel
 def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> None:
     request = requested(request_id=UUID)
     assert checked(request) == CLASH
-    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), LATE, 0, now=1000.0)
+    pending = PendingMove(position=0, request=request, delivery=LATE, taken_at=1000.0)
     answer = check_move(pending, KNOWN, SELECTOR, same_host=True)
     assert isinstance(answer, Answered)
     event = answer.messages[0].message
@@ -158,7 +157,7 @@ def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> Non
 @pytest.mark.parametrize(("last", "answer"), [(False, "again request.concurrent"), (True, "request.concurrent")])
 def test_a_request_that_others_overtake_is_refused_by_its_last_delivery(last: bool, answer: str) -> None:
     delivery = RequestDelivery(last=last)
-    pending = pending_move(Received(requested(), Meta(id="m"), "api", "q"), delivery, 0, now=1000.0)
+    pending = PendingMove(position=0, request=requested(), delivery=delivery, taken_at=1000.0)
     assert word(overtaken(pending)) == answer
 
 
@@ -176,7 +175,7 @@ HERE, ELSEWHERE = ResizePolicy.SAME_HOST, ResizePolicy.OTHER_HOST
         (requested(), instance(condition=Condition.DELETED), "instance.not_active"),
         (requested(), instance(condition=Condition.FAILED), "instance.not_active"),
         (requested(), instance(condition=Condition.STOPPED), "may"),
-        (requested(), replace(KNOWN, instance=None), "may"),
+        (requested(), KNOWN, "may"),
         (requested(), instance(under_way=OTHER), "instance.busy"),
         (requested(MoveKind.ABORT), instance(under_way=OTHER), "may"),
         (requested(RESIZE), KNOWN, "request.incomplete"),
@@ -239,7 +238,7 @@ def test_a_rebuild_changes_the_image_or_its_properties(
 
 def test_an_abort_leaves_the_request_under_way_that_it_is_to_end() -> None:
     known = instance(under_way=OTHER)
-    assert moves.under_way(requested(MoveKind.ABORT), known) == known.instance
+    assert moves.under_way(requested(MoveKind.ABORT), known) == known.now
 
 
 # --- its hosts
@@ -451,13 +450,14 @@ class Contended(MemoryBuilds):
     async def _after_another(self, mine: Any) -> AsyncIterator[Any]:
         self.operations += 1
         if self.operations == 2:
-            await self.put(InstanceRecord(instance_uuid=INSTANCE))
+            await self.put(SinceBuild())
         async with mine as unit:
             yield unit
 
-    async def put(self, record: InstanceRecord) -> None:
+    async def put(self, instance: SinceBuild) -> None:
         async with super().operation() as unit:
-            await unit.put_instances([record])
+            build = (await unit.lock([INSTANCE]))[INSTANCE]
+            await unit.update([BuildUpdate(build=replace(build, instance=instance))], 1.0)
 
 
 class Follower:
@@ -476,7 +476,7 @@ async def store() -> Contended:
     )
     async with made.unit() as unit:
         await unit.insert([NewBuild(request=request, digest=b"1", build=build)], 1.0)
-    await made.put(InstanceRecord(instance_uuid=INSTANCE, under_way=ANOTHER))
+    await made.put(SinceBuild(under_way=ANOTHER))
     return made
 
 
@@ -487,7 +487,6 @@ async def outcome_of(store: Contended, delivery: int) -> Outcome:
     pending = PendingMove(
         position=0,
         request=move,
-        digest=b"2",
         taken_at=clock.time(),
         delivery=RequestDelivery(attempt=delivery, last=delivery >= RETRIES),
     )
@@ -499,7 +498,7 @@ async def test_a_request_whose_instance_changed_meanwhile_is_tried_again_and_not
 ) -> None:
     for delivery in range(RETRIES):
         store.operations = 0
-        await store.put(InstanceRecord(instance_uuid=INSTANCE, under_way=ANOTHER))
+        await store.put(SinceBuild(under_way=ANOTHER))
         assert await outcome_of(store, delivery) == CHANGED
     assert store.sent.rows == []
 

@@ -10,16 +10,13 @@ from msgspec.structs import replace
 from bus.contracts.build import AttemptRecord, BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import CellMove, Condition, Departure, MoveEvent, MoveKind, MoveRequest, MoveState
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild, SinceBuild
 from scheduler_worker.domain.recorded_moves import (
-    Announced,
-    InstanceRecord,
     MoveContext,
     PendingMove,
     RecordedMove,
-    apply_announcement,
+    announced_move,
     event_of,
-    known_of,
     recorded,
 )
 from tests.unit.scheduler.test_gangs import SELECTION
@@ -29,9 +26,10 @@ MOVED = RecordedMove(
     request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE, digest=b"", state=MoveState.SCHEDULED,
     sequence=2, cell="c1",
 )  # fmt: skip
-BUILD = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=9, cell="c1", host="h1")
+BUILD = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=11, cell="c1", host="h1")
 REQUEST = BuildRequest(instance_uuid=VM, project_id="p", flavor="small")
-INSTANCE = InstanceRecord(instance_uuid=VM, condition=Condition.STOPPED, under_way=MOVE, sequence=11)
+INSTANCE = SinceBuild(condition=Condition.STOPPED, under_way=MOVE)
+MOVING = replace(BUILD, instance=INSTANCE)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +42,7 @@ INSTANCE = InstanceRecord(instance_uuid=VM, condition=Condition.STOPPED, under_w
     ],
 )
 def test_an_event_shows_an_instance_to_its_own_project_alone(project: str, terminal: bool, shown: Any) -> None:
-    known = MoveContext(build=BUILD, build_request=REQUEST, instance=INSTANCE)
+    known = MoveContext(build=MOVING, build_request=REQUEST)
     event = event_of(replace(MOVED, project_id=project, terminal=terminal), known, 1.0)
     assert (event.condition, event.flavor) == shown
 
@@ -57,9 +55,7 @@ OLD, NEW = tried("h0"), (*tried("h0"), *tried("h2"))
 COMMAND = CellMove(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE)
 RECORD = replace(MOVED, host="h0", host_uuid="u0", command=COMMAND, history=OLD)
 ENDED = replace(RECORD, terminal=True, state=MoveState.DONE, command=None)
-GOING = InstanceRecord(
-    instance_uuid=VM, condition=Condition.MOVING, flavor="small", image="i", under_way=MOVE, sequence=11
-)
+GOING = SinceBuild(condition=Condition.MOVING, flavor="small", image="i", under_way=MOVE)
 GONE = Departure(
     cell="c2",
     spec=InstanceSpec(instance_uuid=VM, project_id="p"),
@@ -69,7 +65,7 @@ GONE = Departure(
     last=SELECTION,
 )
 TOLD = MoveEvent(
-    request_id=MOVE, instance_uuid="x", project_id="x", kind=MoveKind.MIGRATE, state=MoveState.FINISHING, sequence=12,
+    request_id=MOVE, instance_uuid=VM, project_id="x", kind=MoveKind.MIGRATE, state=MoveState.FINISHING, sequence=12,
     condition=Condition.MOVING, cell="x", host="h2", host_uuid="u2", flavor="big", image="j", code="a.b", reason="why",
     history=NEW, departure=GONE,
 )  # fmt: skip
@@ -151,35 +147,21 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         (replace(AFTER, sequence=5), (ENDED, GOING), ({"sequence": 5}, {}, {})),
     ],
 )
-def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMove, InstanceRecord], after: Any) -> None:
+def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMove, SinceBuild], after: Any) -> None:
     move, instance = records
-    applied = apply_announcement(told, move, instance, BUILD, cell="c1", now=1.0)
+    build = replace(BUILD, instance=instance)
+    applied = announced_move(move, build, told)
     if after is None:
-        assert applied == Announced(move=move, instance=instance, build=BUILD)
+        assert applied == (move, build, None)
         return
     of_move, of_instance, of_build = after
-    assert applied.move == replace(move, **of_move)
-    assert applied.instance == replace(instance, **of_instance)
-    assert applied.build == replace(BUILD, **of_build)
+    found, instance_after, event = applied
+    assert found == replace(move, **of_move)
+    number = of_instance.pop("sequence", BUILD.sequence)
+    assert instance_after == replace(BUILD, **of_build, sequence=number, instance=replace(instance, **of_instance))
     number = of_move["sequence"] if told.sequence == 0 else told.sequence
-    shown = {"cell": "c1", "project_id": "p", "instance_uuid": VM, "departure": None, "host_uuid": None}
-    assert applied.event == replace(told, sequence=number, **shown)
-    assert len(applied.timeline) == max(1, len(told.history)), "one attempt is there already"
-
-
-def test_the_records_of_each_request_are_found_by_its_id_and_its_instance() -> None:
-    found = known_of(
-        {MOVE: VM, VM: MOVE},
-        moves={MOVE: MOVED},
-        builds={VM: BUILD},
-        requested={VM: REQUEST},
-        instances={VM: INSTANCE},
-        named=[VM],
-    )
-    assert found == {
-        MOVE: MoveContext(move=MOVED, build=BUILD, build_request=REQUEST, instance=INSTANCE),
-        VM: MoveContext(names_instance=True),
-    }
+    shown = {"cell": "c1", "project_id": "p", "departure": None, "host_uuid": None}
+    assert event == replace(told, sequence=number, **shown)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +174,10 @@ def test_the_records_of_each_request_are_found_by_its_id_and_its_instance() -> N
 )
 def test_the_record_of_a_decision_and_its_event(state: MoveState, sequence: int, ended: bool) -> None:
     request = MoveRequest(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP)
-    pending = PendingMove(position=0, request=request, digest=b"d", taken_at=1.0)
+    pending = PendingMove(position=0, request=request, taken_at=1.0)
     move = recorded(pending, state, Author(who="s", at=3.0), code="a.b", reason="why", host="h1", cell="c1")
     assert move == RecordedMove(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, digest=b"d", state=state,
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, digest=pending.digest, state=state,
         sequence=sequence, terminal=ended, created_at=3.0, code="a.b", reason="why", host="h1", cell="c1",
     )  # fmt: skip
     event = MoveEvent(
@@ -204,7 +186,7 @@ def test_the_record_of_a_decision_and_its_event(state: MoveState, sequence: int,
     )  # fmt: skip
     assert event_of(move, MoveContext(), 4.0) == event
     moving = Condition.STOPPED if ended else Condition.MOVING
-    known = MoveContext(build=BUILD, instance=INSTANCE)
+    known = MoveContext(build=MOVING)
     assert event_of(move, known, 4.0) == replace(event, condition=moving)
     known = replace(known, build_request=REQUEST)
     assert event_of(move, known, 4.0) == replace(event, condition=moving, flavor="small")

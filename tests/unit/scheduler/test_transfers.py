@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
     ARRIVED,
@@ -45,11 +45,12 @@ from bus.contracts.placement import (
 )
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.announcements import CellAsksHandler
-from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.recorded_moves import (
-    AnnouncedMoves,
-    InstanceRecord,
+    ANNOUNCED,
+    Announcements,
+    AppliedEvent,
     MoveContext,
     RecordedMove,
     answered,
@@ -58,7 +59,7 @@ from scheduler_worker.domain.recorded_moves import (
     refused,
     rests,
     stay_after,
-    transfer,
+    transferred,
 )
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -119,21 +120,31 @@ def on_record(
             cell=cell,
             command=COMMAND,
         ),
-        build=RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=11, terminal=True, cell=cell),
-        build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small"),
-        instance=InstanceRecord(
-            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence, stay=stay
+        build=RecordedBuild(
+            instance_uuid=UUID,
+            project_id="p",
+            state=state,
+            sequence=sequence,
+            terminal=True,
+            cell=cell,
+            instance=SinceBuild(condition=Condition.OFFLOADED, under_way=REQUEST, stay=stay),
         ),
+        build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small"),
     )
 
 
-def applied(known: MoveContext, event: MoveEvent = LEFT, cell: str = "c1") -> AnnouncedMoves:
-    batch = AnnouncedMoves(cell, {REQUEST: known}, 100.0)
-    batch.apply(event)
+def begun(known: MoveContext) -> Announcements:
+    builds = {} if known.build is None else {UUID: known.build}
+    return Announcements(builds, {} if known.move is None else {REQUEST: known.move}, 100.0)
+
+
+def applied(known: MoveContext, event: MoveEvent = LEFT) -> Announcements:
+    batch = begun(known)
+    batch.apply(event, "c1")
     return batch
 
 
-def sent(batch: AnnouncedMoves, bus: str) -> list[object]:
+def sent(batch: Announcements, bus: str) -> list[object]:
     return [one.message for one in batch.messages if one.bus == bus]
 
 
@@ -143,9 +154,9 @@ def test_a_departure_counts_by_its_stay_whatever_its_number(stay: int, sequence:
     batch = applied(on_record(stay=stay, sequence=sequence))
     (command,) = sent(batch, "c2")
     assert isinstance(command, CellMove) and command.arrival is not None
-    assert (batch.builds[UUID].cell, batch.instances[UUID].stay, command.arrival.stay) == ("c2", 3, 2)
+    assert (batch.builds[UUID].cell, batch.builds[UUID].now.stay, command.arrival.stay) == ("c2", 3, 2)
     number = max(sequence, 20)
-    assert (command.arrival.sequence, batch.instances[UUID].sequence) == (number, number), "its next cell goes on there"
+    assert (command.arrival.sequence, batch.builds[UUID].sequence) == (number, number), "its next cell goes on there"
 
 
 def test_one_that_is_being_deleted_is_deleted_in_the_cell_that_has_it() -> None:
@@ -231,13 +242,12 @@ async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and
         await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
     async with store.operation() as operation:
         await operation.insert_moves([known.move], 1.0)
-        await operation.put_instances([known.now])
     books = [
         CellBook(asked_by=ASKED, instance_uuid=UUID, question=Release(consumer=UUID, attempt=attempt), stay=stay)
         for attempt, stay in ((5, 3), (4, 2))
     ]
     batch = [Received(CellAsks(message=book), Meta(id=f"m{book.stay}"), "c1", "scheduler.asks") for book in books]
-    handler = CellAsksHandler(store, "c1", cells={}, claims=cast("Any", Giving()))
+    handler = CellAsksHandler(store, "c1", clock=SystemClock(), cells={}, claims=cast("Any", Giving()))
     assert await handler(batch) == [Done(), Done()]
     sent_back = [one.message for _, rows in relay.rows for one in rows]
     assert sent_back == [replace(book, answer=ReleaseResult(outcome="released")) for book in books]
@@ -277,15 +287,14 @@ def of_build(**more: Any) -> MoveContext:
 )
 def test_the_next_cell_is_commanded_what_leads_there_and_queried_otherwise(known: MoveContext, goes_on: bool) -> None:
     assert known.build is not None
-    gone = transfer(LEFT, known.build, known.move)
-    (command,) = gone.commands
-    assert (gone.cell, gone.build.cell, gone.build.host, gone.build.host_uuid) == ("c2", "c2", None, None)
+    move, build, (command,) = transferred(known.move, known.build, LEFT)
+    assert (build.cell, build.host, build.host_uuid) == ("c2", None, None)
     if goes_on:
-        assert isinstance(command, CellMove) and gone.move is not None
-        assert (gone.move.cell, gone.move.host, gone.move.host_uuid) == ("c2", HOST.host, HOST.host_uuid)
-        assert gone.move.command == command == replace(COMMAND, to_cell=None, selections=(), arrival=command.arrival)
+        assert isinstance(command, CellMove) and move is not None
+        assert (move.cell, move.host, move.host_uuid) == ("c2", HOST.host, HOST.host_uuid)
+        assert move.command == command == replace(COMMAND, to_cell=None, selections=(), arrival=command.arrival)
     else:
-        assert isinstance(command, CellMoveQuery) and gone.move == known.move
+        assert isinstance(command, CellMoveQuery) and move == known.move
         assert (command.request_id, command.instance_uuid, command.project_id) == (REQUEST, UUID, "p")
     assert command.arrival is not None and command.arrival.spec.project_id == "p"
 
@@ -293,7 +302,7 @@ def test_the_next_cell_is_commanded_what_leads_there_and_queried_otherwise(known
 @pytest.mark.parametrize(("kind", "queried"), [(MoveKind.RESIZE, MoveKind.RESIZE), (None, MoveKind.UNSHELVE)])
 def test_the_next_cell_is_queried_about_the_kind_that_is_known(kind: MoveKind | None, queried: MoveKind) -> None:
     assert KNOWN.build is not None
-    (query,) = transfer(replace(LEFT, kind=kind), KNOWN.build, None).commands
+    _, _, (query,) = transferred(None, KNOWN.build, replace(LEFT, kind=kind))
     assert isinstance(query, CellMoveQuery) and query.kind is queried
 
 
@@ -301,7 +310,7 @@ def test_the_next_cell_is_queried_about_the_kind_that_is_known(kind: MoveKind | 
 def test_the_next_cell_deletes_what_is_to_be_deleted(state: BuildState) -> None:
     build = of_build(state=state).build
     assert build is not None
-    deletes = [one for one in transfer(LEFT, build, None).commands if isinstance(one, CellDelete)]
+    deletes = [one for one in transferred(None, build, LEFT)[2] if isinstance(one, CellDelete)]
     assert len(deletes) == (state is BuildState.DELETING)
 
 
@@ -348,9 +357,14 @@ def test_placement_is_asked_for_a_cell_by_what_is_on_record(
     book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question, stay=2)
     assert may_ask(book, known, cell) is asked
     assert not may_ask(replace(book, asked_by=replace(ASKED, cell="c3")), known, cell)
-    assert not may_ask(book, replace(known, instance=on_record(stay=4).instance), cell), "it has come back since"
-    forgotten = replace(known, instance=on_record(stay=1).instance)
-    assert may_ask(book, forgotten, cell) is asked, "the schedulers have forgotten that it came"
+    if known.build is None:
+        return
+
+    def in_stay(stay: int) -> MoveContext:
+        return replace(known, build=replace(known.build, instance=replace(known.now, stay=stay)))
+
+    assert not may_ask(book, in_stay(4), cell), "it has come back since"
+    assert may_ask(book, in_stay(1), cell) is asked, "the schedulers have forgotten that it came"
 
 
 @pytest.mark.parametrize(
@@ -368,9 +382,9 @@ def test_what_gives_the_other_cells_hosts_back(question: Claim | Revert | Releas
     assert stay_after(book) == 2 + gives
     # It may be asked about again; by then a departure of the stay before does not count.
     (rest,) = rests([book, replace(book, question=CLAIM)], {REQUEST: KNOWN})
-    after = replace(KNOWN, instance=rest)
+    after = replace(KNOWN, build=rest.build)
     assert may_ask(book, after, "c1") is may_ask(book, KNOWN, "c1")
-    assert bool(applied(after).departed) is not gives
+    assert bool(begun(after).apply(LEFT, "c1").departed) is not gives
     # Its migration is released after that, and the stay that began by it goes on.
     released = replace(book, question=OF_MIGRATION)
     assert may_ask(released, after, "c1")
@@ -410,14 +424,13 @@ async def asked_of(
         await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
     async with store.operation() as operation:
         await operation.insert_moves([known.move], 1.0)
-        await operation.put_instances([known.now])
         if state is not None:
             body = {"state": state.value, "abandoned": abandoned}
             one = ChangedObject(kind=ObjectKind.CELL, name="c2", before=None, after=body)
             await operation.lock_objects()
             await operation.write_objects([one], ChangeAuthor(who="ann", why="", at=1.0))
     check = CellCheck(cell="c2", asked_by=ASKED, change=CHANGE, stay=2, is_query=True)
-    handler = CellAsksHandler(store, "c1", cells=cells, claims=cast("Any", Giving()))
+    handler = CellAsksHandler(store, "c1", clock=SystemClock(), cells=cells, claims=cast("Any", Giving()))
     assert await handler([Received(CellAsks(message=check), Meta(id="m"), "c1", "scheduler.asks")]) == [Done()]
     return [(one.bus, one.message) for _, rows in relay.rows for one in rows]
 
@@ -484,9 +497,9 @@ PLAIN = replace(LEFT, departure=None, state=MoveState.CHANGING)
 def test_an_announcement_is_applied_to_its_own_request_and_of_its_own_cell(
     known: MoveContext, event: Any, cell: str, why: str, departs: bool
 ) -> None:
-    batch = applied(known, event, cell)
-    assert [reason for _, reason in batch.ignored] == ([why] if why else [])
-    assert batch.departed == ({UUID: "c2"} if departs else {})
+    batch = begun(known)
+    found = batch.apply(event, cell)
+    assert (found.verdict, found.departed) == (why or ANNOUNCED, "c2" if departs else "")
     moved = of_move(instance_uuid=OTHER).move if known.move is not None and known.move.instance_uuid == OTHER else None
     if moved is not None:
         assert batch.moves[REQUEST] == moved and batch.changed == {}
@@ -497,11 +510,34 @@ def test_a_departure_has_its_line_at_its_own_time_and_its_number_stays() -> None
         batch = applied(KNOWN, replace(LEFT, at=at))
         line = batch.timelines[UUID][-1]
         assert (line.at, line.who, line.what, line.detail) == (shown, "conductor c1", "departed", DEPARTURE.cell)
-        assert batch.instances[UUID].sequence == LEFT.sequence and [*batch.changed] == [REQUEST]
+        assert batch.builds[UUID].sequence == LEFT.sequence and [*batch.changed] == [REQUEST]
         assert [one.bus for one in batch.messages] == ["api", "c2"]
 
 
-def test_records_of_which_a_part_is_missing_are_left_as_they_are() -> None:
-    batch = AnnouncedMoves("c1", {REQUEST: replace(KNOWN, move=None, instance=None), OTHER: MoveContext()}, 100.0)
-    assert (batch.moves, [*batch.builds]) == ({}, [UUID])
-    assert batch.instances[UUID].condition is Condition.ACTIVE
+# --- builds and moves in one batch
+
+
+def test_events_of_a_build_and_of_a_move_of_it_are_applied_in_their_order() -> None:
+    assert KNOWN.build is not None
+    batch = begun(of_build(state=BuildState.BUILDING, terminal=False, sequence=10))
+    active = BuildEvent(instance_uuid=UUID, project_id="q", state=BuildState.ACTIVE, sequence=11, terminal=True)
+    for event in (active, PLAIN, active):
+        found = batch.apply(event, "c1")
+    assert found == AppliedEvent("late", active), "its timeline shows it"
+    assert [one.what for one in batch.timelines[UUID]] == ["active", "unshelve changing", "active"]
+    after = batch.builds[UUID]
+    assert (after.state, after.sequence, [*batch.changed]) == (BuildState.ACTIVE, PLAIN.sequence, [REQUEST])
+
+
+@pytest.mark.parametrize(("build", "verdict"), [({"cell": None}, "foreign"), ({"cell": "c2"}, "foreign")])
+def test_a_build_is_announced_by_the_cell_that_has_it(build: dict[str, Any], verdict: str) -> None:
+    event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.DELETED, sequence=90, terminal=True)
+    batch = begun(of_build(**build))
+    assert batch.apply(event, "c1") == AppliedEvent(verdict, event) and batch.timelines == {}
+
+
+def test_a_failure_waits_for_the_end_before_it_until_it_has_waited_enough() -> None:
+    event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.FAILED, sequence=90)
+    batch = begun(of_build(terminal=False))
+    assert batch.apply(event, "c1") == AppliedEvent("early", event) and batch.timelines == {}
+    assert batch.apply(event, "c1", waited=True).verdict == ANNOUNCED

@@ -11,8 +11,8 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuildQuery, CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import CellMove, CellMoveQuery, Departure, MoveKind, MoveState
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.domain.unanswered import (
     BUILD,
     CELL_SILENT,
@@ -72,7 +72,7 @@ def test_a_move_is_awaited_of_its_cell(more: dict[str, Any], awaited: AwaitedReq
     assert open_move(replace(RECORDED, **more)) == awaited and AWAITED.key == (True, MOVE)
 
 
-UNDER_WAY, IDLE = InstanceRecord(instance_uuid=UUID, under_way=MOVE), InstanceRecord(instance_uuid=UUID)
+UNDER_WAY, IDLE = SinceBuild(under_way=MOVE), SinceBuild()
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ UNDER_WAY, IDLE = InstanceRecord(instance_uuid=UUID, under_way=MOVE), InstanceRe
     ],
 )
 def test_a_build_by_its_records_as_they_are_now(
-    state: BuildState | None, instance: InstanceRecord | None, is_open: bool
+    state: BuildState | None, instance: SinceBuild | None, is_open: bool
 ) -> None:
-    build = None if state is None else replace(RECORD, state=state)
+    build = None if state is None else replace(RECORD, state=state, instance=instance)
     seen = AwaitedRequest(UUID, UUID, BUILD, "c1", 3, "")
-    now = open_now(seen, replace(KNOWN, build=build, instance=instance, move=None))
-    assert now == (open_build(build) if is_open and build is not None else None)
+    now = open_now(seen, replace(KNOWN, build=build, move=None))
+    assert now == (None if build is None else open_build(build))
     assert (now is not None) is is_open
 
 
@@ -206,15 +206,16 @@ def test_the_cell_of_a_move_by_what_it_has_to_do(
 ) -> None:
     build = None if state is None else replace(RECORD, state=state)
     known = replace(KNOWN, move=replace(RECORDED, command=command), build=build)
-    assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == sent
+    numbered = tuple(replace(one, sequence=10) if build and isinstance(one, CellMove) else one for one in sent)
+    assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == numbered
 
 
 def test_what_is_sent_again_has_the_stay_and_the_number_that_are_on_record_now() -> None:
     """By those of its first time a cell that was set back would leave by a stay that is over."""
-    instance = InstanceRecord(instance_uuid=UUID, sequence=40, stay=2)
-    known = replace(KNOWN, move=replace(RECORDED, command=COMMAND), build=RECORD, instance=instance)
+    build = replace(RECORD, sequence=40, instance=SinceBuild(stay=2))
+    known = replace(KNOWN, move=replace(RECORDED, command=COMMAND), build=build)
     assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == (replace(COMMAND, sequence=40, stay=2),)
-    ended = replace(known, build=replace(RECORD, state=BuildState.DELETING))
+    ended = replace(known, build=replace(build, state=BuildState.DELETING))
     assert messages_to_cell(AWAITED, ended, SchedulerConfig(), 5.0) == (replace(GONE, stay=2), QUERY)
 
 

@@ -279,7 +279,7 @@ async def test_a_build_goes_where_its_claim_is_when_its_cell_gets_it(site: Site,
 
 def move_of(uuid: str, kind: MoveKind, at: int, rng: random.Random) -> PendingMove:
     request = MoveRequest(request_id=new_uuid(rng), instance_uuid=uuid, project_id="p", kind=kind)
-    return PendingMove(position=at, request=request, digest=b"2", taken_at=0.0, delivery=RequestDelivery())
+    return PendingMove(position=at, request=request, taken_at=0.0, delivery=RequestDelivery())
 
 
 async def both(site: Site) -> Mapping[int, Outcome]:
