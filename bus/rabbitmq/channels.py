@@ -18,7 +18,7 @@ from msgspec import structs
 from bus.clock import shared_delay_s
 from bus.port import CC, DELIVERY_FIELDS, BusError, BusUnavailable, Outgoing, PublishRefused
 from bus.rabbitmq.errors import translated
-from bus.rabbitmq.patches import confirm_of
+from bus.rabbitmq.patches import confirm_of, has_ended
 from bus.topology import QueueNames
 
 # A quorum queue writes an acknowledgement to its log and flushes it, as it does a message. Sent at once it would make
@@ -143,7 +143,7 @@ class RabbitDelivery:
     @property
     def is_lost(self) -> bool:
         """Whether its connection, or its channel, is gone."""
-        return self._acks.channel.is_closed
+        return has_ended(self._acks.channel)
 
     def ack(self) -> None:
         """Acknowledge it. Earlier deliveries are acknowledged at once: the next delivery may end this process."""
@@ -182,7 +182,7 @@ class PublishChannel:
         that queue is refused on it until it closes (RabbitMQ 3.10, `rabbit_fifo_client:enqueue`, `nodedown`).
         """
         is_suspect = self._refused and asyncio.get_running_loop().time() - self._opened_at >= REPLACE_REFUSED_S
-        return not (self.channel.is_closed or is_suspect)
+        return not (has_ended(self.channel) or is_suspect)
 
     async def close(self) -> None:
         """Close once each publish under way has ended, within its own time limit."""
@@ -211,7 +211,7 @@ class PublishChannel:
 
     def _send(self, message: Outgoing, exchange: str) -> asyncio.Future[object]:
         """Count the tag and queue the frames in one step, so that tags and frames have the same order."""
-        if self.channel.is_closed:
+        if has_ended(self.channel):
             raise BusUnavailable("the channel is closed")
         names = self._names
         payload = frames_of(
@@ -285,7 +285,7 @@ class FrameWriter:
         self._out.clear()
         self._written = None
         try:
-            if not self._channel.is_closed:
+            if not has_ended(self._channel):
                 self._channel.write_queue.put_nowait(frame)  # type: ignore[attr-defined]
             self._sending = False
         except asyncio.QueueFull:

@@ -36,7 +36,7 @@ from typing import Any
 import pamqp.frame
 import structlog
 from aiormq import Channel, Connection
-from aiormq.abc import AbstractConnection, DeliveredMessage
+from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
 from aiormq.connection import FrameReceiver
 from aiormq.exceptions import AMQPConnectionError, InvalidFrameError
 from pamqp import commands, decode
@@ -68,7 +68,8 @@ _PRIVATE: tuple[tuple[object, str], ...] = (
 )
 
 # Attributes that a channel gives itself, of which a class knows nothing.
-_OF_A_CHANNEL = ("write_queue", "delivery_tag", "confirmations", "message_id_delivery_tag")
+_CLOSE_EVENT = "_Channel__close_event"
+_OF_A_CHANNEL = ("write_queue", "delivery_tag", "confirmations", "message_id_delivery_tag", "consumers", _CLOSE_EVENT)
 
 # Tables and arrays in each other; deeper values are left out.
 MAX_DEPTH = 16
@@ -134,6 +135,13 @@ def listen_for_alarms(connection: AbstractConnection, on_alarm: Callable[[str], 
 
     setattr(connection, _BLOCKED, blocked)
     setattr(connection, _UNBLOCKED, unblocked)
+
+
+def has_ended(channel: AbstractChannel) -> bool:
+    """Whether nothing may be written on a channel any more: for a frame that follows its end the broker ends the
+    connection. aiormq says that a channel is closed some turns of the loop after it has acknowledged the end.
+    """
+    return channel.is_closed or getattr(channel, _CLOSE_EVENT).is_set()
 
 
 def confirm_of(channel: Channel, message_id: str) -> asyncio.Future[object]:

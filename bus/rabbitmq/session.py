@@ -20,7 +20,7 @@ from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.channels import PublishChannel
 from bus.rabbitmq.errors import translated
-from bus.rabbitmq.patches import listen_for_alarms
+from bus.rabbitmq.patches import has_ended, listen_for_alarms
 from bus.server_url import Endpoint
 from bus.topology import (
     MARK_OF,
@@ -116,11 +116,11 @@ class Session:
     async def named(self, name: str) -> AbstractChannel:
         """A channel kept for one purpose; opened anew when the broker has closed it."""
         found = self._channels.get(name)
-        if found is not None and not found.is_closed:
+        if found is not None and not has_ended(found):
             return found
         async with self._opening:
             found = self._channels.get(name)
-            if found is None or found.is_closed:
+            if found is None or has_ended(found):
                 found = self._channels[name] = await self.channel(confirms=False)
             return found
 
@@ -157,7 +157,7 @@ class Session:
             if old is None or not old.usable:
                 channel = await self.channel(confirms=True)
                 assert isinstance(channel, Channel)
-                if old is not None and not old.channel.is_closed:
+                if old is not None and not has_ended(old.channel):
                     await self._retire(old)
                 self._publisher = PublishChannel(channel, self.names)
             assert self._publisher is not None

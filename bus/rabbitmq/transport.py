@@ -19,7 +19,7 @@ from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing,
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.channels import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
-from bus.rabbitmq.patches import hand_over_at_once, install
+from bus.rabbitmq.patches import hand_over_at_once, has_ended, install
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import MARK, ForeignQueue, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
@@ -87,6 +87,9 @@ class RabbitSubscription:
             self._channel, self._acks, self._tag = channel, acks, tag
             channel.on_consumer_cancel_callbacks.add(lambda _: self._ended(session, channel))
             channel.closing.add_done_callback(lambda _: self._ended(session, channel))
+            # The broker may have ended it before anyone listened.
+            if tag and tag not in channel.consumers:  # type: ignore[attr-defined]
+                self._ended(session, channel)
 
     async def _consume(self, channel: AbstractChannel) -> str:
         """Begin on this channel, where `hand_over_at_once` has the deliveries. Returns the tag of the consumption."""
@@ -118,7 +121,7 @@ class RabbitSubscription:
         async with self._changing:
             channel = self._channel
             try:
-                while channel is not None and not channel.is_closed and bool(self._tag) is self._rests:
+                while channel is not None and not has_ended(channel) and bool(self._tag) is self._rests:
                     if not self._rests:
                         self._tag = await self._consume(channel)
                         continue
@@ -169,7 +172,7 @@ class RabbitTransport:
         self._marks: dict[str, str] = {}  # {exchange: owner}
         self._declared: dict[str, Callable[[Session], Awaitable[None]]] = {}  # by the queue's name
         self._subscriptions: list[RabbitSubscription] = []  # of those cancelled the last acks may be on the way
-        self._getters: dict[AbstractChannel, Acks] = {}
+        self._getter: Acks | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._on_locked: list[Callable[[], None]] = []
         self._jitter = random.Random()
@@ -212,14 +215,13 @@ class RabbitTransport:
         if session is not None:
             for subscription in self._subscriptions:
                 await subscription.flush()
-            for acks in self._getters.values():
-                await acks.flush()
+            if self._getter is not None:
+                await self._getter.flush()
             await session.close()
         session, self._reply_session = self._reply_session, None
         if session is not None:
             await session.close()
         self._subscriptions.clear()
-        self._getters.clear()
 
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus."""
@@ -310,12 +312,10 @@ class RabbitTransport:
             message = await channel.basic_get(self._names.queue(queue), timeout=RPC_TIMEOUT_S)
         if message.delivery_tag is None:
             return None
-        acks = self._getters.get(channel)
-        if acks is None:
-            self._getters = {one: held for one, held in self._getters.items() if not one.is_closed}
-            acks = self._getters[channel] = Acks(channel, prefetch=1)
-        acks.register(message.delivery_tag)
-        return RabbitDelivery(message, acks, self._names)
+        if self._getter is None or self._getter.channel is not channel:
+            self._getter = Acks(channel, prefetch=1)
+        self._getter.register(message.delivery_tag)
+        return RabbitDelivery(message, self._getter, self._names)
 
     async def depth(self, queue: str) -> int:
         """Messages ready in a queue."""
@@ -466,9 +466,7 @@ class RabbitTransport:
                 declare = self._declared.get(subscription.queue)
                 if declare is not None:
                     await declare(session)
-                await subscription.attach(session)
+                return await subscription.attach(session)
             except BusError as error:
                 log.warning("bus.consumption_lost", queue=subscription.queue, code=error.code, reason=str(error))
                 await backoff.wait()
-            else:
-                return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import random
 import struct
@@ -416,6 +417,61 @@ async def test_a_subscription_that_begins_while_others_are_taken_up_again_is_one
     go_on.set()
     await back.wait()
     assert await transport.consumers(second) == 1
+
+
+@pytest.mark.parametrize("kind", ["rabbitmq"])
+async def test_a_queue_that_is_deleted_when_its_consumption_has_just_begun_is_consumed_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker's word that the consumption has ended came before anyone listened, and the queue had no consumer."""
+    transport = await rig.transport()
+    assert isinstance(transport, RabbitTransport)
+    queue = await declare(transport)
+    consume, begun = RabbitSubscription._consume, 0
+
+    async def slow(self: RabbitSubscription, channel: AbstractChannel) -> str:
+        nonlocal begun
+        tag, begun = await consume(self, channel), begun + 1
+        if begun == 1:
+            await transport._current().delete_queue(self.queue)
+            await until(lambda: tag not in channel.consumers)  # type: ignore[attr-defined]
+        return tag
+
+    monkeypatch.setattr(RabbitSubscription, "_consume", slow)
+    await transport.consume(queue, Collector(), prefetch=10)
+    await until(lambda: begun == 2)
+    assert await transport.consumers(queue) == 1
+
+
+@pytest.mark.parametrize("kind", ["rabbitmq"])
+@pytest.mark.parametrize("frames", ["publishes", "acknowledgements"])
+async def test_what_is_sent_beside_the_end_of_a_channel_costs_no_connection(rig: Rig, frames: str) -> None:
+    """The broker ends the connection for a frame on a channel whose end has been acknowledged: all that was delivered
+    on it was delivered again."""
+    transport, queue = await with_queue(rig)
+    back: list[bool] = []
+    transport.on_reconnect(lambda: back.append(True))
+    subscription = await transport.consume(queue, collector := Collector(), prefetch=1)
+    assert isinstance(subscription, RabbitSubscription)
+    channel = subscription._channel
+    assert channel is not None
+    acks, unknown = channels.Acks(channel, prefetch=1), itertools.count(1_000)
+    publishes: list[asyncio.Task[None]] = []
+    if frames == "publishes":
+        nowhere = Outgoing(exchange="nowhere", routing_key="x", body=b"")
+        publishes.append(asyncio.create_task(transport.publish(nowhere)))
+    while not (publishes[0].done() if publishes else channel.is_closed):
+        if publishes:
+            publishes.append(asyncio.create_task(transport.publish(command(b"x"))))
+        else:
+            acks.register(tag := next(unknown))
+            acks.ack(tag, now=True)
+        await asyncio.sleep(0)
+    await asyncio.gather(*publishes, return_exceptions=True)
+    await until(lambda: subscription._channel is not None and not subscription._channel.is_closed)
+    await transport.publish(command(b"last"))
+    await until(lambda: b"last" in collector.bodies)
+    assert not back
 
 
 async def test_a_refusal_beside_a_publish_that_hangs_stops_nothing(
