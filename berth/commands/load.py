@@ -201,8 +201,8 @@ def _status(record: LoadRecord) -> int:
             raise Stop(Exit.TIME, f"load.{outcome}", text)
     if totals.interrupted:
         return EXIT_INTERRUPTED
-    if totals.outcomes.get("unsent"):
-        raise Stop(Exit.UNAVAILABLE, "bus.unavailable", "the bus was unavailable: some builds were never confirmed")
+    if totals.outcomes.get("unsent") or totals.delete_outcomes.get("unsent"):
+        raise Stop(Exit.UNAVAILABLE, "bus.unavailable", "the bus was unavailable: some requests were never confirmed")
     if totals.boots and not totals.outcomes.get("active"):
         raise Stop(Exit.NO, "load.none_active", f"not one of {totals.boots} builds became active")
     return 0

@@ -103,6 +103,7 @@ class LoadRun:
     def interrupt(self) -> None:
         """Offer nothing more; what is under way gets a short grace."""
         self.interrupted = True
+        self._to_delete.clear()
         self._changed.set()
 
     def drain_latencies(self) -> list[float]:
@@ -114,19 +115,30 @@ class LoadRun:
         """Fire all, wait for every end. Raises what publishing raises when requests are not taken at all."""
         self.started, self.started_at = self._clock.monotonic(), self._clock.time()
         self.boots.start = self.deletes.start = self.last_end = self._last_sent = self.started
-        reaper = asyncio.create_task(self._reap())
+        tasks = [asyncio.create_task(part()) for part in (self._fire, self._until_stopped, self._reap)]
+        firing, stopped, _ = tasks
         try:
-            drawn = draw(self.plan, self._rng, self._chance)
-            await (self._closed_loop(drawn) if self.plan.mode == "closed" else self._open_loop(drawn))
-            await self._all_offered()
-            await self._ends(self.plan.timeout_s)
+            await asyncio.wait({firing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if self._fault is None and not firing.done():
+                await asyncio.wait({firing}, timeout=INTERRUPT_GRACE_S)
+            if self._fault is not None:
+                raise self._fault
+            if firing.done():
+                firing.result()
         finally:
-            reaper.cancel()
-            for task in self._offering:
+            tasks += self._offering
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(reaper, *self._offering, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         for ledger in (self.boots, self.deletes):
             ledger.give_up(self._unended)
+
+    async def _fire(self) -> None:
+        drawn = draw(self.plan, self._rng, self._chance)
+        await (self._closed_loop(drawn) if self.plan.mode == "closed" else self._open_loop(drawn))
+        while self._offering:
+            await asyncio.wait(self._offering)
+        await self._ends(self.plan.timeout_s)
 
     def _unended(self, uuid: str) -> str:
         if self.interrupted:
@@ -255,48 +267,19 @@ class LoadRun:
             ledger.again[offer.row] += 1
         return again
 
-    async def _all_offered(self) -> None:
-        while self._offering and self._fault is None:
-            await asyncio.wait(list(self._offering), timeout=None if not self.interrupted else INTERRUPT_GRACE_S)
-            if self.interrupted:
-                break
-        if self._fault is not None:
-            raise self._fault
-
     async def _ends(self, timeout_s: float) -> None:
         """Wait until everything has ended, or nothing can be hoped for any more."""
         while self._offering or self._to_delete or self.boots.counts["open"] or self.deletes.counts["open"]:
             left = self._last_sent + timeout_s - self._clock.monotonic()
-            if self.interrupted:
-                left = min(left, INTERRUPT_GRACE_S)
-            if left <= 0 or self._fault is not None:
+            if left <= 0:
                 break
-            finished = await self._wait(left)
-            if self.interrupted and not finished:
-                break
-            if finished and (self._offering or self._to_delete):
+            if await self._client.wait(left) and (self._offering or self._to_delete):
                 await self._clock.sleep(LOOK_S / 10)
-        if self._fault is not None:
-            raise self._fault
-        if self._client.unfinished and not self.interrupted:
+        if self._client.unfinished:
             with contextlib.suppress(Transient, BusError):  # no scheduler to ask: they count as lost
                 await self._client.resync(at_most=self._client.unfinished)
 
-    async def _wait(self, timeout_s: float) -> bool:
-        """For the ends of what is sent; gives up early when interrupted."""
-        waiting = asyncio.create_task(self._client.wait(timeout_s))
-        changed = asyncio.create_task(self._interruption())
-        try:
-            await asyncio.wait({waiting, changed}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                await asyncio.wait({waiting}, timeout=min(timeout_s, INTERRUPT_GRACE_S))
-            return waiting.done() and waiting.result()
-        finally:
-            for task in (waiting, changed):
-                task.cancel()
-            await asyncio.gather(waiting, changed, return_exceptions=True)
-
-    async def _interruption(self) -> None:
+    async def _until_stopped(self) -> None:
         while not self._stopped:
             self._changed.clear()
             await self._changed.wait()

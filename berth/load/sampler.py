@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ HEAT_S = 1.0
 HEAT_SHARE = 20
 HEAT_PAGE = HOSTS_PER_PAGE  # one query: of a larger fleet the first hosts by name
 HEAT_TIMEOUT_S = 5.0
+# A broker that does not answer delays a sample by no more than this.
+DEPTHS_TIMEOUT_S = 3.0
 API = "api"
 # The queues that a boot passes through. Private queues are their consumers' own business.
 _WATCHED = [row for row in QUEUES if row.kind is QueueKind.DURABLE and "{" not in row.name]
@@ -160,15 +163,20 @@ class Sampler:
         return self._clock.monotonic() - self._run.started
 
     async def _depths(self) -> dict[str, int]:
+        found = await asyncio.gather(*(self._depths_of(bus, one) for bus, one in self._transports.items()))
+        return {queue: depth for depths in found for queue, depth in depths.items()}
+
+    async def _depths_of(self, bus: str, transport: Transport) -> dict[str, int]:
+        where = {Where.API, Where.BOTH} if bus == API else {Where.CELL, Where.BOTH}
+        reading = {row.name: partial(waiting_in, transport, row) for row in _WATCHED if row.where in where}
+        if bus == API:
+            reading[DEAD_LETTERS] = partial(transport.depth, DEAD_LETTERS)
         depths: dict[str, int] = {}
-        for bus, transport in self._transports.items():
-            where = {Where.API, Where.BOTH} if bus == API else {Where.CELL, Where.BOTH}
-            reading = {row.name: partial(waiting_in, transport, row) for row in _WATCHED if row.where in where}
-            if bus == API:
-                reading[DEAD_LETTERS] = partial(transport.depth, DEAD_LETTERS)
-            for queue, read in reading.items():
-                with contextlib.suppress(BusError, TimeoutError):  # not there yet, or the broker is unavailable
-                    depths[queue if bus == API else f"{bus}/{queue}"] = await read()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEPTHS_TIMEOUT_S):
+                for queue, read in reading.items():
+                    with contextlib.suppress(BusError):  # not there yet, or the broker is unavailable
+                        depths[queue if bus == API else f"{bus}/{queue}"] = await read()
         return depths
 
 

@@ -81,7 +81,6 @@ async def looking_on(site: Site, process: str) -> AsyncIterator[dict[str, Transp
                 async with asyncio.timeout(LOOK_TIMEOUT_S):
                     await transport.open()
             except (BusError, TimeoutError):  # not ours to enter, or away
-                await transport.close()
                 continue
             opened[name] = transport
         yield opened

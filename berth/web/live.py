@@ -111,10 +111,9 @@ class Live:
         self._closing = False
         self._seconds: deque[Second] = deque(maxlen=HISTORY_S)
         self._accepted_at: dict[str, float] = {}
-        self._ended: dict[str, None] = {}
+        self._ended: dict[str, tuple[BuildState, int]] = {}  # with the number of the event: one may be repeated
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
         self.failures: deque[BuildEvent] = deque(maxlen=MAX_FAILURES)
-        self.ended: Counter[str] = Counter()
         self._lost: dict[str, float] = {}  # {instance: when}
 
     async def open(self) -> None:
@@ -212,29 +211,31 @@ class Live:
                 second.accepted += 1
                 if len(self._accepted_at) < MAX_IN_FLIGHT:
                     self._accepted_at[uuid] = event.at
-        elif event.state in TERMINAL_STATES:
-            began = self._accepted_at.pop(uuid, None)
-            if began is None and event.stamps is not None and event.stamps.requested and uuid not in self._ended:
-                began = event.stamps.requested
-                second.accepted += 1
-            if uuid not in self._ended:
-                second.lost_claims += event.stamps.lost_claims if event.stamps is not None else 0
-                second.retries += max(0, event.attempt - 1)
-            self._note_lost(event)
-            self._ended[uuid] = None
-            if len(self._ended) > MAX_ENDED:
-                del self._ended[next(iter(self._ended))]
-            if event.terminal:
-                self.ended[event.state.value] += 1
-            if event.state is BuildState.ACTIVE:
-                second.active += 1
-                if began is not None:
-                    self._latencies.append(max(0.0, event.at - began))
-            elif event.state in (BuildState.FAILED, BuildState.REFUSED):
-                second.failed += 1
-                self.failures.appendleft(event)
+        elif event.state in TERMINAL_STATES and self._ended.get(uuid) != (event.state, event.sequence):
+            self._count_end(event, second)
         for follower in self._followers:
             follower.put(event)
+
+    def _count_end(self, event: BuildEvent, second: Second) -> None:
+        uuid = event.instance_uuid
+        began = self._accepted_at.pop(uuid, None)
+        if uuid not in self._ended:
+            if began is None and event.stamps is not None and event.stamps.requested:
+                began = event.stamps.requested
+                second.accepted += 1
+            second.lost_claims += event.stamps.lost_claims if event.stamps is not None else 0
+            second.retries += max(0, event.attempt - 1)
+        self._note_lost(event)
+        self._ended[uuid] = event.state, event.sequence
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        if event.state is BuildState.ACTIVE:
+            second.active += 1
+            if began is not None:
+                self._latencies.append(max(0.0, event.at - began))
+        elif event.state in (BuildState.FAILED, BuildState.REFUSED):
+            second.failed += 1
+            self.failures.appendleft(event)
 
     def _note_lost(self, event: BuildEvent) -> None:
         self._lost.pop(event.instance_uuid, None)

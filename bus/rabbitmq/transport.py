@@ -195,12 +195,14 @@ class RabbitTransport:
         # aiormq logs every lost connection with a traceback; what matters of it is logged here.
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
         logging.getLogger("aio_pika").setLevel(logging.CRITICAL)
-        loop = asyncio.get_running_loop()
         self._closing = False
-        self._opened = loop.create_future()
-        self._keeper = loop.create_task(self._keep())
+        self._opened = asyncio.Future()
+        self._keeper = asyncio.create_task(self._keep())
         try:
             await self._opened
+        except asyncio.CancelledError:  # its keeper would go on, and connect for nobody
+            await self.close()
+            raise
         except BusForbidden as error:  # a process has several of these, with users of their own
             raise type(error)(f"bus {self.name}: {error}") from error
 
@@ -236,8 +238,7 @@ class RabbitTransport:
 
     async def owner_of(self, name: str) -> str:
         """The owner of a mark."""
-        real = self._names.exchange(MARK + name)
-        return await self._lasting(lambda session: session.owner_of(real))
+        return await self._lasting(lambda session: session.owner_of(self._names.exchange(MARK + name)))
 
     async def unmark(self, name: str) -> None:
         """Take a mark away."""
@@ -395,19 +396,18 @@ class RabbitTransport:
                         call_back(callback)
                 attempt = backoff.failures + 1
                 log.warning("bus.unavailable", bus=self.name, code=error.code, reason=str(error), attempt=attempt)
-                await backoff.wait()
-                continue
             except Exception:  # a library that fails in a new way must not leave a process without a connection
                 log.exception("bus.connecting_broke", bus=self.name, attempt=backoff.failures + 1)
-                await backoff.wait()
+            else:
+                backoff.reset()
+                self._is_back(session)
+                await session.lost.wait()
+                self._session = None
+                metrics.BLOCKED.labels(self.name).set(0)
+                log.warning("bus.lost", bus=self.name)
+                await session.close()
                 continue
-            backoff.reset()
-            self._is_back(session)
-            await session.lost.wait()
-            self._session = None
-            metrics.BLOCKED.labels(self.name).set(0)
-            log.warning("bus.lost", bus=self.name)
-            await session.close()
+            await backoff.wait()
 
     async def _connected(self) -> Session:
         """A session in which everything is declared and consumed again."""

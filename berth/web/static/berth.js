@@ -228,7 +228,6 @@ function followBuild(uuid, until = "end") {
       if (event.terminal && (until === "end" || event.state !== "active")) { source.close(); location.reload(); }
     },
     build(build, source) { if (build.state !== byId("state").textContent) { source.close(); location.reload(); } },
-    lagged() { location.reload(); },
   });
 }
 

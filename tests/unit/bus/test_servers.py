@@ -506,3 +506,18 @@ def test_the_known_versions_are_those_that_may_be_installed() -> None:
         *above, last = known.removesuffix(".").split(".")
         upper = ".".join([*above, str(int(last) + 1)])
         assert bounds[name] == f"{known.removesuffix('.')},<{upper}"
+
+
+# --- a connection that is given up
+
+
+async def test_an_open_that_is_given_up_connects_no_more() -> None:
+    """Else each look at a broker that is away left a connection behind, for as long as the process lived."""
+    running = asyncio.all_tasks()
+    opening = asyncio.create_task(RabbitTransport("amqp://127.0.0.1:1/", name="api").open())
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks() - running) == 2, "it, and its keeper"
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert asyncio.all_tasks() == running

@@ -102,6 +102,16 @@ def test_a_load_of_which_nothing_became_active_is_no_success(outcomes: dict[str,
         assert (stop.status, stop.code) == (status, "load.none_active")
 
 
+@pytest.mark.parametrize(("boots", "deletes"), [({"active": 9, "unsent": 1}, {}), ({"active": 9}, {"unsent": 1})])
+def test_a_load_that_the_broker_did_not_take_whole_is_no_success(
+    boots: dict[str, int], deletes: dict[str, int]
+) -> None:
+    totals = Totals(boots=sum(boots.values()), outcomes=boots, delete_outcomes=deletes)
+    with pytest.raises(Stop) as stop:
+        _status(LoadRecord(settings=LoadSettings(mode="burst", boots=totals.boots), totals=totals))
+    assert (stop.value.status, stop.value.code) == (Exit.UNAVAILABLE, "bus.unavailable")
+
+
 def test_the_manual_page_lists_every_command_and_roff_takes_it() -> None:
     page = printed("man")
     for path, _ in leaves():

@@ -18,7 +18,7 @@ from berth.commands.load import differing
 from berth.load import LoadPlan, LoadRun, PlanError, draw_requests, percentiles, run_load, sampler, sum_up
 from berth.load import run as run_module
 from berth.load.fleet import GPU_CLASS, HostKind, flavor_of, read_hosts, settings_like
-from berth.load.plan import arrivals, draw, parse_mix, parse_ramp, phase_boots, ramp_boots
+from berth.load.plan import Arrival, arrivals, draw, parse_mix, parse_ramp, phase_boots, ramp_boots
 from berth.load.record import Operations, decode, encode
 from berth.load.session import recorded
 from berth.load.totals import knee
@@ -26,6 +26,7 @@ from berth.load.trace import Shape, TraceRequest, read_requests, read_trace
 from berth.settings import read_settings
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.stages import STAGES, Stamps
+from bus.memory import MemoryBroker, MemoryTransport
 from compute_sim.domain.hosts import plan_hosts, tree
 from scheduler_worker.config import DEFAULT_FLAVORS
 from scheduler_worker.domain.flavors import parse
@@ -227,6 +228,61 @@ async def test_interrupted_nothing_more_is_offered_and_nothing_counts_as_lost(cl
     run.interrupt()
     await going
     assert "lost" not in outcomes(run) and run.boots.counts["open"] >= 6 and len(run.boots) < 30
+
+
+@pytest.mark.usefixtures("no_grace")
+async def test_interrupted_a_run_does_not_wait_for_a_broker_that_confirms_nothing(client_world: ClientWorld) -> None:
+    """Each slice waited for its confirm as long as any publisher does, and Ctrl-C with it."""
+    offered, confirmed = asyncio.Event(), asyncio.Event()
+
+    async def hang(*_: object, **__: object) -> list[BaseException | None]:
+        offered.set()
+        await confirmed.wait()
+        return []
+
+    client_world.client.bus.publish_each = hang  # type: ignore[method-assign]
+    plan = LoadPlan(boots=50_000, mix={"f": 1.0}, timeout_s=60.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    going = asyncio.create_task(run.go())
+    await offered.wait()
+    run.interrupt()
+    async with asyncio.timeout(30):
+        await going
+    assert outcomes(run).keys() == {"unsent"}
+
+
+@pytest.mark.usefixtures("no_grace")
+async def test_interrupted_a_run_does_not_wait_for_deletions_that_are_due_later(client_world: ClientWorld) -> None:
+    """Of a trace: nothing deletes them any more, and they were waited for until the bound."""
+    plan = LoadPlan(boots=2, mix={}, trace=(Arrival(0.0, "f", 50.0), Arrival(0.0, "f", 60.0)), timeout_s=1e9)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    began = client_world.clock.monotonic()
+    going = asyncio.create_task(run.go())
+    await client_world.client.until(lambda: run.boots.counts["active"] == 2, 60.0)
+    run.interrupt()
+    async with asyncio.timeout(30):
+        await going
+    assert outcomes(run) == {"active": 2} and not len(run.deletes)
+    assert client_world.clock.monotonic() - began < 1.0
+
+
+async def test_a_broker_that_does_not_answer_holds_up_no_sample(
+    client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its queues waited out its own time limit, and the summary of an interrupted run with them."""
+    monkeypatch.setattr(sampler, "DEPTHS_TIMEOUT_S", 0.01)
+
+    class Hung(MemoryTransport):
+        async def depth(self, queue: str) -> int:
+            await asyncio.Event().wait()
+            return 0
+
+    client = client_world.client
+    run = LoadRun(client, LoadPlan(boots=1, mix={"f": 1.0}), clock=client_world.clock, rng=random.Random(3))
+    hung = Hung(MemoryBroker(client_world.clock), "look")
+    looks = sampler.Sampler(run, client, clock=client_world.clock, transports={"api": hung, "cell1": hung})
+    async with asyncio.timeout(30):
+        assert (await looks.take_sample()).depths == {}
 
 
 async def test_each_sample_holds_what_came_since_the_one_before(client_world: ClientWorld) -> None:

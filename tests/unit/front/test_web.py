@@ -390,17 +390,19 @@ async def test_a_build_is_accepted_once_whichever_of_its_events_are_published() 
     stream.note(event(1, BuildState.ACTIVE, now + 3))
     stream.note(structs.replace(event(2, BuildState.ACTIVE, now + 3), stamps=Stamps(requested=now)))
     stream.note(event(2, BuildState.ACCEPTED, now))  # late, from another scheduler
-    assert stream.in_flight == 0 and stream.ended["active"] == 2
+    assert stream.in_flight == 0 and sum(second.active for second in stream._seconds) == 2
     assert sum(second.accepted for second in stream._seconds) == 2
     assert stream.percentiles() == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
 
 
-async def test_lost_claims_and_retries_are_counted_once_a_build() -> None:
+async def test_an_end_that_is_published_twice_is_counted_once() -> None:
     stream = Live(None, clock=SystemClock(), process="p")  # type: ignore[arg-type]
     ended = structs.replace(event(1, BuildState.ACTIVE), attempt=3, stamps=Stamps(requested=1.0, lost_claims=4))
-    for _ in range(2):  # published twice, as its publisher crashed in between
-        stream.note(ended)
+    for one in (ended, ended, event(3, BuildState.FAILED), event(3, BuildState.FAILED)):
+        stream.note(one)  # twice, as its publisher crashed in between
     stream.note(event(2, BuildState.ACTIVE))
+    assert sum(second.active for second in stream._seconds) == 2
+    assert sum(second.failed for second in stream._seconds) == len(stream.failures) == 1
     assert sum(second.lost_claims for second in stream._seconds) == 4
     assert sum(second.retries for second in stream._seconds) == 2
 
