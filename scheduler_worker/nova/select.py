@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Final, Protocol
 from uuid import NAMESPACE_OID, UUID, uuid5
 
@@ -47,7 +48,7 @@ from scheduler_worker.nova.explained import ANSWERED, SHADOWED, CallRecorder, lo
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
-from scheduler_worker.nova.resource_request import resource_request, undecided
+from scheduler_worker.nova.resource_request import ResourceRequest, resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
 from scheduler_worker.placing import ReplicaFollower
 
@@ -212,21 +213,17 @@ class Destinations:
         instances = asked.instance_uuids or ()
         ended: Ended | None = None
         for is_last in (False, True):
-            ended = None
-            for pinning in (True, False):
-                spec, is_pinned = self._spec(request, pinning=pinning)
-                if isinstance(spec, Unsatisfiable):
-                    ended = ended or Ended(reason=f"{spec.reason}.", step=spec.step)
-                    break
+            spec = self._spec(request)
+            if isinstance(spec, Unsatisfiable):
+                ended = Ended(reason=f"{spec.reason}.", step=spec.step)
+            else:
                 results = await self._placer.place(self._requests(call, asked, request, spec))
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
                     self._recorder.explain(placed(self._events.placed, call, instances, claimed))
                     return claimed
-                ended = ended or self._ended(spec, results)
-                if not is_pinned or self._settings.disable_fallback_pcpu_query:
-                    break
+                ended = self._ended(spec, results)
             if is_last or not await self._is_news():
                 break
             self._configure()
@@ -266,7 +263,7 @@ class Destinations:
         """
         asked = _arguments(call.arguments)
         request = parse_request_spec(asked.spec_obj)
-        spec, _ = self._spec(request, pinning=True)
+        spec = self._spec(request)
         if isinstance(spec, Unsatisfiable) or request.is_rebuild:
             return ""
         requests = self._requests(call, asked, request, spec)
@@ -291,21 +288,26 @@ class Destinations:
         book = self._selector.book
         return self._facts.unknown(book.uuids_of(book.rows_of_roots()))
 
-    def _spec(self, request: NovaRequest, *, pinning: bool) -> tuple[RequestSpec | Unsatisfiable, bool]:
-        """(spec of the request, whether it asks for pinned CPUs)."""
-        asked = resource_request(request, self._settings, self._facts, requires_owner=self._owns_all(), pinning=pinning)
+    def _spec(self, request: NovaRequest) -> RequestSpec | Unsatisfiable:
+        """The spec of a request. One for pinned CPUs takes others where a host does not offer these apart, as in Nova,
+        which asks twice: with NUMATopologyFilter such requests are not decided here.
+        """
+        translate = partial(resource_request, request, self._settings, self._facts, requires_owner=self._owns_all())
+        asked = translate(pinning=True)
         if isinstance(asked, Unsatisfiable):
-            return asked, False
+            return asked
+        is_asked_twice = asked.cpu_pinning_requested and not self._settings.disable_fallback_pcpu_query
+        second = translate(pinning=False) if is_asked_twice else None
         forced, named = self._named_hosts(request)
         if named is not None and not named:
-            return Unsatisfiable("host.unknown", "no host has the requested name", "requested_host"), False
-        query = asked.query if named is None else replace(asked.query, only_roots=named)
+            return Unsatisfiable("host.unknown", "no host has the requested name", "requested_host")
         destination = request.requested_destination
         cell = None
         if destination is not None and destination.cell is not None and not destination.allow_cross_cell_move:
             cell = destination.cell.uuid
         spec = RequestSpec(
-            query=query,
+            query=asked.query,
+            otherwise=second.query if isinstance(second, ResourceRequest) else None,
             flavor=request.flavor.name,
             project_id=request.project_id or "",
             extra_specs=request.flavor.extra_specs,
@@ -314,7 +316,8 @@ class Destinations:
             forced=forced,
             cell=cell,
         )
-        return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),)), asked.cpu_pinning_requested
+        spec = spec if named is None else spec.only_on(named)
+        return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),))
 
     def _image_properties(self, request: NovaRequest) -> dict[str, str]:
         """As filters read them, required traits among them."""
