@@ -89,12 +89,12 @@ async def test_a_version_that_nova_has_no_more_is_negotiated_anew() -> None:
 
     config = NovaApiConfig(url="http://nova/compute/v2.1", token="t")
     nova = NovaRest(config, clock=SystemClock(), setting="nova", transport=httpx.MockTransport(handle))
-    assert await nova.aggregates() == ([], True)
+    assert await nova.aggregates() == []
     newest = "2.96"
     with pytest.raises(NovaRefused) as refused:
         await nova.aggregates()
     assert refused.value.code == "nova.http_406"
-    assert await nova.aggregates() == ([], True)
+    assert await nova.aggregates() == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ async def test_the_newest_version_that_both_know(newest: str, asked: str) -> Non
         return httpx.Response(200, json={"aggregates": [], "hypervisors": []})
 
     nova = rest(answer, newest)
-    assert await nova.aggregates() == ([], True) and await nova.nodes() == []
+    assert await nova.aggregates() == [] and await nova.nodes() == []
     assert seen == [f"compute {asked}", "compute 2.87"]
 
 
@@ -168,16 +168,19 @@ async def test_aggregates() -> None:
     rows = [
         {"id": 1, "uuid": uuid_of(7), "name": "ssd", "hosts": ["h 1"], "metadata": {"availability_zone": "z"}},
         {"id": 2, "uuid": uuid_of(8), "name": "bare", "hosts": None, "metadata": None},
-        {"id": 3, "uuid": "nothing"},
+        {"id": 3, "uuid": uuid_of(9), "name": 7, "hosts": ["h2"], "metadata": {}},
+        {"id": 4, "uuid": "nothing"},
     ]
     nova = rest(lambda request: httpx.Response(200, json={"aggregates": rows}))
     known = [
         NovaAggregate(uuid=uuid_of(7), name="ssd", metadata={"availability_zone": "z"}, hosts=("h 1",)),
         NovaAggregate(uuid=uuid_of(8), name="bare"),
+        NovaAggregate(uuid=uuid_of(9), name=uuid_of(9), hosts=("h2",), is_read=False),
     ]
-    assert await nova.aggregates() == (known, False)
+    with pytest.raises(NovaRefused):
+        await nova.aggregates()
     rows.pop()
-    assert await nova.aggregates() == (known, True)
+    assert await nova.aggregates() == known
 
 
 @pytest.mark.parametrize(
