@@ -378,8 +378,10 @@ def _of_foreign(state: PlacementState, answer: ClaimResult, selector: Selector, 
     """
     generation = answer.consumer_generation or 0
     if answer.outcome is ClaimOutcome.CLAIMED:
+        assert state.choice is not None
+        candidates = (state.choice.selected, *state.choice.alternates)
         part = foreign_part(state, answer.holding, selector)
-        return recovered(state, (), HeldByClaim(part, generation, FIRST_ATTEMPT), selector, now=now)
+        return recovered(state, candidates, HeldByClaim(part, generation, answer.attempt), selector, now=now)
     assert state.foreign is not None
     return PlacementStep(replace(state, foreign=replace(state.foreign, adds_to=generation)))
 

@@ -451,6 +451,7 @@ def foreign_part(
     request may have and whose part is what it asks for. What is held of a host that is not known is never its own.
     """
     book, spec = selector.book, state.spec
+    named = {*spec.query.only_roots, spec.query.in_tree} - {None}
     rows = {provider: row for provider in sorted(holding) if (row := book.row_of(provider)) is not None}
     roots = {provider: book.uuid_of(book.root_of(row)) for provider, row in rows.items()}
     shared = set(sharing_of(book).givers.tolist())
@@ -459,7 +460,7 @@ def foreign_part(
         if state.rejected.get(host) == IGNORED or selector.table.index_of(host) is None:
             continue
         part = {one: holding[one] for one, row in rows.items() if roots[one] == host or row in shared}
-        is_named = not spec.query.only_roots or host in spec.query.only_roots
+        is_named = not named or host in named
         is_in_cell = spec.cell in (None, selector.cell_of(host))
         is_allowed = is_named and is_in_cell and selector.rejects(host, spec) is None
         fits = is_allowed and _option_held(state, host, part, selector) is not None

@@ -198,9 +198,10 @@ class NovaFacts:
 
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
         """Take the states of nova-computes over. complete: those are all, and others are gone. Otherwise they come with
-        compute nodes: they may be older than what is known, which stays.
+        compute nodes, and count before these do: they may be older than what is known, which stays, and are news of
+        hosts alone that no node is known of. Another one's service is gone.
         """
-        found = {one.host: one for one in services}
+        found = {one.host: one for one in services if complete or one.host not in self._by_host}
         after = found if complete else {**found, **self._services}
         self._is_announced = self._is_announced and after == self._services
         self._services = after

@@ -152,8 +152,8 @@ class FactsKeeper:
         began_s, before = self._clock.monotonic(), self._facts.known_nodes()
         try:
             found = await self._api.nodes()
-            self._facts.put_nodes([node for node, _ in found], complete=True, among=before)
             self._facts.put_services([service for _, service in found], complete=False)
+            self._facts.put_nodes([node for node, _ in found], complete=True, among=before)
             self._nodes_due_s = began_s + self._config.hosts_interval_s
             self._without_nodes = self._facts.without_nodes()
             self._no_nodes.clear()
@@ -217,8 +217,8 @@ class FactsKeeper:
             if found is None:
                 self._no_nodes.add(uuid)
             else:
-                self._facts.put_nodes([found[0]], complete=False)
                 self._facts.put_services([found[1]], complete=False)
+                self._facts.put_nodes([found[0]], complete=False)
         if unknown:
             await self._announce()
 

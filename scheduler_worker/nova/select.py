@@ -48,7 +48,7 @@ from scheduler_worker.nova.explained import ANSWERED, SHADOWED, CallRecorder, lo
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
-from scheduler_worker.nova.resource_request import ResourceRequest, resource_request, undecided
+from scheduler_worker.nova.resource_request import ResourceRequest, named_nodes, resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
 from scheduler_worker.placing import ReplicaFollower
 
@@ -298,9 +298,6 @@ class Destinations:
             return asked
         is_asked_twice = asked.cpu_pinning_requested and not self._settings.disable_fallback_pcpu_query
         second = translate(pinning=False) if is_asked_twice else None
-        forced, named = self._named_hosts(request)
-        if named is not None and not named:
-            return Unsatisfiable("host.unknown", "no host has the requested name", "requested_host")
         destination = request.requested_destination
         cell = None
         if destination is not None and destination.cell is not None and not destination.allow_cross_cell_move:
@@ -313,10 +310,9 @@ class Destinations:
             extra_specs=request.flavor.extra_specs,
             availability_zone=request.availability_zone,
             image_properties=self._image_properties(request),
-            forced=forced,
+            forced=bool(request.force_hosts or request.force_nodes),
             cell=cell,
         )
-        spec = spec if named is None else spec.only_on(named)
         return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),))
 
     def _image_properties(self, request: NovaRequest) -> dict[str, str]:
@@ -341,21 +337,6 @@ class Destinations:
         view = self._selector.all_hosts()
         view = view.subset(view.known)
         return bool(len(view)) and bool(view.has_trait(OWNER_TRAIT).all())
-
-    def _named_hosts(self, request: NovaRequest) -> tuple[bool, tuple[str, ...] | None]:
-        """(whether no filter is run, the hosts that the request names, None: any)."""
-        hosts, nodes, destination = request.force_hosts, request.force_nodes, request.requested_destination
-        if hosts or nodes:
-            found = [
-                uuid
-                for host in hosts or (None,)
-                for node in nodes or (None,)
-                for uuid in self._facts.nodes_named(host, node)
-            ]
-            return True, tuple(dict.fromkeys(found))
-        if destination is None or (destination.host is None and destination.node is None):
-            return False, None
-        return False, self._facts.nodes_named(destination.host, destination.node)
 
     def _requests(
         self, call: Call, asked: SelectArguments, request: NovaRequest, spec: RequestSpec
@@ -413,9 +394,9 @@ class Destinations:
 
     def _rebuilt(self, call: Call, asked: SelectArguments, request: NovaRequest) -> CellHosts:
         """The host of a rebuild from another image, if it may stay there: nothing is claimed. Raises NoValidHost."""
-        _, named = self._named_hosts(request)
+        named = named_nodes(request, self._facts)
         ended = Ended(reason="No host has the requested name.", step="requested_host")
-        for host in named or ():
+        for host in () if isinstance(named, Unsatisfiable) else named:
             node, cell = self._facts.node(host), self._facts.cell_of(host)
             if node is None or cell is None:
                 continue

@@ -51,9 +51,21 @@ def test_a_service_is_up_down_disabled_and_gone() -> None:
     world.facts.put_services([up("host2")], complete=True)
     world.facts.announce(2.0)
     assert world.states()[uuid_of(1)][0] is None
-    world.facts.put_services([up("host1")], complete=False)
+    world.facts.put_services([up("host1"), up("host2")], complete=True)
     world.facts.announce(3.0)
     assert world.states()[uuid_of(1)] == ("host1", False, True), "it is back"
+
+
+def test_a_service_that_is_gone_does_not_come_back_with_its_compute_nodes() -> None:
+    """A long list of these may have begun before it was deleted: a server built there would wait for nobody."""
+    world = World(node(1))
+    world.facts.put_services([], complete=True)
+    for of in (1, 2):
+        world.facts.put_services([up(f"host{of}")], complete=False)
+        world.facts.put_nodes([node(of)], complete=False)
+    world.facts.put_cells({"host1": CELL1, "host2": CELL1})
+    world.facts.announce(1.0)
+    assert [world.table.live_service_of(uuid_of(of)) for of in (1, 2)] == [None, "host2"], "a new host has its own"
 
 
 def test_a_service_that_was_down_for_long_has_its_hosts_again() -> None:

@@ -104,7 +104,7 @@ async def test_a_redelivered_call_adopts_what_it_has_claimed() -> None:
     here = await cloud(2, each=ONE)
     first = await here.select(VMS[0])
     again = await here.select(VMS[0], front=here.front())
-    assert hosts_of(first)[0][0] == hosts_of(again)[0][0]
+    assert hosts_of(first) == hosts_of(again), "with its alternates"
     assert len(await here.held(VMS[0])) == 1
 
 
