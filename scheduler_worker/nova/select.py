@@ -213,10 +213,10 @@ class Destinations:
         instances = asked.instance_uuids or ()
         ended: Ended | None = None
         for is_last in (False, True):
-            spec = self._spec(request)
-            if isinstance(spec, Unsatisfiable):
-                ended = Ended(reason=f"{spec.reason}.", step=spec.step)
-            else:
+            found = self._spec(request)
+            if isinstance(found, Unsatisfiable):
+                ended = Ended(reason=f"{found.reason}.", step=found.step)
+            for spec in () if isinstance(found, Unsatisfiable) else self._own_cell_first(request, found):
                 results = await self._placer.place(self._requests(call, asked, request, spec))
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
@@ -314,6 +314,14 @@ class Destinations:
             cell=cell,
         )
         return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),))
+
+    def _own_cell_first(self, request: NovaRequest, spec: RequestSpec) -> list[RequestSpec]:
+        """The spec; where the server may leave its cell first within that, which Nova weighs above all."""
+        asked = request.requested_destination
+        own = None if spec.cell is not None or asked is None or asked.cell is None else asked.cell.uuid
+        if own is None or own in self._selector.table.disabled_cells:
+            return [spec]
+        return [replace(spec, cell=own, key=(*spec.key, own)), spec]
 
     def _image_properties(self, request: NovaRequest) -> dict[str, str]:
         """As filters read them, required traits among them."""

@@ -294,6 +294,19 @@ async def test_only_hosts_of_the_requested_cell() -> None:
     assert hosts_of(await here.select(VMS[1], requested_destination=crossing))
 
 
+@pytest.mark.parametrize(("free", "disabled", "chosen"), [(2, (), "h1"), (1, (), "h0"), (2, CELLS[1:], "h0")])
+async def test_a_server_that_may_leave_its_cell_does_when_that_has_no_host(
+    free: int, disabled: tuple[str, ...], chosen: str
+) -> None:
+    """It takes a snapshot, and the server is off. Nova weighs the own cell above all."""
+    here = await Cloud([PLENTY, {**PLENTY, "VCPU": free}], cells=CELLS).open()
+    here.table.disabled_cells = frozenset(disabled)
+    await here.hold(VMS[9], 1)
+    own = versioned("CellMapping", "1.1", {"uuid": CELLS[1]})
+    crossing = destination(cell=own, allow_cross_cell_move=True)
+    assert hosts_of(await here.select(VMS[0], requested_destination=crossing)) == [[chosen]]
+
+
 async def test_servers_of_a_disabled_cell_move_within_it_and_none_is_built_there() -> None:
     """So an operator empties it: Nova looks at disabled cells where a request names its cell."""
     here = await cloud(2)
