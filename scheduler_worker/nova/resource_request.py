@@ -163,7 +163,8 @@ def translated(
     if isinstance(tenant, Unsatisfiable):
         return tenant
     drafted = _drafted(request, pinning=pinning)
-    required = frozenset(trait for group in drafted.groups.values() for trait in group.required)
+    first = drafted if pinning else _drafted(request, pinning=True)  # Nova runs its pre-filters once
+    required = frozenset(trait for group in first.groups.values() for trait in group.required)
     added = prefilter(
         request,
         settings,

@@ -347,6 +347,22 @@ SETTINGS: dict[str, tuple[NovaRequest, dict[str, Any], str]] = {
 }
 
 
+class OfHyperthreads(Facts):
+    """An aggregate that is kept for a trait which the CPU policy requires."""
+
+    def aggregates(self) -> list[Aggregate]:
+        return [Aggregate(uuid=ISOLATED, name="isolated", metadata={"trait:HW_CPU_HYPERTHREADING": "required"})]
+
+
+@pytest.mark.parametrize("pinning", [True, False])
+def test_the_fallbacks_query_may_go_where_the_first_may(pinning: bool) -> None:
+    """Nova runs its pre-filters once, for both."""
+    one = request({"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "require"})
+    settings = PrefilterSettings(enable_isolated_aggregate_filtering=True)
+    found = resource_request(one, settings, OfHyperthreads(), requires_owner=False, pinning=pinning)
+    assert isinstance(found, ResourceRequest) and not found.query.forbidden_aggregates
+
+
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_shape_the_query(case: str) -> None:
     one, settings, expected = SETTINGS[case]
