@@ -460,9 +460,9 @@ def foreign_part(
         if state.rejected.get(host) == IGNORED or selector.table.index_of(host) is None:
             continue
         part = {one: holding[one] for one, row in rows.items() if roots[one] == host or row in shared}
-        is_named = not named or host in named
-        is_in_cell = spec.cell in (None, selector.cell_of(host))
-        is_allowed = is_named and is_in_cell and selector.rejects(host, spec) is None
+        cell = selector.cell_of(host)
+        is_in_cell = cell is not None and spec.cell in (None, cell)
+        is_allowed = is_in_cell and (not named or host in named) and selector.rejects(host, spec) is None
         fits = is_allowed and _option_held(state, host, part, selector) is not None
         if not best[1] or (is_allowed, fits) > best[0]:
             best = (is_allowed, fits), part
