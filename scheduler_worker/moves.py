@@ -283,7 +283,7 @@ class MoveEngine:
         if isinstance(spec, Unsatisfiable):
             return spec
         if request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST and source is not None:
-            spec = replace(spec, query=replace(spec.query, only_roots=(source,)))
+            spec = spec.only_on((source,))
         spec = replace(spec, cell=known.build.cell, key=(*spec.key, request.request_id))
         if requested.server_group is not None or requested.different_host or requested.same_host:
             spec = spec.with_peers(peers_of(requested, page), request.request_id)

@@ -24,7 +24,6 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy
 from bus.faults import Fault
 from placement_worker.replica.request import QueryTooWide
-from placement_worker.replica.search import options
 from scheduler_worker.domain.builds import FIRST_ATTEMPT
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.gangs import by_gang, largest_first, with_shared_findings
@@ -52,7 +51,7 @@ from scheduler_worker.domain.ranking import (
     Ranking,
 )
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.view import RequestSpec, room_for
+from scheduler_worker.domain.view import RequestSpec, options_on, room_for
 
 # The most hosts that are tried, one after another, for a gang all of whose members must be on one.
 MAX_SHARED_HOSTS = 64
@@ -206,7 +205,8 @@ class DecisionRound:
         view = self._selector.passing(first.spec)
         out = self._selector.rows_of({**first.rejected, **passed_over})
         view = view.subset(~np.isin(view.rows, list(out)))
-        room = room_for([one.spec.query for one in members], view)
+        rooms = [room_for(some, view) for some in zip(*(one.spec.queries for one in members), strict=True)]
+        room = np.minimum(sum(rooms), len(members))
         most = int(room.max(initial=0))
         return None if most < least else self._rank(first.spec, among=view.rows[room == most])
 
@@ -290,7 +290,7 @@ class DecisionRound:
         known = spec.peers.members
         spec = spec.with_members({host: known.get(host, 0) + count for host, count in placed.items()})
         if spec.has_policy(GroupPolicy.AFFINITY):
-            return replace(spec, query=replace(spec.query, only_roots=tuple(placed)), key=_key_beside(state))
+            return replace(spec.only_on(tuple(placed)), key=_key_beside(state))
         return spec
 
     def _placed_of(self, state: PlacementState) -> dict[str, int]:
@@ -306,7 +306,7 @@ class DecisionRound:
         assert chosen is not None
         host, limit = chosen.selected, self._selector.config.max_options
         row = self._book.row_of(host.uuid)
-        if row is not None and (found := options(self._book, state.spec.query, row, limit=limit)):
+        if row is not None and (found := options_on(self._book, state.spec, row, limit=limit)):
             return state, replace(chosen, selected=replace(host, row=row, options=found))
         return replace(state, rejected={**state.rejected, host.uuid: "claim.raced"}), None
 
@@ -378,8 +378,10 @@ def _of_foreign(state: PlacementState, answer: ClaimResult, selector: Selector, 
     """
     generation = answer.consumer_generation or 0
     if answer.outcome is ClaimOutcome.CLAIMED:
+        assert state.choice is not None
+        candidates = (state.choice.selected, *state.choice.alternates)
         part = foreign_part(state, answer.holding, selector)
-        return recovered(state, (), HeldByClaim(part, generation, FIRST_ATTEMPT), selector, now=now)
+        return recovered(state, candidates, HeldByClaim(part, generation, answer.attempt), selector, now=now)
     assert state.foreign is not None
     return PlacementStep(replace(state, foreign=replace(state.foreign, adds_to=generation)))
 

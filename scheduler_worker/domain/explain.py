@@ -28,7 +28,7 @@ PHRASES = {
     "tenant.not_allowed": "are reserved for other projects",
     "host.other_cell": "are in another cell",
     "cell.disabled": "are in a cell that is disabled",
-    "host.unannounced": "were never announced by a compute service",
+    "host.unannounced": "are announced by no compute service",
     "host.ignored": "were ignored as requested",
     "host.not_forced": "cannot be forced by this request",
     "flavor.not_listed": "are reserved for other flavors",

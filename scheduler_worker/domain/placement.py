@@ -18,12 +18,12 @@ from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResul
 from bus.faults import Fault, RequestRefused, Transient
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import QueryTooWide
-from placement_worker.replica.search import option_held
+from placement_worker.replica.sharing import sharing_of
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Gang
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.ranking import Choice, RankedHost, Weights
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.view import Placeable, RequestSpec
+from scheduler_worker.domain.view import Placeable, RequestSpec, held_option
 
 T = TypeVar("T")
 
@@ -361,11 +361,12 @@ def recovered(
         reason = "an earlier claim of this request holds a host that no compute service announces"
         return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
     if state.foreign is not None and state.spec.query.groups:
-        mappings = _mappings(state, main, selector)
-        if mappings is None:
+        option = _option_held(state, main.host_uuid, main.allocations, selector)
+        if option is None:
             reason = "an earlier claim of this request holds what does not satisfy it any more"
             return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
-        main = replace(main, mappings=mappings)
+        # Nova binds its ports and devices by which provider satisfies which group.
+        main = replace(main, mappings=option.mappings)
     cell = selector.cell_of(main.host_uuid)
     alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
     alternates = alternates[: state.max_alternates]
@@ -387,6 +388,9 @@ def _host_claimed(
     weights: Mapping[str, Weights] | None = None,
 ) -> PlacementResult:
     cell = selector.cell_of(main.host_uuid)
+    if cell is None and state.foreign is not None and main.service:
+        # Where it was chosen: another control plane can release a claim that it is told of, and no other.
+        cell = selector.table.last_cell_of(main.host_uuid)
     if cell is None:
         return ClaimStranded("no compute service announces the claimed host any more")
     selections = (main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector)))
@@ -425,32 +429,44 @@ def _recovered_selection(holding: Mapping[str, Mapping[str, int]], selector: Sel
     return selector.selection_on(hosts[0], holding, shapes)
 
 
-def _mappings(state: PlacementState, main: Selection, selector: Selector) -> Mapping[str, tuple[str, ...]] | None:
-    """Which provider of what is held satisfies which numbered group: Nova binds its ports and devices by that."""
-    book = selector.book
-    row = book.row_of(main.host_uuid)
+def _option_held(
+    state: PlacementState, host: str, held: Mapping[str, Mapping[str, int]], selector: Selector
+) -> ClaimOption | None:
+    """The way in which what is held on a host satisfies the request; None: it does not."""
+    row = selector.book.row_of(host)
     assert row is not None
     try:
-        option = option_held(book, state.spec.query, row, main.allocations, key=state.request.instance_uuid)
+        return held_option(selector.book, state.spec, row, held, key=state.request.instance_uuid)
     except QueryTooWide:
         return None
-    return None if option is None else option.mappings
 
 
 def foreign_part(
     state: PlacementState, holding: Mapping[str, Mapping[str, int]], selector: Selector
-) -> dict[str, dict[str, int]]:
-    """What the instance of a foreign control plane holds elsewhere than on hosts that its request leaves out; of
-    several, on those that filters let it have: after two evacuations it may hold its first host, too, which is down.
+) -> Mapping[str, Mapping[str, int]]:
+    """What the instance of a foreign control plane holds for this request: on one host, and of what that shares.
+
+    Besides it may hold what another call has left: the source of an evacuation, which the request ignores; after two of
+    them its first host, which is down; what was claimed by a call that failed. Of several hosts it is the one that the
+    request may have and whose part is what it asks for. What is held of a host that is not known is never its own.
     """
-    book = selector.book
-    rows = {provider: book.row_of(provider) for provider in holding}
-    roots = {provider: book.uuid_of(book.root_of(row)) for provider, row in rows.items() if row is not None}
-    left = {root for root in roots.values() if state.rejected.get(root) == IGNORED}
-    hosts = {root for root in roots.values() if root not in left and selector.table.index_of(root) is not None}
-    unsuited = {root for root in hosts if selector.rejects(root, state.spec) is not None}
-    left |= unsuited if unsuited != hosts else frozenset()
-    return {uuid: dict(amounts) for uuid, amounts in holding.items() if roots.get(uuid) not in left}
+    book, spec = selector.book, state.spec
+    named = {*spec.query.only_roots, spec.query.in_tree} - {None}
+    rows = {provider: row for provider in sorted(holding) if (row := book.row_of(provider)) is not None}
+    roots = {provider: book.uuid_of(book.root_of(row)) for provider, row in rows.items()}
+    shared = set(sharing_of(book).givers.tolist())
+    best: tuple[tuple[bool, bool], Mapping[str, Mapping[str, int]]] = (False, False), {}
+    for host in dict.fromkeys(roots.values()):
+        if state.rejected.get(host) == IGNORED or selector.table.index_of(host) is None:
+            continue
+        part = {one: holding[one] for one, row in rows.items() if roots[one] == host or row in shared}
+        cell = selector.cell_of(host)
+        is_in_cell = cell is not None and spec.cell in (None, cell)
+        is_allowed = is_in_cell and (not named or host in named) and selector.rejects(host, spec) is None
+        fits = is_allowed and _option_held(state, host, part, selector) is not None
+        if not best[1] or (is_allowed, fits) > best[0]:
+            best = (is_allowed, fits), part
+    return best[1]
 
 
 def stranded(held: HeldAllocation, reason: str) -> ClaimStranded:

@@ -19,10 +19,9 @@ from msgspec import Struct
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
 from placement_worker.replica.book import Book
-from placement_worker.replica.search import options
 from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import KEPT_HOSTS, Weighing, reweigh, score
-from scheduler_worker.domain.view import HostsView, RequestSpec
+from scheduler_worker.domain.view import HostsView, RequestSpec, options_on
 
 MEMORY = 0.8  # the weight of the past after a round of claims: a burst of conflicts fades within some ten rounds
 
@@ -104,7 +103,7 @@ class RankedHost(Struct, frozen=True):
     """One host that fits, and what would be claimed there, best first.
 
     uuid: identifies the host for good. row: of the replica, valid at this moment only: after a host has left, its row
-    may be given to another.
+    may be given to another. service: that manages it at this moment.
     """
 
     uuid: str
@@ -112,6 +111,7 @@ class RankedHost(Struct, frozen=True):
     position: int
     score: float
     options: list[ClaimOption]
+    service: str
 
 
 Weights = Mapping[str, float]
@@ -286,9 +286,8 @@ class Ranking:
         for score_, _, position in rotation.draw(OTHER_SERVICE_WALK):
             row = int(self.view.rows[position])
             out = row in excluded or row in self._full
-            found = [] if out else options(self.view.book, self.spec.query, row, limit=1)
-            if found:
-                return [RankedHost(self.view.book.uuid_of(row), row, position, -score_, found)]
+            if not out and (found := self._found(position, score_, limit=1)):
+                return [found]
         return []
 
     def _next(
@@ -304,11 +303,18 @@ class Ranking:
             drawn.append(entry)
             if row in excluded:
                 continue
-            found = options(self.view.book, self.spec.query, row, limit=limit)
-            if found:
-                return RankedHost(self.view.book.uuid_of(row), row, position, -entry[0], found)
+            if found := self._found(position, entry[0], limit=limit):
+                return found
             drawn.pop()  # full by now, and in this round it can only become fuller
         return None
+
+    def _found(self, position: int, score_: float, *, limit: int) -> RankedHost | None:
+        """The host at a position of the view, if it still fits."""
+        book, row = self.view.book, int(self.view.rows[position])
+        if not (found := options_on(book, self.spec, row, limit=limit)):
+            return None
+        service = self.view.table.services[int(self._services[position])].name
+        return RankedHost(book.uuid_of(row), row, position, -score_, found, service)
 
     def _best_heap(self) -> HostHeap | None:
         """The heap of the cell whose best host is the best of all; of equally good cells, that of the cell whose turn

@@ -17,7 +17,6 @@ from bus.contracts.operations import AdminState
 from bus.contracts.placement import GroupPolicy, ServerGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import RejectedRoots, left_out
-from placement_worker.replica.search import search
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.explain import ClaimLoss, funnel_step
 from scheduler_worker.domain.flavors import IMAGE_TRAITS, ZONE_KEY, ParsedFlavor, request_spec, traits_of_image
@@ -32,7 +31,7 @@ from scheduler_worker.domain.plugins import (
     runs_on_rebuild,
 )
 from scheduler_worker.domain.ranking import CellRuns, RankedHost, Ranking
-from scheduler_worker.domain.view import HostsView, Membership, RequestSpec, Unsatisfiable
+from scheduler_worker.domain.view import HostsView, Membership, RequestSpec, Unsatisfiable, search_hosts
 
 UNANNOUNCED = "host.unannounced"
 CELL_DISABLED = "cell.disabled"
@@ -281,20 +280,24 @@ class Selector:
     def selection(self, candidate: RankedHost, option: int = 0) -> Selection:
         """One candidate as it is sent to the cell's conductor."""
         chosen = candidate.options[option]
-        found = self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes)
+        found = self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes, candidate.service)
         return replace(found, mappings=chosen.mappings) if chosen.mappings else found
 
     def selection_on(
-        self, host_uuid: str, allocations: Mapping[str, Mapping[str, int]], shapes: Mapping[str, int]
+        self,
+        host_uuid: str,
+        allocations: Mapping[str, Mapping[str, int]],
+        shapes: Mapping[str, int],
+        service: str = "",
     ) -> Selection:
-        """A selection on a host that is in the host table."""
+        """A selection on a host that is in the host table. service: that had it, if none has it any more."""
         at = self.table.index_of(host_uuid)
         assert at is not None, host_uuid
-        service = self.table.services[int(self.table.service[at])]
+        manager = int(self.table.service[at])
         return Selection(
             host_uuid=host_uuid,
             host=self.table.names[at],
-            service=service.name,
+            service=service if manager == NO_SERVICE else self.table.services[manager].name,
             allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
             shapes=dict(shapes),
             zone=self.zone_of(host_uuid),
@@ -343,7 +346,7 @@ class Selector:
 
     def _passing(self, spec: RequestSpec, *, explain: bool) -> Narrowing:
         """Search, then run each filter in order; the funnel counts the hosts that each step left."""
-        found = search(self.book, spec.query, explain=explain)
+        found = search_hosts(self.book, spec, explain=explain)
         left = Narrowing(self._view(found.roots), found.funnel, found.left_out, names=explain)
         if not (known := left.view.known).all():
             left.keep("announced", known, UNANNOUNCED)
@@ -357,6 +360,8 @@ class Selector:
             if (excluded := left.view.is_in(state)).any():
                 left.keep(state.value, ~excluded, f"host.{state}")
         left.run(() if spec.forced else self.filters, spec)
+        if not (managed := left.view.service != NO_SERVICE).all():  # no filter has looked at that
+            left.keep("announced", managed, UNANNOUNCED)
         return left
 
     def suits_rebuild(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:

@@ -18,9 +18,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.operations import AdminState
-from bus.contracts.placement import MAX_NAMED, GroupPolicy, LocatePage, LocateRequest, ServerGroup
+from bus.contracts.placement import MAX_NAMED, ClaimOption, GroupPolicy, LocatePage, LocateRequest, ServerGroup
 from placement_worker.replica.book import Book
-from placement_worker.replica.request import Query, total_resources
+from placement_worker.replica.request import Found, Query, total_resources
+from placement_worker.replica.search import option_held, options, search
 from placement_worker.replica.sharing import sharing_of
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.fleet import HostMetricsTable
@@ -229,6 +230,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them.
     peers: where the instances are that the request names, if it names any. image_properties: as the image has them.
     forced: no filter is run; pre-filters and the claim are. cell: only hosts of this one, where an instance moves.
+    otherwise: what is asked of hosts that do not satisfy the query.
     """
 
     query: Query
@@ -243,6 +245,17 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     image_properties: Mapping[str, str] = {}
     forced: bool = False
     cell: str | None = None
+    otherwise: Query | None = None
+
+    @property
+    def queries(self) -> tuple[Query, ...]:
+        """What is asked of a host, the first that it satisfies before the others."""
+        return (self.query,) if self.otherwise is None else (self.query, self.otherwise)
+
+    def only_on(self, hosts: tuple[str, ...]) -> RequestSpec:
+        """The same on no other hosts (uuids)."""
+        query, *others = (replace(one, only_roots=hosts) for one in self.queries)
+        return replace(self, query=query, otherwise=next(iter(others), None))
 
     def has_policy(self, policy: GroupPolicy) -> bool:
         """Whether the request belongs to a server group with this policy."""
@@ -350,6 +363,30 @@ def peers_of(request: Placeable, page: LocatePage, members: Sequence[str] | None
 
 def _hosts(page: LocatePage, instances: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for one in instances for host in page.hosts.get(one, ())))
+
+
+def search_hosts(book: Book, spec: RequestSpec, *, explain: bool = False) -> Found:
+    """The roots that can take the request now; where none can, why by its own query. Raises QueryTooWide."""
+    found = search(book, spec.query, explain=explain)
+    if spec.otherwise is None:
+        return found
+    other = search(book, spec.otherwise, explain=explain)
+    most = other if len(other.roots) > len(found.roots) else found
+    return replace(most, roots=np.union1d(found.roots, other.roots))
+
+
+def options_on(book: Book, spec: RequestSpec, row: int, *, limit: int) -> list[ClaimOption]:
+    """The possible allocations on one root, best first. Raises QueryTooWide."""
+    found = options(book, spec.query, row, limit=limit)
+    return found if found or spec.otherwise is None else options(book, spec.otherwise, row, limit=limit)
+
+
+def held_option(
+    book: Book, spec: RequestSpec, row: int, held: Mapping[str, Mapping[str, int]], *, key: str
+) -> ClaimOption | None:
+    """The way in which what a consumer holds satisfies the request (`option_held`). Raises QueryTooWide."""
+    found = option_held(book, spec.query, row, held, key=key)
+    return found if found or spec.otherwise is None else option_held(book, spec.otherwise, row, held, key=key)
 
 
 def room_for(members: Sequence[Query], view: HostsView) -> Rows:

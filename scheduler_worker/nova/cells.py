@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from fnmatch import fnmatchcase
 from typing import Protocol
 
@@ -24,10 +26,13 @@ RARELY_S = 30.0  # from a read that failed, or that found all, to the next at le
 MAX_MAPPINGS = 1_000_000
 MAX_SAID = 200  # characters of what the database's driver says of a fault
 READ_S = 10.0  # that a read of the database is waited for
+MAX_LEFT = 200  # reads that hang: as many as there are until TCP gives the first one up, after two hours
 
 # The two that are read
 CELLS = "SELECT id, uuid, disabled FROM cell_mappings"
 HOSTS = "SELECT host, cell_id FROM host_mappings"
+
+CellsFound = tuple[dict[str, str], frozenset[str]]  # {host: cell}, the disabled cells
 
 
 class CellMap(Protocol):
@@ -87,7 +92,8 @@ class DatabaseCells:
         self._known: dict[str, str] | None = None  # None: nothing was read yet
         self._absent: set[str] | None = None  # the hosts that the last read did not find; None: it failed
         self._again_s = -math.inf
-        self._reading: asyncio.Task[tuple[dict[str, str], frozenset[str]]] | None = None
+        self._reading: asyncio.Task[CellsFound] | None = None
+        self._left: list[Future[CellsFound]] = []  # reads whose thread has not ended in time
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:
         """As CellMap has it. Raises NovaUnavailable."""
@@ -97,8 +103,7 @@ class DatabaseCells:
         is_new = self._absent is not None and not missing <= self._absent
         if self._known is None or is_new or now_s >= self._again_s:
             try:
-                async with asyncio.timeout(READ_S):
-                    known, self.disabled = await self._next_read()
+                known, self.disabled = await self._next_read()
             except Exception as error:  # some drivers raise errors of their own, as of an option or a library
                 self._absent, self._again_s = None, now_s + RARELY_S
                 if not missing:  # what is known counts
@@ -110,12 +115,10 @@ class DatabaseCells:
             self._again_s = now_s + (AGAIN_S if self._absent else RARELY_S)
         return {host: known[host] for host in hosts if host in known}
 
-    async def _next_read(self) -> tuple[dict[str, str], frozenset[str]]:
-        """What a read finds: the one under way, or a new one. It goes on when who waits for it has ended: its thread
-        cannot be cancelled, and there is one.
-        """
+    async def _next_read(self) -> CellsFound:
+        """What a read finds: the one under way, or a new one. It goes on when who waits for it has ended."""
         if self._reading is None:
-            self._reading = asyncio.create_task(asyncio.to_thread(self._read), name="nova cells")
+            self._reading = asyncio.create_task(self._read_in_time(), name="nova cells")
         reading = self._reading
         try:
             return await asyncio.shield(reading)
@@ -123,16 +126,41 @@ class DatabaseCells:
             if reading.done():
                 self._reading = None
 
+    async def _read_in_time(self) -> CellsFound:
+        """What a thread reads, by a connection of its own: none can be cancelled. One that is late is left alone, and
+        is none of the loop's pool, which the process would wait for when it stops. Raises NovaUnavailable.
+        """
+        self._left = [one for one in self._left if not one.done()]
+        if len(self._left) >= MAX_LEFT:
+            raise NovaUnavailable(f"{MAX_LEFT} reads of Nova's API database hang")
+        read = Future[CellsFound]()
+        read.set_running_or_notify_cancel()  # the thread alone ends it
+        threading.Thread(target=self._read_into, args=(read,), name="nova cells", daemon=True).start()
+        try:
+            async with asyncio.timeout(READ_S):
+                return await asyncio.wrap_future(read)
+        except TimeoutError:
+            self._left.append(read)
+            raise
+
+    def _read_into(self, read: Future[CellsFound]) -> None:
+        try:
+            read.set_result(self._read())
+        except Exception as error:  # whatever a driver raises is told by who waits for the read
+            read.set_exception(error)
+
     def _said(self, error: Exception) -> str:
         """The first line of the driver's own text, without the password, which some drivers repeat."""
         if isinstance(error, TimeoutError):
             return f"no answer within {READ_S:g} s"
+        if isinstance(error, NovaUnavailable):
+            return error.reason
         said = str(getattr(error, "orig", None) or "").partition("\n")[0]
         password = self._engine.url.password
         return (said.replace(str(password), "***") if password else said)[:MAX_SAID]
 
-    def _read(self) -> tuple[dict[str, str], frozenset[str]]:
-        """({host: cell}, the disabled cells)."""
+    def _read(self) -> CellsFound:
+        """All that the database has of hosts and cells."""
         with self._engine.connect() as connection:
             cells = connection.execute(sqlalchemy.text(CELLS)).fetchmany(MAX_MAPPINGS)
             found = connection.execute(sqlalchemy.text(HOSTS)).fetchmany(MAX_MAPPINGS)

@@ -82,12 +82,16 @@ class NovaService(Struct, frozen=True, kw_only=True):
 
 
 class NovaAggregate(Struct, frozen=True, kw_only=True):
-    """A host aggregate of Nova; hosts: names of nova-computes. A zone is its metadata `availability_zone`."""
+    """A host aggregate of Nova; hosts: names of nova-computes. A zone is its metadata `availability_zone`.
+
+    is_read: False: its name and metadata could not be read.
+    """
 
     uuid: str
     name: str
     metadata: Mapping[str, str] = {}
     hosts: tuple[str, ...] = ()
+    is_read: bool = True
 
 
 def host_table() -> HostTable:
@@ -194,9 +198,10 @@ class NovaFacts:
 
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
         """Take the states of nova-computes over. complete: those are all, and others are gone. Otherwise they come with
-        compute nodes: they may be older than what is known, which stays.
+        compute nodes, and count before these do: they may be older than what is known, which stays, and are news of
+        hosts alone that no node is known of. Another one's service is gone.
         """
-        found = {one.host: one for one in services}
+        found = {one.host: one for one in services if complete or one.host not in self._by_host}
         after = found if complete else {**found, **self._services}
         self._is_announced = self._is_announced and after == self._services
         self._services = after
@@ -225,8 +230,14 @@ class NovaFacts:
         self._changed()
 
     def put_aggregates(self, aggregates: Iterable[NovaAggregate], *, complete: bool, but: Collection[str] = ()) -> None:
-        """Take aggregates over. complete: those are all, and others are gone. but: these (uuids) stay as they are."""
-        found = {one.uuid: one for one in aggregates if one.uuid not in but}
+        """Take aggregates over. complete: those are all, and others are gone. but: these (uuids) stay as they are. Of
+        one that could not be read the hosts are newer than what is known.
+        """
+        found = {
+            one.uuid: one if one.is_read else replace(self._aggregates.get(one.uuid, one), hosts=one.hosts)
+            for one in aggregates
+            if one.uuid not in but
+        }
         kept = {uuid: one for uuid, one in self._aggregates.items() if not complete or uuid in but}
         after = {**kept, **found}
         if after != self._aggregates:
@@ -271,14 +282,19 @@ class NovaFacts:
         self._announced = reports
 
     def _reports(self) -> dict[str, _Announced]:
-        """Of every nova-compute whose cell is known."""
-        return {
-            host: _Announced(
-                self._cells[host], tuple(self._report(self._nodes[uuid], one) for uuid in self._by_host.get(host, ()))
-            )
-            for host, one in sorted(self._services.items())
-            if host in self._cells
-        }
+        """Of every nova-compute whose cell is known. Of what is in an aggregate that is not known nobody can tell whom
+        it is for: it takes no builds.
+        """
+        unread = {host: one.uuid for one in self._aggregates.values() if not one.is_read for host in one.hosts}
+        reports: dict[str, _Announced] = {}
+        for host, known in sorted(self._services.items()):
+            if host not in self._cells:
+                continue
+            why = f"aggregate {unread[host]} cannot be read" if host in unread else ""
+            one = replace(known, is_disabled=True, reason=known.reason or why) if why else known
+            nodes = tuple(self._report(self._nodes[uuid], one) for uuid in self._by_host.get(host, ()))
+            reports[host] = _Announced(self._cells[host], nodes)
+        return reports
 
     def _report(self, node: ComputeNode, service: NovaService) -> HostReport:
         """A compute node as a host. Its attributes are what a flavor's capabilities may name of Nova's HostState."""

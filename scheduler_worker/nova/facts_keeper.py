@@ -127,11 +127,13 @@ class FactsKeeper:
     async def _read_states(self) -> None:
         self._read_s = began_s = self._clock.monotonic()  # failed or not, it is not read again at once
         self._cast_aggregates.clear()
-        services, (aggregates, is_complete) = await self._api.services(), await self._api.aggregates()
-        if not is_complete and not self.first.is_set():  # one that is not known keeps nobody from its hosts
-            raise NovaRefused("an aggregate cannot be read")
-        self._facts.put_services(services, complete=True)
-        self._facts.put_aggregates(aggregates, complete=is_complete, but=self._cast_aggregates)
+        self._facts.put_services(await self._api.services(), complete=True)
+        try:
+            aggregates = await self._api.aggregates()
+        except NovaRefused:  # the states of services are newer all the same
+            await self._announce()
+            raise
+        self._facts.put_aggregates(aggregates, complete=True, but=self._cast_aggregates)
         await self._announce()
         self._known_s = began_s
 
@@ -150,8 +152,8 @@ class FactsKeeper:
         began_s, before = self._clock.monotonic(), self._facts.known_nodes()
         try:
             found = await self._api.nodes()
-            self._facts.put_nodes([node for node, _ in found], complete=True, among=before)
             self._facts.put_services([service for _, service in found], complete=False)
+            self._facts.put_nodes([node for node, _ in found], complete=True, among=before)
             self._nodes_due_s = began_s + self._config.hosts_interval_s
             self._without_nodes = self._facts.without_nodes()
             self._no_nodes.clear()
@@ -215,8 +217,8 @@ class FactsKeeper:
             if found is None:
                 self._no_nodes.add(uuid)
             else:
-                self._facts.put_nodes([found[0]], complete=False)
                 self._facts.put_services([found[1]], complete=False)
+                self._facts.put_nodes([found[0]], complete=False)
         if unknown:
             await self._announce()
 

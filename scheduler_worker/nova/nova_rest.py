@@ -71,8 +71,8 @@ class NovaApi(Protocol):
     async def node(self, uuid: str) -> tuple[ComputeNode, NovaService] | None:
         """One compute node; None: Nova has none with this uuid."""
 
-    async def aggregates(self) -> tuple[list[NovaAggregate], bool]:
-        """(the host aggregates that can be read, whether those are all)."""
+    async def aggregates(self) -> list[NovaAggregate]:
+        """All host aggregates. Of one that cannot be read there are the uuid and the hosts."""
 
     async def task_of(self, instance: str) -> str | None:
         """The task state of a server, "" for none; None: Nova has no such server."""
@@ -107,6 +107,14 @@ class _Node(Struct, frozen=True):
 class _Server(Struct, frozen=True):
     id: Uuid
     task_state: str | msgspec.UnsetType | None = msgspec.field(name="OS-EXT-STS:task_state", default=msgspec.UNSET)
+
+
+class _UnreadAggregate(Struct, frozen=True):
+    uuid: Uuid
+    hosts: tuple[Name, ...] | None
+
+    def as_fact(self) -> NovaAggregate:
+        return NovaAggregate(uuid=self.uuid, name=self.uuid, hosts=self.hosts or (), is_read=False)
 
 
 class AggregateRow(Struct, frozen=True):
@@ -189,11 +197,18 @@ class NovaRest:
         rows = [] if raw is None else self._rows({"hypervisors": [raw.get("hypervisor")]}, "hypervisors", _Node)
         return node_of(rows[0]) if rows and rows[0].id == uuid else None
 
-    async def aggregates(self) -> tuple[list[NovaAggregate], bool]:
-        """(the host aggregates that can be read, whether those are all)."""
+    async def aggregates(self) -> list[NovaAggregate]:
+        """All host aggregates. Of one that cannot be read there are the uuid and the hosts. Raises NovaUnavailable,
+        NovaRefused: one of them does not tell these either.
+        """
         raw = await self.get("/os-aggregates")
-        rows = self._rows(raw, "aggregates", AggregateRow)
-        return [one.as_fact() for one in rows], len(rows) == len(raw["aggregates"])
+        found = [one.as_fact() for one in self._rows(raw, "aggregates", AggregateRow)]
+        read = {one.uuid for one in found}
+        others = [row for row in raw["aggregates"] if not isinstance(row, dict) or str(row.get("uuid")) not in read]
+        unread = self._rows({"aggregates": others}, "aggregates", _UnreadAggregate)
+        if len(unread) < len(others):
+            raise NovaRefused("of an aggregate not even the hosts can be read")
+        return [*found, *(one.as_fact() for one in unread)]
 
     async def task_of(self, instance: str) -> str | None:
         """The task state of a server, "" for none; None: Nova has no such server. Raises NovaUnavailable, NovaRefused.

@@ -55,7 +55,6 @@ class NovaFlavor(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    flavorid: str = ""
     vcpus: Amount
     memory_mb: Amount
     root_gb: Amount = 0
@@ -70,12 +69,7 @@ class NovaImage(Struct, frozen=True, kw_only=True):
     traits_required: of the image's properties `trait:X` = required.
     """
 
-    id: str | None = None
-    name: str | None = None
     disk_format: str | None = None
-    container_format: str | None = None
-    min_ram: int | None = None
-    min_disk: int | None = None
     properties: dict[str, str | int | float | bool | list[Any] | None] = {}
     traits_required: tuple[str, ...] = ()
 
@@ -86,10 +80,9 @@ class NovaImage(Struct, frozen=True, kw_only=True):
 
 
 class NovaCell(Struct, frozen=True, kw_only=True):
-    """`CellMapping`. The urls of its database and broker are not read."""
+    """`CellMapping`."""
 
     uuid: str
-    name: str | None = None
 
 
 class NovaDestination(Struct, frozen=True, kw_only=True):
@@ -107,15 +100,13 @@ class NovaDestination(Struct, frozen=True, kw_only=True):
 
 
 class NovaGroup(Struct, frozen=True, kw_only=True):
-    """`InstanceGroup` 1.x. members: uuids of instances. hosts: names of the hosts that the conductor saw them on."""
+    """`InstanceGroup` 1.x. members: uuids of instances."""
 
     uuid: str | None = None
-    name: str | None = None
     policy: str | None = None
     policies: tuple[str, ...] = ()
     rules: dict[str, str] = field(name="_rules", default_factory=dict)
     members: tuple[str, ...] | None = None
-    hosts: tuple[str, ...] | None = None
 
     @property
     def group_policy(self) -> str | None:
@@ -129,7 +120,6 @@ class NovaRequestGroup(Struct, frozen=True, kw_only=True):
     requester_id: its suffix in the query. aggregates: of each inner tuple one must hold.
     """
 
-    use_same_provider: bool = True
     resources: dict[str, Amount] = {}
     required_traits: frozenset[str] = frozenset()
     forbidden_traits: frozenset[str] = frozenset()
@@ -153,37 +143,15 @@ class NovaRequestLevel(Struct, frozen=True, kw_only=True):
     same_subtree: tuple[tuple[str, ...], ...] = ()
 
 
-class NovaComputeNode(Struct, frozen=True, kw_only=True):
-    """`ComputeNode` in a list of hosts tried."""
-
-    host: str | None = None
-    hypervisor_hostname: str | None = None
-
-
-class NovaComputeNodes(Struct, frozen=True, kw_only=True):
-    """`ComputeNodeList`."""
-
-    objects: tuple[NovaComputeNode, ...] = ()
-
-
-class NovaRetries(Struct, frozen=True, kw_only=True):
-    """`SchedulerRetries` 1.x: hosts that have been tried."""
-
-    num_attempts: int = 0
-    hosts: NovaComputeNodes = NovaComputeNodes()
-
-
 class NovaPciRequest(Struct, frozen=True, kw_only=True):
     """`InstancePCIRequest` 1.x. requester_id: a port's uuid or a flavor's alias says where it comes from.
 
     spec: what the device must be; the tags of a port's request are in it (`physical_network`, `remote_managed`).
     """
 
-    count: Amount = 0
     request_id: str | None = None
     requester_id: str | None = None
     alias_name: str | None = None
-    numa_policy: str | None = None
     spec: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -201,10 +169,6 @@ class NovaPciRequests(Struct, frozen=True, kw_only=True):
 class NovaNetwork(Struct, frozen=True, kw_only=True):
     """`NetworkRequest` 1.x."""
 
-    network_id: str | None = None
-    port_id: str | None = None
-    pci_request_id: str | None = None
-
 
 class NovaNetworks(Struct, frozen=True, kw_only=True):
     """`NetworkRequestList`."""
@@ -212,40 +176,27 @@ class NovaNetworks(Struct, frozen=True, kw_only=True):
     objects: tuple[NovaNetwork, ...] = ()
 
 
-class NovaNetworkMetadata(Struct, frozen=True, kw_only=True):
-    """`NetworkMetadata`: read by Nova for NUMA affinity."""
-
-    physnets: frozenset[str] = frozenset()
-    tunneled: bool = False
-
-
 class NovaRequest(Struct, frozen=True, kw_only=True):
     """`RequestSpec` 1.x, all that placing reads. Names and units are Nova's; None is null or not set.
 
-    num_instances: of the first boot; the instances of a call are its argument `instance_uuids`. ignore_hosts,
-    force_hosts, force_nodes: names. numa_topology, limits: as they came, not looked into.
+    ignore_hosts, force_hosts, force_nodes: names. numa_topology: as it came, not looked into.
     """
 
     flavor: NovaFlavor
     image: NovaImage | None = None
-    instance_uuid: str | None = None
     project_id: str | None = None
     user_id: str | None = None
     availability_zone: str | None = None
-    num_instances: Amount = 1
     is_bfv: bool | None = None
     ignore_hosts: tuple[str, ...] | None = None
     force_hosts: tuple[str, ...] | None = None
     force_nodes: tuple[str, ...] | None = None
     requested_destination: NovaDestination | None = None
-    retry: NovaRetries | None = None
-    limits: Any = None
     instance_group: NovaGroup | None = None
     scheduler_hints: dict[str, tuple[str, ...]] | None = None
     requested_resources: tuple[NovaRequestGroup, ...] | None = None
     request_level_params: NovaRequestLevel = NovaRequestLevel()
     requested_networks: NovaNetworks | None = None
-    network_metadata: NovaNetworkMetadata | None = None
     numa_topology: Any = None
     pci_requests: NovaPciRequests | None = None
 
@@ -292,11 +243,9 @@ _READ: Final[Mapping[str, tuple[type[Struct], Mapping[str, str]]]] = {
             "image": "ImageMeta",
             "instance_group": "InstanceGroup",
             "requested_destination": "Destination",
-            "retry": "SchedulerRetries",
             "requested_resources": "RequestGroup",
             "request_level_params": "RequestLevelParams",
             "requested_networks": "NetworkRequestList",
-            "network_metadata": "NetworkMetadata",
             "pci_requests": "InstancePCIRequests",
         },
     ),
@@ -305,14 +254,10 @@ _READ: Final[Mapping[str, tuple[type[Struct], Mapping[str, str]]]] = {
     "InstanceGroup": (NovaGroup, {}),
     "Destination": (NovaDestination, {"cell": "CellMapping"}),
     "CellMapping": (NovaCell, {}),
-    "SchedulerRetries": (NovaRetries, {"hosts": "ComputeNodeList"}),
-    "ComputeNodeList": (NovaComputeNodes, {"objects": "ComputeNode"}),
-    "ComputeNode": (NovaComputeNode, {}),
     "RequestGroup": (NovaRequestGroup, {}),
     "RequestLevelParams": (NovaRequestLevel, {}),
     "NetworkRequestList": (NovaNetworks, {"objects": "NetworkRequest"}),
     "NetworkRequest": (NovaNetwork, {}),
-    "NetworkMetadata": (NovaNetworkMetadata, {}),
     "InstancePCIRequests": (NovaPciRequests, {"requests": "InstancePCIRequest"}),
     "InstancePCIRequest": (NovaPciRequest, {}),
 }

@@ -30,6 +30,7 @@ __all__ = [
     "PrefilterSettings",
     "QueryFacts",
     "ResourceRequest",
+    "named_nodes",
     "querystring",
     "resource_request",
     "translated",
@@ -162,7 +163,8 @@ def translated(
     if isinstance(tenant, Unsatisfiable):
         return tenant
     drafted = _drafted(request, pinning=pinning)
-    required = frozenset(trait for group in drafted.groups.values() for trait in group.required)
+    first = drafted if pinning else _drafted(request, pinning=True)  # Nova runs its pre-filters once
+    required = frozenset(trait for group in first.groups.values() for trait in group.required)
     added = prefilter(
         request,
         settings,
@@ -172,7 +174,7 @@ def translated(
         requires_owner=requires_owner,
     )
     _apply(drafted, added, request)
-    nodes = _target_nodes(request, facts)
+    nodes = named_nodes(request, facts)
     if isinstance(nodes, Unsatisfiable):
         return nodes
     if len(nodes) == 1:
@@ -408,7 +410,7 @@ def _apply(drafted: _Drafted, added: Additions, request: NovaRequest) -> None:
             drafted.group(one.requester_id).required |= added.of_pci
 
 
-def _target_nodes(request: NovaRequest, facts: QueryFacts) -> Sequence[str] | Unsatisfiable:
+def named_nodes(request: NovaRequest, facts: QueryFacts) -> Sequence[str] | Unsatisfiable:
     """The compute nodes of the host or node that the request names; none: it names none."""
     asked = request.requested_destination or NovaDestination()
     host = asked.host or next(iter(request.force_hosts or ()), None)

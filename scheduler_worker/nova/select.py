@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Final, Protocol
 from uuid import NAMESPACE_OID, UUID, uuid5
 
@@ -47,7 +48,7 @@ from scheduler_worker.nova.explained import ANSWERED, SHADOWED, CallRecorder, lo
 from scheduler_worker.nova.facts import NovaFacts
 from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
-from scheduler_worker.nova.resource_request import resource_request, undecided
+from scheduler_worker.nova.resource_request import ResourceRequest, named_nodes, resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
 from scheduler_worker.placing import ReplicaFollower
 
@@ -212,21 +213,17 @@ class Destinations:
         instances = asked.instance_uuids or ()
         ended: Ended | None = None
         for is_last in (False, True):
-            ended = None
-            for pinning in (True, False):
-                spec, is_pinned = self._spec(request, pinning=pinning)
-                if isinstance(spec, Unsatisfiable):
-                    ended = ended or Ended(reason=f"{spec.reason}.", step=spec.step)
-                    break
+            found = self._spec(request)
+            if isinstance(found, Unsatisfiable):
+                ended = Ended(reason=f"{found.reason}.", step=found.step)
+            for spec in () if isinstance(found, Unsatisfiable) else self._own_cell_first(request, found):
                 results = await self._placer.place(self._requests(call, asked, request, spec))
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
                     self._recorder.explain(placed(self._events.placed, call, instances, claimed))
                     return claimed
-                ended = ended or self._ended(spec, results)
-                if not is_pinned or self._settings.disable_fallback_pcpu_query:
-                    break
+                ended = self._ended(spec, results)
             if is_last or not await self._is_news():
                 break
             self._configure()
@@ -266,7 +263,7 @@ class Destinations:
         """
         asked = _arguments(call.arguments)
         request = parse_request_spec(asked.spec_obj)
-        spec, _ = self._spec(request, pinning=True)
+        spec = self._spec(request)
         if isinstance(spec, Unsatisfiable) or request.is_rebuild:
             return ""
         requests = self._requests(call, asked, request, spec)
@@ -291,30 +288,40 @@ class Destinations:
         book = self._selector.book
         return self._facts.unknown(book.uuids_of(book.rows_of_roots()))
 
-    def _spec(self, request: NovaRequest, *, pinning: bool) -> tuple[RequestSpec | Unsatisfiable, bool]:
-        """(spec of the request, whether it asks for pinned CPUs)."""
-        asked = resource_request(request, self._settings, self._facts, requires_owner=self._owns_all(), pinning=pinning)
+    def _spec(self, request: NovaRequest) -> RequestSpec | Unsatisfiable:
+        """The spec of a request. One for pinned CPUs takes others where a host does not offer these apart, as in Nova,
+        which asks twice: with NUMATopologyFilter such requests are not decided here.
+        """
+        translate = partial(resource_request, request, self._settings, self._facts, requires_owner=self._owns_all())
+        asked = translate(pinning=True)
         if isinstance(asked, Unsatisfiable):
-            return asked, False
-        forced, named = self._named_hosts(request)
-        if named is not None and not named:
-            return Unsatisfiable("host.unknown", "no host has the requested name", "requested_host"), False
-        query = asked.query if named is None else replace(asked.query, only_roots=named)
+            return asked
+        is_asked_twice = asked.cpu_pinning_requested and not self._settings.disable_fallback_pcpu_query
+        second = translate(pinning=False) if is_asked_twice else None
         destination = request.requested_destination
         cell = None
         if destination is not None and destination.cell is not None and not destination.allow_cross_cell_move:
             cell = destination.cell.uuid
         spec = RequestSpec(
-            query=query,
+            query=asked.query,
+            otherwise=second.query if isinstance(second, ResourceRequest) else None,
             flavor=request.flavor.name,
             project_id=request.project_id or "",
             extra_specs=request.flavor.extra_specs,
             availability_zone=request.availability_zone,
             image_properties=self._image_properties(request),
-            forced=forced,
+            forced=bool(request.force_hosts or request.force_nodes),
             cell=cell,
         )
-        return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),)), asked.cpu_pinning_requested
+        return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),))
+
+    def _own_cell_first(self, request: NovaRequest, spec: RequestSpec) -> list[RequestSpec]:
+        """The spec; where the server may leave its cell first within that, which Nova weighs above all."""
+        asked = request.requested_destination
+        own = None if spec.cell is not None or asked is None or asked.cell is None else asked.cell.uuid
+        if own is None or own in self._selector.table.disabled_cells:
+            return [spec]
+        return [replace(spec, cell=own, key=(*spec.key, own)), spec]
 
     def _image_properties(self, request: NovaRequest) -> dict[str, str]:
         """As filters read them, required traits among them."""
@@ -338,21 +345,6 @@ class Destinations:
         view = self._selector.all_hosts()
         view = view.subset(view.known)
         return bool(len(view)) and bool(view.has_trait(OWNER_TRAIT).all())
-
-    def _named_hosts(self, request: NovaRequest) -> tuple[bool, tuple[str, ...] | None]:
-        """(whether no filter is run, the hosts that the request names, None: any)."""
-        hosts, nodes, destination = request.force_hosts, request.force_nodes, request.requested_destination
-        if hosts or nodes:
-            found = [
-                uuid
-                for host in hosts or (None,)
-                for node in nodes or (None,)
-                for uuid in self._facts.nodes_named(host, node)
-            ]
-            return True, tuple(dict.fromkeys(found))
-        if destination is None or (destination.host is None and destination.node is None):
-            return False, None
-        return False, self._facts.nodes_named(destination.host, destination.node)
 
     def _requests(
         self, call: Call, asked: SelectArguments, request: NovaRequest, spec: RequestSpec
@@ -410,9 +402,9 @@ class Destinations:
 
     def _rebuilt(self, call: Call, asked: SelectArguments, request: NovaRequest) -> CellHosts:
         """The host of a rebuild from another image, if it may stay there: nothing is claimed. Raises NoValidHost."""
-        _, named = self._named_hosts(request)
+        named = named_nodes(request, self._facts)
         ended = Ended(reason="No host has the requested name.", step="requested_host")
-        for host in named or ():
+        for host in () if isinstance(named, Unsatisfiable) else named:
             node, cell = self._facts.node(host), self._facts.cell_of(host)
             if node is None or cell is None:
                 continue

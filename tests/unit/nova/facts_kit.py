@@ -6,6 +6,7 @@ import asyncio
 
 from bus.faults import Fault
 from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaFacts, NovaService, host_table
+from scheduler_worker.nova.nova_rest import NovaRefused
 
 CELL1, CELL2 = "00000000-0000-4000-8000-0000000000c1", "00000000-0000-4000-8000-0000000000c2"
 
@@ -53,7 +54,8 @@ class MemoryNova:
         self.listed = {one.uuid: one for one in nodes}
         self.of_hosts = {one.host: up(one.host) for one in nodes}
         self.groups: dict[str, NovaAggregate] = {}
-        self.unreadable: set[str] = set()  # of these
+        self.unreadable: set[str] = set()  # of these, but for their hosts
+        self.nameless = False  # one of them tells no hosts either
         self.tasks: dict[str, str] = {}
         self.calls: list[str] = []
         self.fails: Fault | None = None
@@ -77,10 +79,14 @@ class MemoryNova:
         found = self.listed.get(uuid)
         return None if found is None else (found, self.of_hosts[found.host])
 
-    async def aggregates(self) -> tuple[list[NovaAggregate], bool]:
+    async def aggregates(self) -> list[NovaAggregate]:
         await self._called("aggregates")
-        readable = [one for uuid, one in self.groups.items() if uuid not in self.unreadable]
-        return readable, len(readable) == len(self.groups)
+        if self.nameless:
+            raise NovaRefused("an aggregate names no hosts")
+        return [
+            NovaAggregate(uuid=uuid, name=uuid, hosts=one.hosts, is_read=False) if uuid in self.unreadable else one
+            for uuid, one in self.groups.items()
+        ]
 
     async def task_of(self, instance: str) -> str | None:
         await self._called("task_of")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
@@ -50,9 +51,21 @@ def test_a_service_is_up_down_disabled_and_gone() -> None:
     world.facts.put_services([up("host2")], complete=True)
     world.facts.announce(2.0)
     assert world.states()[uuid_of(1)][0] is None
-    world.facts.put_services([up("host1")], complete=False)
+    world.facts.put_services([up("host1"), up("host2")], complete=True)
     world.facts.announce(3.0)
     assert world.states()[uuid_of(1)] == ("host1", False, True), "it is back"
+
+
+def test_a_service_that_is_gone_does_not_come_back_with_its_compute_nodes() -> None:
+    """A long list of these may have begun before it was deleted: a server built there would wait for nobody."""
+    world = World(node(1))
+    world.facts.put_services([], complete=True)
+    for of in (1, 2):
+        world.facts.put_services([up(f"host{of}")], complete=False)
+        world.facts.put_nodes([node(of)], complete=False)
+    world.facts.put_cells({"host1": CELL1, "host2": CELL1})
+    world.facts.announce(1.0)
+    assert [world.table.live_service_of(uuid_of(of)) for of in (1, 2)] == [None, "host2"], "a new host has its own"
 
 
 def test_a_service_that_was_down_for_long_has_its_hosts_again() -> None:
@@ -491,19 +504,36 @@ async def test_a_cast_that_crosses_a_poll_is_newer_than_its_answer() -> None:
 
 
 @on_virtual_time
-async def test_an_aggregate_that_cannot_be_read_keeps_others_from_its_hosts() -> None:
-    """Its hosts were free for all: of an aggregate that is not known no filter keeps anybody out."""
-    kept = Kept(MemoryNova(node(1)))
-    kept.nova.groups = {uuid_of(7): NovaAggregate(uuid=uuid_of(7), name="isolated", hosts=("host1",))}
-    kept.nova.unreadable = {uuid_of(7)}
+async def test_the_hosts_of_an_aggregate_that_cannot_be_read_take_nothing_and_others_do() -> None:
+    """They were free for all where it came while the front ran, and kept one that starts from every call."""
+    kept = Kept(MemoryNova(node(1), node(2)))
+    isolated = NovaAggregate(uuid=uuid_of(7), name="isolated", metadata={"filter_tenant_id": "p"}, hosts=("host1",))
+    kept.nova.groups, kept.nova.unreadable = {uuid_of(7): isolated}, {uuid_of(7)}
     await kept.after(1)
-    assert not kept.keeper.first.is_set() and kept.table.live_service_of(uuid_of(1)) is None
+    assert kept.keeper.first.is_set() and [bool(kept.table.enabled[at]) for at in range(2)] == [False, True]
     kept.nova.unreadable = set()
     await kept.after(1)
+    assert [bool(kept.table.enabled[at]) for at in range(2)] == [True, True]
     kept.nova.unreadable = {uuid_of(7)}
+    kept.nova.groups = {uuid_of(7): replace(isolated, hosts=("host1", "host2"))}
+    await kept.after(1)
+    (known,) = kept.facts.aggregates()
+    assert known.metadata == isolated.metadata, "what is known of it counts"
+    assert kept.facts.membership().named[uuid_of(7)] == {uuid_of(1), uuid_of(2)}
+
+
+@on_virtual_time
+async def test_an_aggregate_that_does_not_tell_its_hosts_leaves_what_is_known() -> None:
+    kept = Kept(MemoryNova(node(1)))
+    kept.nova.nameless = True
+    await kept.after(1)
+    assert not kept.keeper.first.is_set(), "whom it keeps from which host is not known"
+    kept.nova.nameless = False
+    await kept.after(1)
+    kept.nova.nameless = True
     kept.nova.of_hosts["host1"] = down("host1")
     await kept.after(1)
-    assert kept.table.is_down(uuid_of(1)) and [one.name for one in kept.facts.aggregates()] == ["isolated"]
+    assert kept.keeper.first.is_set() and kept.table.is_down(uuid_of(1))
 
 
 @on_virtual_time

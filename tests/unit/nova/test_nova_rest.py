@@ -89,12 +89,12 @@ async def test_a_version_that_nova_has_no_more_is_negotiated_anew() -> None:
 
     config = NovaApiConfig(url="http://nova/compute/v2.1", token="t")
     nova = NovaRest(config, clock=SystemClock(), setting="nova", transport=httpx.MockTransport(handle))
-    assert await nova.aggregates() == ([], True)
+    assert await nova.aggregates() == []
     newest = "2.96"
     with pytest.raises(NovaRefused) as refused:
         await nova.aggregates()
     assert refused.value.code == "nova.http_406"
-    assert await nova.aggregates() == ([], True)
+    assert await nova.aggregates() == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ async def test_the_newest_version_that_both_know(newest: str, asked: str) -> Non
         return httpx.Response(200, json={"aggregates": [], "hypervisors": []})
 
     nova = rest(answer, newest)
-    assert await nova.aggregates() == ([], True) and await nova.nodes() == []
+    assert await nova.aggregates() == [] and await nova.nodes() == []
     assert seen == [f"compute {asked}", "compute 2.87"]
 
 
@@ -168,16 +168,19 @@ async def test_aggregates() -> None:
     rows = [
         {"id": 1, "uuid": uuid_of(7), "name": "ssd", "hosts": ["h 1"], "metadata": {"availability_zone": "z"}},
         {"id": 2, "uuid": uuid_of(8), "name": "bare", "hosts": None, "metadata": None},
-        {"id": 3, "uuid": "nothing"},
+        {"id": 3, "uuid": uuid_of(9), "name": 7, "hosts": ["h2"], "metadata": {}},
+        {"id": 4, "uuid": "nothing"},
     ]
     nova = rest(lambda request: httpx.Response(200, json={"aggregates": rows}))
     known = [
         NovaAggregate(uuid=uuid_of(7), name="ssd", metadata={"availability_zone": "z"}, hosts=("h 1",)),
         NovaAggregate(uuid=uuid_of(8), name="bare"),
+        NovaAggregate(uuid=uuid_of(9), name=uuid_of(9), hosts=("h2",), is_read=False),
     ]
-    assert await nova.aggregates() == (known, False)
+    with pytest.raises(NovaRefused):
+        await nova.aggregates()
     rows.pop()
-    assert await nova.aggregates() == (known, True)
+    assert await nova.aggregates() == known
 
 
 @pytest.mark.parametrize(
@@ -411,20 +414,50 @@ async def test_a_database_that_fails_is_left_alone_for_a_while(tmp_path: Path) -
         await found.of_hosts(["h1", "h4"])
 
 
+class Hanging:
+    """An engine whose connections hang at first."""
+
+    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch, most: int = 1_000) -> None:
+        self.threads: list[threading.Thread] = []
+        self.dialect, self.url, self.over = SYNCHRONOUS, make_url(url), threading.Event()
+        self._real, self._most = sqlalchemy.create_engine(url), most
+        monkeypatch.setattr(cells.sqlalchemy, "create_engine", lambda *_, **__: self)
+
+    def connect(self) -> sqlalchemy.Connection:
+        self.threads.append(threading.current_thread())
+        if len(self.threads) <= self._most:
+            self.over.wait()
+        return self._real.connect()
+
+
+async def test_a_read_that_hangs_is_left_alone_and_the_next_one_has_a_connection_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database's address has moved, and nothing tells the driver that the connection is dead."""
+    url, clock = database(tmp_path / "nova_api"), MovedClock()
+    engine = Hanging(url, monkeypatch, most=2)
+    found = DatabaseCells(url, clock)
+    try:
+        monkeypatch.setattr(cells, "READ_S", 0.0)
+        for _ in range(2):
+            with pytest.raises(NovaUnavailable):
+                await found.of_hosts(["h1"])
+        await until(lambda: len(engine.threads) == 2)
+        monkeypatch.setattr(cells, "MAX_LEFT", 2)
+        with pytest.raises(NovaUnavailable, match="2 reads"):
+            await found.of_hosts(["h1"])
+        assert all(one.daemon for one in engine.threads), "a process that stops does not wait for it"
+        monkeypatch.undo()
+        assert await found.of_hosts(["h1"]) == {"h1": CELL1} and len(engine.threads) == 3
+    finally:
+        engine.over.set()
+
+
 async def test_a_read_goes_on_when_who_waits_for_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits for less time than the database may take: cut, no later one would come further."""
-    url, reads, hangs = database(tmp_path / "nova_api"), [], threading.Event()
-    real = sqlalchemy.create_engine(url)
-
-    def connect() -> sqlalchemy.Connection:
-        reads.append(1)
-        hangs.wait()
-        return real.connect()
-
-    monkeypatch.setattr(
-        cells.sqlalchemy, "create_engine", lambda *_, **__: SimpleNamespace(connect=connect, dialect=SYNCHRONOUS)
-    )
-    found = DatabaseCells(url, MovedClock())
+    url = database(tmp_path / "nova_api")
+    engine = Hanging(url, monkeypatch)
+    found, reads = DatabaseCells(url, MovedClock()), engine.threads
     try:
         for _ in range(3):
             asked = asyncio.create_task(found.of_hosts(["h1"]))
@@ -432,7 +465,7 @@ async def test_a_read_goes_on_when_who_waits_for_it_has_ended(tmp_path: Path, mo
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
     finally:
-        hangs.set()
+        engine.over.set()
     assert await found.of_hosts(["h1"]) == {"h1": CELL1} and len(reads) == 1
 
 

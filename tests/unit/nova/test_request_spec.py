@@ -81,10 +81,8 @@ def test_the_fields_of_nested_objects_are_read() -> None:
             requested_destination=versioned("Destination", cell=versioned("CellMapping", uuid="c", name="one")),
             requested_resources=[versioned("RequestGroup", requester_id="port", resources={"CUSTOM_A": 1})],
             request_level_params=versioned("RequestLevelParams", root_required=["A"], same_subtree=[["a", "b"]]),
-            retry=versioned(
-                "SchedulerRetries", hosts=versioned("ComputeNodeList", objects=[versioned("ComputeNode", host="h")])
-            ),
-            pci_requests=versioned("InstancePCIRequests", requests=[versioned("InstancePCIRequest", count=2)]),
+            retry={"what placing does not read": "is not looked into"},
+            pci_requests=versioned("InstancePCIRequests", requests=[versioned("InstancePCIRequest", alias_name="gpu")]),
             scheduler_hints={"_nova_check_type": ["rebuild"]},
             security_groups=versioned("SecurityGroupList", "9.0"),
             a_field_of_tomorrow=object(),
@@ -99,13 +97,11 @@ def test_the_fields_of_nested_objects_are_read() -> None:
     assert request.instance_group.rules == {"max_server_per_host": "2"}
     assert request.requested_destination is not None
     assert request.requested_destination.cell is not None
-    assert request.requested_destination.cell.name == "one"
+    assert request.requested_destination.cell.uuid == "c"
     assert request.requested_resources is not None
     assert request.requested_resources[0].resources == {"CUSTOM_A": 1}
     assert request.request_level_params.same_subtree == (("a", "b"),)
-    assert request.retry is not None
-    assert request.retry.hosts.objects[0].host == "h"
-    assert request.pci[0].count == 2
+    assert not request.pci[0].is_of_port
     assert request.is_rebuild
 
 
@@ -351,6 +347,22 @@ SETTINGS: dict[str, tuple[NovaRequest, dict[str, Any], str]] = {
 }
 
 
+class OfHyperthreads(Facts):
+    """An aggregate that is kept for a trait which the CPU policy requires."""
+
+    def aggregates(self) -> list[Aggregate]:
+        return [Aggregate(uuid=ISOLATED, name="isolated", metadata={"trait:HW_CPU_HYPERTHREADING": "required"})]
+
+
+@pytest.mark.parametrize("pinning", [True, False])
+def test_the_fallbacks_query_may_go_where_the_first_may(pinning: bool) -> None:
+    """Nova runs its pre-filters once, for both."""
+    one = request({"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "require"})
+    settings = PrefilterSettings(enable_isolated_aggregate_filtering=True)
+    found = resource_request(one, settings, OfHyperthreads(), requires_owner=False, pinning=pinning)
+    assert isinstance(found, ResourceRequest) and not found.query.forbidden_aggregates
+
+
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_shape_the_query(case: str) -> None:
     one, settings, expected = SETTINGS[case]
@@ -358,7 +370,7 @@ def test_settings_shape_the_query(case: str) -> None:
 
 
 def test_the_groups_of_pci_devices_are_novas_own() -> None:
-    devices = NovaPciRequests(requests=(NovaPciRequest(request_id="r", alias_name="gpu", count=1),))
+    devices = NovaPciRequests(requests=(NovaPciRequest(request_id="r", alias_name="gpu"),))
     group = NovaRequestGroup(requester_id="r-0", resources={"CUSTOM_PCI_1": 1})
     assert "requiredr-0=OWNER_NOVA" in asked(request(pci_requests=devices, requested_resources=(group,)), owner=True)
 
@@ -431,7 +443,7 @@ NOT_DECIDED: dict[str, tuple[NovaRequest, dict[str, Any], str]] = {
         "groups",
     ),
     "routed networks": (
-        request(requested_networks=NovaNetworks(objects=(NovaNetwork(network_id="n"),))),
+        request(requested_networks=NovaNetworks(objects=(NovaNetwork(),))),
         {"query_placement_for_routed_network_aggregates": True},
         "routed_networks",
     ),

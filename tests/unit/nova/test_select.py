@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import new_uuid
-from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServiceGone, ServicesDigest
 from bus.contracts.placement import MAX_NAMED, Claim, ClaimResult, Release
 from bus.faults import Fault
 from placement_worker.domain.allocations import Replace
@@ -22,7 +22,7 @@ from placement_worker.domain.claim_ledger import ConsumerWrite
 from scheduler_worker.domain.hosts import DOWN_HOLD_S
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.nova import select
-from scheduler_worker.nova.config import NovaConfig
+from scheduler_worker.nova.config import NovaConfig, PrefilterSettings
 from scheduler_worker.nova.envelope import Call, RemoteFault
 from scheduler_worker.nova.facts import DOWN, ComputeNode
 from scheduler_worker.nova.request_spec import NotDecided, SpecRefused
@@ -68,26 +68,43 @@ async def test_conductors_that_ask_for_less_get_less() -> None:
     assert hosts_of([selections]) == [[plain["host"]]], "the same call adopts its claim"
 
 
-async def test_a_host_that_leaves_nova_while_it_is_claimed_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No valid host would leave the claim for ever."""
-    here = await cloud(1)
+@pytest.mark.parametrize("is_told", [False, True], ids=["its node", "its service"])
+async def test_a_host_that_leaves_nova_while_it_is_claimed_is_answered(
+    monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """No valid host would leave the claim for ever. Nova answers with what it has chosen from."""
+    here = await cloud(2)
     submit = here.claims.submit
 
     async def left_meanwhile(claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         answers = await submit(claims)
+        if is_told:
+            here.table.forget_service(ServiceGone(service="h0", cell=CELLS[0]), 1.0)
         here.facts.nodes.clear()
         here.facts.cells.clear()
         return answers
 
     monkeypatch.setattr(here.claims, "submit", left_meanwhile)
-    assert hosts_of(await here.select(VMS[0])) == [["h0"]] and await here.held(VMS[0]) == [0]
+    ((chosen, *_),) = await here.select(VMS[0], requested_destination=destination(host="h0"))
+    data = chosen["nova_object.data"]
+    assert (data["service_host"], data["nodename"], data["cell_uuid"]) == ("h0", "h0.local", CELLS[0])
+    assert await here.held(VMS[0]) == [0]
+
+
+async def test_nothing_is_claimed_on_a_host_whose_service_is_gone() -> None:
+    """Its compute node is listed for a while, and no filter is run where a host is forced."""
+    here = await cloud(2)
+    here.table.forget_service(ServiceGone(service="h0", cell=CELLS[0]), 1.0)
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0], force_hosts=["h0"])
+    assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == []
 
 
 async def test_a_redelivered_call_adopts_what_it_has_claimed() -> None:
     here = await cloud(2, each=ONE)
     first = await here.select(VMS[0])
     again = await here.select(VMS[0], front=here.front())
-    assert hosts_of(first)[0][0] == hosts_of(again)[0][0]
+    assert hosts_of(first) == hosts_of(again), "with its alternates"
     assert len(await here.held(VMS[0])) == 1
 
 
@@ -134,6 +151,36 @@ async def test_a_call_that_is_made_again_claims_beside_the_first() -> None:
     assert await here.held(VMS[0]) == [0, 1]
     same = await here.select(VMS[0], run="call3", force_hosts=["h1"])
     assert hosts_of(same)[0][0] == "h1" and await here.held(VMS[0]) == [0, 1], "what is there counts once"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"force_hosts": ["h1"]}, {"requested_destination": destination(host="h1")}, {"ignore_hosts": ["h2"]}],
+    ids=["forced", "its destination", "any but one"],
+)
+async def test_a_redelivered_call_adopts_beside_what_another_call_has_left_on_a_host_that_is_up(
+    fields: dict[str, Any],
+) -> None:
+    here = await cloud(3)
+    await here.hold(VMS[0], 0)  # less than the request asks for
+    first = hosts_of(await here.select(VMS[0], run="call2", **fields))
+    await here.refresh(timeout_s=1.0)
+    held = await here.held(VMS[0])
+    again = await here.select(VMS[0], run="call2", front=here.front(), **fields)
+    assert hosts_of(again)[0][0] == first[0][0] and await here.held(VMS[0]) == held
+    chosen = again[0][0]["nova_object.data"]
+    assert json.loads(chosen["allocation_request"])["allocations"].keys() == {chosen["compute_node_uuid"]}
+
+
+async def test_a_redelivered_call_adopts_beside_what_is_held_on_a_host_that_nova_does_not_name() -> None:
+    here = await cloud(2, children=[{"CUSTOM_VF": 3}], late={0})
+    here.deaf = True
+    flavor = versioned("Flavor", "1.2", {**FLAVOR, "extra_specs": GROUPED})
+    await here.hold(VMS[0], 0)
+    assert hosts_of(await here.select(VMS[0], flavor=flavor)) == [["h1"]]
+    await here.refresh(timeout_s=1.0)
+    again = await here.select(VMS[0], flavor=flavor, front=here.front())
+    assert hosts_of(again) == [["h1"]] and mappings_of(again)[0].keys() == {"", "_A", "_B"}
 
 
 async def test_without_a_host_what_another_call_has_left_is_none() -> None:
@@ -247,6 +294,19 @@ async def test_only_hosts_of_the_requested_cell() -> None:
     assert hosts_of(await here.select(VMS[1], requested_destination=crossing))
 
 
+@pytest.mark.parametrize(("free", "disabled", "chosen"), [(2, (), "h1"), (1, (), "h0"), (2, CELLS[1:], "h0")])
+async def test_a_server_that_may_leave_its_cell_does_when_that_has_no_host(
+    free: int, disabled: tuple[str, ...], chosen: str
+) -> None:
+    """It takes a snapshot, and the server is off. Nova weighs the own cell above all."""
+    here = await Cloud([PLENTY, {**PLENTY, "VCPU": free}], cells=CELLS).open()
+    here.table.disabled_cells = frozenset(disabled)
+    await here.hold(VMS[9], 1)
+    own = versioned("CellMapping", "1.1", {"uuid": CELLS[1]})
+    crossing = destination(cell=own, allow_cross_cell_move=True)
+    assert hosts_of(await here.select(VMS[0], requested_destination=crossing)) == [[chosen]]
+
+
 async def test_servers_of_a_disabled_cell_move_within_it_and_none_is_built_there() -> None:
     """So an operator empties it: Nova looks at disabled cells where a request names its cell."""
     here = await cloud(2)
@@ -258,6 +318,50 @@ async def test_servers_of_a_disabled_cell_move_within_it_and_none_is_built_there
     (hosts,) = hosts_of(await here.select(VMS[0], requested_destination=within, ignore_hosts=["h0"]))
     assert hosts == ["h1"]
     assert hosts_of(await here.select(VMS[1], **REBUILD)) == [["h1"]]
+
+
+# --- pinned CPUs
+
+
+PINNED = {"flavor": versioned("Flavor", "1.2", {**FLAVOR, "extra_specs": {"hw:cpu_policy": "dedicated"}})}
+OF_PINS = {"PCPU": 1, "MEMORY_MB": 65536, "DISK_GB": 1000}
+
+
+async def pinning(*hosts: Mapping[str, int], alone: bool = False) -> Cloud:
+    settings = PrefilterSettings(disable_fallback_pcpu_query=alone)
+    return await Cloud(hosts, nova=NovaConfig(prefilters=settings)).open()
+
+
+async def test_pinned_cpus_are_taken_of_hosts_that_offer_them_apart_and_of_others() -> None:
+    """Nova asks twice, and chooses from the hosts of both answers."""
+    here = await pinning(OF_PINS, PLENTY, {**OF_PINS, **PLENTY})
+    ((first, *others),) = await here.select(VMS[0], **PINNED)
+    requested = [json.loads(one["nova_object.data"]["allocation_request"])["allocations"] for one in (first, *others)]
+    classes = {uuid: set(one["resources"]) - {"MEMORY_MB", "DISK_GB"} for one in requested for uuid, one in one.items()}
+    assert classes == dict(zip(here.uuids, ({"PCPU"}, {"VCPU"}, {"PCPU"}), strict=True))
+
+
+async def test_servers_with_pinned_cpus_start_together_on_hosts_of_both_kinds() -> None:
+    here = await pinning(OF_PINS, ONE)
+    answer = await here.select(*VMS[:2], **PINNED)
+    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h1"]
+    alone = await pinning(OF_PINS, ONE, alone=True)
+    with pytest.raises(RemoteFault):
+        await alone.select(*VMS[:2], **PINNED)
+    assert hosts_of(await alone.select(VMS[2], **PINNED)) == [["h0"]]
+
+
+async def test_a_group_with_pinned_cpus_stays_together_on_a_host_without_pins() -> None:
+    here = await pinning(OF_PINS, PLENTY)
+    answer = await here.select(*VMS[:2], instance_group=group("affinity", VMS[:2]), **PINNED)
+    assert [hosts[0] for hosts in hosts_of(answer)] == ["h1", "h1"]
+
+
+async def test_no_host_has_room_for_pinned_cpus_of_either_kind() -> None:
+    here = await pinning({**OF_PINS, "MEMORY_MB": 1}, {**ONE, "MEMORY_MB": 1})
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0], **PINNED)
+    assert caught.value.class_name == "NoValidHost" and "MEMORY_MB" in caught.value.message
 
 
 # --- server groups

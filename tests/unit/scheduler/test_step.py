@@ -267,7 +267,7 @@ class Case:
         row = self.hosts.book.row_of(self.uuids[at])
         assert row is not None
         offered = [ClaimOption(allocations=dict(one)) for one in options or ({self.uuids[at]: {"VCPU": 1}},)]
-        return RankedHost(self.uuids[at], row, at, 2.5, offered)
+        return RankedHost(self.uuids[at], row, at, 2.5, offered, "s")
 
     def step(self, outcome: ClaimOutcome, *, state: PlacementState | None = None, **more: Any) -> PlacementStep:
         return step(state or self.state, ClaimResult(outcome=outcome, **more), self.hosts.selector, now=7.0)
