@@ -21,6 +21,7 @@ from msgspec import Struct
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import InvariantVerdict, check_invariants
 from berth.client import BuildClient
+from berth.load import percentiles
 from berth.site import Site
 from berth.trial.servers import SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
@@ -32,7 +33,6 @@ from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.operations import AdminState, EvacuationPolicy, SetAdminState
 from compute_sim.config import ComputeConfig, HostSize
 from lab.benchmarks.command import as_json, measured, parser_of, positive, write
-from lab.benchmarks.street_report import spread_of
 from lab.benchmarks.street_systems import connected
 
 CELL = "cell1"
@@ -180,8 +180,8 @@ class Drill:
             instances=instances,
             on_host=len(mine),
             evacuated=len(self.active_s.keys() & mine),
-            claimed_ms=spread_of(sorted(1000 * (self.claimed_s[uuid] - decided_s) for uuid in mine)),
-            active_ms=spread_of(sorted(1000 * (self.active_s[uuid] - decided_s) for uuid in mine)),
+            claimed_ms=percentiles([1000 * (self.claimed_s[uuid] - decided_s) for uuid in mine]),
+            active_ms=percentiles([1000 * (self.active_s[uuid] - decided_s) for uuid in mine]),
             returned_s=round(returned_s, 1),
             broken=tuple(f"{one.sentence}: {one.examples}" for one in (*before, *after)),
         )
