@@ -193,9 +193,7 @@ class MetalBench:
         figures.deploy_max_s = round(took, 1)
         figures.deploy_attempts = sum(track.last.attempt for track in tracks if track.last is not None)
         figures.deploy_requests = await self.requests(requests)
-        asked = sum(
-            count for name, count in figures.deploy_requests.items() if not name.isdecimal()
-        )  # 409: one of these
+        asked = sum(count for name, count in figures.deploy_requests.items() if not name.isdecimal())
         figures.deploy_requests_per_s = round(asked / took, 1)
         figures.deploy_cpu_s = self.used(before)
 
