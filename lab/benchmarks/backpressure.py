@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import sys
@@ -87,8 +88,6 @@ class Memory(Struct, frozen=True, kw_only=True):
     peak: float
     end: float
     bound: float
-    first_half_peak: float
-    second_half_peak: float
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -128,24 +127,17 @@ class MemoryWatch:
         own = os.getpid()
         return {name: round(probe.memory_mb(pid, alone=pid == own), 1) for name, pid in self._pids.items()}
 
-    def summary(self, overload: tuple[float, float]) -> dict[str, Memory]:
-        """Each process over the run; `overload`: when it began and ended."""
-        begin, end = overload
-        middle = (begin + end) / 2
-        return {name: self._of(name, begin, middle, end) for name in self._pids}
-
-    def _of(self, name: str, begin: float, middle: float, end: float) -> Memory:
-        def most(since: float, until: float) -> float:
-            return max((held[name] for at, held in self.rows if since <= at <= until), default=0.0)
-
-        return Memory(
-            calm=most(0.0, begin),
-            peak=most(begin, time.monotonic()),
-            end=self.rows[-1][1][name],
-            bound=MEMORY_BOUND_MB.get(name, WORKER_BOUND_MB),
-            first_half_peak=most(begin, middle),
-            second_half_peak=most(middle, end),
-        )
+    def summary(self, overload_at: float) -> dict[str, Memory]:
+        """Each process over the run; `overload_at`: when that began."""
+        return {
+            name: Memory(
+                calm=max(held[name] for at, held in self.rows if at < overload_at),
+                peak=max(held[name] for at, held in self.rows if at >= overload_at),
+                end=self.rows[-1][1][name],
+                bound=MEMORY_BOUND_MB.get(name, WORKER_BOUND_MB),
+            )
+            for name in self._pids
+        }
 
 
 async def measure(
@@ -185,9 +177,9 @@ async def measure(
         at_rest = await rest(here, timeout_s=REST_TIMEOUT_S)
     finally:
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-    begin = started + CALM_S
-    held = memory.summary((begin, begin + overload_s))
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching  # raises what ended it: of a process that is gone nothing is known
+    held = memory.summary(started + CALM_S)
     return await checked(here, record, phases, sustained, held, at_rest=at_rest, hosts=options.hosts)
 
 
@@ -363,12 +355,9 @@ def print_result(result: Result) -> None:
             f"{phase.accepted} accepted, {phase.refused} refused (with an error), {phase.active} active; ms {ranks}"
         )
     print(f"  offered really: {result.offered_per_s_reached:.0f}/s; outcomes {result.outcomes}")
-    print(f"  {'memory, MiB (PSS)':20} {'calm':>7} {'1st half':>8} {'2nd half':>8} {'peak':>7} {'end':>7} {'bound':>7}")
+    print(f"  {'memory, MiB (PSS)':20} {'calm':>7} {'peak':>7} {'end':>7} {'bound':>7}")
     for name, one in result.memory_mb.items():
-        print(
-            f"  {name:20} {one.calm:7.0f} {one.first_half_peak:8.0f} {one.second_half_peak:8.0f} {one.peak:7.0f} "
-            f"{one.end:7.0f} {one.bound:7.0f}"
-        )
+        print(f"  {name:20} {one.calm:7.0f} {one.peak:7.0f} {one.end:7.0f} {one.bound:7.0f}")
     print("  deepest queues, broker messages:", {queue: depth for queue, depth in result.deepest.items() if depth})
     print(
         f"  p50 calm {result.calm_p50_ms:.0f} ms, last {LAST_WINDOW_S:.0f} s {result.last_p50_ms:.0f} ms; "

@@ -3,9 +3,9 @@
     python -m lab.benchmarks.metal [--nodes 10000] [--deploys 500] [--rest 60] [--json FILE]
 
 Private servers and a process for each worker; Ironic is simulated, in a process of its own, over real HTTP and a real
-exchange (metal_ironic.py). A replica in this process sees what schedulers see. Measured: from the start of
-`ironic-sync` until every node is offered; CPU and requests to Ironic in a minute without any change; builds at once
-while a tenth of all changes are answered 409 and every deployment beyond 100 nodes 503, with the requests that it took.
+exchange (metal_ironic.py). Measured: from the start of `ironic-sync` until the book offers every node, then until a
+scheduler has them all from their compute service; CPU and requests to Ironic in a minute without any change; builds at
+once while a tenth of all changes are answered 409 and every deployment beyond 100 nodes 503, with their requests.
 Exit status 1: a build is not active.
 """
 
@@ -34,46 +34,22 @@ from berth.trial.servers import RealServers, SystemPlan, real_servers, running_p
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from bus.service.environment import Environment
 from compute_sim.config import ComputeConfig, IronicConfig
 from lab.benchmarks import probe
 from lab.benchmarks.command import as_json, measured, parser_of, positive, write
 from lab.benchmarks.street_systems import connected, progress
-from placement_worker.replica.book import Book
-from placement_worker.replica.follower import Follower
 
 CELL, SERVICE = "cell1", "cell1-metal"
 COMPUTE, SYNC = f"compute-{SERVICE}", "ironic-sync"
 FLAVOR, CLASS = "bm.gold", "CUSTOM_BAREMETAL_GOLD"
 TIMEOUT_S = 600.0
-POLL_S = 0.05
+POLL_S = 0.25
+OFFERED = """
+SELECT count(*) FROM inventories i JOIN resource_classes c ON c.id = i.class_id
+WHERE c.name = $1 AND i.total > i.reserved
+"""
 WORKERS = 100  # of Ironic's conductor, as its default; more nodes under way are answered 503
 LOCKED = 0.1  # of changes answered 409
-
-
-class Watch:
-    """A scheduler's replica, watched."""
-
-    def __init__(self, environment: Environment) -> None:
-        self.book = Book()
-        self._bus = environment.bus()
-        self._follower = Follower(self._bus, self.book, process=environment.process, clock=environment.clock)
-        self._changed = asyncio.Event()
-        self._follower.on_change(self._changed.set)
-
-    async def open(self) -> None:
-        """Follow the feed."""
-        await self._bus.open()
-        await self._follower.start()
-        self._running = asyncio.create_task(self._follower.run())
-        await self._follower.ready.wait()
-
-    async def close(self) -> None:
-        """Stop following."""
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
-        await self._follower.close()
-        await self._bus.close()
 
 
 class MetalFigures(Struct, kw_only=True):
@@ -100,24 +76,11 @@ class MetalFigures(Struct, kw_only=True):
 class MetalBench:
     """A running system, its Ironic, and what is read of both."""
 
-    def __init__(
-        self, servers: RealServers, processes: WorkerProcesses, here: Site, ironic: httpx.AsyncClient, watch: Watch
-    ) -> None:
+    def __init__(self, servers: RealServers, processes: WorkerProcesses, here: Site, ironic: httpx.AsyncClient) -> None:
         self._servers = servers
         self._processes = processes
         self._here = here
         self._ironic = ironic
-        self._watch = watch
-
-    async def offered(self, count: int) -> None:
-        """Wait until so many nodes can be placed on."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while self._offered() != count:  # noqa: ASYNC110  (the feed's follower has no event for it)
-                await asyncio.sleep(POLL_S)
-
-    def _offered(self) -> int:
-        column = self._watch.book.column(CLASS)
-        return 0 if column is None else int((column.root_free > 0).sum())
 
     def cpu(self) -> dict[str, float]:
         """CPU seconds that each process has used so far."""
@@ -141,7 +104,13 @@ class MetalBench:
         """ironic-sync reads everything; then the compute service announces it."""
         before, began = self.cpu(), time.perf_counter()
         self._processes.start(SYNC, SYNC, settings={"BERTH_IRONIC_SYNC__URL": str(self._ironic.base_url)})
-        await self.offered(figures.nodes)
+        book = self._here.environment("bench").database("placement", pool_size=1)
+        try:
+            async with asyncio.timeout(TIMEOUT_S), book.raw() as connection:
+                while await connection.fetchval(OFFERED, CLASS) != figures.nodes:  # noqa: ASYNC110  (another process)
+                    await asyncio.sleep(POLL_S)
+        finally:
+            await book.close()
         figures.resync_s = round(time.perf_counter() - began, 2)
         figures.resync_cpu_s = self.used(before)
 
@@ -156,8 +125,11 @@ class MetalBench:
         }
         self._processes.start(COMPUTE, "compute", "--cell", CELL, "--service", SERVICE, settings=settings)
         async with asyncio.timeout(TIMEOUT_S):
-            while len((await client.hosts(limit=10_000, timeout_s=TIMEOUT_S, up=True)).hosts) < figures.nodes:  # noqa: ASYNC110  (another process is requested)
-                await asyncio.sleep(1.0)  # a page of ten thousand hosts is some megabytes
+            known = 0
+            while known != figures.nodes:
+                await asyncio.sleep(POLL_S)
+                services = (await client.services(limit=10, timeout_s=TIMEOUT_S, up=True)).services
+                known = sum(one.in_book for one in services)
         figures.announced_s = round(time.perf_counter() - began, 2)
 
     async def rest(self, figures: MetalFigures, seconds: float) -> None:
@@ -234,15 +206,11 @@ async def measure(options: argparse.Namespace) -> MetalFigures:
     with real_servers((CELL,), durable=True) as servers:
         async with running_processes(servers, plan) as (processes, here):
             broker = here.settings.bus.url
-            async with ironic_process(options.nodes, broker, processes.directory) as ironic:
-                watch = Watch(here.environment("watch"))
-                await watch.open()
-                bench = MetalBench(servers, processes, here, ironic, watch)
-                try:
-                    async with connected(here, keep_events=False) as client:
-                        await run(bench, figures, client, options.rest)
-                finally:
-                    await watch.close()
+            async with (
+                ironic_process(options.nodes, broker, processes.directory) as ironic,
+                connected(here, keep_events=False) as client,
+            ):
+                await run(MetalBench(servers, processes, here, ironic), figures, client, options.rest)
     return figures
 
 

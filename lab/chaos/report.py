@@ -154,7 +154,9 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
 
     @property
     def sound(self) -> bool:
-        """Nothing lost, doubled, leaked or overcommitted by some fault; at rest; all invariants hold; no worker found a bug."""
+        """Nothing lost, doubled, leaked or overcommitted by any of the faults, of which there are some; at rest; every
+        invariant holds; no worker found a bug.
+        """
         nothing = not (self.lost or self.doubled or self.leaked or self.overcommitted)
         whole = self.requests == self.wanted and self.moves >= self.moves_wanted and self.faults_total > 0
         return nothing and whole and self.at_rest and all(self.invariants.values()) and not self.bugs
