@@ -23,7 +23,8 @@ from bus.port import BusError
 from compute_sim.config import ComputeConfig
 
 API_VHOST = "berth"
-HOSTS_KNOWN_S = 90.0
+HOSTS_KNOWN_S = 300.0  # a hundred thousand hosts take minutes to report
+MAX_SERVICES = 1_000
 ANSWERS_IN_A_ROW = 4  # a scheduler: whichever is free answers
 ASK_AGAIN_S = 0.1
 
@@ -95,8 +96,8 @@ async def hosts_known(client: BuildClient, plan: SystemPlan) -> None:
         while in_a_row < ANSWERS_IN_A_ROW * plan.schedulers:
             await asyncio.sleep(ASK_AGAIN_S if in_a_row == 0 else 0)
             with contextlib.suppress(Transient, BusError):
-                page = await client.hosts(limit=max(count, 1), timeout_s=HOSTS_KNOWN_S)
-                known = sum(host.up and bool(host.resources) for host in page.hosts)  # without, not in the book yet
+                page = await client.services(limit=MAX_SERVICES, timeout_s=HOSTS_KNOWN_S, up=True)
+                known = sum(service.in_book for service in page.services)
                 in_a_row = in_a_row + 1 if known == count else 0
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import sys
@@ -30,22 +31,20 @@ from rich.console import Console
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
-from berth.load import LoadPlan, LoadRun, draw_requests, run_load
+from berth.load import LoadPlan, LoadRun, draw_requests, percentiles
 from berth.load.plan import phase_boots
 from berth.load.record import LoadRecord, Operations
 from berth.load.session import looking_on, recorded
-from berth.load.summary import percentiles
 from berth.site import Site
-from berth.trial.servers import RealServers, SystemPlan, real_servers, running_processes
+from berth.trial.servers import RealServers, SystemPlan, hosts_known, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from bus.consuming.in_flight import LANE_PREFETCH
 from bus.contracts.base import Meta
 from bus.contracts.queues import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES
 from bus.wire import pack
-from compute_sim.config import ComputeConfig
 from lab.benchmarks import probe
 from lab.benchmarks.command import measured, parser_of, write
-from lab.benchmarks.street_systems import BIG, MIX, all_hosts_known, connected
+from lab.benchmarks.street_systems import MIX, connected, fire, plan_of
 
 FIND_BOOTS = 3_000
 FIND_TIMES = 2
@@ -89,8 +88,6 @@ class Memory(Struct, frozen=True, kw_only=True):
     peak: float
     end: float
     bound: float
-    first_half_peak: float
-    second_half_peak: float
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -128,34 +125,33 @@ class MemoryWatch:
     def held(self) -> dict[str, float]:
         """MiB of each process and its children, now; all others are children of this one, which is the client."""
         own = os.getpid()
-        return {name: round(probe.shared_out_mb(pid, alone=pid == own), 1) for name, pid in self._pids.items()}
+        return {name: round(probe.memory_mb(pid, alone=pid == own), 1) for name, pid in self._pids.items()}
 
-    def summary(self, overload: tuple[float, float]) -> dict[str, Memory]:
-        """Each process over the run; `overload`: when it began and ended."""
-        begin, end = overload
-        middle = (begin + end) / 2
-        return {name: self._of(name, begin, middle, end) for name in self._pids}
-
-    def _of(self, name: str, begin: float, middle: float, end: float) -> Memory:
-        def most(since: float, until: float) -> float:
-            return max((held[name] for at, held in self.rows if since <= at <= until), default=0.0)
-
-        return Memory(
-            calm=most(0.0, begin),
-            peak=most(begin, time.monotonic()),
-            end=self.rows[-1][1][name],
-            bound=MEMORY_BOUND_MB.get(name, WORKER_BOUND_MB),
-            first_half_peak=most(begin, middle),
-            second_half_peak=most(middle, end),
-        )
+    def summary(self, overload_at: float) -> dict[str, Memory]:
+        """Each process over the run; `overload_at`: when that began."""
+        return {
+            name: Memory(
+                calm=max(held[name] for at, held in self.rows if at < overload_at),
+                peak=max(held[name] for at, held in self.rows if at >= overload_at),
+                end=self.rows[-1][1][name],
+                bound=MEMORY_BOUND_MB.get(name, WORKER_BOUND_MB),
+            )
+            for name in self._pids
+        }
 
 
 async def measure(
-    servers: RealServers, processes: WorkerProcesses, here: Site, client: BuildClient, options: argparse.Namespace
+    servers: RealServers,
+    processes: WorkerProcesses,
+    here: Site,
+    client: BuildClient,
+    options: argparse.Namespace,
+    *,
+    plan: SystemPlan,
 ) -> Result:
     """Find the rate, offer too much of it, look."""
     rng = random.Random(1)
-    await all_hosts_known(client, here, options.hosts)
+    await hosts_known(client, plan)
     sustained = await sustained_per_s(client, here, rng)
     backlog = largest_backlog(options.schedulers)
     overload_s = max(options.seconds, MARGIN * backlog / (sustained * (TIMES_TOO_MUCH - 1)))
@@ -181,9 +177,9 @@ async def measure(
         at_rest = await rest(here, timeout_s=REST_TIMEOUT_S)
     finally:
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-    begin = started + CALM_S
-    held = memory.summary((begin, begin + overload_s))
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching  # raises what ended it: of a process that is gone nothing is known
+    held = memory.summary(started + CALM_S)
     return await checked(here, record, phases, sustained, held, at_rest=at_rest, hosts=options.hosts)
 
 
@@ -199,11 +195,7 @@ async def sustained_per_s(client: BuildClient, here: Site, rng: random.Random) -
     """The rate that the system carries: the best of a few bursts, the first of which also warms it up."""
     best = 0.0
     for _ in range(FIND_TIMES):
-        plan = LoadPlan(boots=FIND_BOOTS, mix=MIX, project_id="bench", timeout_s=TIMEOUT_S)
-        report = await run_load(client, plan, clock=here.clock, rng=rng)
-        if report.active != FIND_BOOTS:
-            raise SystemExit(f"{FIND_BOOTS - report.active} of {FIND_BOOTS} builds failed: {report.failures[:3]}")
-        best = max(best, report.boots_per_s)
+        best = max(best, (await fire(client, here, FIND_BOOTS, rng)).boots_per_s)
     return best
 
 
@@ -331,16 +323,10 @@ def _reached(boots: Operations, phases: Sequence[tuple[float, float]]) -> float:
 
 async def run(options: argparse.Namespace) -> Result:
     """Start everything, measure, stop everything."""
-    cells = tuple(f"cell{number}" for number in range(1, options.cells + 1))
-    plan = SystemPlan(
-        cells=cells,
-        schedulers=options.schedulers,
-        placements=options.placements,
-        compute=ComputeConfig(hosts=options.hosts // len(cells), gpu_share=0.0, sizes=(BIG,)),
-    )
-    with real_servers(cells, durable=True) as servers:
+    plan = plan_of(options.hosts, options.cells, schedulers=options.schedulers, placements=options.placements)
+    with real_servers(plan.cells, durable=True) as servers:
         async with running_processes(servers, plan) as (processes, here), connected(here, keep_events=False) as client:
-            return await measure(servers, processes, here, client, options)
+            return await measure(servers, processes, here, client, options, plan=plan)
 
 
 def main() -> int:
@@ -369,12 +355,9 @@ def print_result(result: Result) -> None:
             f"{phase.accepted} accepted, {phase.refused} refused (with an error), {phase.active} active; ms {ranks}"
         )
     print(f"  offered really: {result.offered_per_s_reached:.0f}/s; outcomes {result.outcomes}")
-    print(f"  {'memory, MiB (PSS)':20} {'calm':>7} {'1st half':>8} {'2nd half':>8} {'peak':>7} {'end':>7} {'bound':>7}")
+    print(f"  {'memory, MiB (PSS)':20} {'calm':>7} {'peak':>7} {'end':>7} {'bound':>7}")
     for name, one in result.memory_mb.items():
-        print(
-            f"  {name:20} {one.calm:7.0f} {one.first_half_peak:8.0f} {one.second_half_peak:8.0f} {one.peak:7.0f} "
-            f"{one.end:7.0f} {one.bound:7.0f}"
-        )
+        print(f"  {name:20} {one.calm:7.0f} {one.peak:7.0f} {one.end:7.0f} {one.bound:7.0f}")
     print("  deepest queues, broker messages:", {queue: depth for queue, depth in result.deepest.items() if depth})
     print(
         f"  p50 calm {result.calm_p50_ms:.0f} ms, last {LAST_WINDOW_S:.0f} s {result.last_p50_ms:.0f} ms; "

@@ -2,21 +2,17 @@
 
 Each hop is a publish (persistent, confirmed, aio-pika) to a quorum queue and a consumption with acknowledgement; what
 stands between two hops is a process of its own, as a worker would be. The client publishes into the first queue and
-consumes the last one.
-
-    python -m lab.benchmarks.bare AMQP_URL [--boots N] [--rates N,N]
+consumes the last one. `scripts/street` measures it; this module as a program is one relay: AMQP_URL HOP.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
-import statistics
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 
 import aio_pika
@@ -24,6 +20,7 @@ import uvloop
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from msgspec import Struct
 
+from berth.load import percentiles
 from lab.benchmarks import probe
 
 HOPS = 5
@@ -32,7 +29,6 @@ IN_FLIGHT = 200
 QUEUE = "bare.{}"
 BODY = b'{"instance_uuid":"00000000-0000-0000-0000-000000000000","text":"' + b"x" * 440 + b'"}'
 TIMEOUT_S = 120.0
-IDLE = 100
 RATE_S = 5.0  # how long a rate is held
 NUMBER = 8  # digits of a boot's number, which leads its body
 
@@ -59,28 +55,28 @@ class AtRate(Struct, frozen=True):
 class Pipeline:
     """The pipeline while it runs: its four relays are processes, which cost nothing while nothing is sent."""
 
-    def __init__(self, channel: AbstractChannel, relays: list[Process]) -> None:
+    def __init__(self, channel: AbstractChannel) -> None:
         self._channel = channel
-        self.pids = [relay.pid for relay in relays]
 
     async def measure(self, boots: int, idle: int) -> Bare:
         """So many boots at once, and before them `idle` boots one at a time."""
         await self._fire(boots // 10)  # warm
         used = probe.cpu_s(os.getpid())
-        alone = [max((await self._fire(1)).values()) for _ in range(idle)]
+        alone = [1000.0 * took for _ in range(idle) for took in await self._fire(1)]
         used = probe.cpu_s(os.getpid()) - used
         started = time.monotonic()
         await self._fire(boots)
         boots_per_s = boots / (time.monotonic() - started)
-        return Bare(boots_per_s, 1000.0 * statistics.median(alone), 1000.0 * used / idle)
+        return Bare(boots_per_s, percentiles(alone)["p50"], 1000.0 * used / idle)
 
     async def at_rate(self, rate_per_s: float, seconds: float = RATE_S) -> AtRate:
         """A boot every 1 / rate seconds; each is timed from when it was due, so falling behind is seen."""
-        took = sorted((await self._fire(max(1, int(rate_per_s * seconds)), rate_per_s=rate_per_s)).values())
-        return AtRate(rate_per_s, 1000.0 * statistics.median(took), 1000.0 * took[int(0.99 * len(took))])
+        took = await self._fire(max(1, int(rate_per_s * seconds)), rate_per_s=rate_per_s)
+        found = percentiles([1000.0 * one for one in took])
+        return AtRate(rate_per_s, found["p50"], found["p99"])
 
-    async def _fire(self, boots: int, *, rate_per_s: float = 0.0) -> dict[int, float]:
-        """Send them all (rate 0: as fast as IN_FLIGHT allows). Returns the seconds that each took, by number."""
+    async def _fire(self, boots: int, *, rate_per_s: float = 0.0) -> list[float]:
+        """Send them all (rate 0: as fast as IN_FLIGHT allows). Returns the seconds that each took."""
         due: dict[int, float] = {}
         took: dict[int, float] = {}
         done = asyncio.Event()
@@ -114,7 +110,7 @@ class Pipeline:
                 await done.wait()
         finally:
             await last.cancel(tag)
-        return took
+        return list(took.values())
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +121,7 @@ async def running(url: str) -> AsyncIterator[Pipeline]:
             await channel.declare_queue(QUEUE.format(hop), durable=True, arguments={"x-queue-type": "quorum"})
         relays = [
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "lab.benchmarks.bare", url, "--relay", str(hop), stdin=PIPE, stdout=PIPE
+                sys.executable, "-m", "lab.benchmarks.bare", url, str(hop), stdin=PIPE, stdout=PIPE
             )
             for hop in range(HOPS - 1)
         ]
@@ -133,7 +129,7 @@ async def running(url: str) -> AsyncIterator[Pipeline]:
             for relay in relays:
                 assert relay.stdout is not None
                 await relay.stdout.readline()
-            yield Pipeline(channel, relays)
+            yield Pipeline(channel)
         finally:
             for relay in relays:
                 relay.terminate()
@@ -169,29 +165,5 @@ async def _channel(url: str) -> AsyncIterator[AbstractChannel]:
         yield await connection.channel(publisher_confirms=True)
 
 
-async def _main(url: str, boots: int, rates: list[float]) -> None:
-    async with running(url) as pipeline:
-        found = await pipeline.measure(boots, IDLE)
-        print(f"{found.boots_per_s:.0f} boots/s; one alone {found.idle_p50_ms:.1f} ms")
-        for rate in rates:
-            held = await pipeline.at_rate(rate)
-            print(f"at {rate:.0f}/s: p50 {held.p50_ms:.1f} ms, p99 {held.p99_ms:.1f} ms")
-
-
-def main() -> int:
-    """Measure, or be one relay."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--boots", type=int, default=5000)
-    parser.add_argument("--rates", default="", help="boots a second, several with commas")
-    parser.add_argument("--relay", type=int)
-    options = parser.parse_args()
-    if options.relay is not None:
-        uvloop.run(_relay(options.url, options.relay))
-    else:
-        uvloop.run(_main(options.url, options.boots, [float(rate) for rate in options.rates.split(",") if rate]))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    uvloop.run(_relay(sys.argv[1], int(sys.argv[2])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,14 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
     return number
+
+
+def rates(text: str) -> list[float]:
+    """`5,20,70` as rates a second."""
+    found = [float(rate) for rate in text.split(",")]
+    if not all(0 < rate < math.inf for rate in found):
+        raise argparse.ArgumentTypeError(f"rates are above 0: {text!r}")
+    return found
 
 
 def measured(work: Coroutine[Any, Any, T]) -> T:

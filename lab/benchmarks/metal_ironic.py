@@ -2,9 +2,8 @@
 
     python -m lab.benchmarks.metal_ironic --nodes 10000 --broker amqp://... --port 6385
 
-Beside Ironic's API: `GET /bench/counts` {request: count}, `POST /bench/flip?on=true|false` (every
-node's maintenance, answered when all have been announced), `POST /bench/trouble?workers=100&locked=0.1` (more nodes
-than that on their way: 503, as a conductor without free workers answers; so large a share of changes: 409, a lock).
+Beside Ironic's API: `GET /bench/counts` {request: count}, `POST /bench/trouble?workers=100&locked=0.1` (more nodes than
+that on their way: 503, as a conductor without free workers answers; so large a share of changes: 409, a lock).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import asyncio
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -26,7 +24,6 @@ from starlette.routing import Route
 from berth.trial.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn
 from bus.clock import SystemClock
 
-FLIPS_AT_ONCE = 100
 BEHAVIOUR = Behaviour(deploy_s=5.0, undeploy_s=1.0, clean_s=2.0)
 CHANGES = frozenset({"PUT", "PATCH", "POST", "DELETE"})
 
@@ -46,7 +43,6 @@ class MeteredIronic(IronicStandIn):
         made.router.routes.extend(
             [
                 Route("/bench/counts", self._counts),
-                Route("/bench/flip", self._flip, methods=["POST"]),
                 Route("/bench/trouble", self._trouble, methods=["POST"]),
             ]
         )
@@ -80,18 +76,6 @@ class MeteredIronic(IronicStandIn):
         self.workers = int(request.query_params.get("workers", 1_000_000))
         self.locked = float(request.query_params.get("locked", 0.0))
         return JSONResponse({})
-
-    async def _flip(self, request: Request) -> Response:
-        on, began = request.query_params["on"] == "true", time.perf_counter()
-        nodes = list(self.pool.nodes.values())
-        for first in range(0, len(nodes), FLIPS_AT_ONCE):
-            await asyncio.gather(
-                *(
-                    self.pool.set_maintenance(node, on, "bench", f"req-{number}")
-                    for number, node in enumerate(nodes[first : first + FLIPS_AT_ONCE])
-                )
-            )
-        return JSONResponse({"took_s": time.perf_counter() - began})
 
 
 def kind_of(path: str) -> str:

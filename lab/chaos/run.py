@@ -36,6 +36,7 @@ from lab.chaos.moving import Moving
 from lab.chaos.plan import ChaosPlan, FaultKind, FaultSchedule
 from lab.chaos.report import (
     ChaosReport,
+    breaches,
     counts,
     doubled_moves,
     longest_stall,
@@ -43,7 +44,6 @@ from lab.chaos.report import (
     rates,
     recoveries,
     render,
-    tally,
 )
 from lab.feed_watch import FeedWatch
 
@@ -194,14 +194,12 @@ class Run:
         """The whole report of the run."""
         facts, faults, events, ended = ending.facts, self.injector.injected, self.client.events, self.churn.ended
         states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
-        verdicts, found = check_invariants(facts), tally(facts)
+        verdicts = check_invariants(facts)
+        found = breaches(verdicts)
         stall = longest_stall(ended, faults)
         distinct = {(event.instance_uuid, event.sequence, event.state) for event in events}
         moves_lost, moves_doubled = lost_moves(facts, self.moving.requested), doubled_moves(self.moving.ends)
         examples = {
-            "lost": found.lost,
-            "doubled": found.doubled,
-            "leaked": found.leaked,
             "without an end for its client": ending.unended,
             "moves lost": moves_lost,
             "moves doubled": moves_doubled,
@@ -221,10 +219,10 @@ class Run:
             failure_reasons=_reasons(events),
             events=len(events),
             events_repeated=len(events) - len(distinct),
-            lost=len(found.lost) + len(moves_lost),
-            doubled=len(found.doubled) + len(moves_doubled),
-            leaked=len(found.leaked),
-            overcommitted=found.overcommitted,
+            lost=found["lost"] + len(moves_lost),
+            doubled=found["doubled"] + len(moves_doubled),
+            leaked=found["leaked"],
+            overcommitted=found["overcommitted"],
             faults=counts(faults),
             faults_total=len(faults),
             connections_cut=self.injector.connections_cut,

@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
-from msgspec.structs import replace
 
 from berth.client import BuildClient
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import load
 from berth.settings import FencingSettings
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
-from bus.clock import SystemClock
-from bus.contracts.build import HostRecord
-from bus.contracts.operations import AdminState
-from compute_sim.config import IronicConfig
-from lab.benchmarks.evacuation import Drill, plan_of
-from tests.system.worker_processes import rig
+from berth.trial.servers import SystemPlan
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.build import BuildRequest, HostRecord
+from bus.contracts.moves import MoveKind, MovePage, MoveQuery, MoveState
+from bus.contracts.operations import AdminState, EvacuationPolicy, SetAdminState
+from compute_sim.config import ComputeConfig, HostSize, IronicConfig
+from tests.kit.waiting import until
+from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 HOSTS, INSTANCES = 4, 40
 PATIENCE_S = 240.0
+CELL = "cell1"
+SERVICE = "cell1-alone"  # the compute service that has the one host
+WORKER = f"compute-{SERVICE}"
+# All hosts but one at one service; two schedulers, so that either may evacuate.
+PLAN = SystemPlan(
+    cells=(CELL,),
+    schedulers=2,
+    placements=1,
+    compute=ComputeConfig(
+        hosts=HOSTS - 1, sizes=(HostSize(vcpus=64, memory_mb=262_144, disk_gb=4_000),), gpu_share=0.0
+    ),
+    durable=False,
+)
+# An invariant that a service which is known to be dead breaks; it holds again when it is back.
+OF_THE_DEAD = "services_there"
 
 
 async def test_the_instances_of_a_dead_host_are_active_elsewhere_once_it_is_fenced() -> None:
-    async with rig(replace(plan_of(HOSTS), durable=False)) as whole:
-        figures = await Drill(whole.processes, whole.site, whole.client).run(HOSTS, INSTANCES, random.Random(1))
-    assert figures.on_host > 0 and figures.evacuated == figures.on_host
-    assert figures.broken == ()
+    async with rig(PLAN) as whole:
+
+        async def fence(host: HostRecord) -> None:
+            await decide(whole.client, host, AdminState.FENCED)
+
+        await drill(whole, fence)
 
 
 async def test_a_silent_host_is_switched_off_and_fenced_without_a_person() -> None:
@@ -41,34 +60,84 @@ async def test_a_silent_host_is_switched_off_and_fenced_without_a_person() -> No
     plugin = load(settings, clock=SystemClock())
     node = stand_in.pool.add(power_state="power on")
     try:
-        async with rig(replace(plan_of(HOSTS), durable=False)) as whole:
+        async with rig(PLAN) as whole:
             fencer = Fencer(whole.client, plugin, settings, clock=SystemClock())
 
             async def fence(host: HostRecord) -> None:
                 node["name"] = host.name
                 running = asyncio.create_task(fencer.run())
                 try:
-                    await until_fenced(whole.client, host.uuid)
+                    fenced = await until(lambda: in_state(whole.client, host, AdminState.FENCED), PATIENCE_S)
                 finally:
                     running.cancel()
+                assert fenced.admin.by == "fencer" and "power off" in fenced.admin.reason
                 assert node["power_state"] == "power off"
 
-            drill = Drill(whole.processes, whole.site, whole.client)
-            figures = await drill.run(HOSTS, INSTANCES, random.Random(1), fence=fence)
+            await drill(whole, fence)
     finally:
         await plugin.close()
         await stand_in.stop()
-    assert figures.on_host > 0 and figures.evacuated == figures.on_host
-    assert figures.broken == ()
 
 
-async def until_fenced(client: BuildClient, uuid: str) -> None:
-    """Wait for the decision, and look who made it."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            page = await client.hosts(limit=100, timeout_s=PATIENCE_S)
-            (admin,) = (one.admin for one in page.hosts if one.uuid == uuid)
-            if admin is not None and admin.state is AdminState.FENCED:
-                assert admin.by == "fencer" and "power off" in admin.reason
-                return
-            await asyncio.sleep(0.2)
+async def drill(whole: Rig, fence: Callable[[HostRecord], Awaitable[None]]) -> None:
+    """Kill one host's service, have it fenced, wait for its instances elsewhere, and take the host back."""
+    client, processes = whole.client, whole.processes
+    processes.start(WORKER, "compute", "--cell", CELL, "--service", SERVICE, settings={"BERTH_COMPUTE__HOSTS": "1"})
+    await processes.ready([WORKER])
+    (host,) = await until(lambda: hosts_of_the_service(client), PATIENCE_S)
+    await boot(whole)
+    mine = {one.instance_uuid for one in client.tracks.values() if one.last is not None and one.last.host == host.name}
+    assert mine
+
+    await asyncio.to_thread(processes.kill, WORKER)
+    await fence(host)
+
+    async def evacuated() -> bool:
+        page = await client.bus.request(MoveQuery(limit=1000), MovePage, timeout_s=PATIENCE_S)
+        moves = [move for move in page.moves if move.kind is MoveKind.EVACUATE]
+        assert not [move for move in moves if move.terminal and move.state is not MoveState.DONE]
+        return mine <= {move.instance_uuid for move in moves if move.terminal}
+
+    await until(evacuated, PATIENCE_S)
+    assert [one for one in await whole.verdicts() if not one.holds and one.name != OF_THE_DEAD] == []
+
+    await asyncio.to_thread(processes.restart, WORKER)
+    await processes.ready([WORKER])
+    await decide(client, host, AdminState.ENABLED)
+    await until(lambda: in_state(client, host, AdminState.ENABLED), PATIENCE_S)  # its cell has lifted the fence
+    await whole.assert_invariants()
+
+
+async def boot(whole: Rig) -> None:
+    requests = [
+        BuildRequest(
+            instance_uuid=new_uuid(whole.rng),
+            flavor="m1.tiny",
+            project_id="p",
+            on_host_failure=EvacuationPolicy.RESTART,
+        )
+        for _ in range(INSTANCES)
+    ]
+    tracks = await whole.client.boot(requests, retry_for_s=PATIENCE_S)
+    assert await whole.client.wait(PATIENCE_S) and {track.state for track in tracks} == {"active"}
+
+
+async def decide(client: BuildClient, host: HostRecord, state: AdminState) -> None:
+    """As an operator who knows that the host is off."""
+    decision = SetAdminState(host=host.uuid, state=state, reason="drill", by="bench", force=True)
+    await client.set_admin_state(decision, timeout_s=PATIENCE_S)
+
+
+async def hosts_of_the_service(client: BuildClient) -> Sequence[HostRecord]:
+    page = await client.hosts(limit=100, timeout_s=PATIENCE_S, up=True)
+    return [host for host in page.hosts if host.service == SERVICE and host.resources]
+
+
+async def in_state(client: BuildClient, host: HostRecord, state: AdminState) -> HostRecord | None:
+    """The host, where that is what was decided about it; enabled, it must be usable."""
+    page = await client.hosts(limit=100, timeout_s=PATIENCE_S)
+    (found,) = (one for one in page.hosts if one.uuid == host.uuid)
+    if state is AdminState.ENABLED:
+        is_fenced = found.admin is not None and found.admin.state is AdminState.FENCED
+        return found if found.up and found.enabled and not is_fenced else None
+    return found if found.admin is not None and found.admin.state is state else None

@@ -20,13 +20,12 @@ from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site, process_name
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.servers import API_VHOST, start_all, variables
+from berth.trial.servers import API_VHOST, hosts_known, start_all, variables
 from berth.trial.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.queues import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq.transport import RabbitTransport
-from tests.drills.test_servers_unavailable import hosts_known
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import BrokerCluster, broker_cluster, database_pair
 from tests.kit.waiting import until
@@ -151,7 +150,7 @@ async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]], *, se
     client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
     await client.open()
     try:
-        await hosts_known(client)
+        await hosts_known(client, PLAN)
         # A broker may refuse what it is given while its queues elect another leader: that is offered again.
         plan = LoadPlan(
             boots=BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=50.0, timeout_s=PATIENCE_S, retry_for_s=PATIENCE_S

@@ -15,7 +15,7 @@ from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.site import process_name
-from berth.trial.servers import start_all, variables
+from berth.trial.servers import hosts_known, start_all, variables
 from tests.kit.cases import case
 from tests.kit.waiting import wait_until
 from tests.system.small import PLAN, Small, small_processes
@@ -70,7 +70,7 @@ async def load_while_the_database_restarts(small: Small) -> None:
     client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True)
     await client.open()
     try:
-        await hosts_known(client)
+        await hosts_known(client, PLAN)
         plan = LoadPlan(boots=BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=100.0, timeout_s=PATIENCE_S)
         loading = asyncio.create_task(run_load(client, plan, clock=site.clock, rng=random.Random(5)))
         assert await client.until(lambda: 0 < client.unfinished < len(client.tracks), PATIENCE_S)
@@ -83,16 +83,6 @@ async def load_while_the_database_restarts(small: Small) -> None:
         assert [verdict for verdict in verdicts if not verdict.holds] == []
     finally:
         await client.close()
-
-
-async def hosts_known(client: BuildClient) -> None:
-    """Wait until the scheduler knows every host: before that, builds wait for the hosts and all end at once."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            page = await client.hosts(limit=100, timeout_s=PATIENCE_S)
-            if sum(host.up and bool(host.resources) for host in page.hosts) == PLAN.compute.hosts:
-                return
-            await asyncio.sleep(0.05)  # nothing announces it
 
 
 def logs(small: Small, name: str, *events: str) -> None:
