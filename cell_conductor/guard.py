@@ -44,7 +44,7 @@ from .domain.report import (
     is_ordered,
 )
 from .domain.set_back import SetBack
-from .store.port import InstanceStore
+from .store.port import InstanceStore, Unreadable
 from .store.safety import ADOPT, DESTROY, KEEP, MachineKey, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
@@ -366,7 +366,10 @@ class QuarantineReservations:
             return
         uuids = sorted({one.instance_uuid for machines in wrong.values() for one in machines})
         async with self._store.transaction() as transaction:
-            records = await transaction.lock(uuids) if uuids else {}
+            try:
+                records = await transaction.lock(uuids) if uuids else {}
+            except Unreadable as unreadable:  # as of one without a record: it is not known what they take
+                records = await transaction.lock(sorted(set(uuids) - unreadable.uuids))
         metrics.RESERVED.labels(report.service).inc()
         log.warning("quarantine.reserve", service=report.service, hosts=len(wrong), machines=len(uuids))
         for page in pages(wrong):
