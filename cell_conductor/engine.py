@@ -55,7 +55,7 @@ from .placement_requests import (
     observe_steps,
 )
 from .search import MachineSearch
-from .store.port import DatabaseChange, InstanceStore, Transaction, Unreadable
+from .store.port import DatabaseChange, InstanceStore, Transaction, UnreadableRecords
 from .store.safety import ADOPT, KEEP
 
 log = structlog.get_logger(__name__)
@@ -172,7 +172,7 @@ class Engine:
         """
         try:
             known = await self.known({one.uuid for one in incoming})
-        except Unreadable as unreadable:
+        except UnreadableRecords as unreadable:
             return await self.effective(_of_others(incoming, unreadable))
         context = replace(self._context, deployment=self._store.deployment)
         found: list[tuple[InstanceEvent, Instance]] = []
@@ -214,7 +214,7 @@ class Engine:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
         try:
             return await self._apply_all(incoming)
-        except Unreadable as unreadable:
+        except UnreadableRecords as unreadable:
             return await self._apply_all(_of_others(incoming, unreadable))
 
     async def _apply_all(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
@@ -477,7 +477,7 @@ class Engine:
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
 
 
-def _of_others(incoming: Sequence[InstanceEvent], unreadable: Unreadable) -> list[InstanceEvent]:
+def _of_others(incoming: Sequence[InstanceEvent], unreadable: UnreadableRecords) -> list[InstanceEvent]:
     """The events about other instances. Raises what it is given where a message brings one of its own: that is a dead
     letter, as any that crashes; what no message brings comes again.
     """

@@ -38,7 +38,7 @@ class DatabaseChange(Struct, frozen=True):
     doubted: int
 
 
-class Unreadable(Fault):
+class UnreadableRecords(Fault):
     """These are on record, and their records cannot be read: nothing is decided about them, not even that they are
     unknown. The store has logged and counted each.
     """
@@ -74,7 +74,7 @@ class Transaction(Protocol):
         """
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
-        """The instances on record among these, locked until the end. Raises Unreadable."""
+        """The instances on record among these, locked until the end. Raises UnreadableRecords."""
 
     async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
         """The machines of these instances that no record of an instance explains, by host and instance.
@@ -225,7 +225,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         return set(self.writes.message_ids)
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
-        """As cached, else as read, unless expected to be absent; compared at the end. Raises Unreadable."""
+        """As cached, else as read, unless expected to be absent; compared at the end. Raises UnreadableRecords."""
         return await self._read(uuids, absent=self._absent)
 
     async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:

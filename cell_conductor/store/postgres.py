@@ -44,7 +44,7 @@ from cell_conductor.domain.instance import (
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
-from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore, Unreadable
+from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore, UnreadableRecords
 from .safety import (
     EXPLAINED,
     HOLD,
@@ -172,7 +172,7 @@ def _readable(
 def _all_readable(rows: Iterable[Sequence[Any]]) -> dict[str, Instance]:
     found, unreadable = _readable(rows, _instance)
     if unreadable:
-        raise Unreadable(unreadable)
+        raise UnreadableRecords(unreadable)
     return found
 
 
@@ -184,7 +184,7 @@ class PostgresInstanceRows:
         self._seen = seen
 
     async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, Instance]]:
-        """Instances with the versions of their rows, without locks. Raises Unreadable."""
+        """Instances with the versions of their rows, without locks. Raises UnreadableRecords."""
         rows = await self._connection.fetch(READ_VERSIONS, keys)
         found = _all_readable(rows)
         return {row[0]: (row[3], found[row[0]]) for row in rows}
@@ -240,7 +240,7 @@ class PostgresTransaction:
         return await outbox.first_time(self._connection, tables.HANDLER, sorted(set(message_ids)))
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
-        """The instances on record among these, locked until the end. Raises Unreadable."""
+        """The instances on record among these, locked until the end. Raises UnreadableRecords."""
         return _all_readable(await self._connection.fetch(LOCK, uuids))
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:

@@ -430,10 +430,12 @@ _MINE = "mine AS MATERIALIZED (SELECT FROM lease_keeper WHERE term = $1 FOR SHAR
 RECORD_LEASES = f"""
 WITH {_MINE}, recorded AS (
     INSERT INTO leases ({", ".join(LEASE)})
-    SELECT n.* FROM unnest($2::text[], $3::bigint[], $4::float8[], $5::text[], $6::float8[], $7::text[]) AS n
+    SELECT n.* FROM unnest($2::text[], $3::bigint[], $4::float8[], $5::text[], $6::float8[], $7::text[],
+        $8::text[], $9::bigint[]) AS n
     WHERE EXISTS (SELECT FROM mine)
     ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, interval_s = excluded.interval_s,
-        state = excluded.state, since = excluded.since, reason = excluded.reason)
+        state = excluded.state, since = excluded.since, reason = excluded.reason,
+        listed = excluded.listed, era = excluded.era)
 SELECT EXISTS (SELECT FROM mine)
 """
 # In a database that was set back, recognised or not, every service is to be asked what the record has forgotten.

@@ -90,7 +90,7 @@ unexplained = Table(
 breakers = Table("breakers", METADATA, Column("service", Text, primary_key=True), needed("record", JSON))
 
 # What is believed of each compute service (cell_conductor.domain.leases). interval_s: how often it sends a heartbeat;
-# since: when its state began.
+# since: when its state began; listed: the hosts of one that is down; era: the database's, when they were recorded.
 leases = Table(
     "leases",
     METADATA,
@@ -100,6 +100,8 @@ leases = Table(
     needed("state", Text),
     needed("since", Double),
     needed("reason", Text),
+    needed("listed", Text, default=""),
+    needed("era", BigInteger, default=ZERO),
 )
 
 # The conductor that records and publishes the leases, until when; its term rises with each change of keeper.

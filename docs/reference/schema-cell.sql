@@ -69,6 +69,8 @@ CREATE TABLE leases (
     state TEXT NOT NULL,
     since DOUBLE PRECISION NOT NULL,
     reason TEXT NOT NULL,
+    listed TEXT DEFAULT '' NOT NULL,
+    era BIGINT DEFAULT 0 NOT NULL,
     PRIMARY KEY (service)
 );
 

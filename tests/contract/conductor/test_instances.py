@@ -22,7 +22,7 @@ from cell_conductor.domain.desires import Work, in_text, states_where
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.port import InstanceStore, Unreadable
+from cell_conductor.store.port import InstanceStore, UnreadableRecords
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
 from lab.simulation.watch import failed_steps
 from tests.kit.waiting import until
@@ -613,8 +613,8 @@ async def test_an_unreadable_record_stops_no_step_of_another_and_its_messages_ar
     assert [one.uuid for one in await store.briefs([], [A, B])] == [B]
     assert failed_steps() > before
     assert (await engine.known([B]))[B].state is not State.BUILDING, "it has failed over"
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableRecords):
         await engine.take([InstanceEvent(A, lost, "m1"), InstanceEvent(B, lost, "m2")], source="requests")
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableRecords):
         await engine.known([A, B])
     await store.close()
