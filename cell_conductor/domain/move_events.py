@@ -118,9 +118,9 @@ def answer_or_tell(instance: Instance, ending: MoveEnd, at: float, context: Step
     """The end of the request that is under way. If it has had one, the instance's state is announced all the same:
     schedulers have another host, or another flavor, on record.
     """
-    move = move_of(instance)
-    if not move.answered:
-        return answer(instance, ending, at, context)
+    move, earlier = move_of(instance), answer(instance, ending, at, context)
+    if earlier.commands:
+        return earlier
     state = MoveState.CHANGING if ending.state is MoveState.DONE else MoveState.UNDOING
     late = EndedMove(move.request_id, move.kind, state, ending.code, cut(ending.reason))
     return _event(instance, late, at, context, condition=condition_of(instance))
