@@ -155,8 +155,7 @@ def _search_of(  # noqa: PLR0917  (one caller)
         down=keeper.down,
         fenced=lambda: fences.known,
         forgotten=keeper.forgotten,
-        listers=listings.listers,
-        listed=listings.hosts_of,
+        listings=listings,
     )
 
 

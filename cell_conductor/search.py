@@ -26,6 +26,7 @@ from bus.faults import Fault
 from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
+from .domain.breaker import Listings
 from .domain.events import InstanceEvent, SourceAnswered, is_begun_by
 from .domain.instance import Instance
 from .domain.leases import Lease
@@ -119,18 +120,15 @@ class MachineSearch:
         up: Callable[[], Collection[str] | None],
         down: Callable[[], Mapping[str, Lease]],
         forgotten: Callable[[], Collection[str]],
-        listers: Callable[[str], Collection[str]],
-        listed: Callable[[Collection[str]], Collection[str]],
+        listings: Listings,
         fenced: Callable[[], Collection[str]],
     ) -> None:
-        """`down()`: the leases of services that are not up. `listers(host)`: the services that have reported this host;
-        `listed(services)`: the hosts that these have. `forgotten()`: services that are gone for good, as an operator
-        has stated. `fenced()`: hosts.
+        """`down()`: the leases of services that are not up. listings: what the services have reported. `forgotten()`:
+        services that are gone for good, as an operator has stated. `fenced()`: hosts.
         """
         self._down = down
         self._fenced = fenced
-        self._listers = listers
-        self._listed = listed
+        self._listings = listings
         self._forgotten = forgotten
         self._store = store
         self._bus = bus
@@ -220,7 +218,7 @@ class MachineSearch:
         """
         queried: dict[str, dict[str, SourceQuery]] = defaultdict(dict)
         for uuid, source in sorted(sources.items()):
-            for service in sorted({source.service, *self._listers(source.host_uuid)}):
+            for service in sorted({source.service, *self._listings.listers(source.host_uuid)}):
                 queried[service][uuid] = source
         questions = [
             FindMachines(
@@ -265,12 +263,15 @@ class MachineSearch:
             self.find(over, self._up_now()),
             self.find(moved, asked, thorough=True),
         )
-        unseen = set(self._listed(asked or ())) - thorough.hosts - set(self._fenced()) if moved else ()
-        held = set(moved) if thorough.missing or unseen else thorough.machines.keys() & moved.keys()
-        found = {uuid: () if unseen else thorough.of(uuid, to_delete=True) or () for uuid in held}
+        unseen = self._listings.hosts_of(asked or ()) - thorough.hosts - set(self._fenced()) if moved else set[str]()
+        # Of one that has not listed all its hosts it is not known which it is to look at: it began just now, as this
+        # conductor may have, after a restore for example.
+        missing = sorted({*thorough.missing, *self._listings.unlisted(asked or ())})
+        held = set(moved) if missing or unseen else thorough.machines.keys() & moved.keys()
+        found = {uuid: () if missing or unseen else thorough.of(uuid, to_delete=True) or () for uuid in held}
         metrics.HELD_MOVES.inc(len(held))
         for uuid in sorted(held)[:LOGGED_MOVES]:
-            _log_held(moved[uuid], thorough.machines.get(uuid, ()), thorough.missing, unseen)
+            _log_held(moved[uuid], thorough.machines.get(uuid, ()), missing, unseen)
         for uuid in sorted(builds):
             seen = (beyond if uuid in over else searched).of(uuid)
             found[uuid] = forgotten_machines(doubted[uuid], seen or ())

@@ -141,7 +141,7 @@ def search_of(store: Any, bus: Any, **parts: Any) -> MachineSearch:
     nothing: Any = {
         "down": dict,
         **dict.fromkeys(("forgotten", "fenced"), frozenset),
-        **dict.fromkeys(("listers", "listed"), lambda _: ()),
+        "listings": Listings(),
     }
     return MachineSearch(store, bus, **{**nothing, **parts})
 
@@ -227,6 +227,7 @@ class Conductor:
         self.down: Collection[str] = ()
         self.forgotten: Collection[str] = ()
         self.fenced: Collection[str] = ()
+        self.without_list: Collection[str] = ()
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
         self.search = search_of(
@@ -235,7 +236,7 @@ class Conductor:
             clock=clock,
             config=ConductorConfig(),
             up=lambda: self.up,
-            listed=lambda _services: self.listed,
+            listings=self,
             down=lambda: {one: down(one) for one in self.down},
             fenced=lambda: self.fenced,
             forgotten=lambda: self.forgotten,
@@ -250,6 +251,14 @@ class Conductor:
             search=self.search,
         )
         self.requests = requests_of(self.engine, clock, search=self.search)
+
+    def hosts_of(self, _services: Collection[str]) -> set[str]:
+        """As of listings."""
+        return self.listed
+
+    def unlisted(self, services: Collection[str]) -> set[str]:
+        """As of listings."""
+        return set(services) & set(self.without_list)
 
     async def keep(self, n: int, verdict: str = "") -> None:
         """A host has a machine of the instance that no record explains, with this word of an operator."""
