@@ -5,7 +5,6 @@ passed deadlines and request reports of hosts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -27,6 +26,7 @@ from bus.service.service import Service
 
 from . import metrics
 from .config import ConductorConfig
+from .domain.breaker import Listings
 from .domain.report import UnexplainedKind
 from .engine import Engine
 from .fences import FenceKeeper
@@ -76,11 +76,19 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     # The scheduler records each event of a build, so none is dropped: they travel, and are recorded, together.
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
+    listings = Listings()
     fences = FenceKeeper(store, bus, clock=env.clock, config=config, cell=cell)
     keeper = LeaseKeeper(
-        store, bus, clock=env.clock, config=config, cell=cell, process=env.process, on_fence=fences.on_announced
+        store,
+        bus,
+        clock=env.clock,
+        config=config,
+        cell=cell,
+        process=env.process,
+        on_fence=fences.on_announced,
+        hosts_of=listings.all_of,
     )
-    search = _search_of(store, bus, env.clock, config, keeper, fences, lambda: hosts)
+    search = _search_of(store, bus, env.clock, config, keeper, fences, listings)
     engine = Engine(
         store=store,
         bus=bus,
@@ -93,19 +101,13 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         search=search,
     )
     requests = RequestHandlers(engine, env.clock, bus, fences=fences, search=search, leases=keeper)
-    hosts = HostHandlers(
-        engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences, up=keeper.up, leases=keeper
-    )
-    reporter = ReportRequester(bus, env.clock, config)
+    hosts = HostHandlers(engine, store, env.clock, config, bus, listings=listings, fences=fences, leases=keeper)
     service.add_resource(store.open, store.close)
     service.add_resource(bus.open, bus.close)
     service.add_declaration(partial(_declare, bus))
     service.add_task("outbox relay", relay.run)
     announce_presence(service, env, bus, "conductor")
-    service.add_task("deadlines", lambda: sweep_forever(engine, env.clock, config))
-    service.add_task("searches", lambda: search_forever(engine, env.clock))
-    service.add_task("retention", lambda: purge_forever(store, env.clock, config))
-    service.add_task("reports", reporter.run)
+    _add_rounds(service, env.clock, config, store, bus, engine)
     service.add_preparation(fences.prepare)
     service.add_task("fences", fences.run)
     service.add_task("leases", lambda: keeper.run(engine))
@@ -115,6 +117,15 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_refresh(partial(_show_safety, store, cell))
     service.add_drain(relay.drain)
     return service
+
+
+def _add_rounds(  # noqa: PLR0917  (one caller)
+    service: Service, clock: Clock, config: ConductorConfig, store: InstanceStore, bus: Bus, engine: Engine
+) -> None:
+    service.add_task("deadlines", lambda: sweep_forever(engine, clock, config))
+    service.add_task("searches", lambda: search_forever(engine, clock))
+    service.add_task("retention", lambda: purge_forever(store, clock, config))
+    service.add_task("reports", ReportRequester(bus, clock, config).run)
 
 
 async def _show_safety(store: InstanceStore, cell: str) -> None:
@@ -133,7 +144,7 @@ def _search_of(  # noqa: PLR0917  (one caller)
     config: ConductorConfig,
     keeper: LeaseKeeper,
     fences: FenceKeeper,
-    hosts: Callable[[], HostHandlers],
+    listings: Listings,
 ) -> MachineSearch:
     return MachineSearch(
         store,
@@ -144,8 +155,7 @@ def _search_of(  # noqa: PLR0917  (one caller)
         down=keeper.down,
         fenced=lambda: fences.known,
         forgotten=keeper.forgotten,
-        listers=lambda host: hosts().listers(host),
-        listed=lambda services: hosts().listed(services),
+        listings=listings,
     )
 
 

@@ -55,7 +55,7 @@ from .placement_requests import (
     observe_steps,
 )
 from .search import MachineSearch
-from .store.port import DatabaseChange, InstanceStore, Transaction
+from .store.port import DatabaseChange, InstanceStore, Transaction, UnreadableRecords
 from .store.safety import ADOPT, KEEP
 
 log = structlog.get_logger(__name__)
@@ -170,7 +170,10 @@ class Engine:
         The rows are locked only to read them: a change that another task is committing is waited for. If they were read
         without locks they would still look open, and the breaker would count events that have been handled.
         """
-        known = await self.known({one.uuid for one in incoming})
+        try:
+            known = await self.known({one.uuid for one in incoming})
+        except UnreadableRecords as unreadable:
+            return await self.effective(_of_others(incoming, unreadable))
         context = replace(self._context, deployment=self._store.deployment)
         found: list[tuple[InstanceEvent, Instance]] = []
         for one in incoming:
@@ -209,6 +212,12 @@ class Engine:
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
+        try:
+            return await self._apply_all(incoming)
+        except UnreadableRecords as unreadable:
+            return await self._apply_all(_of_others(incoming, unreadable))
+
+    async def _apply_all(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         uuids = sorted({instance_event.uuid for instance_event in incoming})
         new = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and not one.event.is_query}
         for number in range(MAX_STALE):
@@ -466,6 +475,15 @@ class Engine:
         clear = {one.instance.uuid: one for one in questions if one.instance.uuid not in held}
         known = await self.known(clear)
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
+
+
+def _of_others(incoming: Sequence[InstanceEvent], unreadable: UnreadableRecords) -> list[InstanceEvent]:
+    """The events about other instances. Raises what it is given where a message brings one of its own: that is a dead
+    letter, as any that crashes; what no message brings comes again.
+    """
+    if any(one.message_id and one.uuid in unreadable.uuids for one in incoming):
+        raise unreadable
+    return [one for one in incoming if one.uuid not in unreadable.uuids]
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

@@ -10,7 +10,7 @@ keeper of its leases, notifies the owner of such a host, or releases the hosts.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from typing import Protocol
 
 import structlog
@@ -44,7 +44,7 @@ from .domain.report import (
     is_ordered,
 )
 from .domain.set_back import SetBack
-from .store.port import InstanceStore
+from .store.port import InstanceStore, UnreadableRecords
 from .store.safety import ADOPT, DESTROY, KEEP, MachineKey, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
@@ -297,14 +297,20 @@ class Guard:
 
 
 class Leases(Protocol):
-    """The queries to the keeper of the leases."""
+    """The leases as this conductor has them (`lease_keeper.LeaseKeeper`)."""
 
     @property
     def is_keeper(self) -> bool:
         """Whether this conductor is the keeper."""
 
     def is_gone(self, service: str) -> bool:
-        """Whether a service is gone for good."""
+        """Whether a service is gone for good; meaningful at the keeper."""
+
+    def up(self) -> Collection[str] | None:
+        """The services that are up (None: not known yet)."""
+
+    def note_outdated(self, service: str, epoch: int) -> None:
+        """A report came whose epoch is below this one of the same service."""
 
 
 class HostOwners:
@@ -366,7 +372,10 @@ class QuarantineReservations:
             return
         uuids = sorted({one.instance_uuid for machines in wrong.values() for one in machines})
         async with self._store.transaction() as transaction:
-            records = await transaction.lock(uuids) if uuids else {}
+            try:
+                records = await transaction.lock(uuids) if uuids else {}
+            except UnreadableRecords as unreadable:  # as of one without a record: it is not known what they take
+                records = await transaction.lock(sorted(set(uuids) - unreadable.uuids))
         metrics.RESERVED.labels(report.service).inc()
         log.warning("quarantine.reserve", service=report.service, hosts=len(wrong), machines=len(uuids))
         for page in pages(wrong):

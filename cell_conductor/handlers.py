@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import structlog
@@ -251,39 +251,27 @@ class HostHandlers:
         config: ConductorConfig,
         bus: Bus,
         *,
-        outdated: Callable[[str, int], None],
+        listings: Listings,
         fences: FenceKeeper,
-        up: Callable[[], Collection[str] | None],
         leases: Leases,
     ) -> None:
-        """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service.
-
-        up: the services that are up (None: not known yet). leases: which services are gone for good.
-        """
+        """listings: what it receives. leases: which services are up, and which are gone for good."""
         self._engine = engine
         self._store = store
         self._clock = clock
         self._config = config
         self._newest = Newest()
-        self._listings = Listings()
+        self._listings = listings
         self._contested: dict[str, frozenset[str]] = {}
-        self._up = up
-        self._outdated = outdated
+        self._up = leases.up
+        self._outdated = leases.note_outdated
         self._fences = fences
         self._guard = Guard(
             store, bus, clock, config, effective=engine.effective, adopt=engine.adopt, may_have=self._may_have
         )
         self._reservations = QuarantineReservations(store, bus)
         self._bus = bus
-        self._owners = HostOwners(bus, self._listings, leases)
-
-    def listed(self, services: Collection[str]) -> set[str]:
-        """The hosts that these services have reported."""
-        return self._listings.hosts_of(services)
-
-    def listers(self, host: str) -> Collection[str]:
-        """The services that have reported this host."""
-        return self._listings.listers(host)
+        self._owners = HostOwners(bus, listings, leases)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
@@ -84,8 +85,11 @@ class LeaseKeeper:
         cell: str,
         process: str,
         on_fence: Callable[[HostFence], None] = lambda _fence: None,
+        hosts_of: Callable[[str, int], Collection[str]] = lambda _service, _epoch: (),
     ) -> None:
-        """`on_fence(report)`: a conductor of the cell has recorded a change of a fence."""
+        """`on_fence(report)`: a conductor of the cell has recorded a change of a fence. `hosts_of(service, epoch)`: the
+        hosts of a service, if it has reported all of them since it began as this epoch.
+        """
         self._store = store
         self._bus = bus
         self._clock = clock
@@ -93,6 +97,7 @@ class LeaseKeeper:
         self._cell = cell
         self._process = process
         self._on_fence = on_fence
+        self._hosts_of = hosts_of
         self._table = LeaseTable(config.missed_heartbeats)
         self._keeping: _Term | None = None
         self._recorded: Mapping[str, Lease] = {}
@@ -255,7 +260,7 @@ class LeaseKeeper:
         keeping = self._keeping
         if keeping is None:
             return
-        leases = self._table.leases
+        leases = {service: self._with_hosts(lease) for service, lease in self._table.leases.items()}
         changed = [lease for service, lease in leases.items() if self._recorded.get(service) != lease]
         if changed and not await self._store.leases.record(keeping.term, changed):
             self._keeping = None
@@ -266,7 +271,19 @@ class LeaseKeeper:
             before = self._clock.time() - self._config.services_retention_s
             gone = await self._store.leases.purge(keeping.term, before, PURGE_BATCH)
             self._table.remove(gone)
-            self._recorded = self._table.leases
+            left = self._table.leases
+            self._recorded = {service: lease for service, lease in leases.items() if service in left}
+
+    def _with_hosts(self, lease: Lease) -> Lease:
+        """As it is put on record: a service that is down with the hosts that it listed last. A later conductor receives
+        no report of it.
+        """
+        if lease.state is LeaseState.UP:
+            return lease
+        known, listed = self._recorded.get(lease.service), " ".join(sorted(self._hosts_of(lease.service, lease.epoch)))
+        if not listed and known is not None and known.epoch == lease.epoch:
+            return replace(lease, listed=known.listed, era=known.era)
+        return replace(lease, listed=listed, era=self._store.set_back.first_number if listed else 0)
 
     async def _publish_digest(self) -> None:
         """The digest, when it has changed, and periodically."""

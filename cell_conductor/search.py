@@ -26,8 +26,10 @@ from bus.faults import Fault
 from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
+from .domain.breaker import Listings
 from .domain.events import InstanceEvent, SourceAnswered, is_begun_by
 from .domain.instance import Instance
+from .domain.leases import Lease
 from .domain.way_back import SourceQuery, answer_about
 from .store.port import InstanceStore
 from .store.safety import KEEP, UnexplainedRecord
@@ -116,20 +118,17 @@ class MachineSearch:
         clock: Clock,
         config: ConductorConfig,
         up: Callable[[], Collection[str] | None],
-        down: Callable[[], Collection[str]],
+        down: Callable[[], Mapping[str, Lease]],
         forgotten: Callable[[], Collection[str]],
-        listers: Callable[[str], Collection[str]],
-        listed: Callable[[Collection[str]], Collection[str]],
+        listings: Listings,
         fenced: Callable[[], Collection[str]],
     ) -> None:
-        """`down()`: the services that are not up. `listers(host)`: the services that have reported this host;
-        `listed(services)`: the hosts that these have. `forgotten()`: services that are gone for good, as an operator
-        has stated. `fenced()`: hosts.
+        """`down()`: the leases of services that are not up. listings: what the services have reported. `forgotten()`:
+        services that are gone for good, as an operator has stated. `fenced()`: hosts.
         """
         self._down = down
         self._fenced = fenced
-        self._listers = listers
-        self._listed = listed
+        self._listings = listings
         self._forgotten = forgotten
         self._store = store
         self._bus = bus
@@ -141,22 +140,27 @@ class MachineSearch:
         """The search for the instance of each of these requests, before they are taken."""
         outdated = {one.uuid for one in requests if is_begun_by(one.event)}
         lost = {one.uuid for one in requests if not is_begun_by(one.event)}
+        asked = await self._asked()
         searched, complete = await asyncio.gather(
-            self.find(lost, self._asked(down=self._is_awaiting(0.0))), self.find(outdated, self._asked())
+            self.find(lost, asked if self._is_awaiting(0.0) else self._up_now()), self.find(outdated, asked)
         )
         return dict.fromkeys(lost, searched) | dict.fromkeys(outdated, complete)
 
-    def _asked(self, *, down: bool = True) -> set[str] | None:
+    async def _asked(self) -> set[str] | None:
         """The services that a search asks, all of which have to answer before anything is begun, released or given by
         it: those that are up, and those that are down and may have machines all the same, as an operator has neither
         stated that they are gone, nor that all of their hosts are off. None: it is not known yet which are up.
-
-        down: not beyond a doubt's limit (`_is_awaiting`).
         """
-        if (up := self._up()) is None:
-            return None
-        silent, fenced = set(self._down()) - set(self._forgotten()) if down else set(), set(self._fenced())
-        return {*up, *(one for one in silent if not (hosts := set(self._listed((one,)))) or hosts - fenced)}
+        up, down, fenced, gone = self._up_now(), self._down(), set(self._fenced()), set(self._forgotten())
+        if up is None or down.keys() <= gone:
+            return up
+        leases, era = await self._store.leases.leases() if fenced else (), self._store.set_back.first_number
+        gone.update(one.service for one in leases if one.is_off(down.get(one.service), fenced, era))
+        return up | (down.keys() - gone)
+
+    def _up_now(self) -> set[str] | None:
+        """The services that a search asks beyond a doubt's limit (`_is_awaiting`)."""
+        return None if (up := self._up()) is None else set(up)
 
     def _is_awaiting(self, since: float) -> bool:
         """Whether services that are down have to answer about a build whose record is in doubt since then."""
@@ -214,7 +218,7 @@ class MachineSearch:
         """
         queried: dict[str, dict[str, SourceQuery]] = defaultdict(dict)
         for uuid, source in sorted(sources.items()):
-            for service in sorted({source.service, *self._listers(source.host_uuid)}):
+            for service in sorted({source.service, *self._listings.listers(source.host_uuid)}):
                 queried[service][uuid] = source
         questions = [
             FindMachines(
@@ -253,18 +257,21 @@ class MachineSearch:
         moved = {uuid: one for uuid, one in doubted.items() if one.move is not None}
         builds = doubted.keys() - moved.keys()
         over = {uuid for uuid in builds if not self._is_awaiting(doubted[uuid].since)}
-        asked = self._asked()
+        asked = await self._asked()
         searched, beyond, thorough = await asyncio.gather(
             self.find(builds - over, asked),
-            self.find(over, self._asked(down=False)),
+            self.find(over, self._up_now()),
             self.find(moved, asked, thorough=True),
         )
-        unseen = set(self._listed(asked or ())) - thorough.hosts - set(self._fenced()) if moved else ()
-        held = set(moved) if thorough.missing or unseen else thorough.machines.keys() & moved.keys()
-        found = {uuid: () if unseen else thorough.of(uuid, to_delete=True) or () for uuid in held}
+        unseen = self._listings.hosts_of(asked or ()) - thorough.hosts - set(self._fenced()) if moved else set[str]()
+        # Of one that has not listed all its hosts it is not known which it is to look at: it began just now, as this
+        # conductor may have, after a restore for example.
+        missing = sorted({*thorough.missing, *self._listings.unlisted(asked or ())})
+        held = set(moved) if missing or unseen else thorough.machines.keys() & moved.keys()
+        found = {uuid: () if missing or unseen else thorough.of(uuid, to_delete=True) or () for uuid in held}
         metrics.HELD_MOVES.inc(len(held))
         for uuid in sorted(held)[:LOGGED_MOVES]:
-            _log_held(moved[uuid], thorough.machines.get(uuid, ()), thorough.missing, unseen)
+            _log_held(moved[uuid], thorough.machines.get(uuid, ()), missing, unseen)
         for uuid in sorted(builds):
             seen = (beyond if uuid in over else searched).of(uuid)
             found[uuid] = forgotten_machines(doubted[uuid], seen or ())
@@ -283,7 +290,7 @@ class MachineSearch:
         taken = {uuid: known[uuid] for uuid in decided if not why_not_adoptable(known.get(uuid))}
         gone, fenced = set(self._forgotten()), set(self._fenced())
         to_look = {one.host_uuid for one in taken.values() if one.here.service not in gone} - fenced
-        searched = await self.find(taken, self._asked(), thorough=True)
+        searched = await self.find(taken, await self._asked(), thorough=True)
         found: dict[str, FoundMachine] = {}
         for uuid, record in decided.items():
             why = why_not_adoptable(known.get(uuid))

@@ -95,7 +95,7 @@ class SchedulingEngine:
         for taken, admission in zip(builds, admissions, strict=True):
             pending = taken
             if isinstance(admission, Continue):
-                pending = replace(taken, run=admission.run, attempt=FIRST_ATTEMPT)
+                pending = replace(taken, run=admission.run, own_run=taken.run, attempt=FIRST_ATTEMPT)
             if isinstance(admission, Answered):
                 outcomes[pending.position] = admission.outcome
             elif pending.instance_uuid in deleted:

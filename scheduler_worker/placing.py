@@ -308,7 +308,7 @@ class Dispatcher:
             written = await write_decided(self._store, writes, now)
         metrics.observe_decisions([stages[uuid] for uuid in written])
         metrics.count_ended(one.decision.build for one in decided if one.pending.instance_uuid in written)
-        unwritten = {uuid: one.pending.run for one in decided if (uuid := one.pending.instance_uuid) not in written}
+        unwritten = {uuid: one.pending for one in decided if (uuid := one.pending.instance_uuid) not in written}
         forgotten = await self._withdraw(unwritten) if unwritten else set()
         for one in decided:
             build = one.decision.build
@@ -354,26 +354,26 @@ class Dispatcher:
                 queried[uuid] = ended_where_held(pending, result, author)
         return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
 
-    async def _withdraw(self, runs: Mapping[str, str]) -> set[str]:
-        """Release the claims for builds ({instance: run}) that another scheduler, or a delete, has ended meanwhile. By
-        the run of this decision: where the record has another, nothing was ever dispatched for this one. Returns those
+    async def _withdraw(self, builds: Mapping[str, PendingBuild]) -> set[str]:
+        """Release the claims for builds, by instance, that another scheduler, or a delete, has ended meanwhile. By the
+        run of this decision: where the record has another, nothing was ever dispatched for this one. Returns those
         whose record is gone, or waits.
 
         A record of another run that is not decided yet has the claim first: it may have read that its instance holds
         nothing before this run claimed, and its end releases what it has.
         """
         async with self._store.unit() as unit:
-            builds = [one.build for one in (await unit.read(list(runs))).values()]
+            records = [one.build for one in (await unit.read(list(builds))).values()]
         open_runs = {
             (one.instance_uuid, one.project_id): one.run
-            for one in builds
-            if one.awaits_decision and one.run != runs[one.instance_uuid]
+            for one in records
+            if one.awaits_decision and one.run != builds[one.instance_uuid].run
         }
         given = await self._held.given_to(open_runs)
         async with self._store.unit() as unit:
-            known = await unit.read(list(runs))
+            known = await unit.read(list(builds))
             for uuid, one in known.items():
-                for message in releases_of(one.build, runs[uuid]):
+                for message in releases_of(one.build, builds[uuid].run, builds[uuid].own_run):
                     unit.emit(message)
         waits = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
-        return (runs.keys() - known.keys()) | waits
+        return (builds.keys() - known.keys()) | waits

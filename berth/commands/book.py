@@ -30,7 +30,14 @@ from berth.commands.common import (
 from berth.render import printable
 from berth.settings import Settings
 from berth.site import Site, with_added_cells
-from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.placement import (
+    ClaimOutcome,
+    ConsumerAllocations,
+    Release,
+    ReleaseResult,
+    Swap,
+    SwapResult,
+)
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from cell_conductor.domain.report import UnexplainedKind
@@ -41,6 +48,8 @@ from placement_worker.operations.audit import Doubled, repair
 from placement_worker.operations.audit import move_host as move_host_in_book
 from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, CopySource, InvalidExport, lines, parse
 from placement_worker.store.postgres_rows import PostgresBookRows
+
+Giving = Release | Swap  # what gives a consumer's allocations back
 
 # A claim younger than this may still be on its way to being an instance.
 GRACE_S = 900.0
@@ -54,7 +63,7 @@ SELECT uuid::text, attempt, run FROM consumers
 WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
 """
 HELD = """
-SELECT uuid::text, attempt, run FROM consumers c
+SELECT uuid::text, attempt, run, generation, project_id, user_id FROM consumers c
 WHERE released_at IS NULL AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) ORDER BY uuid
 """
 OVER = {"deleted", "tombstone", "failed"}
@@ -124,7 +133,7 @@ async def audited(
     grace_s: a younger one may still be on its way, and is left alone.
     """
 
-    async def read(database: Database) -> tuple[list[Release], list[str | Doubled], list[Unclaimed]]:
+    async def read(database: Database) -> tuple[Sequence[Giving], list[str | Doubled], list[Unclaimed]]:
         if consumers is not None:
             return *await _unnamed(database, consumers), []
         return await _judged(here, database, grace_s)
@@ -142,7 +151,7 @@ async def audited(
             wrong = await questions.findings(connection)
             over = await questions.beyond_capacity(connection)
     return {
-        "orphaned": [each.consumer for each in orphans],
+        "orphaned": [*map(_consumer_of, orphans)],
         "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
         "unclaimed": [each.line() for each in bare],
         "unsound": wrong,
@@ -347,19 +356,39 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
     return [each for each in holding if each.consumer not in alive], doubled
 
 
-async def _unnamed(database: Database, path: Path) -> tuple[list[Release], list[str | Doubled]]:
+async def _unnamed(database: Database, path: Path) -> tuple[list[Giving], list[str | Doubled]]:
     """The same, by a list of all that may hold something."""
     # Before the list is read: a consumer that holds something was known by then.
     async with database.raw() as connection:
-        held = [_release(*row) for row in await connection.fetch(HELD)]
+        held = await _held(connection)
         doubled: list[str | Doubled] = [*await questions.doubled(connection)]
     alive = uuids_of(path)
-    return [each for each in held if each.consumer not in alive], doubled
+    return [each for uuid, each in held.items() if uuid not in alive], doubled
 
 
 def _release(consumer: str, attempt: int, run: str) -> Release:
-    """The release of what a consumer holds by this attempt of this run (0, '': of no build)."""
-    return Release(consumer=consumer, attempt=attempt or None, by=run or None)
+    """The release of what a consumer holds by this attempt of this run."""
+    return Release(consumer=consumer, attempt=attempt, by=run or None)
+
+
+async def _held(connection: asyncpg.Connection) -> dict[str, Giving]:
+    """By consumer, what gives back what it holds now and nothing later. What no build has claimed has no attempt: its
+    generation shows that it has changed since.
+    """
+    return {
+        row[0]: _release(*row[:3])
+        if row[1]
+        else Swap(
+            consumers=(
+                ConsumerAllocations(consumer=row[0], consumer_generation=row[3], project_id=row[4], user_id=row[5]),
+            )
+        )
+        for row in await connection.fetch(HELD)
+    }
+
+
+def _consumer_of(giving: Giving) -> str:
+    return giving.consumer if isinstance(giving, Release) else giving.consumers[0].consumer
 
 
 def uuids_of(path: Path) -> frozenset[str]:
@@ -402,27 +431,28 @@ async def _column(here: Site, schema: str, statement: str, *arguments: object) -
 
 
 async def _repair(
-    store: ResourceBook, database: Database, orphans: Sequence[Release], doubled: Sequence[str | Doubled], evict: bool
+    store: ResourceBook, database: Database, orphans: Sequence[Giving], doubled: Sequence[str | Doubled], evict: bool
 ) -> list[str]:
     done = await _released(store, orphans)
     async with database.raw() as connection:
         mended = await repair(connection)
     async with database.raw() as connection:
         mended += await questions.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
-        held = {row[0]: _release(*row) for row in await connection.fetch(HELD)}
+        held = await _held(connection) if evict else {}
         over = [each for each in await questions.beyond_capacity(connection) if not each.stranded] if evict else []
     evicted = sorted({uuid for each in over for uuid, _ in each.newest} & held.keys())
     return [*done, *await _released(store, [held[uuid] for uuid in evicted]), *mended]
 
 
-async def _released(store: ResourceBook, releases: Sequence[Release]) -> list[str]:
+async def _released(store: ResourceBook, releases: Sequence[Giving]) -> list[str]:
     """Carry out releases; a line for each."""
     lines: list[str] = []
     for start in range(0, len(releases), RELEASES_AT_ONCE):
         part = releases[start : start + RELEASES_AT_ONCE]
         for one, reply in zip(part, await store.apply(part), strict=True):
-            outcome = reply.outcome if isinstance(reply, ReleaseResult) else "refused"
-            lines.append(f"{one.consumer}: {outcome if outcome == 'released' else f'left alone, {outcome}'}")
+            outcome = reply.outcome if isinstance(reply, ReleaseResult | SwapResult) else "refused"
+            text = "released" if outcome in {"released", ClaimOutcome.CLAIMED} else f"left alone, {outcome}"
+            lines.append(f"{_consumer_of(one)}: {text}")
     return lines
 
 

@@ -16,8 +16,10 @@ from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.consuming.outcome import EXPIRED
 from bus.contracts.base import tag_of
+from bus.contracts.catalogue import taken_by
 from bus.contracts.cell import CellBuild
 from bus.contracts.placement import Claim, Swap
+from bus.contracts.queues import BY_QUEUE
 from bus.faults import Transient
 from bus.port import BusError, Transport
 from scheduler_worker.unanswered import CLOCK_SLACK_S
@@ -95,8 +97,8 @@ def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
     """
     if letter.code == EXPIRED:
         return True
-    for name, sent_at in _messages(letter):
-        if name in KEPT_S:
+    for names, sent_at in _messages(letter):
+        for name in KEPT_S.keys() & names:
             keep_s = KEPT_S[name](settings)
             # The clock that stamped it may be off; as when the schedulers judge a request.
             longest_s = max(keep_s - CLOCK_SLACK_S, keep_s / 2)
@@ -105,11 +107,17 @@ def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
     return False
 
 
-def _messages(letter: DeadLetter) -> list[tuple[str, float | None]]:
-    """(type, when it was sent) of each message in a letter; of what cannot be read nothing: its queue refuses it."""
+def _messages(letter: DeadLetter) -> list[tuple[Collection[str], float | None]]:
+    """(what it may be read as, when it was sent) of each message in a letter. What is not named is read by its key."""
+    any_of_queue = _kinds_of(letter.queue)
     try:
         if letter.batch:
-            return [(item.body.type, item.meta.sent_at or letter.died_at) for item in _items(letter.body)]
-        return [(letter.type or _body(letter.body).type, letter.sent_at)]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []
+            found = _items(letter.body)
+            return [({one.body.type} - {""} or any_of_queue, one.meta.sent_at or letter.died_at) for one in found]
+        return [({letter.type, _body(letter.body).type} - {""} or any_of_queue, letter.sent_at)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # its queue refuses it
+        return [({letter.type}, letter.sent_at)]
+
+
+def _kinds_of(queue: str) -> Collection[str]:
+    return {tag_of(row.message) for row in taken_by(queue)} if queue in BY_QUEUE else KEPT_S.keys()

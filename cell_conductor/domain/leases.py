@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
 
 from msgspec import Struct
@@ -45,7 +46,9 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The lease of one compute service, as it is recorded.
 
     epoch: of the process that last sent something. interval_s: how often it sends a heartbeat. since, reason: of the
-    state; seconds since the epoch, and a sentence (empty while it is up).
+    state; seconds since the epoch, and a sentence (empty while it is up). listed: the hosts of one that is down, as it
+    has listed them last, with blanks between them ("": not known). era: the first number (`SetBack.first_number`) of
+    its database by then.
     """
 
     service: str
@@ -54,6 +57,16 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: LeaseState = LeaseState.UP
     since: float = 0.0
     reason: str = ""
+    listed: str = ""
+    era: int = 0
+
+    def is_off(self, known: Lease | None, fenced: AbstractSet[str], era: int) -> bool:
+        """Whether all the hosts of a service are fenced, by its lease on record; known: what it is now. A database that
+        was set back since may lack hosts that the service had later.
+        """
+        is_as_known = known is not None and (known.epoch, known.state) == (self.epoch, self.state)
+        hosts = set(self.listed.split()) if is_as_known and self.era == era else set[str]()
+        return bool(hosts) and hosts <= fenced
 
     @property
     def code(self) -> str:

@@ -105,17 +105,25 @@ def close(instance: Instance, ending: MoveEnd, at: float, context: StepContext) 
     """The move is over: every request that has not had its end gets it, and nothing is under way any more.
 
     If each has had its end (a finished resize whose destination was lost; a change that came late), the instance's
-    state is announced all the same: schedulers have the destination and its flavor on record.
+    state is announced all the same.
     """
-    move = move_of(instance)
-    earlier = answer(instance, ending, at, context)
+    ends = answer if move_of(instance).by_kind is not None else answer_or_tell
+    earlier = ends(instance, ending, at, context)
     # An abort or a revert has succeeded; a confirm has ended with the release of the source.
     other = answer_other(earlier.instance, DONE, at, context)
-    if not (earlier.commands or other.commands):
-        state = MoveState.CHANGING if ending.state is MoveState.DONE else MoveState.UNDOING
-        late = EndedMove(move.request_id, move.kind, state, ending.code, cut(ending.reason))
-        other = _event(instance, late, at, context, condition=condition_of(instance))
     return after(earlier, Step(without_move(other.instance), other.commands))
+
+
+def answer_or_tell(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
+    """The end of the request that is under way. If it has had one, the instance's state is announced all the same:
+    schedulers have another host, or another flavor, on record.
+    """
+    move, earlier = move_of(instance), answer(instance, ending, at, context)
+    if earlier.commands:
+        return earlier
+    state = MoveState.CHANGING if ending.state is MoveState.DONE else MoveState.UNDOING
+    late = EndedMove(move.request_id, move.kind, state, ending.code, cut(ending.reason))
+    return _event(instance, late, at, context, condition=condition_of(instance))
 
 
 def without_move(instance: Instance) -> Instance:

@@ -26,7 +26,17 @@ from .events import (
 from .fences import Fence, RunningAfterFence
 from .instance import NO_HOST, Instance, Move, Power, State
 from .leases import Lease, LeaseState
-from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress, source_of
+from .move_events import (
+    DONE,
+    MoveEnd,
+    after,
+    answer_or_tell,
+    close,
+    move_of,
+    refuse_request,
+    report_progress,
+    source_of,
+)
 from .orders import change_of, numbered, step_s
 from .set_back import FORGOTTEN_ATTEMPTS, marked_reused
 from .steps import Step, StepContext
@@ -257,10 +267,10 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
     if move.kind in AWAITS_CONFIRM and move.source is not None and move.auto_confirm_s != 0:
         deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
         waiting = replace(up, state=State.RESIZED, then=None, deadline=deadline)
-        return answer(waiting, DONE, at, context)
+        return answer_or_tell(waiting, DONE, at, context)
     if move.source is None:
         return close(over(up, at, context), DONE, at, context)
-    earlier = answer(steps.destroying(up, State.ACTIVE, at, context), DONE, at, context)
+    earlier = answer_or_tell(steps.destroying(up, State.ACTIVE, at, context), DONE, at, context)
     return after(earlier, confirm(earlier.instance, at, context))
 
 

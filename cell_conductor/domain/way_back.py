@@ -308,7 +308,7 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
 def command_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """A host has not answered: what was commanded is commanded again. A client that waits for the end of its confirm or
     revert is informed of that; a request for a change, or a move that was undone, does not wait for it. In doubt such a
-    move may have arrived: its hosts show its end.
+    move may have arrived: its hosts show its end, and nobody waits for that beyond the doubt's limit.
     """
     again = repeated(instance, event.at, context)
     desire, move = desire_of(instance), instance.move
@@ -319,7 +319,8 @@ def command_again(instance: Instance, event: TimedOut, context: StepContext) -> 
         waits = report_silent(again.instance, SOURCE_SILENT, move.source, event.at, context)
     elif desire.here is Wish.DESTROY:
         ended = Step(again.instance)
-        if is_back and not instance.doubted:
+        doubted_for_s = context.set_back.doubted_for_s(instance.since, event.at)
+        if is_back and (not instance.doubted or doubted_for_s >= context.doubt_limit_s):
             ended = _end_before_back(again.instance, ending_of(move), None, event.at, context)
         silent = report_silent(ended.instance, DESTINATION_SILENT, instance.here, event.at, context)
         waits = after(ended, silent)

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 from msgspec import Struct
 
 from bus.persistence.guarded_statement import Conflict
+from cell_conductor.domain.leases import Lease
 
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
 Value = TypeVar("Value", bound=Struct)
@@ -59,12 +60,6 @@ class KeyedRows(Protocol):
     async def delete(self, table: KeyedTable[Key, Any], keys: Collection[Key]) -> None:
         """Delete what is on record under these keys, which were found for update."""
 
-    async def is_term(self, term: int) -> bool:
-        """Whether this is the term of the keeper of the leases; if so, no other begins until the end."""
-
-    async def was_set_back(self) -> bool:
-        """Whether the database was ever set back, recognised or not."""
-
     async def is_needed(self, fence_of: str) -> bool:
         """Whether the host has losses, or an evacuation from it has commanded a destination."""
 
@@ -73,15 +68,24 @@ class KeyedRows(Protocol):
 
 
 class Keyed(Protocol):
-    """An adapter. Who keeps the leases is not decided on its rows: that is done every second, and in one statement, so
-    that a keeper which is paused holds no lock that the next one waits for.
+    """An adapter. Who keeps the leases, and what the keeper writes, is one statement each, as `LeaseStore` has it: a
+    keeper that is paused holds no lock for which the next one waits. Nobody else records leases, so what the keeper has
+    read is what it writes over.
     """
 
     def transaction(self) -> AbstractAsyncContextManager[KeyedRows]:
         """Commits at the end, rolls back on an exception."""
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
-        """As `LeaseStore.keep`, by the database's clock."""
+        """By the database's clock."""
+
+    async def record(self, term: int, leases: Mapping[str, Lease]) -> bool:
+        """By service, which is the order of the locks. False: there is a newer term."""
+
+    async def purge(self, term: int, services: Collection[str]) -> bool:
+        """Delete the leases of these. False: there is a newer term, or the database was ever set back, recognised or
+        not.
+        """
 
 
 class KeyedStore:

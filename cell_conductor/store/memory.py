@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from operator import attrgetter
@@ -107,17 +107,6 @@ class MemoryKeyedRows:
         await self._transaction.statement()
         self._transaction.will(partial(_drop, self._rows(table), list(keys)))
 
-    async def is_term(self, term: int) -> bool:
-        """One statement."""
-        await self._transaction.statement()
-        await self._transaction.lock(["lease_keeper"])
-        return self._table.lease_keeper.term == term
-
-    async def was_set_back(self) -> bool:
-        """One statement."""
-        await self._transaction.statement()
-        return self._table.set_back_at > 0 or self._table.origin != self._table.place
-
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""
         await self._transaction.statement()
@@ -162,6 +151,25 @@ class MemoryKeyed:
             newest = held.term if remains else max(held.term + 1, (term or 0) + 1, int(now * 1000))
             transaction.will(partial(setattr, self._table, "lease_keeper", Keeper(process, newest, now + for_s)))
             return newest
+
+    async def record(self, term: int, leases: Mapping[str, Lease]) -> bool:
+        """One transaction."""
+        return await self._as_keeper(term, partial(self._table.leases.update, leases))
+
+    async def purge(self, term: int, services: Collection[str]) -> bool:
+        """One transaction."""
+        table = self._table
+        if table.set_back_at > 0 or table.origin != table.place:
+            return False
+        return await self._as_keeper(term, partial(_drop, table.leases, list(services)))
+
+    async def _as_keeper(self, term: int, write: Callable[[], None]) -> bool:
+        async with self._session.transaction() as transaction:
+            await transaction.lock(["lease_keeper"])
+            is_mine = self._table.lease_keeper.term == term
+            if is_mine:
+                transaction.will(write)
+            return is_mine
 
 
 class MemoryTransaction:

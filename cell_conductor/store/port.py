@@ -8,6 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from bus.faults import Fault
 from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
@@ -37,6 +38,18 @@ class DatabaseChange(Struct, frozen=True):
     doubted: int
 
 
+class UnreadableRecords(Fault):
+    """These are on record, and their records cannot be read: nothing is decided about them, not even that they are
+    unknown. The store has logged and counted each.
+    """
+
+    code = "instance.unreadable"
+
+    def __init__(self, uuids: frozenset[str]) -> None:
+        super().__init__(f"the records of {', '.join(sorted(uuids))} cannot be read")
+        self.uuids = uuids
+
+
 class Transaction(Protocol):
     """One transaction. Its parts are used in the order below, and each takes its locks in uuid order: no deadlocks."""
 
@@ -61,7 +74,7 @@ class Transaction(Protocol):
         """
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
-        """The instances on record among these, locked until the end."""
+        """The instances on record among these, locked until the end. Raises UnreadableRecords."""
 
     async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
         """The machines of these instances that no record of an instance explains, by host and instance.
@@ -149,7 +162,7 @@ class InstanceStore(Flushed, Protocol):
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts or are to go from them (`desires.EXPECTED_HERE`), and these
-        instances in any state.
+        instances in any state; none whose row cannot be read.
         """
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
@@ -212,7 +225,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         return set(self.writes.message_ids)
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
-        """As cached, else as read, unless expected to be absent; compared at the end."""
+        """As cached, else as read, unless expected to be absent; compared at the end. Raises UnreadableRecords."""
         return await self._read(uuids, absent=self._absent)
 
     async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:

@@ -5,9 +5,9 @@ Every statement takes a whole batch (`unnest`); a boot costs its share of two sm
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import asyncpg
 import msgspec
@@ -45,19 +45,18 @@ from cell_conductor.domain.instance import (
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
-from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
+from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows
 from .safety import KEEP, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
 
 log = structlog.get_logger(__name__)
+Found = TypeVar("Found")
 
 MIGRATIONS = "cell_conductor.store.migrations"
 
-LOCK = "SELECT record FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
-
-LOCK_DUE = """
-SELECT record, uuid::text, state FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
-"""
+_ROW = "uuid::text, state, record"
+LOCK = f"SELECT {_ROW} FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
+LOCK_DUE = f"SELECT {_ROW} FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED"
 # Of a row whose record cannot be read; the record stays as it is.
 PUT_OFF = "UPDATE instances SET deadline = $2 WHERE uuid = ANY($1::uuid[])"
 PUT_OFF_S = 60.0
@@ -82,7 +81,7 @@ WHERE state = ANY($1)
 INSERT = tables.numbered(tables.INSERT)
 UPDATE = tables.numbered(tables.UPDATE)
 
-READ_VERSIONS = "SELECT xmin, record FROM instances WHERE uuid = ANY($1::uuid[])"
+READ_VERSIONS = f"SELECT {_ROW}, xmin FROM instances WHERE uuid = ANY($1::uuid[])"
 
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
@@ -143,6 +142,33 @@ def _brief(row: Sequence[Any]) -> Brief:
     return replace(Brief(row[0], state, *row[2:]), then=then)
 
 
+def _instance(row: Sequence[Any]) -> Instance:
+    return tables.decode(row[2])
+
+
+def _readable(
+    rows: Iterable[Sequence[Any]], read: Callable[[Sequence[Any]], Found]
+) -> tuple[dict[str, Found], frozenset[str]]:
+    """What these rows are (the first columns: uuid and state), and the instances of those that cannot be read."""
+    found, unreadable = dict[str, Found](), set[str]()
+    for row in rows:
+        uuid, state = row[0], row[1]
+        try:
+            found[uuid] = read(row)
+        except (DecodeError, ValueError) as error:  # of the record, or of the state
+            unreadable.add(uuid)
+            metrics.STEPS_FAILED.labels(state, "read").inc()
+            log.error("instance.unreadable", instance=uuid, state=state, reason=reason_of(error), cause=uuid)
+    return found, frozenset(unreadable)
+
+
+def _all_readable(rows: Iterable[Sequence[Any]]) -> dict[str, Instance]:
+    found, unreadable = _readable(rows, _instance)
+    if unreadable:
+        raise UnreadableRecords(unreadable)
+    return found
+
+
 class PostgresInstanceRows:
     """The rows of one connection outside of any transaction; the version of a row is its xmin, the id of its writer."""
 
@@ -151,9 +177,10 @@ class PostgresInstanceRows:
         self._seen = seen
 
     async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, Instance]]:
-        """Instances with the versions of their rows, without locks."""
-        found = [(row[0], tables.decode(row[1])) for row in await self._connection.fetch(READ_VERSIONS, keys)]
-        return {instance.uuid: (version, instance) for version, instance in found}
+        """Instances with the versions of their rows, without locks. Raises UnreadableRecords."""
+        rows = await self._connection.fetch(READ_VERSIONS, keys)
+        found = _all_readable(rows)
+        return {row[0]: (row[3], found[row[0]]) for row in rows}
 
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
@@ -206,25 +233,17 @@ class PostgresTransaction:
         return await outbox.first_time(self._connection, tables.HANDLER, sorted(set(message_ids)))
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
-        """The instances on record among these, locked until the end."""
-        found = [tables.decode(row[0]) for row in await self._connection.fetch(LOCK, uuids)]
-        return {instance.uuid: instance for instance in found}
+        """The instances on record among these, locked until the end. Raises UnreadableRecords."""
+        return _all_readable(await self._connection.fetch(LOCK, uuids))
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, locked, without waiting for another lock. Those that cannot be read are
         looked at again later, so that they do not fill every batch.
         """
-        due, unreadable = list[Instance](), list[str]()
-        for record, uuid, state in await self._connection.fetch(LOCK_DUE, now, limit):
-            try:
-                due.append(tables.decode(record))
-            except DecodeError as error:
-                unreadable.append(uuid)
-                metrics.STEPS_FAILED.labels(state, "TimedOut").inc()
-                log.error("instance.unreadable", instance=uuid, state=state, reason=reason_of(error), cause=uuid)
+        due, unreadable = _readable(await self._connection.fetch(LOCK_DUE, now, limit), _instance)
         if unreadable:
-            await self._connection.execute(PUT_OFF, unreadable, now + PUT_OFF_S)
-        return due
+            await self._connection.execute(PUT_OFF, sorted(unreadable), now + PUT_OFF_S)
+        return list(due.values())
 
     async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
         """One statement, without locks."""
@@ -312,7 +331,7 @@ class PostgresInstances(SeenStore):
             others = set(instance_uuids).difference(row[0] for row in found)
             if others:
                 found += await connection.fetch(BRIEFS_BY_UUID, list(others))
-        return [_brief(row) for row in found]
+        return list(_readable(found, _brief)[0].values())
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """The instances that these compute services were commanded to build."""

@@ -12,13 +12,11 @@ import msgspec
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor.domain.desires import AT_REST, EVACUATED, EVACUATED_IN_DOUBT, in_sql
+from cell_conductor.domain.leases import Lease
 
 from . import tables
 from .keyed import Key, KeyedTable, Lock, Value
 
-TERM = "SELECT FROM lease_keeper WHERE term = $1 FOR SHARE"
-# In a database that was set back, recognised or not, every service is to be asked what the record has forgotten.
-WAS_SET_BACK = "SELECT set_back_at > 0 OR origin <> origin_of('instances') FROM identity"
 # As `domain.move_steps.is_evacuated_from`.
 NEEDED = f"""
 SELECT EXISTS (SELECT FROM fence_losses WHERE host_uuid = $1) OR EXISTS (
@@ -43,6 +41,22 @@ ON CONFLICT (one) DO UPDATE SET
     process = $1, until = excluded.until
 WHERE k.process = $1 OR k.until < clock_timestamp()
 RETURNING term
+"""
+# The keeper's row is locked: no newer term begins while this one writes.
+MINE = "WITH mine AS MATERIALIZED (SELECT FROM lease_keeper WHERE term = $1 FOR SHARE)"
+RECORD_LEASES = f"""
+{MINE}, recorded AS (
+    INSERT INTO leases (service, record)
+    SELECT n.* FROM unnest($2::text[], $3::text[]::json[]) AS n WHERE EXISTS (SELECT FROM mine)
+    ON CONFLICT (service) DO UPDATE SET record = excluded.record)
+SELECT EXISTS (SELECT FROM mine)
+"""
+# In a database that was set back, recognised or not, every service is to be asked what the record has forgotten.
+PURGE_LEASES = f"""
+{MINE}, permitted AS (
+    SELECT FROM mine, identity WHERE set_back_at = 0 AND origin = origin_of('instances')),
+purged AS (DELETE FROM leases WHERE service = ANY($2::text[]) AND EXISTS (SELECT FROM permitted))
+SELECT EXISTS (SELECT FROM permitted)
 """
 
 
@@ -93,14 +107,6 @@ ORDER BY {columns} ON CONFLICT DO NOTHING
         statement = f"DELETE FROM {table.name} WHERE ({columns}) IN (SELECT * FROM unnest({arrays}))"
         await self._connection.execute(statement, *_arrays(table, keys))
 
-    async def is_term(self, term: int) -> bool:
-        """One statement."""
-        return await self._connection.fetchrow(TERM, term) is not None
-
-    async def was_set_back(self) -> bool:
-        """One statement. A database without its identity has been emptied."""
-        return await self._connection.fetchval(WAS_SET_BACK) is not False
-
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""
         return bool(await self._connection.fetchval(NEEDED, fence_of))
@@ -135,7 +141,19 @@ class PostgresKeyed:
             yield PostgresKeyedRows(connection)
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
+        """Who becomes or remains the keeper."""
+        kept: int | None = await self._decide(KEEP_KEEPER, process, for_s, term)
+        return kept
+
+    async def record(self, term: int, leases: Mapping[str, Lease]) -> bool:
+        """Each is written over what is on record."""
+        return bool(await self._decide(RECORD_LEASES, term, list(leases), [*map(tables.encode, leases.values())]))
+
+    async def purge(self, term: int, services: Collection[str]) -> bool:
+        """A database without its identity has been emptied: nothing is purged there."""
+        return bool(await self._decide(PURGE_LEASES, term, services))
+
+    async def _decide(self, statement: str, *values: object) -> Any:
         """One statement, which is a transaction of its own."""
         async with self._database.single() as connection:
-            kept: int | None = await connection.fetchval(KEEP_KEEPER, process, for_s, term)
-        return kept
+            return await connection.fetchval(statement, *values)

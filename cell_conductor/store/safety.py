@@ -265,26 +265,17 @@ class LeaseStore(KeyedStore):
         """All on record, by service."""
         return await rows.read(LEASES)
 
-    @in_transaction
-    async def record(self, rows: KeyedRows, term: int, leases: Sequence[Lease]) -> bool:
+    async def record(self, term: int, leases: Sequence[Lease]) -> bool:
         """Record these. False: there is a newer term, and nothing was recorded."""
-        if not await rows.is_term(term):
-            return False
-        known = await rows.find(LEASES, [one.service for one in leases], Lock.UPDATE)
-        await rows.put(LEASES, leases, over=known)
-        return True
+        return await self.keyed.record(term, {one.service: one for one in sorted(leases, key=LEASES.key)})
 
-    @in_transaction
-    async def purge(self, rows: KeyedRows, term: int, before: float, limit: int) -> list[str]:
+    async def purge(self, term: int, before: float, limit: int) -> list[str]:
         """Delete services that are down since before this time, oldest first, up to a bound; returns which. None in a
         database that was ever set back: a search waits for their answers, and an operator states that one is gone.
         """
-        if not await rows.is_term(term) or await rows.was_set_back():
-            return []
-        down = [one for one in await rows.read(LEASES) if one.state is not LeaseState.UP and one.since < before]
+        down = [one for one in await self.leases() if one.state is not LeaseState.UP and one.since < before]
         gone = sorted(one.service for one in sorted(down, key=lambda lease: lease.since)[:limit])
-        await rows.delete(LEASES, gone)
-        return gone
+        return gone if await self.keyed.purge(term, gone) else []
 
     @in_transaction
     async def forget(self, rows: KeyedRows, service: str) -> bool:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from bus.clock import Clock, SystemClock
 from bus.contracts.base import MAX_AMOUNT, reason_of
 from bus.faults import Transient
+from bus.openstack.answers import request
 from bus.retrying import Retrying, RetryPolicy
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import MAX_NAME, ConsumerState, Provider, StoredInventory, capacity, is_custom
@@ -255,6 +256,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], row: bytes, number: int) -> T:
 SINCE_CONSUMER_GENERATIONS = 28  # the oldest version that returns everything that a copy needs
 AT_ONCE = 8
 TIMEOUT_S = 60.0
+BOUNDS: Any = {"timeout_s": 600.0, "max_bytes": 2**28}  # of one answer: a list of half a million providers
 ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # for one page of the other service
 
 Holdings = dict[str, dict[str, Any]]  # {provider: {class: amount}}
@@ -382,30 +384,27 @@ class CopySource:
         async def ask() -> Any:
             try:
                 async with self._free_slots:
-                    answer = await self._client.get(path, headers=headers)
-            except httpx.TransportError as error:
+                    answer = await request(self._client, "GET", path, headers=headers, **BOUNDS)
+            except (httpx.TransportError, TimeoutError) as error:
                 raise Transient(f"{type(error).__name__} {error}") from error
-            except (httpx.InvalidURL, httpx.RequestError) as error:  # the answer's uuid or encoding is invalid
-                raise InvalidExport(f"{path[:200]!r}: {type(error).__name__} {error}") from error
+            except (httpx.InvalidURL, httpx.HTTPError) as error:  # the answer's uuid, encoding or size is invalid
+                raise InvalidExport(f"{url}: {type(error).__name__} {error}") from error
             if answer.status_code >= 500 or answer.status_code == 429:
                 raise Transient(f"{answer.status_code} {answer.reason_phrase}")
-            return self._data(answer, gone=gone)
+            if gone and answer.status_code == 404:
+                return None
+            if answer.status_code != 200:
+                raise InvalidExport(f"{url}: {answer.status_code} {answer.text[:200]}")
+            try:
+                return msgspec.json.decode(answer.content)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise InvalidExport(f"{url}: {reason_of(error)}") from error
 
+        url = f"{self._client.base_url}{path[:200]!r}"
         try:
             return await Retrying(ASK, self._clock).call(ask)
         except Transient as error:
-            raise InvalidExport(f"{self._client.base_url.join(path)}: {error.reason}") from error
-
-    @staticmethod
-    def _data(answer: httpx.Response, *, gone: bool) -> Any:
-        if gone and answer.status_code == 404:
-            return None
-        if answer.status_code != 200:
-            raise InvalidExport(f"{answer.url}: {answer.status_code} {answer.text[:200]}")
-        try:
-            return msgspec.json.decode(answer.content)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidExport(f"{answer.url}: {reason_of(error)}") from error
+            raise InvalidExport(f"{url}: {error.reason}") from error
 
 
 def _custom(names: Iterable[str]) -> frozenset[str]:

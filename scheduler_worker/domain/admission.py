@@ -39,6 +39,7 @@ from scheduler_worker.domain.requests import (
 from scheduler_worker.domain.selector import Selector
 
 DUPLICATE = "request.duplicate"
+CONCURRENT = Wait("request.concurrent", "the same request is being recorded by another scheduler, or message")
 # The most machines in one call of the engine: a larger batch is divided, and never within one request.
 MAX_MACHINES_PER_PASS = 512
 
@@ -101,6 +102,8 @@ def admit(
     if first is not pending:
         if pending.digest != first.digest:
             return _clash(pending)
+        if pending.attempt and pending.run != first.run:  # what was claimed for it is released with the record's end
+            return Answered(outcome=CONCURRENT)
         counts = admit(first, firsts, new, known)
         return Answered(outcome=counts.outcome if isinstance(counts, Answered) else pending.accepted)
     if uuid not in new:
@@ -128,7 +131,7 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     """
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
-        return Answered(outcome=Wait("request.concurrent", "the same request is being recorded by another scheduler"))
+        return Answered(outcome=CONCURRENT)
     build, repeated = known.build, pending.accepted
     if known.is_without_request and build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
@@ -166,8 +169,9 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
 
     position: among those that are processed with it; of a request for several, each member has one. requested_at,
     taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
-    member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild. attempt: that an earlier
-    delivery may have claimed under its run (0: there was none).
+    member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild. own_run: of its message,
+    where the record was there before it. attempt: that an earlier delivery may have claimed under its run (0: there was
+    none).
     """
 
     position: int
@@ -179,6 +183,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
     gang: Gang | None = None
     run: str = ""
+    own_run: str = ""
     attempt: int = 0
 
     @property

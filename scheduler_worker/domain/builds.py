@@ -211,11 +211,12 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
     command: CellBuild | CellBuildQuery | None = None,
     stamps: Stamps | None = None,
     funnel: Sequence[FunnelStep] = (),
+    reader: str = "",
 ) -> list[OutboxMessage]:
     """The messages of a change to a record, which are published with it: to its cell, to clients, and to placement.
 
     before: its state (None: it is new). command: to its cell, of one that is scheduled. stamps, funnel: of its event.
-    at: seconds since the epoch.
+    at: seconds since the epoch. reader: as `releases_of` has it.
     """
     uuid = after.instance_uuid
     if after.state is before:
@@ -248,13 +249,13 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
         assert after.cell is not None, after
         return [OutboxMessage(after.cell, command, uuid), to_clients]
     if after.attempt and not _is_over(before, after):
-        return [to_clients, *releases_of(after)]
+        return [to_clients, *releases_of(after, reader)]
     return [to_clients]
 
 
-def releases_of(build: RecordedBuild, reader: str = "") -> list[OutboxMessage]:
+def releases_of(build: RecordedBuild, *readers: str) -> list[OutboxMessage]:
     """What placement is told of a record that another process may have claimed for, and of one that is read again: if
-    it has ended and no cell has it, no claim of its run is granted any more, nor of the run that reads it. Its instance
+    it has ended and no cell has it, no claim of its run is granted any more, nor of the runs that read it. Its instance
     held nothing when it ended, so what it holds now was never dispatched.
     """
     if not _is_over(build.state, build):
@@ -262,7 +263,7 @@ def releases_of(build: RecordedBuild, reader: str = "") -> list[OutboxMessage]:
     uuid = build.instance_uuid
     return [
         OutboxMessage(API, ReleaseRun(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=run), uuid)
-        for run in dict.fromkeys((build.run, reader))
+        for run in dict.fromkeys((build.run, *readers))
         if run
     ]
 

@@ -264,7 +264,7 @@ def messages_of(
         command = cell_build(one.pending.request, one.claimed, at, stamps, config)
     elif not decided.build.terminal:
         command = build_query(one.pending.request, decided.build, at, config)
-    return effects(BuildState.ACCEPTED, decided.build, at, command, stamps, decided.funnel)
+    return effects(BuildState.ACCEPTED, decided.build, at, command, stamps, decided.funnel, one.pending.own_run)
 
 
 # The parts of a flavor's extra specs that concern the node: traits of the whole host (traits of numbered groups are not

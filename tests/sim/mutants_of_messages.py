@@ -83,8 +83,8 @@ def progress_lingers_for_ever() -> AbstractContextManager[Any]:
 def releases(change: Callable[[RecordedBuild, list[OutboxMessage]], list[OutboxMessage]]) -> Iterator[None]:
     """What placement is told of a record is changed."""
 
-    def changed(build: RecordedBuild, reader: str = "") -> list[OutboxMessage]:
-        return change(build, releases_of(build, reader))
+    def changed(build: RecordedBuild, *readers: str) -> list[OutboxMessage]:
+        return change(build, releases_of(build, *readers))
 
     with (
         patch.object(builds, "releases_of", changed),

@@ -17,12 +17,16 @@ from bus.faults import DatabaseReplaced, DatabaseUnavailable, Transient
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
+from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.desires import Work, in_text, states_where
+from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.port import InstanceStore
+from cell_conductor.store.port import InstanceStore, UnreadableRecords
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
+from lab.simulation.watch import failed_steps
 from tests.kit.waiting import until
+from tests.unit.conductor.world import Queried, Relay, engine_of
 
 Make = Callable[[], InstanceStore]
 A, B, C, D = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
@@ -577,4 +581,40 @@ async def test_a_record_that_cannot_be_read_is_left_as_it_is_and_what_is_due_bes
     async with database.raw() as connection:
         record, deadline = await connection.fetchrow("SELECT record, deadline FROM instances WHERE uuid = $1", A)
     assert record == '{"state": "later"}' and deadline > 10.0
+    await store.close()
+
+
+@pytest.mark.postgres
+async def test_an_unreadable_record_stops_no_step_of_another_and_its_messages_are_dead_letters(
+    postgres_url: str,
+) -> None:
+    """One ended the task that fails builds over, and with it every conductor of the cell, and each report of its host.
+
+    It is on record: no request about it is answered as if there were none.
+    """
+    store = PostgresInstances(database := Database(postgres_url, "cell_c1"))
+    await store.open()
+    hosts = (*instance(A).selections, Selection(host_uuid=C, host="i", service="t", allocations={C: {"VCPU": 1}}))
+    await insert(store, *(replace(instance(uuid), selections=hosts) for uuid in (A, B)))
+    async with database.raw() as connection:
+        await connection.execute("UPDATE instances SET record = '{}', state = 'later' WHERE uuid = $1", A)
+    engine = engine_of(
+        store=store,
+        bus=Queried(),
+        relay=Relay(),
+        clock=SystemClock(),
+        config=ConductorConfig(),
+        cell="c1",
+    )
+    lost = ServiceLost(at=1.0, service=instance(A).service, code="service.silent", reason="")
+    before = failed_steps()
+    await engine.take([InstanceEvent(A, lost), InstanceEvent(B, lost)], source="leases")
+    assert await engine.effective([InstanceEvent(A, lost), InstanceEvent(B, lost)]) == [], "done"
+    assert [one.uuid for one in await store.briefs([], [A, B])] == [B]
+    assert failed_steps() > before
+    assert (await engine.known([B]))[B].state is not State.BUILDING, "it has failed over"
+    with pytest.raises(UnreadableRecords):
+        await engine.take([InstanceEvent(A, lost, "m1"), InstanceEvent(B, lost, "m2")], source="requests")
+    with pytest.raises(UnreadableRecords):
+        await engine.known([A, B])
     await store.close()

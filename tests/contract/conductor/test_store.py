@@ -24,7 +24,16 @@ from tests.unit.conductor.scenario import SPEC, selection
 
 
 UP = Lease(service="a", epoch=7, interval_s=1.0, since=5.0)
-SILENT = Lease(service="b", epoch=2**62, interval_s=0.5, state=LeaseState.SILENT, since=6.0, reason="no heartbeat")
+SILENT = Lease(
+    service="b",
+    epoch=2**62,
+    interval_s=0.5,
+    state=LeaseState.SILENT,
+    since=6.0,
+    reason="no heartbeat",
+    listed="h1 h2",
+    era=2**42,
+)
 LEFT = Lease(service="c", epoch=1, interval_s=1.0, state=LeaseState.STOPPED, since=4.0, reason="it was stopped")
 LONG_S, OVER_S = 60.0, -1.0
 

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from berth.commands.book import uuids_of
+from berth.commands.book import _repair, _unnamed, uuids_of
 from berth.commands.common import Stop
 from bus.clock import new_uuid
 from bus.contracts.placement import (
@@ -249,9 +249,16 @@ async def test_an_answer_that_cannot_be_unpacked_is_no_placement() -> None:
         await refused(url)
 
 
-async def refused(url: str) -> None:
+async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was kept in memory whole."""
+    monkeypatch.setattr(export, "BOUNDS", {"max_bytes": 1000}, raising=False)
+    async with answering(lambda _: b" " * 1001 + b'{"versions":[]}') as url:
+        await refused(url, match="AnswerTooLarge")
+
+
+async def refused(url: str, *, match: str = ".") -> None:
     source = CopySource(url, "admin")
-    with pytest.raises(InvalidExport):
+    with pytest.raises(InvalidExport, match=match):
         await source.read()
     await source.close()
 
@@ -441,6 +448,28 @@ async def found_twice(connection: asyncpg.Connection, hosts: dict[str, str], oth
         for each in excess_of(uuid, host, held[uuid], {host: host, other: other}, frozenset(), known[uuid])
         if isinstance(each, Doubled)
     ]
+
+
+@on_postgres
+async def test_what_has_changed_since_it_was_judged_is_not_released(placement: Placement, tmp_path: Path) -> None:
+    """A consumer that no build has claimed has no attempt: what its client had claimed since went with it."""
+    host, other = await placement.host(VCPU=8), await placement.host(VCPU=8)
+    moved, orphan = new_uuid(placement.rng), new_uuid(placement.rng)
+    for consumer in (moved, orphan):
+        assert (await placement.claim(consumer, host, VCPU=2)).status_code == 204
+    names = tmp_path / "ids"
+    names.write_text(new_uuid(placement.rng))
+    database = placement.postgres.rows.database
+    judged, _ = await _unnamed(database, names)
+    entry = ConsumerAllocations(
+        consumer=moved, consumer_generation=1, allocations={other: {"VCPU": 3}}, project_id="p", user_id="u"
+    )
+    await placement.store.apply([Swap(consumers=(entry,))])
+    assert sorted(await _repair(placement.postgres, database, judged, [], evict=False)) == sorted(
+        (f"{moved}: left alone, consumer_changed", f"{orphan}: released")
+    )
+    async with database.raw() as connection:
+        assert await questions.allocations(connection) == {moved: {other: {"VCPU": 3}}}
 
 
 @on_postgres

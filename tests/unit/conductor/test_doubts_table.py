@@ -122,6 +122,15 @@ ANSWERS: list[Case] = [
     case(undone(), spawned(2), "resized", "end 2@2", "end 1@1", "migrate: done", context=IN_DOUBT),
     case(undone(), runs(2, built=False), "destroying/reverting", context=IN_DOUBT),
     case(moving(S.DESTROYING, S.REVERTING, {"lost_code": "x"}), spawned(2), "destroying/reverting"),
+    case(
+        moving(S.DESTROYING, S.REVERTING, {"lost_code": "x", "answered": True}, doubted=True),
+        spawned(2),
+        "resized",
+        "end 2@2",
+        "end 1@1",
+        "migrate: changing",
+        context=IN_DOUBT,
+    ),
     case(undone(), spawned(1), "destroying/reverting", context=IN_DOUBT),
     case(undone(), runs(3), "destroying/reverting", context=IN_DOUBT),
     case(

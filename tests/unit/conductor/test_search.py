@@ -21,6 +21,7 @@ from bus.contracts.cell import (
     FindMachines,
     FoundMachine,
     Running,
+    ServicesDigest,
     Spawn,
 )
 from bus.contracts.moves import AskedBy, CellBook, CellMove, ChangeMachine, MoveEvent, MoveKind, MoveState
@@ -31,19 +32,32 @@ from bus.port import PublishRefused
 from cell_conductor import engine
 from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.events import Claimed, InstanceEvent
 from cell_conductor.domain.instance import Instance, Phase, Power, State
-from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
+from cell_conductor.domain.leases import LISTEN_BEATS, Lease, LeaseState, LeaseTable
 from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
+from cell_conductor.lease_keeper import LeaseKeeper, pages_of
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_transfers import held, leaving
-from tests.unit.conductor.world import BUILD, Conductor, Quiet, Services, hosts_of, insert, listing, opened
+from tests.unit.conductor.world import (
+    BUILD,
+    Conductor,
+    Quiet,
+    Services,
+    down,
+    hosts_of,
+    insert,
+    listing,
+    opened,
+    put,
+)
 
 # --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is
 # begun.
@@ -261,8 +275,57 @@ async def test_a_service_that_is_down_need_not_answer_where_its_machines_are_kno
     if why == "forgotten":
         conductor.forgotten = {"s2"}
     else:
-        conductor.fenced, conductor.listed = {host(2)}, {host(2)}
+        conductor.fenced = {host(2)}
+        await put(conductor.store, down("s2", 2, era=conductor.store.set_back.first_number))
     assert isinstance(await conductor.request(STOP), Done)
+
+
+@pytest.mark.parametrize(
+    "lease",
+    [
+        pytest.param(down("s2", 2), id="recorded before the set-back: it may have had another host later"),
+        pytest.param(down("s2", era=1), id="no hosts on record"),
+        pytest.param(down("s2", 2, 3, era=1), id="one host is not fenced"),
+        pytest.param(down("s2", 2, era=1, epoch=0), id="of the process before"),
+        pytest.param(down("s2", 2, era=1, state=LeaseState.UP), id="up by then"),
+    ],
+)
+async def test_a_service_that_is_down_is_waited_for_where_a_host_of_it_may_not_be_fenced(lease: Lease) -> None:
+    services = Services(s1=(OWN,), s2=())
+    conductor = await set_back_with(services, at_rest(), "s1")
+    conductor.down, conductor.fenced = {"s2"}, {host(2)}
+    era = conductor.store.set_back.first_number if lease.era else 0
+    await put(conductor.store, replace(lease, era=era))
+    assert isinstance(await conductor.request(STOP), Retry)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["it was the keeper", "another one was"])
+async def test_a_conductor_that_is_restarted_does_not_wait_for_a_service_whose_only_host_is_fenced(
+    *, keeps: bool
+) -> None:
+    """No report comes from a dead service, so that its hosts were known to no conductor that started later: what was
+    in doubt waited for an operator's `berth services forget`.
+    """
+    services = Services(s1=(OWN,), s2=())
+    first = await set_back_with(services, at_rest(), "s1")
+    nothing: Any = None
+    listings = Listings()
+    listings.note(listing("s2", 2, pages=1, first_sequence=1))
+    process = {"clock": SystemClock(), "config": ConductorConfig(), "cell": "c1", "process": "p"}
+    keeper = LeaseKeeper(first.store, nothing, hosts_of=listings.all_of, **process)
+    (page,) = pages_of({"s2": down("s2")})
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=page)
+    await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
+    await keeper._keep()
+    if keeps:  # as it takes the office up again it has no listing, and what is on record stays
+        first.table.lease_keeper.clear()
+        again = LeaseKeeper(first.store, nothing, **process)
+        await again.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
+        await again._keep()
+        assert again.is_keeper
+    later = await opened(services, ("s1",), first.table)
+    later.down, later.fenced, later.listed = {"s2"}, {host(2)}, set()
+    assert isinstance(await later.request(STOP), Done)
 
 
 async def test_no_service_is_queried_about_a_build_that_is_not_doubted() -> None:

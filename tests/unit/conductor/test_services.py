@@ -256,6 +256,9 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     await receive(keeper, digest(DOWN))
     services = Services(s1=(), s2=())
     services.silent = {"s3"}
+    listings = Listings()
+    for service in services.machines:
+        listings.note(listing(service, 1, pages=1, first_sequence=1))
     store = await opened_store()
     search = search_of(
         store,
@@ -265,6 +268,7 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         up=lambda: ("s1", "s2"),
         down=keeper.down,
         forgotten=keeper.forgotten,
+        listings=listings,
     )
     _, waits = await search.find_forgotten(moved)
     assert waits == {UUID}

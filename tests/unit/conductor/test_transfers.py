@@ -364,7 +364,7 @@ async def test_a_move_in_doubt_ends_no_machine_that_an_operator_keeps(is_built: 
 
 
 @pytest.mark.parametrize("has", [False, True])
-@pytest.mark.parametrize("how", ["nothing", "silent", "down", "unknown", "unseen", "fenced"])
+@pytest.mark.parametrize("how", ["nothing", "silent", "down", "unknown", "unseen", "fenced", "unlisted"])
 async def test_placement_is_requested_once_all_services_have_answered_that_none_is_there(
     how: str, *, has: bool
 ) -> None:
@@ -376,6 +376,7 @@ async def test_placement_is_requested_once_all_services_have_answered_that_none_
         conductor.listed |= {host(77)}
     conductor.fenced = {host(77)} if how == "fenced" else set()
     conductor.down = {"s3"} if how == "down" else ()
+    conductor.without_list = {"s4"} if how == "unlisted" else ()  # which hosts it is to look at is not known
     machines, waits = await conductor.search.find_forgotten({UUID: held().instance})
     is_complete = how in ("nothing", "fenced")
     assert waits == (set() if is_complete and not has else {UUID})

@@ -37,7 +37,7 @@ class Connection:
 
 def row(instance: Instance, text: str | None = None) -> tuple[str, str, str]:
     """With this for its record."""
-    return tables.encode(instance) if text is None else text, instance.uuid, instance.state
+    return instance.uuid, instance.state, tables.encode(instance) if text is None else text
 
 
 async def due(*rows: tuple[str, str, str]) -> tuple[list[Instance], Connection]:

@@ -40,6 +40,7 @@ K, S = MoveKind, State
 BY_FENCE: dict[str, Any] = {"lost_code": "host.fenced"}
 BY_CONFIRM: dict[str, Any] = {"by": OTHER, "by_kind": K.CONFIRM, "answered": True}
 LATE = e.TimedOut(at=220.0)
+AT_LIMIT = e.TimedOut(at=IN_DOUBT.set_back.at + IN_DOUBT.doubt_limit_s)
 RELEASED = e.Released(at=220.0)
 UNSEEN = e.SourceAnswered(at=211.0, code="move.source_lost")
 FENCED = e.HostFenced(at=220.0, host_uuid=host(2))
@@ -204,6 +205,21 @@ AGAIN: list[Case] = [
     case(moving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "destroy 2@2", "migrate: failed"),
     case(moving(S.DESTROYING, S.REVERTING, {"answered": True}), LATE, "destroying/reverting", "destroy 2@2"),
     case(moving(S.DESTROYING, S.REVERTING, doubted=True), LATE, "destroying/reverting", "end 2@2"),
+    case(
+        moving(S.DESTROYING, S.REVERTING, doubted=True),
+        AT_LIMIT,
+        "destroying/reverting",
+        "end 2@2",
+        "migrate: failed",
+        context=IN_DOUBT,
+    ),
+    case(
+        moving(S.DESTROYING, S.REVERTING, doubted=True),
+        replace(AT_LIMIT, at=AT_LIMIT.at - 1),
+        "destroying/reverting",
+        "end 2@2",
+        context=IN_DOUBT,
+    ),
     case(in_place(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "resize 1@1", "resize: failed"),
     case(unshelving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "destroy 2@2", "unshelve: failed"),
     case(record(S.DESTROYING, S.DELETED), LATE, "destroying/deleted", "destroy 2@2"),

@@ -14,7 +14,9 @@ from bus.contracts.cell import CellBuild, ComputeHosts, FindMachines, FoundMachi
 from bus.contracts.placement import Claim, Release
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
@@ -116,17 +118,30 @@ def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> Re
     return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "search": ALONE, "leases": ALONE, **parts})
 
 
+class Told:
+    """What reports are told of the leases."""
+
+    def __init__(self, leases: Any = ALONE, up: Any = tuple, outdated: Any = lambda _service, _epoch: None) -> None:
+        self._leases = leases
+        self.up = up
+        self.note_outdated = outdated
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._leases, name)
+
+
 def hosts_of(*parts: Any, **named: Any) -> HostHandlers:
     """Handlers of reports that are alone but for these."""
-    outdated: Any = lambda _service, _epoch: None  # noqa: E731
-    return HostHandlers(*parts, **{"outdated": outdated, "fences": ALONE, "up": tuple, "leases": ALONE, **named})
+    told: Any = Told(**{name: named.pop(name) for name in ("leases", "up", "outdated") if name in named})
+    return HostHandlers(*parts, leases=told, **{"listings": Listings(), "fences": ALONE, **named})
 
 
 def search_of(store: Any, bus: Any, **parts: Any) -> MachineSearch:
     """A search that is told of nothing but these."""
     nothing: Any = {
-        **dict.fromkeys(("down", "forgotten", "fenced"), frozenset),
-        **dict.fromkeys(("listers", "listed"), lambda _: ()),
+        "down": dict,
+        **dict.fromkeys(("forgotten", "fenced"), frozenset),
+        "listings": Listings(),
     }
     return MachineSearch(store, bus, **{**nothing, **parts})
 
@@ -182,6 +197,18 @@ async def opened_store(clock: Clock | None = None) -> MemoryInstances:
     return store
 
 
+def down(service: str, *hosts: int, **other: Any) -> Lease:
+    """The lease of a service that is silent, with the hosts that it has listed."""
+    named = " ".join(map(host, hosts))
+    return replace(Lease(service=service, epoch=1, state=LeaseState.SILENT, reason="why", listed=named), **other)
+
+
+async def put(store: MemoryInstances, *leases: Lease) -> None:
+    """Put these leases on record."""
+    term = await store.leases.keep("p", 60.0, None)
+    assert term is not None and await store.leases.record(term, leases)
+
+
 class Conductor:
     """Takes requests over a database that was set back just now."""
 
@@ -200,6 +227,7 @@ class Conductor:
         self.down: Collection[str] = ()
         self.forgotten: Collection[str] = ()
         self.fenced: Collection[str] = ()
+        self.without_list: Collection[str] = ()
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
         self.search = search_of(
@@ -208,8 +236,8 @@ class Conductor:
             clock=clock,
             config=ConductorConfig(),
             up=lambda: self.up,
-            listed=lambda _services: self.listed,
-            down=lambda: self.down,
+            listings=self,
+            down=lambda: {one: down(one) for one in self.down},
             fenced=lambda: self.fenced,
             forgotten=lambda: self.forgotten,
         )
@@ -223,6 +251,14 @@ class Conductor:
             search=self.search,
         )
         self.requests = requests_of(self.engine, clock, search=self.search)
+
+    def hosts_of(self, _services: Collection[str]) -> set[str]:
+        """As of listings."""
+        return self.listed
+
+    def unlisted(self, services: Collection[str]) -> set[str]:
+        """As of listings."""
+        return set(services) & set(self.without_list)
 
     async def keep(self, n: int, verdict: str = "") -> None:
         """A host has a machine of the instance that no record explains, with this word of an operator."""

@@ -192,6 +192,10 @@ def letter(kind: str, age_s: float | None, *, body: bytes = b"{}", batch: bool =
     )  # fmt: skip
 
 
+OLD_BUILD = b'{"type": "cell.build.v1"}'
+UNNAMED = json.dumps([{"meta": {"id": "x", "sent_at": NOW - 30 * HOUR_S}, "body": {}}]).encode()
+
+
 def items(*ages_s: float) -> bytes:
     return json.dumps([{"meta": {"id": "x", "sent_at": NOW - age}, "body": {"type": BUILD}} for age in ages_s]).encode()
 
@@ -207,9 +211,12 @@ def items(*ages_s: float) -> bytes:
         pytest.param(letter(REQUEST, 900 * HOUR_S), False, id="the schedulers judge requests themselves"),
         pytest.param(letter(DELETE, 1.0, code="broker.expired"), True, id="its requester knows that it is not done"),
         pytest.param(letter(DELETE, 900 * HOUR_S), False, id="a delete never builds anything"),
-        pytest.param(letter("", 30 * HOUR_S, body=b'{"type": "cell.build.v1"}'), True, id="named in its body only"),
+        pytest.param(letter("", 30 * HOUR_S, body=OLD_BUILD), True, id="named in its body only"),
         pytest.param(letter("", 1.0, body=items(HOUR_S, 30 * HOUR_S), batch=True), True, id="one old among many"),
         pytest.param(letter("", 90 * HOUR_S, body=items(HOUR_S, 2 * HOUR_S), batch=True), False, id="none old"),
+        pytest.param(letter("", 30 * HOUR_S), True, id="named nowhere: its queue reads it by its key"),
+        pytest.param(letter("", 1.0, body=UNNAMED, batch=True), True, id="one of a batch that is named nowhere"),
+        pytest.param(letter(DELETE, 30 * HOUR_S, body=OLD_BUILD), True, id="named otherwise in its properties"),
         pytest.param(letter("", None, body=b"[" * 100_000, batch=True), False, id="unreadable: refused where it goes"),
         pytest.param(letter("", None, body=b'{"type": "\xff"}'), False, id="no text: refused where it goes"),
     ],

@@ -285,6 +285,19 @@ def test_a_run_that_finds_its_request_ended_under_another_is_released_with_it() 
     assert released == ["another", pending.run]
 
 
+def test_a_copy_that_may_have_claimed_under_a_run_of_its_own_is_looked_at_after_the_other() -> None:
+    """It was answered at once, and nothing released what was claimed for it, where the other one ended without a
+    host.
+    """
+    first, copy = taken(id="m"), taken(id="n")
+    firsts = {UUID: first}
+    assert isinstance(admit(copy, firsts, {UUID}, {}), Answered), "a client's repeat has claimed nothing"
+    again = admit(replace(copy, attempt=1), firsts, {UUID}, {})
+    assert isinstance(again, Answered) and isinstance(again.outcome, Wait)
+    delivered = admit(replace(copy, attempt=1, run=first.run), firsts, {UUID}, {})
+    assert isinstance(delivered, Answered) and isinstance(delivered.outcome, Done)
+
+
 @pytest.mark.parametrize(
     "claimed",
     [

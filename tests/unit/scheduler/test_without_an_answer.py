@@ -22,12 +22,12 @@ from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuild, CellBuildQuery
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest, ReleaseRun
 from bus.faults import Fault, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild, pending_build
-from scheduler_worker.domain.builds import NewBuild, RecordedBuild
-from scheduler_worker.domain.placement import HostClaimed
+from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, PlacementResult
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.domain.requests import LAST, LETTERS, RETRIES, RequestDelivery
 from scheduler_worker.domain.selector import Selector
@@ -227,6 +227,38 @@ async def accepted(site: Site) -> BuildRequest:
     async with site.store.unit() as unit:
         await unit.insert([NewBuild(request=request, digest=pending.digest, build=build)], 0.0)
     return request
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["it ends it", "another scheduler ends it meanwhile"])
+async def test_a_message_that_goes_on_with_the_record_of_another_has_its_own_run_released_with_it(
+    site: Site, *, ended: bool
+) -> None:
+    """The record of its run was lost, and a client's repeat had made another, which was open when the message came
+    again. The claim of the lost one was carried out after the end, and held its host for good.
+    """
+    request = nowhere(site.cluster)
+    pending = taken(request)
+    build = RecordedBuild(
+        instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="another"
+    )
+    async with site.store.unit() as unit:
+        await unit.insert([NewBuild(request=request, digest=pending.digest, build=build)], 0.0)
+    if ended:
+        placed = site.engine._dispatcher._placer.place
+
+        async def place(requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
+            results = await placed(requests)
+            async with site.store.unit() as unit:
+                await unit.lock([request.instance_uuid])
+                over = replace(build, state=BuildState.FAILED, sequence=3, terminal=True)
+                await unit.update([BuildUpdate(build=over)], 1.0)
+            return results
+
+        site.engine._dispatcher._placer.place = place  # type: ignore[method-assign]
+    (outcome,) = await site.process(pending)
+    assert isinstance(outcome, Done)
+    released = site.emitted(ReleaseRun)
+    assert {one.by for one in released if isinstance(one, ReleaseRun)} == {"another", "mine"}
 
 
 @on_virtual_time
