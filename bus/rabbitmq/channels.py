@@ -293,10 +293,7 @@ class FrameWriter:
 
     async def _wait_to_send(self, frame: ChannelFrame) -> None:
         await self._channel.write_queue.put(frame)  # type: ignore[attr-defined]
-        if self._out:
-            self._send()
-        else:
-            self._sending = False
+        self._send()
 
 
 def answer_frame(channel: int, method: int, tag: int, bit: bool) -> bytes:

@@ -18,7 +18,7 @@ from pamqp.commands import Queue
 
 from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
-from bus.rabbitmq.channels import PublishChannel
+from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import has_ended, listen_for_alarms
 from bus.server_url import Endpoint
@@ -58,10 +58,13 @@ class Session:
         self.names = names
         self.lost = asyncio.Event()
         self.blocked = ""  # why the broker takes no messages now
+        self._takes = asyncio.Event()  # it does, or the connection is lost
+        self._takes.set()
         self.on_blocked: Callable[[], None] = lambda: None
         self._pika = connection
         self._connection: AbstractConnection = connection.transport.connection
         self._connection.closing.add_done_callback(lambda _: self.lost.set())
+        self._connection.closing.add_done_callback(lambda _: self._takes.set())
         listen_for_alarms(self._connection, self._alarmed)
         self._channels: dict[str, AbstractChannel] = {}
         self._opening = asyncio.Lock()
@@ -101,6 +104,7 @@ class Session:
 
     def _alarmed(self, reason: str) -> None:
         self.blocked = reason
+        (self._takes.clear if reason else self._takes.set)()
         self.on_blocked()
 
     async def close(self) -> None:
@@ -115,9 +119,6 @@ class Session:
 
     async def named(self, name: str) -> AbstractChannel:
         """A channel kept for one purpose; opened anew when the broker has closed it."""
-        found = self._channels.get(name)
-        if found is not None and not has_ended(found):
-            return found
         async with self._opening:
             found = self._channels.get(name)
             if found is None or has_ended(found):
@@ -141,18 +142,23 @@ class Session:
             log.warning("bus.foreign_differs", name=name, reason=str(error))
 
     async def publish(self, message: Outgoing) -> None:
-        """Publish and wait for the confirm."""
+        """Publish and wait for the confirm. In an alarm nothing is written that the broker does not read: each message
+        that is sent again when it was late would be one more in the connection.
+        """
         publisher = self._publisher
-        if publisher is None or self._unsent or not publisher.usable:
+        if publisher is None or self._unsent or self.blocked or not publisher.usable:
             self._unsent += 1  # messages that come meanwhile wait behind this one
             try:
-                publisher = await self._open_publisher()
+                with translated():
+                    async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                        publisher = await self._open_publisher()
             finally:
                 self._unsent -= 1
         await publisher.publish(message)
 
     async def _open_publisher(self) -> PublishChannel:
         async with self._publishing:
+            await self._takes.wait()
             old = self._publisher
             if old is None or not old.usable:
                 channel = await self.channel(confirms=True)
@@ -403,8 +409,7 @@ async def _close_quietly(pika: aio_pika.abc.AbstractConnection) -> None:
 
     A connection that it finds open when it is collected it would close then, in whatever loop runs, or in none.
     """
-    try:
+    with contextlib.suppress(BusError), translated():
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await pika.close()
-    except (TimeoutError, OSError, RuntimeError, aio_pika.exceptions.AMQPError):
-        await pika.close()  # its transport is gone by now: this call only marks it as closed
+    await pika.close()  # its transport is gone by now: this call only marks it as closed

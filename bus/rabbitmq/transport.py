@@ -370,9 +370,9 @@ class RabbitTransport:
         """
 
         def may_pass(error: BaseException) -> bool:
-            if not isinstance(error, BusUnavailable) or self._keeper is None or self._keeper.done():
-                return False
-            return not isinstance(error, QueueLocked)  # another process's, perhaps: the caller knows how long to wait
+            # A queue is another process's, perhaps: the caller knows how long to wait.
+            passes = isinstance(error, BusUnavailable) and not isinstance(error, QueueLocked)
+            return passes and self._keeper is not None and not self._keeper.done()
 
         return await Retrying(SET_UP, self._clock, self._jitter).call(lambda: work(self._current()), may_pass)
 

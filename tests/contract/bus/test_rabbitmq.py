@@ -32,7 +32,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
 from bus.port import BusForbidden, BusUnavailable, Outgoing, PublishRefused, QueueDiffers, QueueMissing
-from bus.rabbitmq import channels
+from bus.rabbitmq import channels, session
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.session import Session
 from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
@@ -143,6 +143,37 @@ async def test_a_broker_short_of_memory_shows_on_readyz_and_what_waits_for_it_le
     assert [one["event"] for one in logged if "blocked" in one["event"]] == ["bus.blocked", "bus.unblocked"]
     stop.set()
     await running
+
+
+async def test_what_is_late_in_an_alarm_is_not_sent_again(
+    own_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was late every 30 s, and each time whoever had sent it sent it again: all copies waited in the connection."""
+    for module in (channels, session):
+        monkeypatch.setattr(module, "CONFIRM_TIMEOUT_S", 0.5)
+    transport = RabbitTransport(own_broker.url(), name="api")
+    await transport.open()
+    try:
+        await transport.declare_reply_queue("q")
+        await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.000001")
+        before: list[BaseException | None] = []
+
+        async def blocked() -> bool:  # the broker says so after a publish
+            if not transport.blocked:
+                before.extend(await asyncio.gather(transport.publish(to("q")), return_exceptions=True))
+            return bool(transport.blocked)
+
+        await until(blocked)
+        for _ in range(3):
+            with pytest.raises(BusUnavailable):
+                await transport.publish(to("q"))
+        waiting = asyncio.create_task(asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.6"))
+        await until(lambda: not transport.blocked)
+        await waiting
+        await transport.publish(to("q"))
+        assert await transport.depth("q") == len(before) + 1
+    finally:
+        await transport.close()
 
 
 async def test_a_killed_broker_loses_nothing_that_it_confirmed(own_broker: RabbitMQ) -> None:

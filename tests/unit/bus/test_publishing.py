@@ -239,6 +239,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.write_queue: asyncio.Queue[ChannelFrame] = asyncio.Queue()
+        self.__close_event = asyncio.Event()  # of this class's name, as aiormq has it
         self.create_future = asyncio.get_running_loop().create_future
 
     async def sent_at_once(self) -> list[bytes]:
