@@ -49,9 +49,6 @@ ASK_SLICE = 200
 MAX_QUERIED = 2_000
 ASK_TIMEOUT_S = 10.0
 MIN_ASK_S = 0.5
-# Events kept for the invariants; a longer run judges the newest.
-MAX_EVENTS = 1_000_000
-
 
 ENDS_A_BUILD = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 ENDS_A_DELETE = frozenset({BuildState.DELETED, BuildState.REFUSED})
@@ -112,7 +109,8 @@ class BuildClient:
 
     The listening queue is private: `open` declares and binds it before anything is published, so no event of
     this client's own builds is missed while the connection holds. After a reconnection (`resync`) missed events are
-    queried. `durable`: a queue that outlives connection and broker, for a client that keeps a record.
+    queried. `durable`: a queue that outlives connection and broker, for a client that keeps a record. keep_events: all
+    of them, as tracks are kept: without one of its events a build would be judged to have no end.
     """
 
     def __init__(
@@ -156,10 +154,6 @@ class BuildClient:
         It is called again should a second terminal event come; `terminals` counts them.
         """
         self._end_listeners.append(listener)
-
-    def track(self, request: BuildRequest, *, intended_at: float | None = None) -> Track:
-        """Start to follow a request that is about to be published."""
-        return self._follow(request.instance_uuid, request.flavor, request.project_id, intended_at)
 
     async def boot(self, requests: Sequence[BuildRequest], *, retry_for_s: float = 0.0) -> list[Track]:
         """Publish all (confirmed by the broker when this returns) and follow them, each member of a gang by itself.
@@ -310,7 +304,7 @@ class BuildClient:
 
     def _note(self, event: BuildEvent) -> bool:
         """Take one event in; whether it is about one of this client's own."""
-        if self._keep and len(self.events) < MAX_EVENTS:
+        if self._keep:
             self.events.append(event)
         track = self.tracks.get(event.instance_uuid)
         # Any project may name any uuid in a request of its own; the events of that go to that project.

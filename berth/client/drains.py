@@ -51,9 +51,8 @@ async def follow(
     clock: Clock,
     timeout_s: float,
     on_progress: Callable[[DrainProgress], None] = lambda _: None,
-    is_over: Callable[[DrainProgress], bool] = lambda one: one.state is DrainState.ENDED,
 ) -> DrainProgress:
-    """Look at a drain until it has ended (or `is_over`), at most this long; its state at the last look.
+    """Look at a drain until it has ended, at most this long; its state at the last look.
 
     Raises RequestTimeout when no scheduler answered before the time ran out.
     """
@@ -67,6 +66,6 @@ async def follow(
                 raise
             continue
         on_progress(seen)
-        if is_over(seen) or clock.monotonic() >= give_up_at:
+        if seen.state is DrainState.ENDED or clock.monotonic() >= give_up_at:
             return seen
         await clock.sleep(LOOK_S)

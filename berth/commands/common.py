@@ -267,11 +267,11 @@ def explain(fault: BaseException) -> Stop | None:
 
 
 @contextlib.asynccontextmanager
-async def client(settings: Settings, *, keep_events: bool = False) -> AsyncIterator[BuildClient]:
+async def client(settings: Settings) -> AsyncIterator[BuildClient]:
     """A connected client of the API bus. Raises Stop when the bus does not answer within OPEN_TIMEOUT_S."""
     site = Site(settings)
     process = process_name("cli")
-    made = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=keep_events)
+    made = BuildClient(site.bus(process), clock=site.clock, process=process)
     await open_in_time(made.open())
     try:
         yield made

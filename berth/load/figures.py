@@ -49,9 +49,9 @@ def latencies_ms(rows: Operations, outcome: str = "active") -> Array:
     return np.maximum(1000 * (ended - intended)[chosen][order], 0.0)
 
 
-def stages_ms(rows: Operations, outcome: str = "active") -> dict[str, Array]:
+def stages_ms(rows: Operations) -> dict[str, Array]:
     """Of every stage that was reported, in the order of STAGES; boots as they were meant to leave."""
-    chosen = np.flatnonzero(having(rows, outcome))
+    chosen = np.flatnonzero(having(rows, "active"))
     chosen = chosen[np.argsort(column(rows.intended_s)[chosen], kind="stable")]
     found = {stage: 1000 * column(rows.stages[stage])[chosen] for stage in STAGES if stage in rows.stages}
     known = {stage: np.maximum(values[np.isfinite(values)], 0.0) for stage, values in found.items()}

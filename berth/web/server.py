@@ -156,19 +156,24 @@ class WebServer:
         )
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Serve until then. Raises BusUnavailable when the `berth up` that holds the bus has ended."""
+        """Serve until then. Raises what ends the serving before, and BusUnavailable when the `berth up` that holds the
+        bus has ended.
+        """
+        assert self._serving is not None
         transport = self._bus.transport
-        if not isinstance(transport, LocalTransport):  # it connects again by itself
-            await stop.wait()
-            return
-        stopped, gone = asyncio.create_task(stop.wait()), asyncio.create_task(transport.gone())
+        ends: list[asyncio.Task[object]] = [asyncio.create_task(stop.wait())]
+        if isinstance(transport, LocalTransport):  # another one connects again by itself
+            ends.append(asyncio.create_task(transport.gone()))
         try:
-            await asyncio.wait({stopped, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*ends, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopped.cancel()
-            gone.cancel()
-        if not stop.is_set():
-            raise BusUnavailable("the berth up that these pages are of has ended")
+            for one in ends:
+                one.cancel()
+        if stop.is_set():
+            return
+        if self._serving.done():
+            self._serving.result()
+        raise BusUnavailable("the berth up that these pages are of has ended")
 
     def _listen(self) -> socket.socket:
         try:

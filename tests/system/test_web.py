@@ -17,6 +17,7 @@ import pytest
 from berth.settings import Settings
 from berth.site import Site
 from berth.trial.worker_processes import NO_TLS
+from berth.web import server
 from berth.web.access import MAX_SESSIONS, MAX_SESSIONS_OF_TOKEN, Access, WebRole, check_listen, read_tokens
 from berth.web.api import MAX_BODY_BYTES
 from berth.web.server import WebCannotListen, WebServer
@@ -426,6 +427,26 @@ async def test_pages_end_with_the_berth_up_that_holds_their_bus() -> None:
             await asyncio.wait_for(serving, TIMEOUT_S)
         stop.set()
         await pages.serve_until(stop)
+    finally:
+        await pages.close()
+        await rig.close()
+
+
+async def test_pages_end_with_what_ends_their_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process lived on, and served nothing."""
+
+    async def broken(*_: object, **__: object) -> None:
+        raise OSError("no more of these")
+
+    monkeypatch.setattr(server._Server, "serve", broken)
+    rig = LocalRig()
+    await rig.open()
+    here = Site(Settings(state_dir=str(rig.socket.parent)))
+    pages = WebServer(here.environment("w"), here.settings, host="127.0.0.1", port=0, access=Access(None, here.clock))
+    try:
+        await pages.open()
+        with pytest.raises(OSError, match="no more"):
+            await asyncio.wait_for(pages.serve_until(asyncio.Event()), TIMEOUT_S)
     finally:
         await pages.close()
         await rig.close()

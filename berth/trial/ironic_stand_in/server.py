@@ -54,7 +54,6 @@ class IronicStandIn:
         clock: Clock,
         rng: random.Random,
         behaviour: Behaviour | None = None,
-        host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
         self.pool = NodePool(announcer, clock=clock, rng=rng, behaviour=behaviour)
@@ -65,7 +64,7 @@ class IronicStandIn:
         self._announcer = announcer
         self._clock = clock
         self._rng = rng
-        self._address = (host, port)
+        self._address = ("127.0.0.1", port)
         self._serving: asyncio.Task[None] | None = None
         self._server: QuietServer | None = None
 

@@ -202,10 +202,7 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
         return HostAdminState(host_uuid=UUID, host=HOST, state=state, by=BY, **more)  # type: ignore[arg-type]
 
     show_decision(decided(AdminState.DISABLED))
-    show_decision(decided(AdminState.FENCED, fence=2, acknowledged=1))
     show_decision(decided(AdminState.FENCED, pending=AdminState.ENABLED, losses=12, fence=3, acknowledged=2))
-    silent = HostRecord(uuid=UUID, name=HOST, announced=False, enabled=False, resources={"VCPU": (2, 16)})
-    show_hosts([silent])
     show_forgotten(HostForgotten(host_uuid=UUID, host=HOST, removed=True))
     contested = HostRecord(
         uuid=UUID,
@@ -219,6 +216,20 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
     show_forgotten_service(ServiceForgotten(service="c1", cell="cell1", removed=True))
     show_hosts([contested])
     assert printed(capsys) == output_of(HOSTS_PAGE)
+
+
+def test_a_fence_and_a_host_that_no_service_announces_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decision(HostAdminState(host_uuid=UUID, host=HOST, state=AdminState.FENCED, by=BY, fence=2, acknowledged=1))
+    show_hosts([HostRecord(uuid=UUID, name=HOST, announced=False, enabled=False, resources={"VCPU": (2, 16)})])
+    lines = printed(capsys)
+    assert lines[:2] == [
+        f"{HOST}: fenced, not acknowledged by its cell yet, by {BY}",
+        "  leave it off until `berth hosts` shows that its cell has acknowledged the fence",
+    ]
+    assert lines[-2:] == [
+        f"{HOST}                 not announced                 VCPU 2/16",
+        "not announced: by no compute service since this scheduler started",
+    ]
 
 
 def test_the_output_of_a_drain_is_what_berth_prints(capsys: pytest.CaptureFixture[str]) -> None:
