@@ -16,10 +16,10 @@ from berth.client import BuildClient, Track
 from berth.load.figures import stages_ms, summary
 from berth.load.ledger import LoadLedger
 from berth.load.plan import Arrival, LoadPlan, draw
-from berth.load.stages import conflicts_of, stages_of
 from berth.load.summary import LoadReport, sum_up
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent, BuildRequest, DeleteRequest
+from bus.contracts.stages import durations
 from bus.faults import Transient
 from bus.port import BusError, BusUnavailable, PublishRefused
 
@@ -355,14 +355,14 @@ class LoadRun:
         self.retries += max(event.attempt - 1, 0)
         if track.deleting:
             return
-        conflicts = conflicts_of(event)
-        if conflicts is not None:
-            ledger.conflicts[row] = conflicts
-            self.conflicts = (self.conflicts or 0) + conflicts
+        if event.stamps is None:
+            return
+        ledger.conflicts[row] = event.stamps.lost_claims
+        self.conflicts = (self.conflicts or 0) + event.stamps.lost_claims
+        # By the client's own wall clock: so the stages add up to the latency, whatever the clocks of others show.
         wall = self.started_at - self.started
-        for stage, seconds in stages_of(
-            event, since=ledger.intended[row] + wall, until=ledger.ended[row] + wall
-        ).items():
+        spent = durations(event.stamps, since=ledger.intended[row] + wall, until=ledger.ended[row] + wall)
+        for stage, seconds in spent.items():
             ledger.record_stage(row, stage, seconds)
 
 

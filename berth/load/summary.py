@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec import Struct
 
 from berth.client import Track
+from berth.load.figures import summary
 from bus.contracts.build import BuildEvent, FunnelStep
 
 # Failures listed one by one in a report; all are counted.
@@ -76,22 +77,9 @@ def sum_up(tracks: Sequence[Track], *, started: float, now: float) -> LoadReport
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p95, p99, max and mean (nearest rank); empty when there is nothing."""
-    if not values:
-        return {}
-    ordered = sorted(values)
-
-    def rank(share: float) -> float:
-        return round(ordered[math.ceil(share * len(ordered)) - 1], 3)
-
-    return {
-        "p50": rank(0.50),
-        "p90": rank(0.90),
-        "p95": rank(0.95),
-        "p99": rank(0.99),
-        "max": round(ordered[-1], 3),
-        "mean": round(sum(ordered) / len(ordered), 3),
-    }
+    """p50, p90, p95, p99, max and mean (nearest rank), to three digits; empty when there is nothing."""
+    found = summary(np.array(values, dtype=np.float64))
+    return {name: round(value, 3) for name, value in found.items() if name != "p99.9"}
 
 
 def _stages(tracks: Sequence[Track]) -> dict[str, dict[str, float]]:

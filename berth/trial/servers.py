@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -63,9 +64,11 @@ class RealServers:
 
 
 @contextlib.contextmanager
-def real_servers(cells: tuple[str, ...], *, durable: bool) -> Iterator[RealServers]:
-    """Private servers for as long as the block runs. durable: PostgreSQL with fsync, as in production."""
-    with RabbitMQ() as broker, Postgres(durable=durable) as postgres:
+def real_servers(cells: tuple[str, ...], *, durable: bool, **of_postgres: Any) -> Iterator[RealServers]:
+    """Private servers for as long as the block runs. durable: PostgreSQL with fsync, as in production; of_postgres: as
+    for `Postgres`.
+    """
+    with RabbitMQ() as broker, Postgres(durable=durable, **of_postgres) as postgres:
         yield RealServers(broker, postgres, cells)
 
 

@@ -30,6 +30,7 @@ from bus.faults import DatabaseForbidden, Fault
 from bus.local import LocalServer
 from bus.port import BusError
 from bus.service.service import Service
+from compute_sim.config import ComputeConfig
 from compute_sim.fleet import Fleet
 from placement_worker.rest.config import RestConfig
 
@@ -154,16 +155,17 @@ class LocalSystem:
 
     async def start(self, *, ironic_url: str | None = None) -> None:
         """Start everything, what others lean on first. ironic_url: also ironic-sync and a bare-metal compute a cell."""
-        up, start = self.site.settings.up, self._start
+        up, base, start = self.site.settings.up, self.site.settings.compute, self._start
         await start({name: partial(self._placement, name) for name in _numbered("placement", up.placements)})
         await start({f"conductor-{cell}": partial(self._conductor, cell) for cell in self.site.cells})
         for number, cell in enumerate(self.site.cells):
             for service in _numbered(f"{cell}-c", up.computes_per_cell):
-                self._computes[service] = self._hypervisors(cell, service)
+                self._computes[service] = self._compute(base, cell, service)
                 self.services[cell].append(service)
             if ironic_url is not None:
-                share = (number, len(self.site.cells))
-                self._computes[f"{cell}-metal"] = self._metal(cell, f"{cell}-metal", ironic_url, share)
+                ironic = msgspec.structs.replace(base.ironic, url=ironic_url, share=number, shares=len(self.site.cells))
+                metal = msgspec.structs.replace(base, driver="ironic", hosts=0, ironic=ironic)
+                self._computes[f"{cell}-metal"] = self._compute(metal, cell, f"{cell}-metal")
                 self.services[cell].append(f"{cell}-metal")
         await start(self._computes)
         if ironic_url is not None:
@@ -214,17 +216,7 @@ class LocalSystem:
         environment = self.site.environment(f"conductor-{cell}")
         return cell_conductor.app.build(environment, self.site.settings.conductor, cell)
 
-    def _hypervisors(self, cell: str, service: str) -> Callable[[], Service]:
-        config = self.site.settings.compute
-        fleet = self.fleets[service] = Fleet.planned(config, cell, service)
-        return lambda: compute_sim.app.build(
-            self.site.environment(service, "compute"), config, cell, service, fleet=fleet
-        )
-
-    def _metal(self, cell: str, service: str, url: str, share: tuple[int, int]) -> Callable[[], Service]:
-        base = self.site.settings.compute
-        ironic = msgspec.structs.replace(base.ironic, url=url, share=share[0], shares=share[1])
-        config = msgspec.structs.replace(base, driver="ironic", hosts=0, ironic=ironic)
+    def _compute(self, config: ComputeConfig, cell: str, service: str) -> Callable[[], Service]:
         fleet = self.fleets[service] = Fleet.planned(config, cell, service)
         return lambda: compute_sim.app.build(
             self.site.environment(service, "compute"), config, cell, service, fleet=fleet

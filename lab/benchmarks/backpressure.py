@@ -61,8 +61,7 @@ MEMORY_EVERY_S = 1.0
 # memory until it is rolled over, by default at 512 MiB; the client keeps a row for every request, refused or not.
 MEMORY_BOUND_MB = {"broker": 1024.0, "postgresql": 768.0, "client": 1024.0}
 WORKER_BOUND_MB = 512.0
-# Latency has recovered where the median of a window is back at the calm one, within this factor and this much.
-WINDOW_S = 1.0
+# Latency has recovered where the median of the end is back at the calm one, within this factor and this much.
 LAST_WINDOW_S = 10.0
 RECOVERED_TIMES = 2.0
 RECOVERED_ABOVE_MS = 20.0
@@ -99,8 +98,6 @@ class Result(Struct, frozen=True, kw_only=True):
     memory_mb: dict[str, Memory]
     deepest: dict[str, int]
     outcomes: dict[str, int]
-    offered_per_s_reached: float
-    recovered_after_s: float | None
     calm_p50_ms: float
     last_p50_ms: float
     queue_bound: dict[str, int]
@@ -240,7 +237,6 @@ async def checked(
     calm, overload, after = measured
     bound = max(RECOVERED_TIMES * calm.latency_ms["p50"], calm.latency_ms["p50"] + RECOVERED_ABOVE_MS)
     fell_at = CALM_S + phases[1][1]
-    windows = _windows(boots, fell_at)
     last = median(_latencies(boots, fell_at + phases[2][1] - LAST_WINDOW_S, fell_at + phases[2][1]) or [float("inf")])
     return Result(
         sustained_per_s=round(sustained, 1),
@@ -252,8 +248,6 @@ async def checked(
             for queue, depths in record.samples.depths.items()
         },
         outcomes=outcomes,
-        offered_per_s_reached=round(_reached(boots, phases), 1),
-        recovered_after_s=next((at for at, p50 in windows if p50 <= bound), None),
         calm_p50_ms=calm.latency_ms["p50"],
         last_p50_ms=round(last, 3),
         queue_bound={"bytes": MAX_WAITING_BYTES, "messages": MAX_WAITING_MESSAGES},
@@ -300,27 +294,6 @@ def _latencies(boots: Operations, since: float, until: float) -> list[float]:
     ]
 
 
-def _windows(boots: Operations, since: float) -> list[tuple[float, float]]:
-    """(seconds after `since`, median) for each window of requests; those before a worse one are left out."""
-    by_window: dict[int, list[float]] = {}
-    for row in range(len(boots)):
-        late_s = boots.intended_s[row] - since
-        latency_s = boots.latency_s(row)
-        if late_s >= 0 and latency_s is not None and boots.outcome_of(row) == "active":
-            by_window.setdefault(int(late_s / WINDOW_S), []).append(1000 * latency_s)
-    return [(number * WINDOW_S, median(values)) for number, values in sorted(by_window.items())]
-
-
-def _reached(boots: Operations, phases: Sequence[tuple[float, float]]) -> float:
-    """The rate at which the overload really left: the broker had answered so many within its time."""
-    begin, end = phases[0][1], phases[0][1] + phases[1][1]
-    sent = sum(begin <= at < end for at in boots.sent_s if at is not None)
-    refused = sum(
-        begin <= boots.intended_s[row] < end and boots.outcome_of(row) == "backpressure" for row in range(len(boots))
-    )
-    return (sent + refused) / phases[1][1]
-
-
 async def run(options: argparse.Namespace) -> Result:
     """Start everything, measure, stop everything."""
     plan = plan_of(options.hosts, options.cells, schedulers=options.schedulers, placements=options.placements)
@@ -354,15 +327,12 @@ def print_result(result: Result) -> None:
             f"  {phase.name:8} {phase.rate_per_s:6.0f}/s for {phase.seconds:.0f} s: {phase.offered} offered, "
             f"{phase.accepted} accepted, {phase.refused} refused (with an error), {phase.active} active; ms {ranks}"
         )
-    print(f"  offered really: {result.offered_per_s_reached:.0f}/s; outcomes {result.outcomes}")
+    print(f"  outcomes {result.outcomes}")
     print(f"  {'memory, MiB (PSS)':20} {'calm':>7} {'peak':>7} {'end':>7} {'bound':>7}")
     for name, one in result.memory_mb.items():
         print(f"  {name:20} {one.calm:7.0f} {one.peak:7.0f} {one.end:7.0f} {one.bound:7.0f}")
     print("  deepest queues, broker messages:", {queue: depth for queue, depth in result.deepest.items() if depth})
-    print(
-        f"  p50 calm {result.calm_p50_ms:.0f} ms, last {LAST_WINDOW_S:.0f} s {result.last_p50_ms:.0f} ms; "
-        f"recovered after {result.recovered_after_s} s"
-    )
+    print(f"  p50 calm {result.calm_p50_ms:.0f} ms, last {LAST_WINDOW_S:.0f} s {result.last_p50_ms:.0f} ms")
     for name, holds in result.verdicts.items():
         print(f"  {'yes' if holds else 'NO '} {name}")
     for sentence in result.broken:

@@ -1,7 +1,6 @@
 """The Placement REST API of berth beside the real OpenStack Placement, on this machine, in one run.
 
-    python -m lab.benchmarks.rest_beside [--providers 1000,10000] [--only berth|real] [--short] [--json FILE]
-        [--venv DIR]
+    python -m lab.benchmarks.rest_beside [--providers 1000,10000] [--only berth|real] [--seconds 8] [--json FILE]
 
 Both have a private PostgreSQL 15 of the same kind and settings, fsync on, and the same book. The real one: uwsgi, 2
 processes x 4 threads, noauth2, request log off.
@@ -25,22 +24,19 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
-import uvloop
 from msgspec import Struct
 
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.process import ServerFailed, ServerMissing
 from berth.trial.embedded.rabbitmq import RabbitMQ
-from bus.service.telemetry import configure_logging
 from lab.benchmarks import rest_books, rest_report
+from lab.benchmarks.command import measured, parser_of, write
 from lab.benchmarks.rest_books import Host
 from lab.benchmarks.rest_client import Bound, load
 from lab.benchmarks.rest_phases import FLAT, NESTED, Phase, TestBed, holds
 from lab.benchmarks.rest_report import Figures, Row
 from lab.benchmarks.rest_servers import Real, System, berth, install
 
-SECONDS, SHORT_SECONDS = 8.0, 2.0
 NESTED_ROOTS = 1000
 WARM_S = 5.0
 MOST_PROVIDERS = 50_000
@@ -108,7 +104,7 @@ async def in_turn(run: Run, phases: Sequence[Phase], systems: Sequence[System], 
             continue
         found = {system.name: await measure(run, phase, system, beds[system.name]) for system in systems}
         run.rows.append(rest_report.row_of(phase, len(hosts), found))
-        print("\n".join(rest_report.lines(run.rows[-1])), flush=True)  # a run that is broken off has printed something
+        print(rest_report.line(run.rows[-1]), flush=True)  # a run that is broken off has printed something
         for name, figures in found.items():
             if not figures.outcome.done:
                 _wrong(run, f"{name} did nothing of {phase.key}")
@@ -150,32 +146,28 @@ def sizes(text: str) -> list[int]:
     return found
 
 
-def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def options_of() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--providers", type=sizes, default="1000,10000", help="sizes of the flat book, comma between")
     parser.add_argument("--only", choices=("berth", "real"))
-    parser.add_argument("--short", action="store_true", help="2 seconds a phase instead of 8")
-    parser.add_argument("--seconds", type=float, help="so many instead")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a phase")
     parser.add_argument("--phases", default="", help="only rows whose key begins with one of these, comma between")
-    parser.add_argument("--json", type=Path, help="write everything here, too")
-    parser.add_argument("--venv", type=Path, help="has openstack-placement, uwsgi, psycopg2; else made in .berth")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def main() -> int:
     """Start what is asked for, measure, stop everything, print the table."""
     options = options_of()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # leave in good order
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         try:
             real, ours = options.only != "berth", options.only != "real"
-            programs = install(options.venv) if real else None
+            programs = install() if real else None
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="berth-beside-")))
             run = Run(
-                seconds=options.seconds or (SHORT_SECONDS if options.short else SECONDS),
+                seconds=options.seconds,
                 sizes=options.providers,
                 phases=tuple(filter(None, options.phases.split(","))),
                 directory=directory,
@@ -184,7 +176,8 @@ def main() -> int:
                 broker=stack.enter_context(RabbitMQ()) if ours else None,
                 programs=programs,
             )
-            uvloop.run(everything(run))
+            print(rest_report.head())
+            measured(everything(run))
         except (ServerFailed, ServerMissing) as error:
             print(error, file=sys.stderr)
             return 2
@@ -193,11 +186,9 @@ def main() -> int:
             return 2
         finally:
             if "run" in locals():
-                rest_report.table(run.rows)
-                if options.json:
-                    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run.rows), indent=1))
+                write(run.rows, options.json)
     print(f"{time.monotonic() - began:.0f} s in all")
-    return 1 if run.wrong else 0
+    return 1 if run.wrong or not run.rows else 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import Struct
 
+from berth.load import percentiles
+
 HEAD = b"Host: bench\r\nX-Auth-Token: admin\r\nAccept: application/json\r\nOpenStack-API-Version: placement 1.39\r\n"
 ANSWER_TIMEOUT_S = 60.0
 READ_LIMIT_BYTES = 2**24  # the largest answer is read without a pause
@@ -129,16 +131,12 @@ async def load(connections: Sequence[Connection], work: Work, bound: Bound, fine
     finally:
         gc.enable()
     seconds = clock() - began
-    times.sort()
+    ranks = percentiles([1000 * took for took in times])
     return Outcome(
         done=len(times),
         seconds=seconds,
         per_s=len(times) / seconds,
-        p50_ms=_share(times, 0.5),
-        p95_ms=_share(times, 0.95),
+        p50_ms=ranks.get("p50", math.inf),
+        p95_ms=ranks.get("p95", math.inf),
         statuses=dict(sorted(statuses.items())),
     )
-
-
-def _share(times: Sequence[float], share: float) -> float:
-    return 1000 * times[min(int(len(times) * share), len(times) - 1)] if times else math.inf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -52,34 +52,24 @@ def row_of(phase: Phase, size: int, found: Mapping[str, Figures]) -> Row:
     return row
 
 
-def lines(row: Row) -> list[str]:
-    """One row for a person: a line a system."""
-    printed = [f"{row.title}, {row.providers:,} providers [{row.phase}]"]
-    for name, figures in row.systems.items():
-        outcome, cpu = figures.outcome, figures.cpu_ms
-        parts = "  ".join(f"{part} {ms:.2f}" for part, ms in cpu.items())
-        printed.append(
-            f"  {name:6} {outcome.per_s:9.1f} /s  p50 {outcome.p50_ms:9.2f} ms  p95 {outcome.p95_ms:9.2f} ms"
-            f"   CPU ms each: {parts}{_trouble(outcome)}"
-        )
-    return printed
-
-
 def _trouble(outcome: Outcome) -> str:
     if not outcome.failed:
         return ""
     named = ", ".join(f"{UNANSWERED.get(status, status)}: {count}" for status, count in outcome.statuses.items())
-    return f"   answers: {named}"
+    return f"; {named}"
 
 
-def table(rows: Sequence[Row]) -> None:
-    """All rows, in Markdown."""
-    print("\n| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
-    for row in rows:
-        ratios = [f"{_short(ratio)} x" if ratio is not None else "" for ratio in (row.ratio, row.ratio_cpu)]
-        compared = "a second" if row.better == "rate" else "median"
-        shown = [_shown(row, name) for name in ("real", "berth")]
-        print("| " + " | ".join([row.title, f"{row.providers:,}", compared, *shown, *ratios]) + " |")
+def head() -> str:
+    """The table's head, in Markdown."""
+    return "| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS)
+
+
+def line(row: Row) -> str:
+    """One row."""
+    ratios = [f"{_short(ratio)} x" if ratio is not None else "" for ratio in (row.ratio, row.ratio_cpu)]
+    compared = "a second" if row.better == "rate" else "median"
+    shown = [_shown(row, name) for name in ("real", "berth")]
+    return "| " + " | ".join([row.title, f"{row.providers:,}", compared, *shown, *ratios]) + " |"
 
 
 def _shown(row: Row, name: str) -> str:
@@ -90,8 +80,8 @@ def _shown(row: Row, name: str) -> str:
     if not outcome.done:
         return "none in time"
     main = f"{_short(outcome.per_s)} /s" if row.better == "rate" else f"{_short(outcome.p50_ms)} ms"
-    trouble = _trouble(outcome).replace("   answers:", ";")
-    return f"{main} (p95 {_short(outcome.p95_ms)} ms, CPU {_short(figures.servers_ms)} ms{trouble})"
+    cpu = ", ".join(f"{part} {_short(ms)}" for part, ms in figures.cpu_ms.items())
+    return f"{main} (p95 {_short(outcome.p95_ms)} ms, CPU ms each: {cpu}{_trouble(outcome)})"
 
 
 def _short(number: float) -> str:

@@ -73,13 +73,18 @@ class System(Struct, kw_only=True):
         return {part: probe.cpu_s(pid) for part, pid in self.pids.items()}
 
 
-async def new_database(postgres: Postgres, name: str) -> str:
-    """An empty database on a server; returns its URL."""
-    connection = await asyncpg.connect(postgres.url())
+async def execute(url: str, statement: str) -> None:
+    """One statement."""
+    connection = await asyncpg.connect(url)
     try:
-        await connection.execute(f'CREATE DATABASE "{name}"')
+        await connection.execute(statement)
     finally:
         await connection.close()
+
+
+async def new_database(postgres: Postgres, name: str) -> str:
+    """An empty database on a server; returns its URL."""
+    await execute(postgres.url(), f'CREATE DATABASE "{name}"')
     return postgres.url(name)
 
 
@@ -100,7 +105,7 @@ async def berth(
     lines = directory / "book.jsonl"
     lines.write_bytes(b"".join(rest_books.as_lines(hosts)))
     await _run([sys.executable, "-m", "berth", "placement", "import", str(lines)], environment, directory)
-    await _analyze(url)
+    await execute(url, "ANALYZE")
     processes = WorkerProcesses(directory, environment)
     port = free_port()
     try:
@@ -141,26 +146,17 @@ async def _announced(processes: WorkerProcesses) -> None:
     raise ServerFailed(f"not every change was announced: {found}")
 
 
-async def _analyze(url: str) -> None:
-    connection = await asyncpg.connect(url)
-    try:
-        await connection.execute("ANALYZE")
-    finally:
-        await connection.close()
-
-
 # --- the real one
 
 
-def install(venv: Path | None) -> Path:
-    """The directory of programs of a virtualenv with the real Placement; made once when none is given."""
-    place = venv if venv is not None else KEPT
-    stamp = place / "berth.stamp"
+def install() -> Path:
+    """The directory of programs of a virtualenv with the real Placement, made once."""
+    stamp = KEPT / "berth.stamp"
     wanted = f"{zlib.crc32(WANTED.read_bytes())}\n"
-    if venv is None and (not stamp.exists() or stamp.read_text() != wanted):
-        print(f"installing the real Placement, uwsgi and psycopg2 into {place} (once)", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True, timeout=INSTALL_TIMEOUT_S)
-        pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"installing the real Placement, uwsgi and psycopg2 into {KEPT} (once)", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(KEPT)], check=True, timeout=INSTALL_TIMEOUT_S)
+        pip = [str(KEPT / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         done = subprocess.run(
             [*pip, "--no-input", "-r", str(WANTED)], stdin=subprocess.DEVNULL, timeout=INSTALL_TIMEOUT_S, check=False
         )
@@ -168,9 +164,9 @@ def install(venv: Path | None) -> Path:
             raise ServerMissing("pip could not install the real Placement (uwsgi is compiled: it needs a C compiler)")
         stamp.write_text(wanted)
     for program in ("uwsgi", "placement-manage"):
-        if not (place / "bin" / program).exists():
-            raise ServerMissing(f"no {program} in {place}")
-    return place.absolute() / "bin"
+        if not (KEPT / "bin" / program).exists():
+            raise ServerMissing(f"no {program} in {KEPT}")
+    return KEPT.absolute() / "bin"
 
 
 class Real:
@@ -252,19 +248,18 @@ async def _answers(port: int, process: GuardedProcess) -> None:
 async def _run(command: Sequence[str], environment: Mapping[str, str], directory: Path) -> None:
     """Run a command to its end. Raises ServerFailed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BERTH_", "OS_"))}
-    process = await asyncio.create_subprocess_exec(
-        *command,
+    done = await asyncio.to_thread(
+        subprocess.run,
+        command,
         env={**kept, **environment},
         cwd=directory,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
     )
-    try:
-        async with asyncio.timeout(COMMAND_TIMEOUT_S):
-            output, _ = await process.communicate()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    if process.returncode:
-        raise ServerFailed(f"{command[-2:]} ended with status {process.returncode}:\n{output.decode()[-2000:]}")
+    if done.returncode:
+        raise ServerFailed(
+            f"{command[-2:]} ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
+        )

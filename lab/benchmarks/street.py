@@ -20,12 +20,12 @@ import contextlib
 import sys
 import time
 
-from berth.trial.servers import running_processes
+from berth.trial.servers import real_servers, running_processes
 from lab.benchmarks import bare
 from lab.benchmarks.command import measured, parser_of, positive, rates, write
 from lab.benchmarks.costs import Instruments
 from lab.benchmarks.street_report import Result, print_result
-from lab.benchmarks.street_systems import Street, connected, counting_binaries, plan_of, progress, servers_for
+from lab.benchmarks.street_systems import COUNTING, Street, connected, counting_binaries, plan_of, progress
 
 BARE_BOOTS = 4000
 
@@ -60,7 +60,8 @@ async def measure(options: argparse.Namespace) -> Result:
         progress("SQL statements are not counted: there is no PostgreSQL with pg_stat_statements here")
     progress("starting RabbitMQ and PostgreSQL")
     async with contextlib.AsyncExitStack() as stack:
-        servers = stack.enter_context(servers_for(plan.cells, counting))
+        settings = {} if counting is None else COUNTING
+        servers = stack.enter_context(real_servers(plan.cells, durable=True, binaries=counting, settings=settings))
         pipeline, plain = None, None
         if options.bare:
             progress(f"the bare pipeline: {BARE_BOOTS:,} boots through five hops")

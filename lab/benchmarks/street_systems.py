@@ -8,7 +8,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from berth.audit.gather import gather, rest
@@ -16,9 +16,7 @@ from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, percentiles, run_load
 from berth.site import Site, process_name
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.servers import RealServers, SystemPlan, hosts_known
+from berth.trial.servers import SystemPlan, hosts_known
 from compute_sim.config import ComputeConfig, HostSize
 from lab.benchmarks.bare import Bare, Pipeline
 from lab.benchmarks.costs import Costs, Instruments
@@ -175,11 +173,3 @@ def counting_binaries() -> Path | None:
     found = Path("/usr/lib/postgresql").glob("[0-9]*/lib/pg_stat_statements.so")
     servers = [library.parents[1] / "bin" for library in found]
     return max(servers, key=lambda binaries: float(binaries.parent.name), default=None)
-
-
-@contextlib.contextmanager
-def servers_for(cells: tuple[str, ...], counting: Path | None) -> Iterator[RealServers]:
-    """Private servers with default durability. counting: the PostgreSQL to take, with pg_stat_statements."""
-    settings = COUNTING if counting is not None else {}
-    with RabbitMQ() as broker, Postgres(durable=True, binaries=counting, settings=settings) as postgres:
-        yield RealServers(broker, postgres, cells)

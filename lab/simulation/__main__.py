@@ -8,7 +8,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -98,15 +97,8 @@ def main(
     others: Annotated[
         list[str] | None, typer.Option("--compare-with", help="Another Python: it has to run the seeds just so.")
     ] = None,
-    coverage: Annotated[
-        list[str] | None, typer.Option(help="Print how much of this file the seeds run; may be repeated.")
-    ] = None,
 ) -> None:
     """Simulate the whole system on a virtual clock. The same seed gives the same run, event for event."""
-    if coverage:
-        from lab.simulation.coverage_report import run_covered  # noqa: PLC0415  (a tool of developers, not of every run)
-
-        raise typer.Exit(run_covered(coverage, without_option("--coverage", sys.argv[1:])))
     redirect_logs()
     kinds = frozenset() if alone else frozenset(only or WIDENED) - frozenset(without or ())
     if only_digests:
@@ -144,12 +136,6 @@ def _all_of(seeds: Iterator[int], steering: Steering, rounds: int, *, shrink: bo
             if shrink:
                 _print_smaller(plan, result)
     return results
-
-
-def without_option(option: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments of the command line without an option and its values."""
-    pairs = zip(["", *arguments], arguments, strict=False)
-    return [one for before, one in pairs if option not in (before, one) and not one.startswith(f"{option}=")]
 
 
 def _compare(others: list[str], first: int, count: int) -> None:

@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from coverage import Coverage
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
@@ -31,8 +30,7 @@ from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.driver import ChangeFault, ChangeOrder
 from compute_sim.fleet import Fleet, Guest
-from lab.simulation import coverage_report
-from lab.simulation.__main__ import read_plan, without_option, written
+from lab.simulation.__main__ import read_plan, written
 from lab.simulation.draw import plan_of
 from lab.simulation.loop import EPOCH
 from lab.simulation.network import NetworkFaults
@@ -133,51 +131,6 @@ def test_a_plan_in_a_file_is_the_same_plan(seed: int) -> None:
 def test_a_plan_in_a_file_is_the_same_run() -> None:
     plan = plan_of(8, WIDENED)
     assert run(in_a_file(plan)).digest == run(plan).digest
-
-
-# --- `scripts/simulate --coverage`: what is printed of a file
-
-
-SOURCE = """\
-def halve(number, whole):
-    if whole:
-        return number // 2
-    return number / 2
-"""
-
-
-@pytest.mark.parametrize(
-    ("wholes", "printed"),
-    [
-        (
-            [True],
-            [
-                "halve.py: 75.0 % of 4 lines, 50.0 % of 2 branches",
-                "  4: not run: return number / 2",
-                "  2: 1 of 2 branches: if whole:",
-            ],
-        ),
-        ([True, False], ["halve.py: 100.0 % of 4 lines, 100.0 % of 2 branches"]),
-    ],
-)
-def test_what_did_not_run_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wholes: list[bool], printed: list[str]
-) -> None:
-    monkeypatch.setattr(coverage_report, "ROOT", tmp_path)
-    path = tmp_path / "halve.py"
-    path.write_text(SOURCE)
-    coverage = Coverage(data_file=None, branch=True, config_file=False, include=[str(path)])
-    with coverage.collect():
-        names: dict[str, object] = {}
-        exec(compile(SOURCE, str(path), "exec"), names)
-        for whole in wholes:
-            names["halve"](4, whole)  # type: ignore[operator]
-    assert list(coverage_report.report_of(coverage, "halve.py")) == printed
-
-
-def test_the_option_is_not_handed_on() -> None:
-    arguments = ["--coverage", "a.py", "--seeds", "2", "--coverage=b.py", "--alone"]
-    assert without_option("--coverage", arguments) == ["--seeds", "2", "--alone"]
 
 
 # --- where a build's time went, in the whole pipeline: every build reports it, also when the machines' clocks differ
