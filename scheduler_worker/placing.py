@@ -363,7 +363,7 @@ class Dispatcher:
         nothing before this run claimed, and its end releases what it has.
         """
         async with self._store.unit() as unit:
-            builds = [one.build for one in (await unit.read(list(runs))).values()]
+            builds = list((await unit.read(list(runs))).values())
         open_runs = {
             (one.instance_uuid, one.project_id): one.run
             for one in builds
@@ -373,7 +373,7 @@ class Dispatcher:
         async with self._store.unit() as unit:
             known = await unit.read(list(runs))
             for uuid, one in known.items():
-                for message in releases_of(one.build, runs[uuid]):
+                for message in releases_of(one, runs[uuid]):
                     unit.emit(message)
         waits = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
         return (runs.keys() - known.keys()) | waits

@@ -177,8 +177,7 @@ _REACHED = ("state", "sequence", "terminal", "cell", "host", "host_uuid", "code"
 DECIDED = ("instance_uuid", *_REACHED, "attempt")
 # project_id: of a tombstone that becomes the record of another project's delete.
 CHANGED = ("history", "project_id", "instance")
-ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run")
-REQUESTED = ("flavor", "name")
+ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run", "digest")
 MOVE = ", ".join(MOVES)
 ANNOUNCED = ("request_id", *_REACHED, "history", "command")
 
@@ -246,7 +245,7 @@ WHERE {" AND ".join(f"build_requests.{name} = n.{name}" for name in ("instance_u
 """
 
 
-_INSERTED = (*ACCEPTED, *REQUESTED, "request", "digest", "timeline", "gang", "gang_min")
+_INSERTED = (*ACCEPTED, "flavor", "name", "request", "timeline", "gang", "gang_min")
 INSERT = f"""
 INSERT INTO build_requests ({_named(_INSERTED)}, created_at, updated_at)
 SELECT n.*, t.now, t.now FROM unnest({_arrays(_INSERTED)}) n, (SELECT {{}}::float8 AS now) t
@@ -297,16 +296,15 @@ async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -
     return tuple(zip(*found, strict=True))
 
 
-_accepted, _requested = attrgetter(*ACCEPTED), attrgetter(*REQUESTED)
+_inserted = attrgetter(*(f"build.{name}" for name in ACCEPTED), "request.flavor", "request.name", "request")
 _decided = attrgetter(*(f"build.{name}" for name in DECIDED), "funnel", "build.run")
 _updated = attrgetter(*(f"build.{name}" for name in (*DECIDED, *CHANGED)))
 
 
 def _insert_row(new: NewBuild) -> tuple[Any, ...]:
-    request, gang = new.request, new.gang
+    gang = new.gang
     members = (None, None) if gang is None else (gang.uuid, gang.min_count)
-    written = _values((*_accepted(new.build), *_requested(request), request, new.digest))
-    return (*written, timeline_text(new.timeline), *members)
+    return (*_values(_inserted(new)), timeline_text(new.timeline), *members)
 
 
 _PLAIN = (int, float, bytes, type(None))
@@ -345,7 +343,6 @@ def new_build(row: Mapping[str, Any]) -> NewBuild:
     gang = row["gang"]
     return NewBuild(
         request=build_request(row["request"]),
-        digest=row["digest"],
         build=read(row, RecordedBuild),
         gang=None if gang is None else Gang(uuid=gang, size=row["size"], min_count=row["gang_min"]),
         created_at=row["created_at"],
