@@ -253,7 +253,7 @@ WHERE {{met}} ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 # If the statement is planned by key, as in an optimistic unit, the values are looked up one by one: rows are locked in
-# the order of the values (tests/integration/scheduler/test_lock_order.py). A locking unit locks them before.
+# the order of the values (tests/integration/scheduler/test_app.py). A locking unit locks them before.
 DECIDE = (
     _update((*DECIDED, "funnel"), "run")
     + "  AND build_requests.state = 'accepted' RETURNING build_requests.instance_uuid"
