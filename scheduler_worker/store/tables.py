@@ -296,9 +296,14 @@ async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -
     return tuple(zip(*found, strict=True))
 
 
-_inserted = attrgetter(*(f"build.{name}" for name in ACCEPTED), "request.flavor", "request.name", "request")
-_decided = attrgetter(*(f"build.{name}" for name in DECIDED), "funnel", "build.run")
-_updated = attrgetter(*(f"build.{name}" for name in (*DECIDED, *CHANGED)))
+def _of(record: str, *names: str) -> list[str]:
+    """The paths of a record's fields."""
+    return [f"{record}.{name}" for name in names]
+
+
+_inserted = attrgetter(*_of("build", *ACCEPTED), *_of("request", "flavor", "name"), "request")
+_decided = attrgetter(*_of("build", *DECIDED), "funnel", *_of("build", "run"))
+_updated = attrgetter(*_of("build", *DECIDED, *CHANGED))
 
 
 def _insert_row(new: NewBuild) -> tuple[Any, ...]:
