@@ -38,9 +38,9 @@ from scheduler_worker.domain.admission import (
 from scheduler_worker.domain.builds import (
     FIRST_ATTEMPT,
     Author,
-    BuildStatus,
     NewBuild,
     ProjectsBuild,
+    RecordedBuild,
     effects,
 )
 from scheduler_worker.domain.deletes import UNKNOWN, DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
@@ -117,7 +117,7 @@ class SchedulingEngine:
             units = OptimisticFirst(lambda optimistic: self._store.unit(durable=False, optimistic=optimistic))
             while units.go_on():
                 async with units as unit:
-                    new, known = set[str](), dict[str, BuildStatus]()
+                    new, known = set[str](), dict[str, RecordedBuild]()
                     # The record of a gang's first member stands for the whole request, so it goes first.
                     for later in (False, True):
                         part = [
@@ -190,7 +190,7 @@ class SchedulingEngine:
 
     async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
         async with self._store.unit() as unit:
-            return {uuid: one.build.run for uuid, one in (await unit.read(instances)).items()}
+            return {uuid: one.run for uuid, one in (await unit.read(instances)).items()}
 
     # --- deletes
 

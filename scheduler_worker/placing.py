@@ -363,7 +363,7 @@ class Dispatcher:
         nothing before this run claimed, and its end releases what it has.
         """
         async with self._store.unit() as unit:
-            records = [one.build for one in (await unit.read(list(builds))).values()]
+            records = list((await unit.read(list(builds))).values())
         open_runs = {
             (one.instance_uuid, one.project_id): one.run
             for one in records
@@ -373,7 +373,7 @@ class Dispatcher:
         async with self._store.unit() as unit:
             known = await unit.read(list(builds))
             for uuid, one in known.items():
-                for message in releases_of(one.build, builds[uuid].run, builds[uuid].own_run):
+                for message in releases_of(one, builds[uuid].run, builds[uuid].own_run):
                     unit.emit(message)
         waits = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
         return (builds.keys() - known.keys()) | waits

@@ -21,7 +21,6 @@ from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
     FIRST_ATTEMPT,
     Author,
-    BuildStatus,
     Gang,
     NewBuild,
     RecordedBuild,
@@ -88,7 +87,7 @@ def admit(
     pending: PendingBuild,
     firsts: Mapping[str, PendingBuild],
     new: Collection[str],
-    known: Mapping[str, BuildStatus],
+    known: Mapping[str, RecordedBuild],
 ) -> Admission:
     """How to go on with each request of a batch once the batch is on record.
 
@@ -114,30 +113,28 @@ def admit(
 
 
 def is_clash_of_first(
-    pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, BuildStatus]
+    pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, RecordedBuild]
 ) -> bool:
     """Whether the first member of this one's gang is on record, or in this batch, with other content."""
     assert pending.gang is not None
     first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
-    return first.digest != pending.digest or (
-        on_record is not None and on_record.digest != pending.digest and not on_record.is_without_request
-    )
+    return first.digest != pending.digest or (on_record is not None and on_record.digest not in (pending.digest, b""))
 
 
-def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
+def admit_known(pending: PendingBuild, build: RecordedBuild | None) -> Admission:
     """It was on record already: a redelivery continues where the earlier delivery ended, a repeated request changes
     nothing. What it would be refused for now does not count: it was not purged, however old it is, and if an object
     that it names has been deleted since, the decision ends it.
     """
-    if known is None:
+    if build is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         return Answered(outcome=CONCURRENT)
-    build, repeated = known.build, pending.accepted
-    if known.is_without_request and build.project_id == pending.request.project_id:
+    repeated = pending.accepted
+    if not build.digest and build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
         return Answered(outcome=repeated, label="deleted", withdrawn=True)
-    if known.digest != pending.digest:
+    if build.digest != pending.digest:
         return _clash(pending)
     if build.state is BuildState.ACCEPTED:
         return Continue(build.run)
@@ -214,8 +211,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         )
         return NewBuild(
             request=request,
-            digest=self.digest,
             build=RecordedBuild(
+                digest=self.digest,
                 instance_uuid=request.instance_uuid,
                 project_id=request.project_id,
                 state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
@@ -262,7 +259,7 @@ def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> Pe
     return PendingBuild(
         position=position,
         request=new.request,
-        digest=new.digest,
+        digest=new.build.digest,
         requested_at=new.created_at,
         taken_at=now,
         delivery=RequestDelivery(attempt=tries, has_letter=False, last=tries >= RETRIES),

@@ -109,18 +109,6 @@ class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
 ProjectsBuild: TypeAlias = tuple[str, str]
 
 
-class BuildStatus(Struct, frozen=True):
-    """The record of a request that came again. digest: of its whole content (empty: a delete came, and no build)."""
-
-    build: RecordedBuild
-    digest: bytes
-
-    @property
-    def is_without_request(self) -> bool:
-        """Whether no request for it is on record, and its delete is."""
-        return not self.digest
-
-
 class Gang(Struct, frozen=True, kw_only=True):
     """The members of one request that start together or not at all.
 
@@ -134,12 +122,9 @@ class Gang(Struct, frozen=True, kw_only=True):
 
 
 class NewBuild(Struct, frozen=True, kw_only=True):
-    """A request to put on record, or as it was put there. digest: of its whole content, which distinguishes a repeated
-    request from a clash. created_at: seconds since the epoch (0: now).
-    """
+    """A request to put on record, or as it was put there. created_at: seconds since the epoch (0: now)."""
 
     request: BuildRequest
-    digest: bytes
     build: RecordedBuild
     timeline: tuple[TimelineEntry, ...] = ()
     gang: Gang | None = None

@@ -96,7 +96,8 @@ def _decided_of(pending: PendingBuild, one: BuildUpdate, result: DecidedResult |
     claimed = result if isinstance(result, HostClaimed) else None
     was_sent = result is not None and result.claims
     attempt = one.build.attempt or pending.attempt or (FIRST_ATTEMPT if was_sent else 0)
-    return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run, attempt=attempt)), claimed)
+    build = replace(one.build, digest=pending.digest, run=pending.run, attempt=attempt)
+    return DecidedBuild(pending, replace(one, build=build), claimed)
 
 
 def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> Conclusion:

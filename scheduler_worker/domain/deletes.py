@@ -226,7 +226,6 @@ def _is_anothers(build: RecordedBuild, project: str) -> bool:
 def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
     return NewBuild(
         request=BuildRequest(instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=UNKNOWN_FLAVOR),
-        digest=b"",
         build=RecordedBuild(
             instance_uuid=request.instance_uuid,
             project_id=request.project_id,

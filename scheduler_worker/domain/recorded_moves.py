@@ -54,7 +54,7 @@ from scheduler_worker.domain.requests import (
 
 
 class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
-    """The record of one request. digest: of its whole content.
+    """The record of one request.
 
     created_at: seconds since the epoch. command: of one that ends in another cell than it begins in, what its cell is
     to do now; None: of every other one, and once it has ended.
@@ -62,7 +62,6 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
 
     request_id: str
     kind: MoveKind
-    digest: bytes
     state: MoveState
     funnel: tuple[FunnelStep, ...] = ()
     created_at: float = 0.0

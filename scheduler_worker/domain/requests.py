@@ -45,12 +45,14 @@ def digest_of(request: BuildRequest | MoveRequest) -> bytes:
 
 
 class RecordedRequest(Struct, frozen=True, kw_only=True):
-    """What is on record of every request. sequence: of its newest event. terminal: its one terminal event was
+    """What is on record of every request. digest: of its whole content, which distinguishes a repeated request from a
+    clash (empty: its delete came, and no request). sequence: of its newest event. terminal: its one terminal event was
     announced. cell: where it was dispatched to. history: the attempts that its cell has reported.
     """
 
     instance_uuid: str
     project_id: str
+    digest: bytes = b""
     sequence: int
     terminal: bool = False
     cell: str | None = None

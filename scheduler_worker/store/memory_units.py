@@ -17,7 +17,6 @@ from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransa
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from scheduler_worker.domain.builds import (
-    BuildStatus,
     BuildUpdate,
     NewBuild,
     RecordedBuild,
@@ -145,17 +144,13 @@ class MemoryUnit:
             self._transaction.will(partial(insert_build, self._table, build, now), key_of(uuid))
         return set(fresh)
 
-    async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
+    async def read(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """Without locks."""
         if not instances:
             return {}
         await self._transaction.statement()
-        table = self._table
-        return {
-            uuid: BuildStatus(build, table.requested[uuid].digest)
-            for uuid in instances
-            if (build := table.recorded.get(uuid)) is not None
-        }
+        recorded = self._table.recorded
+        return {uuid: recorded[uuid] for uuid in instances if uuid in recorded}
 
     async def write_decisions(self, decisions: Sequence[BuildUpdate], now: float) -> set[str]:
         """The guard is what makes two schedulers with the same request dispatch it once."""
@@ -206,7 +201,7 @@ class MemoryUnit:
         await self._transaction.statement()
         table = self._table
         if lock:
-            await self._lock([uuid for uuid in set(requests.values()) if uuid in table.recorded])
+            await self._lock([uuid for uuid in {*requests, *requests.values()} if uuid in table.recorded])
         return {
             one: MoveContext(
                 move=table.moves[one][0] if one in table.moves else None,

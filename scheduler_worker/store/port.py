@@ -25,7 +25,7 @@ from bus.persistence.unit_of_work import (
     WriteSet,
     published,
 )
-from scheduler_worker.domain.builds import BuildStatus, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
@@ -57,7 +57,7 @@ class BuildUnit(Protocol):
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
         """Put requests on record; returns those that were new."""
 
-    async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
+    async def read(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """The present records, without locks."""
 
     async def write_decisions(self, decisions: Sequence[BuildUpdate], now: float) -> set[str]:
@@ -249,7 +249,7 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
         self._after.update((new.build.instance_uuid, new.build) for new in builds)
         return {new.build.instance_uuid for new in builds}
 
-    async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
+    async def read(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """Raises Conflict: a read of existing records takes the locking unit."""
         if instances:
             raise Conflict

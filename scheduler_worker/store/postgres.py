@@ -21,7 +21,6 @@ from bus.persistence.unit_of_work import Committed, VersionCache
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,
-    BuildStatus,
     BuildUpdate,
     NewBuild,
     RecordedBuild,
@@ -60,7 +59,7 @@ LOCK = (
 # order.
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
-READ = f"SELECT {tables.BUILD}, digest FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
+READ = f"SELECT {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
 # Along an index, whose order is that of the answer; builds that were requested together have one time. For a column
 # without an index a bounded number of builds is examined.
@@ -124,13 +123,12 @@ SELECT {tables.BUILD} FROM build_requests
 WHERE instance_uuid = ANY($1::uuid[]) AND state = ANY($2::text[]) ORDER BY instance_uuid
 """
 REQUESTS_OF = f"""
-SELECT {tables.BUILD}, digest, request, gang, gang_min, created_at, count(*) OVER (PARTITION BY gang) AS size
+SELECT {tables.BUILD}, request, gang, gang_min, created_at, count(*) OVER (PARTITION BY gang) AS size
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
    OR gang IN (SELECT gang FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) AND gang IS NOT NULL)
 ORDER BY gang NULLS FIRST, instance_uuid <> gang, instance_uuid
 """
 IS_HANDLED = "SELECT EXISTS (SELECT FROM handled WHERE handler = $1 AND message_id = $2)"
-NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
 
 class PostgresBuildRows:
@@ -188,14 +186,12 @@ class PostgresUnit:
         ordered = sorted(builds, key=lambda new: new.build.instance_uuid)
         return {row[0] for row in await self._connection.fetch(INSERT, *await tables.insert_columns(ordered), now)}
 
-    async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
+    async def read(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """Without locks."""
         if not instances:
             return {}
-        return {
-            row["instance_uuid"]: BuildStatus(tables.read(row, RecordedBuild), row["digest"])
-            for row in await self._connection.fetch(READ, instances)
-        }
+        found = await self._connection.fetch(READ, instances)
+        return {row["instance_uuid"]: tables.read(row, RecordedBuild) for row in found}
 
     async def write_decisions(self, decisions: Sequence[BuildUpdate], now: float) -> set[str]:
         """The guard in the statement is what makes two schedulers with the same request dispatch it once.
@@ -236,23 +232,22 @@ class PostgresUnit:
 
     async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
         """By the instances' builds, locked in uuid order before anything else is read."""
-        uuids = sorted(set(requests.values()))
+        uuids = sorted({*requests, *requests.values()})
+        # A request_id that is the uuid of an instance is found with it.
         builds = await self._connection.fetch(
             f"SELECT {tables.BUILD}, request FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) "
             f"ORDER BY instance_uuid{' FOR UPDATE' if lock else ''}",
             uuids,
         )
         moves = await self._connection.fetch(MOVES_OF, list(requests))
-        named = await self._connection.fetch(NAMED_BUILDS, list(requests))
         build_of = {row["instance_uuid"]: row for row in builds}
         move_of = {row["request_id"]: tables.read(row, RecordedMove) for row in moves}
-        names = {row["instance_uuid"] for row in named}
         return {
             one: MoveContext(
                 move=move_of.get(one),
                 build=tables.read(build_of[uuid], RecordedBuild) if uuid in build_of else None,
                 build_request=tables.build_request(build_of[uuid]["request"]) if uuid in build_of else None,
-                names_instance=one in names,
+                names_instance=one in build_of,
             )
             for one, uuid in requests.items()
         }

@@ -177,8 +177,7 @@ _REACHED = ("state", "sequence", "terminal", "cell", "host", "host_uuid", "code"
 DECIDED = ("instance_uuid", *_REACHED, "attempt")
 # project_id: of a tombstone that becomes the record of another project's delete.
 CHANGED = ("history", "project_id", "instance")
-ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run")
-REQUESTED = ("flavor", "name")
+ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run", "digest")
 MOVE = ", ".join(MOVES)
 ANNOUNCED = ("request_id", *_REACHED, "history", "command")
 
@@ -246,7 +245,7 @@ WHERE {" AND ".join(f"build_requests.{name} = n.{name}" for name in ("instance_u
 """
 
 
-_INSERTED = (*ACCEPTED, *REQUESTED, "request", "digest", "timeline", "gang", "gang_min")
+_INSERTED = (*ACCEPTED, "flavor", "name", "request", "timeline", "gang", "gang_min")
 INSERT = f"""
 INSERT INTO build_requests ({_named(_INSERTED)}, created_at, updated_at)
 SELECT n.*, t.now, t.now FROM unnest({_arrays(_INSERTED)}) n, (SELECT {{}}::float8 AS now) t
@@ -254,7 +253,7 @@ WHERE {{met}} ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 # If the statement is planned by key, as in an optimistic unit, the values are looked up one by one: rows are locked in
-# the order of the values (tests/integration/scheduler/test_lock_order.py). A locking unit locks them before.
+# the order of the values (tests/integration/scheduler/test_app.py). A locking unit locks them before.
 DECIDE = (
     _update((*DECIDED, "funnel"), "run")
     + "  AND build_requests.state = 'accepted' RETURNING build_requests.instance_uuid"
@@ -297,16 +296,20 @@ async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -
     return tuple(zip(*found, strict=True))
 
 
-_accepted, _requested = attrgetter(*ACCEPTED), attrgetter(*REQUESTED)
-_decided = attrgetter(*(f"build.{name}" for name in DECIDED), "funnel", "build.run")
-_updated = attrgetter(*(f"build.{name}" for name in (*DECIDED, *CHANGED)))
+def _of(record: str, *names: str) -> list[str]:
+    """The paths of a record's fields."""
+    return [f"{record}.{name}" for name in names]
+
+
+_inserted = attrgetter(*_of("build", *ACCEPTED), *_of("request", "flavor", "name"), "request")
+_decided = attrgetter(*_of("build", *DECIDED), "funnel", *_of("build", "run"))
+_updated = attrgetter(*_of("build", *DECIDED, *CHANGED))
 
 
 def _insert_row(new: NewBuild) -> tuple[Any, ...]:
-    request, gang = new.request, new.gang
+    gang = new.gang
     members = (None, None) if gang is None else (gang.uuid, gang.min_count)
-    written = _values((*_accepted(new.build), *_requested(request), request, new.digest))
-    return (*written, timeline_text(new.timeline), *members)
+    return (*_values(_inserted(new)), timeline_text(new.timeline), *members)
 
 
 _PLAIN = (int, float, bytes, type(None))
@@ -345,7 +348,6 @@ def new_build(row: Mapping[str, Any]) -> NewBuild:
     gang = row["gang"]
     return NewBuild(
         request=build_request(row["request"]),
-        digest=row["digest"],
         build=read(row, RecordedBuild),
         gang=None if gang is None else Gang(uuid=gang, size=row["size"], min_count=row["gang_min"]),
         created_at=row["created_at"],

@@ -32,8 +32,8 @@ A, B, C, HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc1
 def new(uuid: str, digest: bytes = b"1") -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
     line = TimelineEntry(at=1.0, who="w", what="requested")
-    build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
-    return NewBuild(request=request, digest=digest, build=build, timeline=(line,))
+    build = RecordedBuild(instance_uuid=uuid, project_id="p", digest=digest, state=BuildState.ACCEPTED, sequence=1)
+    return NewBuild(request=request, build=build, timeline=(line,))
 
 
 def ended(new_build: NewBuild, state: BuildState = BuildState.REFUSED) -> NewBuild:
@@ -72,7 +72,7 @@ async def test_a_request_is_recorded_once(make: Make, store: SchedulerStore) -> 
     async with store.unit() as unit:
         known = await unit.read([A, C])
     assert list(known) == [A]
-    assert (known[A].build.state, known[A].digest) == (BuildState.ACCEPTED, b"1")
+    assert (known[A].state, known[A].digest) == (BuildState.ACCEPTED, b"1")
 
 
 async def test_a_decision_of_another_run_than_that_of_the_record_is_not_written(store: SchedulerStore) -> None:
@@ -81,7 +81,7 @@ async def test_a_decision_of_another_run_than_that_of_the_record_is_not_written(
     assert await decide(store, placed(A)) == set()
     mine = replace(placed(A).build, run="later")
     async with store.unit() as unit:
-        assert ((await unit.read([A]))[A].build.run, (await unit.lock([A]))[A].run) == ("later", "later")
+        assert ((await unit.read([A]))[A].run, (await unit.lock([A]))[A].run) == ("later", "later")
     assert await decide(store, replace(placed(A), build=mine)) == {A}
     async with store.unit() as unit:
         assert (await unit.lock([A]))[A].run == "later"

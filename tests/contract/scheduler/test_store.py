@@ -344,7 +344,7 @@ async def put_build(store: SchedulerStore, uuid: str, state: BuildState, at: flo
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p")
     build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
     async with store.unit() as unit:
-        await unit.insert([NewBuild(request=request, digest=b"1", build=build)], at)
+        await unit.insert([NewBuild(request=request, build=build)], at)
     async with store.unit() as unit:
         locked = (await unit.lock([uuid]))[uuid]
         await unit.update([BuildUpdate(build=replace(locked, state=state, cell=cell))], at)
@@ -395,4 +395,4 @@ async def test_the_requests_of_builds_are_read_with_their_whole_gangs(store: Sch
 def _requested(uuid: str, gang: Gang | None = None) -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", image="i")
     build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run=f"run {uuid}")
-    return NewBuild(request=request, digest=b"1", build=build, gang=gang)
+    return NewBuild(request=request, build=build, gang=gang)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
@@ -389,8 +390,13 @@ async def test_what_a_move_has_claimed_is_neither_doubled_nor_unclaimed(restored
         for uuid in held:
             moving = new_uuid(restored.rng) if column == "under_way" else None
             condition = "active" if moving else "moving"
+            now = json.dumps({"condition": condition, "under_way": moving})
             await connection.execute(
-                "INSERT INTO instances VALUES ($1, $2, '', '', '', $3, 1, 0)", uuid, condition, moving
+                "INSERT INTO build_requests (instance_uuid, project_id, digest, state, sequence, terminal, created_at,"
+                " updated_at, flavor, name, request, run, instance)"
+                " VALUES ($1, 'p', '', 'active', 9, true, 1, 1, 'f', 'n', '{}', '', $2)",
+                uuid,
+                now,
             )
     found = await audited(restored.site, repair=True)
     await scheduler.close()
@@ -473,7 +479,7 @@ AUTHOR = Author("w", 3.0)
 def accepted(uuid: str) -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
     build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
-    return NewBuild(request=request, digest=b"1", build=build, gang=GANG)
+    return NewBuild(request=request, build=build, gang=GANG)
 
 
 def decided(uuid: str) -> BuildUpdate:

@@ -107,7 +107,6 @@ PID = "SELECT pg_backend_pid()"
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 NEW = NewBuild(
     request=BuildRequest(instance_uuid=UUID, flavor="f", project_id="p", name="n"),
-    digest=b"1",
     build=RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACCEPTED, sequence=1),
     timeline=(),
 )

@@ -100,7 +100,7 @@ async def the_schedulers(cell: Cell, build: CellBuild) -> AsyncIterator[Unanswer
     )
     request = BuildRequest(instance_uuid=uuid, project_id="p", flavor="m1.small")
     async with store.unit() as unit:
-        await unit.insert([NewBuild(request=request, digest=b"", build=record)], cell.clock.time())
+        await unit.insert([NewBuild(request=request, build=record)], cell.clock.time())
     yield UnansweredRequests(
         store, buses, SchedulerConfig, clock=cell.clock, rng=cell.rng, after_s=0.01, resume=none_is_accepted
     )

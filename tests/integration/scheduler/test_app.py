@@ -205,7 +205,7 @@ LOCK = "SELECT FROM build_requests WHERE instance_uuid = $1 FOR UPDATE"
 def new(uuid: str) -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
     build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
-    return NewBuild(request=request, digest=b"1", build=build)
+    return NewBuild(request=request, build=build)
 
 
 def placed(uuid: str) -> BuildUpdate:

@@ -29,7 +29,7 @@ from scheduler_worker.domain.admission import (
     pending_build,
 )
 from scheduler_worker.domain.builds import ACCEPTED as ACCEPTED_NUMBER
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, BuildStatus, Gang, RecordedBuild, releases_of
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, Gang, RecordedBuild, releases_of
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.requests import RequestDelivery, delivery_of, refused_build
 from scheduler_worker.domain.selector import Selector
@@ -52,10 +52,9 @@ def taken(
     return pending_build(received, delivery or RequestDelivery(), now=now, flavors=flavors)
 
 
-def on_record(pending: PendingBuild, state: BuildState = BuildState.ACCEPTED, **more: Any) -> BuildStatus:
-    digest = more.pop("digest", pending.digest)
-    more = {"project_id": "p", **more}
-    return BuildStatus(RecordedBuild(instance_uuid=UUID, state=state, sequence=1, **more), digest)
+def on_record(pending: PendingBuild, state: BuildState = BuildState.ACCEPTED, **more: Any) -> RecordedBuild:
+    more = {"project_id": "p", "digest": pending.digest, **more}
+    return RecordedBuild(instance_uuid=UUID, state=state, sequence=1, **more)
 
 
 def test_the_second_of_two_in_a_batch_is_answered_and_not_begun() -> None:
@@ -122,7 +121,7 @@ def test_how_a_request_goes_on_that_is_on_record(
         assert (found.outcome, found.label) == (Done(reply=why), "duplicate")
         return
     assert (found.label, found.withdrawn) == (answer.get("label", ""), answer.get("withdrawn", False))
-    released = releases_of(known.build, pending.run) if known is not None and answer.get("ends") else []
+    released = releases_of(known, pending.run) if known is not None and answer.get("ends") else []
     assert list(found.messages) == released
     if "waits" in answer:
         assert isinstance(found.outcome, Wait) and found.outcome.code == answer["waits"]
@@ -238,9 +237,14 @@ def test_a_request_that_was_received_and_its_first_record(sent_at: float, reques
     for refusal in (None, why):
         new = replace(pending, refusal=refusal).first_record(Author("s", 1001.0))
         first = TimelineEntry(at=min(requested_at, 1001.0), who="s", what="requested", detail="m1.small for p")
-        assert (new.request, new.digest, new.gang, new.timeline[0]) == (pending.request, pending.digest, None, first)
+        assert (new.request, new.gang, new.timeline[0]) == (pending.request, None, first)
         build = RecordedBuild(
-            instance_uuid=UUID, project_id="p", state=BuildState.ACCEPTED, sequence=ACCEPTED_NUMBER, run=pending.run
+            instance_uuid=UUID,
+            project_id="p",
+            digest=pending.digest,
+            state=BuildState.ACCEPTED,
+            sequence=ACCEPTED_NUMBER,
+            run=pending.run,
         )
         if refusal is None:
             assert (new.build, new.timeline[1:]) == (build, ())

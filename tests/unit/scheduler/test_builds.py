@@ -129,7 +129,7 @@ async def store() -> Counting:
             build = RecordedBuild(
                 instance_uuid=uuid, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell=cell, host="h"
             )
-            await unit.insert([NewBuild(request=request, digest=b"1", build=build)], 1.0)
+            await unit.insert([NewBuild(request=request, build=build)], 1.0)
     made.units = 0
     made.begun.clear()
     made.go_on.clear()

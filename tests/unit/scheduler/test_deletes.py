@@ -212,7 +212,7 @@ async def test_a_claim_of_a_run_whose_record_was_made_anew_is_given_to_that_reco
     uuid, project = request.instance_uuid, request.project_id
     anew = RecordedBuild(instance_uuid=uuid, project_id=project, state=BuildState.ACCEPTED, sequence=1, run="newer")
     async with store.unit() as unit:
-        await unit.insert([NewBuild(request=request, digest=b"1", build=anew)], 1.0)
+        await unit.insert([NewBuild(request=request, build=anew)], 1.0)
     cluster.on_record[request.instance_uuid] = "newer"
 
     def claimed(claim: Claim) -> ClaimResult:
@@ -241,7 +241,7 @@ async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_doe
     build = replace(recorded(BuildState.ACTIVE, "c1"), sequence=12)
     request = BuildRequest(instance_uuid=UUID, project_id="p", flavor="f")
     async with store.unit() as unit:
-        await unit.insert([NewBuild(request=request, digest=b"1", build=build)], 1.0)
+        await unit.insert([NewBuild(request=request, build=build)], 1.0)
         await unit.lock([UUID])
 
     port.unavailable = True
@@ -481,7 +481,7 @@ def test_a_delete_whose_time_is_over_ends(
 def test_a_tombstone_is_the_record_of_a_build_that_was_deleted_before_it_came() -> None:
     first, other = deleted(), deleted(5, instance_uuid=OTHER)
     (grave,) = tombstones([first, first, other], [OTHER], AUTHOR)
-    assert (grave.request.instance_uuid, grave.request.project_id, grave.digest) == (BUILD, "p", b"")
+    assert (grave.request.instance_uuid, grave.request.project_id, grave.build.digest) == (BUILD, "p", b"")
     assert grave.build == RecordedBuild(
         instance_uuid=BUILD, project_id="p", state=DELETED, sequence=4, terminal=True, code=UNKNOWN,
         reason=grave.build.reason,

@@ -163,7 +163,7 @@ async def test_a_build_that_waited_is_taken_up_again_as_if_it_had_not_been_tried
     request, asked = cluster.hosts.request(), list[dict[str, int]]()
     record = RecordedBuild(instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
     async with store.unit() as unit:
-        await unit.insert([NewBuild(request=request, digest=b"", build=record)], 0.0)
+        await unit.insert([NewBuild(request=request, build=record)], 0.0)
 
     async def resume(instances: Mapping[str, int]) -> set[str]:
         asked.append(dict(instances))
@@ -276,9 +276,7 @@ async def test_builds_that_no_cell_has_come_to_their_turn_however_many_they_are(
     ]
     async with looks._store.unit() as unit:
         news = [replace(request, instance_uuid=one.instance_uuid) for one in builds]
-        await unit.insert(
-            [NewBuild(request=new, digest=b"", build=one) for new, one in zip(news, builds, strict=True)], 0.0
-        )
+        await unit.insert([NewBuild(request=new, build=one) for new, one in zip(news, builds, strict=True)], 0.0)
     for _ in range(40):
         await looks.look()
     assert len(resumed) == 11

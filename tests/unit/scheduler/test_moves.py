@@ -475,7 +475,7 @@ async def store() -> Contended:
         instance_uuid=INSTANCE, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c1", host="h0"
     )
     async with made.unit() as unit:
-        await unit.insert([NewBuild(request=request, digest=b"1", build=build)], 1.0)
+        await unit.insert([NewBuild(request=request, build=build)], 1.0)
     await made.put(SinceBuild(under_way=ANOTHER))
     return made
 

@@ -239,7 +239,7 @@ async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
     store.publish_through(relay)  # type: ignore[arg-type]
     async with store.unit() as unit:
-        await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
+        await unit.insert([NewBuild(request=known.build_request, build=known.build)], 1.0)
     async with store.operation() as operation:
         await operation.insert_moves([known.move], 1.0)
     books = [
@@ -421,7 +421,7 @@ async def asked_of(
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
     store.publish_through(relay)  # type: ignore[arg-type]
     async with store.unit() as unit:
-        await unit.insert([NewBuild(request=known.build_request, digest=b"1", build=known.build)], 1.0)
+        await unit.insert([NewBuild(request=known.build_request, build=known.build)], 1.0)
     async with store.operation() as operation:
         await operation.insert_moves([known.move], 1.0)
         if state is not None:

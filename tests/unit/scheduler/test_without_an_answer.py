@@ -90,7 +90,7 @@ class Site:
 
     async def build_of(self, uuid: str) -> RecordedBuild:
         async with self.store.unit() as unit:
-            return (await unit.read([uuid]))[uuid].build
+            return (await unit.read([uuid]))[uuid]
 
     async def runs(self, cell: str = "c1") -> str:
         """An instance that is active."""
@@ -105,7 +105,7 @@ class Site:
             host="h0",
         )
         async with self.store.unit() as unit:
-            await unit.insert([NewBuild(request=replace(request, project_id="p"), digest=b"1", build=build)], 1.0)
+            await unit.insert([NewBuild(request=replace(request, project_id="p"), build=build)], 1.0)
         return request.instance_uuid
 
     def emitted(self, kind: type) -> list[object]:
@@ -225,7 +225,7 @@ async def accepted(site: Site) -> BuildRequest:
         instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="r"
     )
     async with site.store.unit() as unit:
-        await unit.insert([NewBuild(request=request, digest=pending.digest, build=build)], 0.0)
+        await unit.insert([NewBuild(request=request, build=replace(build, digest=pending.digest))], 0.0)
     return request
 
 
