@@ -41,7 +41,7 @@ from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
-from cell_conductor.store.memory import MemoryInstances
+from cell_conductor.store.memory import Keeper, MemoryInstances
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
@@ -318,7 +318,7 @@ async def test_a_conductor_that_is_restarted_does_not_wait_for_a_service_whose_o
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
     await keeper._keep()
     if keeps:  # as it takes the office up again it has no listing, and what is on record stays
-        first.table.lease_keeper.clear()
+        first.table.lease_keeper = Keeper()
         again = LeaseKeeper(first.store, nothing, **process)
         await again.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
         await again._keep()

@@ -242,7 +242,7 @@ async def test_a_message_that_goes_on_with_the_record_of_another_has_its_own_run
         instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="another"
     )
     async with site.store.unit() as unit:
-        await unit.insert([NewBuild(request=request, digest=pending.digest, build=build)], 0.0)
+        await unit.insert([NewBuild(request=request, build=replace(build, digest=pending.digest))], 0.0)
     if ended:
         placed = site.engine._dispatcher._placer.place
 
