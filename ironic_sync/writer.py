@@ -93,8 +93,6 @@ class Writer:
         try:
             if positions:
                 await self._term.save(positions)
-            elif deliveries:
-                await self._term.check()  # a writer that came before them has not read what they announce
             saved = True
         except Transient as fault:
             log.warning("ironic.save_waits", code=fault.code, reason=fault.reason, nodes=len(nodes))
