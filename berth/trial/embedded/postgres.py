@@ -12,6 +12,7 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -53,7 +54,7 @@ class Postgres(PrivateServer):
     """A private PostgreSQL server. `with Postgres() as server: server.url("postgres")`.
 
     durable: fsync on. tcp: also listen on a free port of 127.0.0.1, with a password. binaries: a directory with
-    `postgres` and `initdb` (None: the wheel's, then Debian's). `settings`: for postgresql.conf, beside ours.
+    `postgres` and `initdb` (None: the wheel's, then Debian's). settings: for postgresql.conf, beside ours.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Postgres(PrivateServer):
         durable: bool = False,
         tcp: bool = False,
         binaries: Path | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(directory, "berth-pg-")
         self._durable = durable
-        self.settings: dict[str, str] = {}
+        self.settings = dict(settings or {})
         self._account = Account(ACCOUNTS)
         self._binaries = runnable_by(self._account, binaries or find_binaries())
         self.port = free_port() if tcp else 5432
