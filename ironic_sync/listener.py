@@ -26,8 +26,8 @@ RECOUNTED_EVENTS = 64  # distinct event names counted by name; an event type bey
 class NotificationListener:
     """Binds, consumes, and turns each delivery into a step of the sync_state, in order of arrival.
 
-    A delivery is acknowledged once its changes are saved. One that only causes a read is acknowledged at once:
-    every new writer reads all nodes, so that no read is lost with this process.
+    A delivery is acknowledged once its changes are saved. One that only causes a read is acknowledged by a process that
+    was the only writer after it had come: every later writer reads all nodes, so that no read is lost with this one.
     """
 
     def __init__(
@@ -142,13 +142,10 @@ class NotificationListener:
             if notification.reading is not None:
                 self._measured(notification.reading)
             return
-        if self._act(notification):
-            self._sync_state.deliveries.append(delivery)
-        else:
-            delivery.ack()
+        self._act(notification)
+        self._sync_state.take(delivery)
 
-    def _act(self, notification: Notification) -> bool:
-        """True when something must be saved before the message is acknowledged."""
+    def _act(self, notification: Notification) -> None:
         known = self._sync_state.positions.get(notification.subject or "")
         means = effect_of(notification, seen_updated_at=known.updated_at if known else None)
         log.debug(
@@ -159,12 +156,12 @@ class NotificationListener:
             cause=notification.request_id,
         )
         if means == NO_EFFECT:
-            return False
+            return
         if means.allocation is not None:
             self._look_at_allocation(means.allocation)
-            return False
+            return
         cause = notification.request_id or notification.message_id
-        return self._sync_state.apply_notification(means, cause, notification.event)
+        self._sync_state.apply_notification(means, cause, notification.event)
 
     def _event(self, notification: Notification | Sensors) -> str:
         """A label from outside, so the number of different ones is bounded."""

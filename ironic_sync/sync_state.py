@@ -45,7 +45,7 @@ class SyncState:
         self.positions = dict(positions)
         self.published = dict(published)
         self.unsaved: dict[str, None] = {}
-        self.deliveries: list[Delivery] = []  # to acknowledge once their changes are saved; prefetch bounds it
+        self.deliveries: list[Delivery] = []  # to acknowledge once what they changed is saved; prefetch bounds it
         self.notified_at: dict[str, tuple[float, str]] = {}  # {node: (arrival, cause)} until an update is confirmed
         self.moved = asyncio.Event()
         self.planned = asyncio.Event()
@@ -82,21 +82,27 @@ class SyncState:
         newest = max(position.notified_seq, position.read_seq)
         return any(seq < newest for seq in self._in_flight)
 
-    def apply_notification(self, effect: Effect, cause: str, what: str = "") -> bool:
-        """Apply a notification: a node is to be read. True: something must be reported to the book first.
+    def take(self, delivery: Delivery) -> None:
+        """What a delivery has brought is applied: it is to be acknowledged."""
+        self.deliveries.append(delivery)
+        self.moved.set()
+
+    def apply_notification(self, effect: Effect, cause: str, what: str = "") -> None:
+        """Apply a notification: a node is to be read, and perhaps something to be reported to the book first.
 
         what: its event, for its trace.
         """
         assert effect.read is not None
         before = self._of(effect.read)
         if before is None:
-            return False
+            return
         if effect.announced:
-            return self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
+            self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
+            return
         self.notified_at[before.uuid] = (self._clock.monotonic(), cause)
         self.traces.begin(before.uuid, what, cause)
         after = step.notified(before, taken=effect.reserve_all, seq=self.next_seq(), now=self._clock.time())
-        return self._move(before, after)
+        self._move(before, after)
 
     def settle(self, uuid: str) -> None:
         """The announced changes of a node have been read, and the book has them."""
@@ -250,8 +256,8 @@ class SyncState:
         self._republish.discard(after.uuid)
         return after if after.version > before.version else step.republished(after, now=now)
 
-    def _move(self, before: Position, after: Position) -> bool:
-        """Adopt a step; True when it must be saved (and reported)."""
+    def _move(self, before: Position, after: Position) -> None:
+        """Adopt a step, to be saved (and reported) where that changes."""
         self.positions[after.uuid] = after
         if after.due_at != before.due_at:
             self._ready.pop(after.uuid, None)
@@ -262,10 +268,9 @@ class SyncState:
         if after.read_seq > after.notified_seq and after.version <= self.published.get(after.uuid, 0):
             self.settle(after.uuid)  # read as requested, and the book knows it all
         if (after.version, after.problem, after.state) == (before.version, before.problem, before.state):
-            return False
+            return
         self.unsaved[after.uuid] = None
         self.moved.set()
-        return True
 
     def _log_problem(self, before: Position, after: Position) -> None:
         if after.problem == before.problem:

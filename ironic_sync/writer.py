@@ -91,8 +91,7 @@ class Writer:
         positions = [sync_state.positions[node] for node in nodes if node in sync_state.positions]
         saved = False
         try:
-            if positions:
-                await self._term.save(positions)
+            await self._term.save(positions)  # of none, too: a later writer may have read before these deliveries came
             saved = True
         except Transient as fault:
             log.warning("ironic.save_waits", code=fault.code, reason=fault.reason, nodes=len(nodes))

@@ -23,7 +23,7 @@ class Term(Protocol):
         """All positions by node, and for each the version that is known to have been published."""
 
     async def save(self, positions: Sequence[Position]) -> None:
-        """Keep these, all or none."""
+        """Keep these, all or none. Of none, too, the epoch is compared."""
 
     async def mark_published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed; a newer one may have been saved since."""

@@ -97,7 +97,8 @@ class PostgresTerm:
         """Keep these, all or none."""
         rows = [_row(position) for position in positions]
         async with self._fenced() as connection:
-            await connection.execute(_SAVE, *zip(*rows, strict=True))
+            if rows:
+                await connection.execute(_SAVE, *zip(*rows, strict=True))
 
     async def mark_published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed."""

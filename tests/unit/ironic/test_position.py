@@ -26,7 +26,7 @@ from ironic_sync.domain.rules import place, reserved
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import SyncState
 from tests.kit.cases import nightly
-from tests.unit.ironic.world import FREE, INSTANCE, NODE, OTHER, Nodes, World, notification, turns, world
+from tests.unit.ironic.world import FREE, INSTANCE, NODE, OTHER, Nodes, World, body, notification, turns, world
 from tests.unit.ironic.world import FREE as FREE_NODE
 from tests.unit.ironic.world import reserved as reserved_in
 
@@ -183,6 +183,28 @@ async def test_a_deposed_writer_publishes_nothing_more() -> None:
             assert len(here.book.updates) == count
             assert not here.loop.is_leader
             assert await here.transport.depth(here.config.queue) == 1, "the notification is left to the next writer"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(notification("node.maintenance_set.end", maintenance=True), id="it holds the node back already"),
+        pytest.param(notification("node.update.start"), id="it only announces a change"),
+        pytest.param(body("allocation.create.end", {"uuid": OTHER}), id="of an allocation"),
+    ],
+)
+async def test_a_deposed_writer_leaves_what_only_asks_for_a_read_to_the_next_one(what: bytes) -> None:
+    """It acknowledged the notification after the next writer's list, which then offered the node until its next one."""
+    nodes, here = world()
+    nodes.put(maintenance=True)
+    async with here.running():
+        await here.settle()
+        here.positions.depose()
+        async with here.positions.become_leader():
+            await here.notify(what)
+            await turns(200)
+            assert not here.loop.is_leader
+            assert await here.transport.depth(here.config.queue) == 1
 
 
 async def test_a_restart_publishes_everything_again_with_newer_versions() -> None:
