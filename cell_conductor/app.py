@@ -224,11 +224,15 @@ async def search_forever(engine: Engine, clock: Clock) -> None:
 
 
 async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
-    """Drop instances that were deleted or failed long ago; a full batch is followed by the next at once."""
+    """Drop instances that were deleted or failed long ago, a full batch being followed by the next at once, and fences
+    that were lifted long ago.
+    """
     while True:
         deleted = failed = 0
         try:
-            deleted = await store.purge_deleted(clock.time() - config.deleted_retention_s, config.purge_batch)
+            before = clock.time() - config.deleted_retention_s
+            deleted = await store.purge_deleted(before, config.purge_batch)
+            await store.fences.purge_lifted(before, config.purge_batch)
             failed = await store.purge_failed(clock.time() - config.failed_retention_s, config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))

@@ -137,7 +137,7 @@ class FenceKeeper:
                     self._announce_at = self._clock.monotonic() + ANNOUNCE_S
                     # Schedulers whose record was set back to before a decision do not have the request to lift it.
                     for fence in list(self._fences.values()):
-                        await self._announce(fence, FenceState.LIFTING if fence.lifting else FenceState.FENCED)
+                        await self._announce(fence)
                 for fence in [one for one in self._fences.values() if one.lifting]:
                     await self._lift(fence)
             except (Transient, BusError) as fault:
@@ -149,14 +149,11 @@ class FenceKeeper:
     async def take(self, decisions: Sequence[CellFence], engine: Engine) -> None:
         """Queue conductor.requests: record these, end the steps that wait for the hosts, and publish the record."""
         for decision in decisions:
-            fence = replace(convert(decision, Fence, from_attributes=True), lifting=decision.lift)
-            await self.load()
-            known = self._fences.get(fence.host_uuid)
-            if known is None and fence.lifting:
-                await self._store.fences.lift_unknown(fence)  # there is none: it has ended no step here
-                await self._announce_known(fence)
-                continue
-            if await self._store.fences.put(fence):
+            state = FenceState.LIFTING if decision.lift else FenceState.FENCED
+            at = decision.at or self._clock.time()
+            fence = replace(convert(decision, Fence, from_attributes=True), state=state, at=at)
+            on_record = await self._store.fences.put(fence)
+            if on_record is fence:
                 log.warning(
                     "host.fenced" if not fence.lifting else "host.fence_lifting",
                     host=fence.host,
@@ -171,7 +168,7 @@ class FenceKeeper:
                 # steps.
                 await self._end_what_waits(fence.host_uuid, engine)
                 await self.load()
-            await self._announce_known(fence)
+            await self._announce_known(on_record)
 
     async def _end_what_waits(self, host_uuid: str, engine: Engine) -> None:
         last = NO_UUID
@@ -190,34 +187,31 @@ class FenceKeeper:
         known = self._fences.get(fence.host_uuid)
         if known is None:
             # Of the newest decision: a scheduler whose record was set back makes its own newer than that.
-            version = max(await self._store.fences.lifted(fence.host_uuid), fence.version)
-            await self._announce(replace(fence, version=version), FenceState.LIFTED)
-            return
-        if known.lifting and await self._lift(known):
-            return
-        await self._announce(known, FenceState.LIFTING if known.lifting else FenceState.FENCED)
+            await self._announce(replace(fence, state=FenceState.LIFTED))
+        elif not known.lifting or not await self._lift(known):
+            await self._announce(known)
 
     async def _lift(self, fence: Fence) -> bool:
         if any(host == fence.host_uuid for host, _ in self._losses):
             return False
-        if not await self._store.fences.lift(fence.host_uuid, fence.version):
+        if not await self._store.fences.lift(fence.host_uuid, fence.version, self._clock.time()):
             self._is_fresh = False
             return False
         log.info("host.fence_lifted", host=fence.host, uuid=fence.host_uuid, cause=fence.host_uuid)
         self._is_fresh = False  # a read that is under way may still have it
         self._fences = {host: one for host, one in self._fences.items() if host != fence.host_uuid}
-        await self._announce(fence, FenceState.LIFTED)
+        await self._announce(replace(fence, state=FenceState.LIFTED))
         return True
 
-    async def _announce(self, fence: Fence, state: FenceState) -> None:
+    async def _announce(self, fence: Fence) -> None:
         count = Counter(host for host, _ in self._losses)[fence.host_uuid]
         await self._bus.publish(
             HostFence(
                 cell=self._cell,
                 host_uuid=fence.host_uuid,
                 version=fence.version,
-                state=state,
-                losses=0 if state is FenceState.LIFTED else count,
+                state=fence.state,
+                losses=0 if fence.state is FenceState.LIFTED else count,
                 at=self._clock.time(),
             ),
             cause=fence.host_uuid,

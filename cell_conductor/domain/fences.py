@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
+from bus.contracts.operations import FenceState
 
 from .instance import FENCED, NOT_TRIED, Instance
 from .leases import Lease
@@ -17,18 +18,23 @@ from .report import is_over, rescan_of
 
 
 class Fence(Struct, frozen=True, kw_only=True):
-    """An operator's statement that a host is off. version: of the decision. lifting: the host may be used again, once
-    it has destroyed its losses; lifted: that it may, so there is no fence any more. at: seconds since the epoch.
+    """An operator's statement that a host is off. version: of the decision. at: when it was made, or the fence lifted;
+    seconds since the epoch. A lifted one is no fence any more: its record refuses older decisions that are delivered
+    late, and goes when none can be under way.
     """
 
     host_uuid: str
     host: str
     version: int
-    lifting: bool = False
-    lifted: bool = False
+    state: FenceState = FenceState.FENCED
     reason: str = ""
     by: str = ""
     at: float = 0.0
+
+    @property
+    def lifting(self) -> bool:
+        """Whether the host may be used again, once it has destroyed its losses."""
+        return self.state is FenceState.LIFTING
 
     @property
     def rescan(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
+from bus.contracts.operations import FenceState
 from bus.persistence.database import check_identity
 from bus.persistence.guarded_statement import Conflict, PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
@@ -63,7 +64,7 @@ class MemoryInstanceTable(MemoryDatabase):
     @property
     def fenced(self) -> dict[str, Fence]:
         """The fences in force, by host."""
-        return {host: one for host, one in self.fences.items() if not one.lifted}
+        return {host: one for host, one in self.fences.items() if one.state is not FenceState.LIFTED}
 
 
 class Keeper(Struct, frozen=True):

@@ -16,6 +16,7 @@ from msgspec import DecodeError
 from msgspec.structs import replace
 
 from bus.contracts.base import reason_of
+from bus.contracts.operations import FenceState
 from bus.persistence import outbox
 from bus.persistence.database import Database, check_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
@@ -112,7 +113,7 @@ SELECT uuid, service FROM (
     WHERE deadline IS NOT NULL AND state IN ({in_sql(LEFT_WITH_ITS_SERVICE)})) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
-FENCE_OF = "SELECT FROM fences f WHERE f.record ->> 'lifted' = 'false' AND f.host_uuid"
+FENCE_OF = f"SELECT FROM fences f WHERE f.record ->> 'state' <> '{FenceState.LIFTED}' AND f.host_uuid"
 # As `domain.report.is_at`. The text is searched for the name first: parsing every record's JSON costs far more.
 AT_SERVICE = f"""
 SELECT uuid::text FROM instances

@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.operations import FenceState
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.leases import Lease, LeaseState
@@ -72,7 +73,7 @@ UNEXPLAINED: KeyedTable[MachineKey, UnexplainedRecord] = KeyedTable(
 )
 BREAKERS: KeyedTable[str, Breaker] = KeyedTable("breakers", ("service",), Breaker, attrgetter("service"))
 # Of hosts that an operator has fenced. Who records a loss holds the fence; it is lifted when its host has no losses
-# left, and stays on record: the message of an older decision may be delivered again, which would fence a host in use.
+# left, and stays on record for a while: the message of an older decision would fence a host in use.
 FENCES: KeyedTable[str, Fence] = KeyedTable("fences", ("host_uuid",), Fence, attrgetter("host_uuid"))
 # No attempt up to this one is wanted there, and its allocation is given up.
 LOSSES: KeyedTable[MachineKey, Loss] = KeyedTable("fence_losses", AT, Loss, attrgetter("place"), by="at")
@@ -181,7 +182,7 @@ class FenceStore(KeyedStore):
     @in_transaction
     async def fences(self, rows: KeyedRows) -> list[Fence]:
         """All that are in force, by host."""
-        return [one for one in await rows.read(FENCES) if not one.lifted]
+        return [one for one in await rows.read(FENCES) if one.state is not FenceState.LIFTED]
 
     @in_transaction
     async def losses(self, rows: KeyedRows) -> list[Loss]:
@@ -189,13 +190,18 @@ class FenceStore(KeyedStore):
         return await rows.read(LOSSES, MAX_LOSSES)
 
     @in_transaction
-    async def put(self, rows: KeyedRows, fence: Fence) -> bool:
-        """Record a fence, or a newer decision about it. False: one at least as new is on record, or was lifted."""
+    async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
+        """Record a decision, unless one at least as new is on record; returns the one that is then. A decision to lift
+        what is no fence has ended no step here: it is lifted.
+        """
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
-        if any(one.version >= fence.version for one in known.values()):
-            return False
+        before = known.get(fence.host_uuid)
+        if before is not None and before.version >= fence.version:
+            return before
+        if fence.lifting and (before is None or before.state is FenceState.LIFTED):
+            fence = replace(fence, state=FenceState.LIFTED)
         await rows.put(FENCES, [fence], over=known)
-        return True
+        return fence
 
     @in_transaction
     async def delete_losses(self, rows: KeyedRows, losses: Sequence[Loss]) -> None:
@@ -205,29 +211,31 @@ class FenceStore(KeyedStore):
         await rows.delete(LOSSES, gone)
 
     @in_transaction
-    async def lift(self, rows: KeyedRows, host_uuid: str, version: int) -> bool:
+    async def lift(self, rows: KeyedRows, host_uuid: str, version: int, now: float) -> bool:
         """Lift a fence that is to be lifted by this decision, once its host has no losses and no evacuation from it has
         commanded a destination. False: it stays.
         """
         known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)  # before its losses are read: see `lose`
-        meant = [one for one in known.values() if one.lifting and not one.lifted and one.version == version]
+        meant = [one for one in known.values() if one.lifting and one.version == version]
         if not meant or await rows.is_needed(host_uuid):
             return False
-        await rows.put(FENCES, [replace(one, lifted=True) for one in meant], over=known)
+        await rows.put(FENCES, [replace(one, state=FenceState.LIFTED, at=now) for one in meant], over=known)
         return True
 
     @in_transaction
-    async def lift_unknown(self, rows: KeyedRows, fence: Fence) -> None:
-        """Record this decision as lifted, where no fence and no newer decision is on record."""
-        known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
-        if all(one.lifted and one.version < fence.version for one in known.values()):
-            await rows.put(FENCES, [replace(fence, lifted=True)], over=known)
+    async def purge_lifted(self, rows: KeyedRows, before: float, limit: int) -> int:
+        """Delete fences that were lifted before this time, up to a bound; returns how many. A message of an older
+        decision is not under way for so long; a scheduler that still publishes one was set back, and means it.
+        """
 
-    @in_transaction
-    async def lifted(self, rows: KeyedRows, host_uuid: str) -> int:
-        """The version of the decision that lifted this host's last fence; 0: none, or it is fenced."""
-        known = await rows.find(FENCES, [host_uuid])
-        return sum(one.version for one in known.values() if one.lifted)
+        def is_over(fence: Fence) -> bool:
+            return fence.state is FenceState.LIFTED and fence.at < before
+
+        hosts = [one.host_uuid for one in await rows.read(FENCES) if is_over(one)][:limit]
+        known = await rows.find(FENCES, hosts, Lock.UPDATE)
+        gone = [host for host, one in known.items() if is_over(one)]
+        await rows.delete(FENCES, gone)
+        return len(gone)
 
     @in_transaction
     async def touching(self, rows: KeyedRows, host_uuid: str, after: str, limit: int) -> list[str]:
@@ -238,7 +246,7 @@ class FenceStore(KeyedStore):
 async def lose(rows: KeyedRows, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str]) -> bool:
     """As `Transaction.lose`."""
     known = await rows.find(FENCES, hosts, Lock.SHARE)
-    fences = {host: one for host, one in known.items() if not one.lifted}
+    fences = {host: one for host, one in known.items() if one.state is not FenceState.LIFTED}
     if any(host not in fences or (fences[host].lifting and host in proofs) for host in hosts):
         return False
     if losses:

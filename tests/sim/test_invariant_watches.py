@@ -13,7 +13,7 @@ from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.build import HostRecord, HostsPage
 from bus.contracts.cell import CellBuild
 from bus.contracts.moves import MoveKind
-from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
+from bus.contracts.operations import AdminState, AdminStateSet, FenceState, HostAdminState, SetAdminState
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.contracts.queues import BY_QUEUE
 from bus.wire import pack, single
@@ -209,7 +209,7 @@ async def test_no_operator_states_falsely_that_a_silent_host_is_off(state: Lease
 async def test_a_host_is_not_taken_out_while_its_fence_is_on_record() -> None:
     """Its service could not destroy what it had lost on a host that it does not have any more (seed 1795400646)."""
     stage = Stage()
-    stage.table.fences[stage.host] = Fence(host_uuid=stage.host, host="h", version=1, lifting=True)
+    stage.table.fences[stage.host] = Fence(host_uuid=stage.host, host="h", version=1, state=FenceState.LIFTING)
     operator = Operator(stage.world, Client(stage.world))
     emptied = asyncio.create_task(operator._emptied(stage.service, stage.host))
     await asyncio.sleep(30.0)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
+from bus.contracts.operations import FenceState
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence, Loss
@@ -204,12 +205,12 @@ async def lose(instances: InstanceStore, *losses: Loss, hosts: tuple[str, ...] =
 
 
 async def test_of_decisions_about_a_host_the_newest_counts(instances: InstanceStore) -> None:
-    assert await instances.fences.put(FENCE)
-    assert not await instances.fences.put(FENCE)
-    assert not await instances.fences.put(replace(FENCE, version=2, lifting=True))
+    assert await instances.fences.put(FENCE) is FENCE
+    assert await instances.fences.put(replace(FENCE, by="bob")) == FENCE
+    assert await instances.fences.put(replace(FENCE, version=2, state=FenceState.LIFTING)) == FENCE
     assert await instances.fences.fences() == [FENCE]
-    newer = replace(FENCE, version=4, lifting=True, by="bob")
-    assert await instances.fences.put(newer)
+    newer = replace(FENCE, version=4, state=FenceState.LIFTING, by="bob")
+    assert await instances.fences.put(newer) is newer
     assert await instances.fences.fences() == [newer]
 
 
@@ -237,15 +238,15 @@ async def test_a_loss_is_forgotten_up_to_the_attempt_that_was_destroyed(instance
 
 async def test_a_fence_is_lifted_by_its_newest_decision_once_nothing_is_lost(instances: InstanceStore) -> None:
     await instances.fences.put(FENCE)
-    assert not await instances.fences.lift(HOST, 3)  # no decision lifts it
+    assert not await instances.fences.lift(HOST, 3, 9.0)  # no decision lifts it
     await lose(instances, loss(A))
-    await instances.fences.put(replace(FENCE, version=4, lifting=True))
-    assert not await instances.fences.lift(HOST, 4)
+    await instances.fences.put(replace(FENCE, version=4, state=FenceState.LIFTING))
+    assert not await instances.fences.lift(HOST, 4, 9.0)
     await instances.fences.delete_losses([loss(A)])
-    assert not await instances.fences.lift(HOST, 3)
-    assert await instances.fences.lift(HOST, 4)
+    assert not await instances.fences.lift(HOST, 3, 9.0)
+    assert await instances.fences.lift(HOST, 4, 9.0)
     assert await instances.fences.fences() == []
-    assert not await instances.fences.lift(HOST, 4)
+    assert not await instances.fences.lift(HOST, 4, 9.0)
 
 
 async def test_a_fence_stays_while_an_evacuation_from_its_host_may_run_elsewhere(instances: InstanceStore) -> None:
@@ -266,21 +267,22 @@ async def test_a_fence_stays_while_an_evacuation_from_its_host_may_run_elsewhere
     others = [moved(B, MoveKind.EVACUATE, C), moved(C, MoveKind.MIGRATE)]
     async with instances.transaction() as transaction:
         await transaction.insert([evacuated, *others])
-    await instances.fences.put(replace(FENCE, lifting=True))
-    assert not await instances.fences.lift(HOST, 3)
+    await instances.fences.put(replace(FENCE, version=2))
+    await instances.fences.put(replace(FENCE, state=FenceState.LIFTING))
+    assert not await instances.fences.lift(HOST, 3, 9.0)
     undone = (State.DESTROYING, State.REVERTING)
     for (state, then), doubted in ((undone, False), ((State.PREPARING, None), True), ((State.REVERTING, None), False)):
         async with instances.transaction() as transaction:
             await transaction.lock([A])
             await transaction.update([replace(evacuated, state=state, then=then, doubted=doubted)])
-        assert await instances.fences.lift(HOST, 3) is (state is State.REVERTING), state
+        assert await instances.fences.lift(HOST, 3, 9.0) is (state is State.REVERTING), state
 
 
 async def test_a_fence_that_is_to_be_lifted_is_no_proof_and_takes_losses(instances: InstanceStore) -> None:
     await instances.fences.put(FENCE)
     async with instances.transaction() as transaction:
         assert await transaction.lose([HOST], [], [HOST])
-    await instances.fences.put(replace(FENCE, version=4, lifting=True))
+    await instances.fences.put(replace(FENCE, version=4, state=FenceState.LIFTING))
     async with instances.transaction() as transaction:
         assert not await transaction.lose([HOST], [], [HOST])
     assert await lose(instances, loss(A))
@@ -309,29 +311,45 @@ async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -
 
 async def test_after_a_fence_is_lifted_an_older_decision_fences_nothing(instances: InstanceStore) -> None:
     """Its message may be delivered again, after a conductor has died."""
-    await instances.fences.put(FENCE)
-    await instances.fences.put(replace(FENCE, version=4, lifting=True))
-    assert await instances.fences.lifted(HOST) == 0
-    assert await instances.fences.lift(HOST, 4)
-    assert not await instances.fences.lift(HOST, 4)
-    assert not await instances.fences.put(FENCE) and not await instances.fences.put(replace(FENCE, version=4))
-    assert await instances.fences.fences() == [] and await instances.fences.lifted(HOST) == 4
-    assert not await lose(instances, loss(A))
-    await instances.fences.lift_unknown(replace(FENCE, version=3))
-    assert await instances.fences.lifted(HOST) == 4
-    assert await instances.fences.put(replace(FENCE, version=5))
-    assert await instances.fences.lifted(HOST) == 0 and await lose(instances, loss(A))
+    fences, lifting = instances.fences, replace(FENCE, version=4, state=FenceState.LIFTING)
+    await fences.put(FENCE)
+    assert await fences.put(lifting) is lifting
+    assert await fences.lift(HOST, 4, 9.0)
+    assert not await fences.lift(HOST, 4, 9.0)
+    lifted = replace(lifting, state=FenceState.LIFTED, at=9.0)
+    for late in (FENCE, replace(FENCE, version=4), lifting):
+        assert await fences.put(late) == lifted
+    assert await fences.fences() == [] and not await lose(instances, loss(A))
+    newer = replace(FENCE, version=5)
+    assert await fences.put(newer) is newer and await lose(instances, loss(A))
 
 
 async def test_a_lift_that_overtakes_its_fence_is_kept(instances: InstanceStore) -> None:
-    await instances.fences.lift_unknown(replace(FENCE, version=4, lifting=True))
-    assert not await instances.fences.put(FENCE)
-    assert await instances.fences.fences() == [] and await instances.fences.lifted(HOST) == 4
-    await instances.fences.put(replace(FENCE, version=5))
-    await instances.fences.lift_unknown(replace(FENCE, version=6, lifting=True))
-    assert [one.version for one in await instances.fences.fences()] == [5], (
-        "a fence that is on record is lifted by `lift`"
-    )
+    fences, lifting = instances.fences, replace(FENCE, version=4, state=FenceState.LIFTING)
+    for _ in ("first", "again"):
+        assert await fences.put(lifting) == replace(lifting, state=FenceState.LIFTED)
+        assert (await fences.put(FENCE)).version == 4
+        assert await fences.fences() == []
+    later = replace(lifting, version=5)
+    assert await fences.put(later) == replace(later, state=FenceState.LIFTED)
+    await fences.put(replace(FENCE, version=6))
+    on_record = replace(lifting, version=7)
+    assert await fences.put(on_record) is on_record and await fences.fences() == [on_record], "it is lifted by `lift`"
+
+
+async def test_a_fence_that_was_lifted_long_ago_goes_and_no_other(instances: InstanceStore) -> None:
+    fences, lifting = instances.fences, replace(FENCE, version=4, state=FenceState.LIFTING, at=1.0)
+    hosts = (A, B, C, HOST)
+    for host_uuid in hosts:
+        await fences.put(replace(FENCE, host_uuid=host_uuid, at=1.0))
+    for host_uuid in (A, B, C):
+        await fences.put(replace(lifting, host_uuid=host_uuid))
+    assert await fences.lift(A, 4, 7.0) and await fences.lift(B, 4, 8.0)
+    assert await fences.purge_lifted(7.0, 10) == 0
+    assert await fences.purge_lifted(9.0, 1) == 1
+    assert (await fences.put(replace(lifting, host_uuid=B))).at == 8.0, "in order of the hosts"
+    assert await fences.purge_lifted(9.0, 10) == 1 and await fences.purge_lifted(9.0, 10) == 0
+    assert [one.host_uuid for one in await fences.fences()] == sorted([C, HOST])
 
 
 # --- One suite for both keepers of unexplained machines and breakers.

@@ -15,6 +15,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.cell import CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
 from bus.contracts.moves import MoveKind
+from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.outbox import OutboxMessage
@@ -79,6 +80,24 @@ async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None
     slow.set()
     await asyncio.gather(first, second)
     assert HOST in keeper.known
+
+
+async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fence() -> None:
+    """One read that there was none, the other recorded it, the first announced it as lifted: nobody lifted it."""
+    store = await opened_store()
+    fences = HeldReads(store)
+    keeper = keeper_of(fences)
+    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
+    fences.answer.clear()
+    nothing: Any = None
+    lift = asyncio.create_task(keeper.take([CellFence(host_uuid=HOST, host="h1", version=6, lift=True)], nothing))
+    await fences.reading.wait()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5))
+    fences.answer.set()
+    await lift
+    assert await store.fences.fences() == []
+    reports: list[Any] = sent.orders
+    assert [(type(one), one.version, one.state) for one in reports] == [(HostFence, 6, FenceState.LIFTED)]
 
 
 async def test_a_loss_recorded_during_a_read_makes_another_read_due() -> None:
@@ -299,8 +318,8 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     engine = engine_of(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=keeper)
     first, second = evacuated(UUID, 1), evacuated(SECOND, 5)
     await insert(store, first, second)
-    await store.fences.put(Fence(host_uuid=host(1), host="h1", version=2, lifting=True))
-    assert await store.fences.lift(host(1), 2)  # by another conductor
+    await store.fences.put(Fence(host_uuid=host(1), host="h1", version=2, state=FenceState.LIFTING))
+    assert await store.fences.lift(host(1), 2, 9.0)  # by another conductor
     with pytest.raises(Transient, match="lifted meanwhile"):
         await engine.take([InstanceEvent(UUID, ended(first, 2, 2))], source="results")
     for uuid, one in ((SECOND, second), (UUID, first)):

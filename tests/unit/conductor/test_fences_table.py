@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.base import Message
 from bus.contracts.cell import Spawn
 from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
-from bus.contracts.operations import EvacuationPolicy
+from bus.contracts.operations import EvacuationPolicy, FenceState
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import Fence, RunningAfterFence
@@ -154,7 +154,7 @@ def lease(state: LeaseState = LeaseState.SILENT, since: float = 0.0) -> Lease:
 
 
 FENCE = replace(fences(HERE)[host(HERE)], at=300.0, version=2)
-LIFTING = replace(FENCE, lifting=True)
+LIFTING = replace(FENCE, state=FenceState.LIFTING)
 SILENT, STOPPING = {"s1": lease()}, {"s1": lease(LeaseState.STOPPED)}
 NOT_FENCED, SERVICE_UP, RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
 
@@ -273,7 +273,8 @@ SHELVED = at(moved(None), (State.DESTROYING, State.OFFLOADED), kind=MoveKind.EVA
 def test_a_step_of_an_evacuation_relies_on_the_fence_of_its_host(
     before: Instance, after: Instance, numbers: tuple[int, ...], lifting: bool, hosts: list[int]
 ) -> None:
-    known = {uuid: replace(one, lifting=lifting) for uuid, one in fences(*numbers).items()}
+    state = FenceState.LIFTING if lifting else FenceState.FENCED
+    known = {uuid: replace(one, state=state) for uuid, one in fences(*numbers).items()}
     assert list(relied_on(before, after, known)) == [host(n) for n in hosts]
 
 
