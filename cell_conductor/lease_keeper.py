@@ -163,8 +163,9 @@ class LeaseKeeper:
 
     def _forget(self, gone: ServiceGone) -> None:
         self._table.forget(gone.service, gone.at)
-        # Where it is up after all, the keeper puts it on record again.
-        self._recorded = {service: lease for service, lease in self._recorded.items() if service != gone.service}
+        if self._keeping is not None:
+            # It may have been recorded since it was deleted, or be up after all: it is deleted or written again.
+            self._recorded = {**self._recorded, gone.service: Lease(service=gone.service, epoch=0)}
 
     async def forget(self, command: ForgetServiceInCell) -> Outcome:
         """Drop the lease of a service that is gone for good, and notify the cell's conductors and the schedulers.
@@ -252,7 +253,9 @@ class LeaseKeeper:
             elif self._keeping is None or self._keeping.term != term:
                 recorded = {lease.service: lease for lease in await self._store.leases.leases()}
                 self._table.adopt(recorded.values())
-                self._recorded, self._published = recorded, None
+                known = self._table.leases.keys() | self._table.forgotten
+                self._recorded = {service: lease for service, lease in recorded.items() if service in known}
+                self._published = None
                 self._keeping = _Term(term, now_s + KEEP_S)
                 log.info("leases.keeper", term=term, services=len(recorded))
             else:
@@ -260,19 +263,24 @@ class LeaseKeeper:
         keeping = self._keeping
         if keeping is None:
             return
-        leases = {service: self._with_hosts(lease) for service, lease in self._table.leases.items()}
+        old = frozenset(self._old(now_s))
+        leases = {one.service: self._with_hosts(one) for one in self._table.leases.values() if one.service not in old}
         changed = [lease for service, lease in leases.items() if self._recorded.get(service) != lease]
-        if changed and not await self._store.leases.record(keeping.term, changed):
+        gone = self._recorded.keys() - leases.keys()
+        if (changed or gone) and not await self._store.leases.record(keeping.term, changed, gone):
             self._keeping = None
             return
+        self._table.remove(old)
         self._recorded = leases
-        if now_s >= self._purge_at:
-            self._purge_at = now_s + self._config.purge_interval_s
-            before = self._clock.time() - self._config.services_retention_s
-            gone = await self._store.leases.purge(keeping.term, before, PURGE_BATCH)
-            self._table.remove(gone)
-            left = self._table.leases
-            self._recorded = {service: lease for service, lease in leases.items() if service in left}
+
+    def _old(self, now_s: float) -> Sequence[str]:
+        """Services that are dropped, as they are down for long. None in a cell whose database was ever set back: a
+        search waits for their answers, and an operator states that one is gone.
+        """
+        if now_s < self._purge_at or self._store.set_back.has_been:
+            return ()
+        self._purge_at = now_s + self._config.purge_interval_s
+        return self._table.down_before(self._clock.time() - self._config.services_retention_s, PURGE_BATCH)
 
     def _with_hosts(self, lease: Lease) -> Lease:
         """As it is put on record: a service that is down with the hosts that it listed last. A later conductor receives

@@ -154,8 +154,8 @@ class MachineSearch:
         up, down, fenced, gone = self._up_now(), self._down(), set(self._fenced()), set(self._forgotten())
         if up is None or down.keys() <= gone:
             return up
-        leases, era = await self._store.leases.leases() if fenced else (), self._store.set_back.first_number
-        gone.update(one.service for one in leases if one.is_off(down.get(one.service), fenced, era))
+        leases = await self._store.leases.leases()  # of a database whose set-back is known
+        gone.update(one.service for one in leases if one.is_off(down.get(one.service), fenced, self._store.set_back))
         return up | (down.keys() - gone)
 
     def _up_now(self) -> set[str] | None:

@@ -17,6 +17,8 @@ from enum import StrEnum
 from msgspec import Struct
 from msgspec.structs import replace
 
+from .set_back import SetBack
+
 # The most that a pause between two deliveries counts. The keeper's digests arrive more often than that.
 STEP_S = 2.0
 # The interval of a service that does not state how often it sends a heartbeat.
@@ -47,8 +49,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     epoch: of the process that last sent something. interval_s: how often it sends a heartbeat. since, reason: of the
     state; seconds since the epoch, and a sentence (empty while it is up). listed: the hosts of one that is down, as it
-    has listed them last, with blanks between them ("": not known). era: the first number (`SetBack.first_number`) of
-    its database by then.
+    has listed them last, with blanks between them ("": not known). era: of its database by then (`SetBack.is_of`).
     """
 
     service: str
@@ -60,18 +61,43 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     listed: str = ""
     era: int = 0
 
-    def is_off(self, known: Lease | None, fenced: AbstractSet[str], era: int) -> bool:
+    def is_off(self, known: Lease | None, fenced: AbstractSet[str], set_back: SetBack) -> bool:
         """Whether all the hosts of a service are fenced, by its lease on record; known: what it is now. A database that
         was set back since may lack hosts that the service had later.
         """
         is_as_known = known is not None and (known.epoch, known.state) == (self.epoch, self.state)
-        hosts = set(self.listed.split()) if is_as_known and self.era == era else set[str]()
+        hosts = set(self.listed.split()) if is_as_known and set_back.is_of(self.era) else set[str]()
         return bool(hosts) and hosts <= fenced
 
     @property
     def code(self) -> str:
         """Why it takes no builds, as a stable code; "" while it is up."""
         return {LeaseState.UP: "", LeaseState.SILENT: SILENT, LeaseState.STOPPED: STOPPED}[self.state]
+
+
+class Keeper(Struct, frozen=True):
+    """The conductor that records and publishes the leases, and until when. Its term rises with each change of keeper:
+    the digests of a former one that has not noticed yet are ignored, and its writes are refused.
+    """
+
+    process: str = ""
+    term: int = 0
+    until: float = 0.0
+
+
+def next_keeper(before: Keeper, process: str, term: int | None, now: float, for_s: float) -> Keeper | None:
+    """The record by which this process becomes or remains the keeper; None: another one is. term: its own (None: it is
+    not the keeper). now: by the database's clock, as `before` was read.
+
+    Its term goes on only if it is on record and not over: an earlier term is of a former process of this name, or of a
+    database that was set back; while it was over another one may have been the keeper, whose record is lost.
+    """
+    is_held = before.until >= now
+    if is_held and before.process != process:
+        return None
+    is_own = is_held and before.term == term
+    newest = before.term if is_own else max(before.term + 1, (term or 0) + 1, int(now * 1000))
+    return Keeper(process, newest, now + for_s)
 
 
 class _Held(Struct):
@@ -255,6 +281,11 @@ class LeaseTable:
                 held.lease = replace(held.lease, state=LeaseState.SILENT, since=at, reason=reason)
                 silent.append(held.lease)
         return silent
+
+    def down_before(self, at: float, limit: int) -> list[str]:
+        """The services that are down since before this time, oldest first, up to a bound."""
+        down = [lease for lease in self.down.values() if lease.since < at]
+        return [one.service for one in sorted(down, key=lambda lease: lease.since)[:limit]]
 
     def remove(self, services: Iterable[str]) -> None:
         """Drop these: they are not on record any more. A service that is up is kept: it will be recorded again."""

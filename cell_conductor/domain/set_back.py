@@ -51,6 +51,10 @@ class SetBack(Struct, frozen=True):
         """
         return int(max(self.at, self.made_at) * 1000)
 
+    def is_of(self, era: int) -> bool:
+        """Whether no set-back has come since something was recorded under this `first_number`."""
+        return era == self.first_number
+
     def doubted_for_s(self, since: float, now: float) -> float:
         """For how long services could have answered for a record that is as it is since then. Another set-back begins
         that anew.

@@ -12,8 +12,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from msgspec import Struct
 
+from bus.faults import Transient
 from bus.persistence.guarded_statement import Conflict
-from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.leases import Keeper, Lease
+from cell_conductor.domain.set_back import SetBack
 
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
 Value = TypeVar("Value", bound=Struct)
@@ -60,6 +62,9 @@ class KeyedRows(Protocol):
     async def delete(self, table: KeyedTable[Key, Any], keys: Collection[Key]) -> None:
         """Delete what is on record under these keys, which were found for update."""
 
+    async def expect_known(self) -> None:
+        """Raises Unrecognised."""
+
     async def is_needed(self, fence_of: str) -> bool:
         """Whether the host has losses, or an evacuation from it has commanded a destination."""
 
@@ -67,24 +72,39 @@ class KeyedRows(Protocol):
         """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""
 
 
+class KnownDatabase(Struct):
+    """The state of its database that a conductor last saw."""
+
+    deployment: str = ""
+    set_back: SetBack = SetBack()
+
+
+class Unrecognised(Transient):
+    """The database was set back, and this process has not recognised that: a sweep will."""
+
+    code = "cell.database_set_back"
+
+    def __init__(self) -> None:
+        super().__init__("the database was set back, which has to be recognised first")
+
+
 class Keyed(Protocol):
-    """An adapter. Who keeps the leases, and what the keeper writes, is one statement each, as `LeaseStore` has it: a
-    keeper that is paused holds no lock for which the next one waits. Nobody else records leases, so what the keeper has
-    read is what it writes over.
+    """An adapter. Each write of a keeper of the leases is one statement, which is guarded by what `LeaseStore` has
+    decided on, and by the state of the database: a keeper that is paused holds no lock for which the next one waits.
     """
 
     def transaction(self) -> AbstractAsyncContextManager[KeyedRows]:
         """Commits at the end, rolls back on an exception."""
 
-    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
-        """By the database's clock."""
+    async def keeper(self) -> tuple[Keeper, float]:
+        """The keeper on record, and the time by the database's clock."""
 
-    async def record(self, term: int, leases: Mapping[str, Lease]) -> bool:
-        """By service, which is the order of the locks. False: there is a newer term."""
+    async def keep(self, before: Keeper, after: Keeper) -> bool:
+        """Record the next keeper. False: another one is on record meanwhile, or the database was set back, as below."""
 
-    async def purge(self, term: int, services: Collection[str]) -> bool:
-        """Delete the leases of these. False: there is a newer term, or the database was ever set back, recognised or
-        not.
+    async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
+        """Record these leases, by service, and delete those of `gone`. False: there is a newer term, or the database
+        was set back, which this process has not recognised: what it knows of the record is of another one.
         """
 
 

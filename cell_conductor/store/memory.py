@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from msgspec import Struct, convert
+from msgspec import convert
 from msgspec.structs import replace
 
 from bus.contracts.operations import FenceState
@@ -30,13 +29,13 @@ from cell_conductor.domain.desires import (
 )
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Brief, Instance, Phase
-from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.leases import Keeper, Lease
 from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack, numbered_on
 
-from .keyed import Key, KeyedTable, Lock, Value
-from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore
+from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
+from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
 from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
 
 HANDLER = "conductor"
@@ -67,20 +66,13 @@ class MemoryInstanceTable(MemoryDatabase):
         return {host: one for host, one in self.fences.items() if one.state is not FenceState.LIFTED}
 
 
-class Keeper(Struct, frozen=True):
-    """The keeper of the leases, and until when."""
-
-    process: str = ""
-    term: int = 0
-    until: float = -math.inf
-
-
 class MemoryKeyedRows:
     """The rows of one transaction."""
 
-    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction) -> None:
+    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
         self._table = table
         self._transaction = transaction
+        self._seen = seen
 
     async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
         """One statement."""
@@ -108,6 +100,12 @@ class MemoryKeyedRows:
         await self._transaction.statement()
         self._transaction.will(partial(_drop, self._rows(table), list(keys)))
 
+    async def expect_known(self) -> None:
+        """One statement."""
+        await self._transaction.statement()
+        if not _is_known(self._table, self._seen):
+            raise Unrecognised
+
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""
         await self._transaction.statement()
@@ -131,46 +129,41 @@ class MemoryKeyedRows:
 class MemoryKeyed:
     """In a cell's tables."""
 
-    def __init__(self, table: MemoryInstanceTable, session: MemorySession) -> None:
+    def __init__(self, table: MemoryInstanceTable, session: MemorySession, seen: KnownDatabase) -> None:
         self._table = table
         self._session = session
+        self._seen = seen
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[MemoryKeyedRows]:
         """Commits at the end, rolls back on an exception."""
         async with self._session.transaction() as transaction:
-            yield MemoryKeyedRows(self._table, transaction)
+            yield MemoryKeyedRows(self._table, transaction, self._seen)
 
-    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
+    async def keeper(self) -> tuple[Keeper, float]:
         """One transaction."""
         async with self._session.transaction() as transaction:
-            await transaction.lock(["lease_keeper"])
-            held, now = self._table.lease_keeper, self._table.clock.time()
-            if held.process != process and held.until >= now:
-                return None
-            remains = (held.process, held.term) == (process, term) and held.until >= now
-            newest = held.term if remains else max(held.term + 1, (term or 0) + 1, int(now * 1000))
-            transaction.will(partial(setattr, self._table, "lease_keeper", Keeper(process, newest, now + for_s)))
-            return newest
+            await transaction.statement()
+            return self._table.lease_keeper, self._table.clock.time()
 
-    async def record(self, term: int, leases: Mapping[str, Lease]) -> bool:
+    async def keep(self, before: Keeper, after: Keeper) -> bool:
         """One transaction."""
-        return await self._as_keeper(term, partial(self._table.leases.update, leases))
+        write = partial(setattr, self._table, "lease_keeper", after)
+        return await self._where(lambda on_record: on_record == before, write)
 
-    async def purge(self, term: int, services: Collection[str]) -> bool:
+    async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
         """One transaction."""
-        table = self._table
-        if table.set_back_at > 0 or table.origin != table.place:
-            return False
-        return await self._as_keeper(term, partial(_drop, table.leases, list(services)))
+        writes = partial(self._table.leases.update, leases), partial(_drop, self._table.leases, list(gone))
+        return await self._where(lambda on_record: on_record.term == term, *writes)
 
-    async def _as_keeper(self, term: int, write: Callable[[], None]) -> bool:
+    async def _where(self, is_met: Callable[[Keeper], bool], *writes: Callable[[], None]) -> bool:
         async with self._session.transaction() as transaction:
             await transaction.lock(["lease_keeper"])
-            is_mine = self._table.lease_keeper.term == term
-            if is_mine:
+            if not _is_known(self._table, self._seen) or not is_met(self._table.lease_keeper):
+                return False
+            for write in writes:
                 transaction.will(write)
-            return is_mine
+            return True
 
 
 class MemoryTransaction:
@@ -249,7 +242,7 @@ class MemoryTransaction:
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Hold the fences of these hosts until the end, and record their losses."""
-        return await lose(MemoryKeyedRows(self._table, self._transaction), hosts, losses, proofs)
+        return await lose(MemoryKeyedRows(self._table, self._transaction, self._seen), hosts, losses, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""
@@ -281,10 +274,9 @@ class MemoryInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing. Raises PreconditionFailed: another transaction was first."""
         table = self._table
-        seen = self._seen.deployment, self._seen.set_back.at
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
-            if not _is_known(table, *seen):
+            if not _is_known(table, self._seen):
                 raise PreconditionFailed
             if writes.message_ids:
                 fresh = await transaction.first_time(HANDLER, writes.message_ids)
@@ -306,8 +298,9 @@ class MemoryInstanceRows:
         return Committed(transaction.number, rows)
 
 
-def _is_known(table: MemoryInstanceTable, deployment: str, set_back_at: float) -> bool:
-    return table.origin == table.place and (table.deployment, table.set_back_at) == (deployment, set_back_at)
+def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
+    is_seen = (table.deployment, table.set_back_at) == (seen.deployment, seen.set_back.at)
+    return table.origin == table.place and is_seen
 
 
 def _key(uuid: str) -> tuple[str, str]:
@@ -330,7 +323,7 @@ class MemoryInstances(SeenStore):
         self._session = session
         self._cache: VersionCache[Instance] = VersionCache(session)
         self.outbox = MemoryRows(session)
-        keyed = MemoryKeyed(session.database, session)
+        keyed = MemoryKeyed(session.database, session, self._seen)
         self.safety, self.leases, self.fences = Safety(keyed), LeaseStore(keyed), FenceStore(keyed)
         self.ready = False
 
@@ -349,11 +342,8 @@ class MemoryInstances(SeenStore):
         """As in PostgreSQL: a look without locks."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
-            table, seen = self._table, self._seen
-            is_known = (table.deployment, table.set_back_at) == (seen.deployment, seen.set_back.at)
-            if table.origin != table.place or not is_known:
-                return True
-            return any(one.deadline is not None and one.deadline <= now for one in table.instances.values())
+            deadlines = (one.deadline for one in self._table.instances.values())
+            return not _is_known(self._table, self._seen) or any(at is not None and at <= now for at in deadlines)
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[MemoryTransaction]:

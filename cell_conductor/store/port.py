@@ -17,14 +17,8 @@ from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Brief, Instance
 from cell_conductor.domain.set_back import SetBack
 
+from .keyed import KnownDatabase
 from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord
-
-
-class KnownDatabase(Struct):
-    """The state of its database that a conductor last saw."""
-
-    deployment: str = ""
-    set_back: SetBack = SetBack()
 
 
 class DatabaseChange(Struct, frozen=True):

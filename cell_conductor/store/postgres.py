@@ -46,7 +46,8 @@ from cell_conductor.domain.instance import (
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
-from .port import DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction, SeenStore, UnreadableRecords
+from .keyed import KnownDatabase
+from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows
 from .safety import KEEP, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
 
@@ -69,8 +70,6 @@ SELECT deployment::text = $2 AND origin = origin_of('instances') AND set_back_at
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
-# Part of every statement that writes: no step is recorded in a database whose set-back this process has not recognised.
-KNOWN = "SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND set_back_at = {}"
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 DOUBT = f"""
@@ -186,7 +185,7 @@ class PostgresInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
         statement = GuardedStatement()
-        statement.expect(f"EXISTS ({KNOWN})", self._seen.deployment, self._seen.set_back.at)
+        statement.expect(f"EXISTS ({tables.KNOWN})", self._seen.deployment, self._seen.set_back.at)
         if writes.message_ids:
             statement.expect(tables.NEVER_SEEN, writes.message_ids)
             statement.add("seen", tables.SEEN, writes.message_ids, rows=len(writes.message_ids))
@@ -266,7 +265,7 @@ class PostgresTransaction:
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Hold the fences of these hosts until the end, and record their losses."""
-        return await lose(PostgresKeyedRows(self._connection), hosts, losses, proofs)
+        return await lose(PostgresKeyedRows(self._connection, self._seen), hosts, losses, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""
@@ -281,7 +280,7 @@ class PostgresInstances(SeenStore):
         super().__init__(database)
         self._database = database
         self._cache: VersionCache[Instance] = VersionCache(database)
-        keyed = PostgresKeyed(database)
+        keyed = PostgresKeyed(database, self._seen)
         self.safety, self.leases, self.fences = Safety(keyed), LeaseStore(keyed), FenceStore(keyed)
         self.outbox = PostgresRows(database)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import asyncpg
 import msgspec
+from msgspec import structs
 
 from bus.persistence.database import Database
-from bus.persistence.guarded_statement import Conflict
+from bus.persistence.guarded_statement import Conflict, GuardedStatement, PreconditionFailed
 from cell_conductor.domain.desires import AT_REST, EVACUATED, EVACUATED_IN_DOUBT, in_sql
-from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.leases import Keeper, Lease
 
 from . import tables
-from .keyed import Key, KeyedTable, Lock, Value
+from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
 
 # As `domain.move_steps.is_evacuated_from`.
 NEEDED = f"""
@@ -32,39 +33,26 @@ WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid
     AND state NOT IN ({in_sql(AT_REST)})
 ORDER BY uuid LIMIT $3
 """
-KEEP_KEEPER = """
-INSERT INTO lease_keeper AS k (process, term, until)
-VALUES ($1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, clock_timestamp() + $2 * interval '1 s')
-ON CONFLICT (one) DO UPDATE SET
-    term = CASE WHEN k.process = $1 AND k.term = $3 AND k.until >= clock_timestamp() THEN k.term
-                ELSE greatest(k.term + 1, $3 + 1, excluded.term) END,
-    process = $1, until = excluded.until
-WHERE k.process = $1 OR k.until < clock_timestamp()
-RETURNING term
+KEEPER = "SELECT process, term, until, extract(epoch FROM clock_timestamp())::float8 FROM lease_keeper"
+KEEP = """
+UPDATE lease_keeper SET process = {}, term = {}, until = {}
+WHERE process = {} AND term = {} AND until = {} AND {met} RETURNING 1
 """
-# The keeper's row is locked: no newer term begins while this one writes.
-MINE = "WITH mine AS MATERIALIZED (SELECT FROM lease_keeper WHERE term = $1 FOR SHARE)"
-RECORD_LEASES = f"""
-{MINE}, recorded AS (
-    INSERT INTO leases (service, record)
-    SELECT n.* FROM unnest($2::text[], $3::text[]::json[]) AS n WHERE EXISTS (SELECT FROM mine)
-    ON CONFLICT (service) DO UPDATE SET record = excluded.record)
-SELECT EXISTS (SELECT FROM mine)
+# Locked: no newer term begins while this one writes.
+OF_TERM = "SELECT FROM lease_keeper WHERE term = {} AND {met} FOR SHARE"
+RECORD_LEASES = """
+INSERT INTO leases (service, record) SELECT * FROM unnest({}::text[], {}::text[]::json[]) AS n WHERE {met}
+ON CONFLICT (service) DO UPDATE SET record = excluded.record RETURNING 1
 """
-# In a database that was set back, recognised or not, every service is to be asked what the record has forgotten.
-PURGE_LEASES = f"""
-{MINE}, permitted AS (
-    SELECT FROM mine, identity WHERE set_back_at = 0 AND origin = origin_of('instances')),
-purged AS (DELETE FROM leases WHERE service = ANY($2::text[]) AND EXISTS (SELECT FROM permitted))
-SELECT EXISTS (SELECT FROM permitted)
-"""
+DELETE_LEASES = "DELETE FROM leases WHERE service = ANY({}::text[]) AND {met} RETURNING 1"
 
 
 class PostgresKeyedRows:
-    """The rows of one transaction on this connection."""
+    """The rows of one transaction on this connection. seen: None in a command, which has seen no earlier state."""
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, seen: KnownDatabase | None = None) -> None:
         self._connection = connection
+        self._seen = seen
 
     async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
         """One statement."""
@@ -107,6 +95,13 @@ ORDER BY {columns} ON CONFLICT DO NOTHING
         statement = f"DELETE FROM {table.name} WHERE ({columns}) IN (SELECT * FROM unnest({arrays}))"
         await self._connection.execute(statement, *_arrays(table, keys))
 
+    async def expect_known(self) -> None:
+        """One statement."""
+        if (seen := self._seen) is None:
+            return
+        if not await self._connection.fetchval(tables.KNOWN.format("$1", "$2"), seen.deployment, seen.set_back.at):
+            raise Unrecognised
+
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""
         return bool(await self._connection.fetchval(NEEDED, fence_of))
@@ -129,31 +124,47 @@ def _arrays(table: KeyedTable[Key, Any], keys: Collection[Key]) -> list[Sequence
 
 
 class PostgresKeyed:
-    """In the cell's schema."""
+    """In the cell's schema. seen: None in a command, which keeps no leases."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, seen: KnownDatabase | None = None) -> None:
         self._database = database
+        self._seen = seen
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[PostgresKeyedRows]:
         """Commits at the end, rolls back on an exception."""
         async with self._database.raw() as connection:
-            yield PostgresKeyedRows(connection)
+            yield PostgresKeyedRows(connection, self._seen)
 
-    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
-        """Who becomes or remains the keeper."""
-        kept: int | None = await self._decide(KEEP_KEEPER, process, for_s, term)
-        return kept
-
-    async def record(self, term: int, leases: Mapping[str, Lease]) -> bool:
-        """Each is written over what is on record."""
-        return bool(await self._decide(RECORD_LEASES, term, list(leases), [*map(tables.encode, leases.values())]))
-
-    async def purge(self, term: int, services: Collection[str]) -> bool:
-        """A database without its identity has been emptied: nothing is purged there."""
-        return bool(await self._decide(PURGE_LEASES, term, services))
-
-    async def _decide(self, statement: str, *values: object) -> Any:
-        """One statement, which is a transaction of its own."""
+    async def keeper(self) -> tuple[Keeper, float]:
+        """One row, which is made with the schema: a database without it has been emptied."""
         async with self._database.single() as connection:
-            return await connection.fetchval(statement, *values)
+            *keeper, now = await connection.fetchrow(KEEPER) or ("", 0, 0.0, 0.0)
+        return Keeper(*keeper), now
+
+    async def keep(self, before: Keeper, after: Keeper) -> bool:
+        """Compared with what was read."""
+        statement = self._guarded()
+        statement.add("kept", KEEP, *structs.astuple(after), *structs.astuple(before), rows=1)
+        return await self._is_met(statement)
+
+    async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
+        """Each is written over what is on record."""
+        statement = self._guarded()
+        statement.add("mine", OF_TERM, term, rows=1)
+        statement.add("recorded", RECORD_LEASES, list(leases), [*map(tables.encode, leases.values())])
+        statement.add("gone", DELETE_LEASES, gone)
+        return await self._is_met(statement)
+
+    def _guarded(self) -> GuardedStatement:
+        assert self._seen is not None
+        statement = GuardedStatement()
+        statement.expect(f"EXISTS ({tables.KNOWN})", self._seen.deployment, self._seen.set_back.at)
+        return statement
+
+    async def _is_met(self, statement: GuardedStatement) -> bool:
+        with suppress(PreconditionFailed):
+            async with self._database.single() as connection:
+                await statement.execute(connection)
+                return True
+        return False

@@ -12,7 +12,7 @@ commits were lost: the digests of a former keeper that has not noticed yet are i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from bus.contracts.operations import FenceState
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.leases import Lease, next_keeper
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_of
 
 from .keyed import KeyedRows, KeyedStore, KeyedTable, Lock, in_transaction
@@ -260,30 +260,24 @@ class LeaseStore(KeyedStore):
     """The leases on record, and their keeper."""
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
-        """Become or remain the keeper for this long from now on, if no other is; returns the term,
-        or None: another is.
-
-        term: the caller's own (None: it is not the keeper). It remains so only if that is on record and not over: a
-        record of an earlier term is of a former process of this name, or of a database that was set back.
+        """Become or remain the keeper for this long from now on (`next_keeper`); returns the term, or None: another
+        conductor is the keeper, or was first.
         """
-        return await self.keyed.keep(process, for_s, term)
+        before, now = await self.keyed.keeper()
+        after = next_keeper(before, process, term, now, for_s)
+        return after.term if after is not None and await self.keyed.keep(before, after) else None
 
     @in_transaction
     async def leases(self, rows: KeyedRows) -> list[Lease]:
-        """All on record, by service."""
+        """All on record, by service. Raises Unrecognised."""
+        await rows.expect_known()
         return await rows.read(LEASES)
 
-    async def record(self, term: int, leases: Sequence[Lease]) -> bool:
-        """Record these. False: there is a newer term, and nothing was recorded."""
-        return await self.keyed.record(term, {one.service: one for one in sorted(leases, key=LEASES.key)})
-
-    async def purge(self, term: int, before: float, limit: int) -> list[str]:
-        """Delete services that are down since before this time, oldest first, up to a bound; returns which. None in a
-        database that was ever set back: a search waits for their answers, and an operator states that one is gone.
+    async def record(self, term: int, leases: Iterable[Lease], gone: Collection[str] = ()) -> bool:
+        """Record these, and delete those of services that are gone. False: there is a newer term, or the database was
+        set back, and nothing was written.
         """
-        down = [one for one in await self.leases() if one.state is not LeaseState.UP and one.since < before]
-        gone = sorted(one.service for one in sorted(down, key=lambda lease: lease.since)[:limit])
-        return gone if await self.keyed.purge(term, gone) else []
+        return await self.keyed.record(term, {one.service: one for one in sorted(leases, key=LEASES.key)}, sorted(gone))
 
     @in_transaction
     async def forget(self, rows: KeyedRows, service: str) -> bool:

@@ -15,7 +15,6 @@ from sqlalchemy.dialects.postgresql import JSON
 
 from bus.persistence.tables import (
     FIRST_ROW,
-    MOMENT,
     UUID,
     ZERO,
     identity_table,
@@ -82,7 +81,13 @@ unexplained.append_column(Column("verdict", Text, Computed("record ->> 'verdict'
 
 # The conductor that records and publishes the leases, until when; its term rises with each change of keeper.
 lease_keeper = Table(
-    "lease_keeper", METADATA, needed("process", Text), needed("term", BigInteger), needed("until", MOMENT), only_row()
+    "lease_keeper",
+    METADATA,
+    needed("process", Text, default=""),
+    needed("term", BigInteger, default=ZERO),
+    needed("until", Double, default=ZERO),
+    only_row(),
+    info={FIRST_ROW: {}},
 )
 
 outbox_tables(METADATA)
@@ -107,6 +112,9 @@ SEEN = f"""
 INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[]) WHERE {{met}}
 ON CONFLICT DO NOTHING RETURNING 1
 """
+
+# Part of every statement that writes: no step is recorded in a database whose set-back this process has not recognised.
+KNOWN = "SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND set_back_at = {}"
 
 INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} AS n WHERE {{met}} ON CONFLICT (uuid) DO NOTHING"
 UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid AND {{met}}"

@@ -14,8 +14,9 @@ from bus.persistence.guarded_statement import Conflict
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Instance, Move, State
-from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.leases import Keeper, Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.store.keyed import Unrecognised
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine, Safety
 from tests.contract.conductor.test_instances import restored
@@ -71,36 +72,82 @@ async def test_what_a_former_keeper_records_is_refused(instances: InstanceStore)
     assert await leases.leases() == [UP, SILENT]
     newer = await leases.keep("two", LONG_S, None)
     assert newer is not None and await leases.leases() == [UP, SILENT], "the next keeper starts from these"
-    assert not await leases.record(term, [LEFT]) and await leases.purge(term, 100.0, 10) == []
+    assert not await leases.record(term, [LEFT], ["a"])
     back = replace(UP, service="b")
     assert await leases.record(newer, [back, LEFT])
     assert await leases.leases() == [UP, back, LEFT]
 
 
-async def test_only_services_that_are_down_for_long_are_purged(instances: InstanceStore) -> None:
+OWN, EARLIER, NONE = "its own term", "the term before its own", "none"
+
+
+@pytest.mark.parametrize(
+    ("caller", "term", "held", "becomes"),
+    [
+        ("one", OWN, True, "the same"),
+        ("one", EARLIER, True, "the next"),
+        ("one", NONE, True, "the next"),
+        ("one", OWN, False, "the next"),
+        ("two", NONE, True, ""),
+        ("two", OWN, True, ""),
+        ("two", NONE, False, "the next"),
+        ("two", OWN, False, "the next"),
+    ],
+)
+async def test_who_becomes_the_keeper_and_of_which_term(
+    instances: InstanceStore, caller: str, term: str, held: bool, becomes: str
+) -> None:
+    """`one` is the keeper on record. Both adapters are asked by the same function."""
+    leases = instances.leases
+    first = await leases.keep("one", LONG_S if held else OVER_S, None)
+    assert first is not None
+    found = await leases.keep(caller, LONG_S, {OWN: first, EARLIER: first - 1, NONE: None}[term])
+    assert {None: "", first: "the same"}.get(found, "the next") == becomes
+    assert found is None or found >= first
+    now = await leases.keep("one", LONG_S, first)
+    assert (now is None) is (caller == "two" and not held), "it is on record"
+
+
+async def test_of_two_who_would_become_the_keeper_at_once_the_first_one_does(instances: InstanceStore) -> None:
+    keyed = instances.leases.keyed
+    before, now = await keyed.keeper()
+    one, two = (Keeper(process, 7, now + LONG_S) for process in ("one", "two"))
+    assert await keyed.keep(before, one) and not await keyed.keep(before, two)
+    assert (await keyed.keeper())[0] == one
+
+
+async def test_what_is_gone_is_deleted_with_what_has_changed(instances: InstanceStore) -> None:
     term = await instances.leases.keep("one", LONG_S, None)
     assert term is not None
-    await instances.leases.record(term, [UP, SILENT, LEFT])
-    assert await instances.leases.purge(term, 4.0, 10) == []
-    assert await instances.leases.purge(term, 100.0, 1) == ["c"]
-    assert await instances.leases.purge(term, 100.0, 10) == ["b"]
-    assert await instances.leases.leases() == [UP]
+    await instances.leases.record(term, [UP, SILENT])
+    assert not await instances.leases.record(term - 1, [], ["b"])
+    assert await instances.leases.record(term, [LEFT], ["b", "d"])
+    assert await instances.leases.leases() == [UP, LEFT]
+    assert await instances.leases.record(term, [], ["a"]) and await instances.leases.leases() == [LEFT]
 
 
-async def test_no_service_is_purged_once_the_database_was_set_back(instances: InstanceStore) -> None:
-    """A search for a machine in doubt counted as complete, though its service had never been asked. The keeper may look
-    before a sweep has recognised the set-back.
+async def test_no_lease_counts_or_is_written_in_a_database_whose_set_back_is_not_recognised(
+    instances: InstanceStore,
+) -> None:
+    """A search for a machine in doubt counted as complete, though its service had never been asked; and what a keeper
+    had recorded before was lost for good, as it took it to be on record.
     """
-    term = await instances.leases.keep("one", LONG_S, None)
+    leases = instances.leases
+    term = await leases.keep("one", LONG_S, None)
     assert term is not None
-    await instances.leases.record(term, [UP, SILENT, LEFT])
+    await leases.record(term, [UP, SILENT, LEFT])
     await restored(instances)
-    assert await instances.leases.purge(term, 100.0, 10) == [], "not recognised yet"
+    assert await leases.keep("one", LONG_S, term) is None
+    assert not await leases.record(term, [replace(UP, service="d")], ["b"])
+    with pytest.raises(Unrecognised):
+        await leases.leases()
     async with instances.transaction() as transaction:
         assert await transaction.recognise() is not None
-    assert await instances.leases.purge(term, 100.0, 10) == []
-    assert await instances.leases.forget("b"), "an operator states that it is gone"
-    assert await instances.leases.leases() == [UP, LEFT]
+    assert await leases.leases() == [UP, SILENT, LEFT]
+    newer = await leases.keep("one", LONG_S, None)
+    assert newer is not None and newer > term
+    assert await leases.forget("b"), "an operator states that it is gone"
+    assert await leases.leases() == [UP, LEFT]
 
 
 LEAVES = Move(

@@ -36,12 +36,12 @@ from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.events import Claimed, InstanceEvent
 from cell_conductor.domain.instance import Instance, Phase, Power, State
-from cell_conductor.domain.leases import LISTEN_BEATS, Lease, LeaseState, LeaseTable
+from cell_conductor.domain.leases import LISTEN_BEATS, Keeper, Lease, LeaseState, LeaseTable
 from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
-from cell_conductor.store.memory import Keeper, MemoryInstances
+from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
@@ -296,6 +296,21 @@ async def test_a_service_that_is_down_is_waited_for_where_a_host_of_it_may_not_b
     conductor.down, conductor.fenced = {"s2"}, {host(2)}
     era = conductor.store.set_back.first_number if lease.era else 0
     await put(conductor.store, replace(lease, era=era))
+    assert isinstance(await conductor.request(STOP), Retry)
+
+
+async def test_a_lease_from_before_a_set_back_does_not_count_before_the_sweep_that_recognises_it() -> None:
+    """A second restore, to when the service had listed one host: it had another since, whose machine was not asked for,
+    and a second one was started.
+    """
+    services = Services(s1=(OWN,), s2=())
+    conductor = await set_back_with(services, at_rest(), "s1")
+    conductor.down, conductor.fenced = {"s2"}, {host(2)}
+    await put(conductor.store, down("s2", 2, era=conductor.store.set_back.first_number))
+    conductor.table.place += 1
+    with pytest.raises(Transient, match="recognised"):
+        await conductor.request(STOP)
+    await conductor.engine.sweep()
     assert isinstance(await conductor.request(STOP), Retry)
 
 

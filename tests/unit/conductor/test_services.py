@@ -277,6 +277,80 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     assert waits == set()
 
 
+async def kept(keeper: LeaseKeeper) -> None:
+    """The keeper takes its turn."""
+    keeper._keep_at = 0.0
+    await keeper._keep()
+
+
+def lately() -> Lease:
+    """It is down since just now."""
+    return replace(DOWN, since=SystemClock().time())
+
+
+async def test_a_keeper_records_again_what_the_database_has_forgotten() -> None:
+    """A stand-by without the last commits was promoted within a turn: the office was held still, and its keeper took
+    what was lost to be on record. A later keeper asked nothing of the service that was down.
+    """
+    store = await opened_store()
+    keeper = keeper_of(store)
+    await receive(keeper, digest(lately()))
+    await kept(keeper)
+    assert [one.service for one in await store.leases.leases()] == ["s3"]
+    store._table.leases.clear()
+    store._table.place += 1
+    for _ in ("not recognised", "recognised"):
+        await kept(keeper)
+        async with store.transaction() as transaction:
+            await transaction.recognise()
+    assert [one.service for one in await store.leases.leases()] == ["s3"] and keeper.is_keeper
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+async def test_a_lease_that_is_recorded_while_it_is_forgotten_is_deleted_again(*, is_back: bool) -> None:
+    """It stayed for good: the conductors that started later waited for the service. One that was back was on record no
+    more.
+    """
+    store = await opened_store()
+    keeper = keeper_of(store)
+    await receive(keeper, digest(lately()))
+    await kept(keeper)
+    assert await store.leases.forget("s3")
+    term = store._table.lease_keeper.term
+    if is_back:
+        await receive(keeper, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
+        await kept(keeper)
+        assert await store.leases.forget("s3")
+    else:
+        await store.leases.record(term, [lately()])  # by a statement that was under way
+    await receive(keeper, ServiceGone(cell="c1", service="s3", at=lately().since + 1.0))
+    await kept(keeper)
+    assert [one.service for one in await store.leases.leases()] == ["s3"] * is_back
+
+
+def test_only_services_that_are_down_for_long_are_old() -> None:
+    table = LeaseTable(MISSED)
+    times = {"a": 4.0, "b": 3.0, "c": 5.0}
+    table.adopt(Lease(service=name, epoch=1, state=LeaseState.SILENT, since=since) for name, since in times.items())
+    table.adopt([Lease(service="d", epoch=1, since=1.0)])
+    assert table.down_before(5.0, 10) == ["b", "a"] and table.down_before(9.0, 1) == ["b"]
+
+
+@pytest.mark.parametrize("set_back", [False, True])
+async def test_no_service_is_dropped_in_a_cell_whose_database_was_set_back(*, set_back: bool) -> None:
+    """A search for a machine in doubt counted as complete, though its service had never been asked."""
+    store = await opened_store()
+    if set_back:
+        store._table.place += 1
+        async with store.transaction() as transaction:
+            await transaction.recognise()
+    keeper = keeper_of(store)
+    await receive(keeper, digest(DOWN))
+    await kept(keeper)
+    assert set(keeper.down()) == ({"s3"} if set_back else set())
+    assert [one.service for one in await store.leases.leases()] == ["s3"] * set_back
+
+
 class Published:
     """A bus that keeps what is published."""
 
