@@ -38,6 +38,7 @@ from .domain.events import Event, InstanceEvent
 from .domain.instance import Instance
 from .domain.report import (
     MAX_SERVICES,
+    UNREADABLE,
     Differences,
     Unexplained,
     UnexplainedKind,
@@ -217,7 +218,7 @@ class Guard:
         self._recorded.update({row.place: report.service for row in records})
         quarantined = [row for row in records if row.machine.kind is UnexplainedKind.QUARANTINED]
         for row in quarantined:
-            if row.verdict == DESTROY:
+            if row.verdict == DESTROY and row.machine.why != UNREADABLE:  # whatever it was that was decided on
                 await self._destroy(row)
             elif row.verdict == ADOPT:
                 self._adopt(row.machine.uuid)

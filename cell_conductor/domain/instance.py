@@ -333,6 +333,11 @@ class Brief(Struct, frozen=True):
         return max(self.attempt, self.newest)
 
 
+def unreadable_brief(uuid: str, kept: Sequence[str]) -> Brief:
+    """Of an instance whose record cannot be read: it expects no machine, explains none, and none is over by it."""
+    return Brief(uuid, State.ABSENT, None, "", 0, 0.0, kept=kept)
+
+
 NO_HOST = "max_retries_exceeded"
 OVER_QUOTA = "quota.exceeded"
 

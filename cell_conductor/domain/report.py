@@ -179,6 +179,7 @@ class Unexplained(Struct, frozen=True):
 
 NO_MARK = "no mark of this deployment"
 NO_RECORD = "no record"
+UNREADABLE = "its record cannot be read"
 KEPT = "an operator keeps it"
 NEWER = "newer than its record"
 UNNUMBERED = "its compute service does not know its attempt"
@@ -304,8 +305,10 @@ def _is_deleting(record: Brief) -> bool:
 
 def _unexplained(record: Brief | None, one: Running, host_uuid: str) -> str:
     """Why the record does not explain a machine that carries our mark; "": it does."""
-    if record is None or record.state is State.ABSENT:
+    if record is None:
         return NO_RECORD
+    if record.state is State.ABSENT:
+        return UNREADABLE
     if host_uuid in record.kept and is_over(record, one.attempt, host_uuid):
         return KEPT
     if is_untried(record, one.attempt) and not is_over(record, one.attempt, host_uuid):

@@ -10,12 +10,18 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from msgspec import Struct
+import msgspec
+import structlog
+from msgspec import DecodeError, Struct
 
+from bus.contracts.base import reason_of
 from bus.faults import Transient
 from bus.persistence.guarded_statement import Conflict
+from cell_conductor import metrics
 from cell_conductor.domain.leases import Keeper, Lease
 from cell_conductor.domain.set_back import SetBack
+
+log = structlog.get_logger(__name__)
 
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
 Value = TypeVar("Value", bound=Struct)
@@ -24,15 +30,29 @@ Result = TypeVar("Result")
 
 
 class KeyedTable(Struct, Generic[Key, Value], frozen=True):
-    """name, columns: of the table, and of its key. type, key: of a value. by: the number in whose
-    order the values are read, before their keys.
+    """name, columns: of the table, and of its key. type, key: of a value. unread: what a row counts as whose record
+    cannot be read. It proves nothing, and the next write replaces it.
     """
 
     name: str
     columns: tuple[str, ...]
     type: type[Value]
     key: Callable[[Value], Key]
-    by: str = ""
+    unread: Callable[[Key], Value]
+
+    def decoded(self, key: Key, record: str) -> Value:
+        """The value of a row. One that cannot be read costs no other."""
+        try:
+            value = msgspec.json.decode(record, type=self.type)
+            if self.key(value) == key:
+                return value
+            reason = "it has another key"
+        except (DecodeError, ValueError) as error:
+            reason = reason_of(error)
+        named = key if isinstance(key, str) else " ".join(key)
+        metrics.STEPS_FAILED.labels(self.name, "read").inc()
+        log.error("keyed.unreadable", table=self.name, key=named, reason=reason, cause=named)
+        return self.unread(key)
 
 
 class Lock(StrEnum):
@@ -47,7 +67,7 @@ class KeyedRows(Protocol):
     """The rows of a cell in one transaction. Each call takes its locks in the order of the keys."""
 
     async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
-        """All values of a table, in order; the first ones, where there is a limit."""
+        """All values of a table, in the order of their keys; the first ones, where there is a limit."""
 
     async def find(
         self, table: KeyedTable[Key, Value], keys: Collection[Key], lock: Lock = Lock.NONE

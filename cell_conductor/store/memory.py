@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from msgspec import convert
@@ -77,8 +76,7 @@ class MemoryKeyedRows:
     async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
         """One statement."""
         await self._transaction.statement()
-        values = [value for _, value in sorted(self._rows(table).items(), key=lambda row: row[0])]
-        return (sorted(values, key=attrgetter(table.by)) if table.by else values)[:limit]
+        return [value for _, value in sorted(self._rows(table).items(), key=lambda row: row[0])][:limit]
 
     async def find(
         self, table: KeyedTable[Key, Value], keys: Collection[Key], lock: Lock = Lock.NONE

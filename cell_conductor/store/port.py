@@ -156,7 +156,7 @@ class InstanceStore(Flushed, Protocol):
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts or are to go from them (`desires.EXPECTED_HERE`), and these
-        instances in any state; none whose row cannot be read.
+        instances in any state; those whose record cannot be read as `unreadable_brief`.
         """
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import asyncpg
-import msgspec
 import structlog
-from msgspec import DecodeError
+from msgspec import DecodeError, convert
 from msgspec.structs import replace
 
 from bus.contracts.base import reason_of
@@ -42,14 +42,15 @@ from cell_conductor.domain.instance import (
     NOT_TRIED,
     Brief,
     Instance,
+    unreadable_brief,
 )
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
 from .keyed import KnownDatabase
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
-from .postgres_keyed import PostgresKeyed, PostgresKeyedRows
-from .safety import KEEP, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
+from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
+from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
 
 log = structlog.get_logger(__name__)
 Found = TypeVar("Found")
@@ -74,8 +75,9 @@ NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 DOUBT = f"""
 UPDATE instances SET record = (record::jsonb || jsonb_build_object('doubted', true,
-    'sequence', greatest(coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}) + {LOST_NUMBERS}, $2)))::json
-WHERE state = ANY($1)
+    'sequence', greatest(CASE WHEN record ->> 'sequence' ~ '^[0-9]{{1,15}}$' THEN (record ->> 'sequence')::bigint
+        ELSE {FIRST_SEQUENCE} END + {LOST_NUMBERS}, $2)))::json
+WHERE state = ANY($1) AND json_typeof(record) = 'object'
 """
 
 INSERT = tables.numbered(tables.INSERT)
@@ -89,10 +91,9 @@ SELECT uuid, state, host_uuid,
     attempt, since, newest, source_host_uuid,
     coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
     source_attempt,
-    CASE WHEN record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' THEN (record #>> '{{history,0,attempt}}')::integer
-        ELSE 0 END AS untried,
-    coalesce((record ->> 'doubted')::boolean, false) AS doubted,
-    coalesce((record ->> 'reused_from')::integer, 0) AS reused_from,
+    CASE WHEN record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' THEN record #>> '{{history,0,attempt}}'
+        ELSE '0' END AS untried,
+    coalesce(record ->> 'doubted', 'false') AS doubted, coalesce(record ->> 'reused_from', '0') AS reused_from,
     CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
     coalesce(k.hosts, '{{}}') AS kept
 FROM instances LEFT JOIN (
@@ -127,7 +128,10 @@ ORDER BY uuid LIMIT $2
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
 EXPLAINED = "NOT EXISTS (SELECT FROM unexplained WHERE instance_uuid = ANY({}::uuid[]))"
-UNEXPLAINED = "SELECT record FROM unexplained WHERE instance_uuid = ANY($1::uuid[]) ORDER BY host_uuid, instance_uuid"
+OF_INSTANCES = f"""
+SELECT {row_of(UNEXPLAINED)} FROM unexplained t WHERE instance_uuid = ANY($1::uuid[])
+ORDER BY t.host_uuid, t.instance_uuid
+"""
 
 PURGE = """
 DELETE FROM instances WHERE uuid IN (
@@ -139,7 +143,9 @@ PURGE_FAILED = PURGE.format(states=in_sql(PURGED_FAILED))
 
 def _brief(row: Sequence[Any]) -> Brief:
     state, then = of_text(row[1])
-    return replace(Brief(row[0], state, *row[2:]), then=then)
+    # Not cast by the statement: one that is of another type would fail it for all.
+    fields = row[2:10], convert(row[10:13], tuple[int, bool, int], strict=False), row[13:]
+    return replace(Brief(row[0], state, *chain.from_iterable(fields)), then=then)
 
 
 def _instance(row: Sequence[Any]) -> Instance:
@@ -247,8 +253,7 @@ class PostgresTransaction:
 
     async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
         """One statement, without locks."""
-        found = await self._connection.fetch(UNEXPLAINED, list(uuids))
-        return [msgspec.json.decode(row[0], type=UnexplainedRecord) for row in found]
+        return list(values_of(UNEXPLAINED, await self._connection.fetch(OF_INSTANCES, list(uuids))).values())
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
@@ -331,7 +336,9 @@ class PostgresInstances(SeenStore):
             others = set(instance_uuids).difference(row[0] for row in found)
             if others:
                 found += await connection.fetch(BRIEFS_BY_UUID, list(others))
-        return list(_readable(found, _brief)[0].values())
+        briefs, unreadable = _readable(found, _brief)
+        kept = {row[0]: row[14] for row in found}
+        return [*briefs.values(), *(unreadable_brief(uuid, kept[uuid]) for uuid in sorted(unreadable))]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """The instances that these compute services were commanded to build."""

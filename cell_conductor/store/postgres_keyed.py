@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import asyncpg
-import msgspec
 from msgspec import structs
 
 from bus.persistence.database import Database
@@ -56,9 +55,8 @@ class PostgresKeyedRows:
 
     async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
         """One statement."""
-        order = [f"(record ->> '{table.by}')::float8"] if table.by else []
-        statement = f"SELECT record FROM {table.name} ORDER BY {', '.join([*order, *table.columns])} LIMIT $1"
-        return [msgspec.json.decode(row[0], type=table.type) for row in await self._connection.fetch(statement, limit)]
+        statement = f"SELECT {row_of(table)} FROM {table.name} t ORDER BY {_key_of(table)} LIMIT $1"
+        return list(values_of(table, await self._connection.fetch(statement, limit)).values())
 
     async def find(
         self, table: KeyedTable[Key, Value], keys: Collection[Key], lock: Lock = Lock.NONE
@@ -66,11 +64,10 @@ class PostgresKeyedRows:
         """One statement."""
         columns, arrays = ", ".join(table.columns), ", ".join(_types(table))
         statement = f"""
-SELECT record FROM {table.name} t JOIN unnest({arrays}) AS n ({columns}) USING ({columns}) ORDER BY {columns} {lock}
+SELECT {row_of(table)} FROM {table.name} t JOIN unnest({arrays}) AS n ({columns}) USING ({columns})
+ORDER BY {_key_of(table)} {lock}
 """
-        found = await self._connection.fetch(statement, *_arrays(table, keys))
-        values = [msgspec.json.decode(row[0], type=table.type) for row in found]
-        return {table.key(value): value for value in values}
+        return values_of(table, await self._connection.fetch(statement, *_arrays(table, keys)))
 
     async def put(self, table: KeyedTable[Key, Value], values: Iterable[Value], over: Mapping[Key, Value]) -> None:
         """One statement. Raises Conflict."""
@@ -109,6 +106,21 @@ ORDER BY {columns} ON CONFLICT DO NOTHING
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """One statement."""
         return [row[0] for row in await self._connection.fetch(TOUCHING, host_uuid, after, limit)]
+
+
+def _key_of(table: KeyedTable[Any, Any]) -> str:
+    return ", ".join(f"t.{one}" for one in table.columns)
+
+
+def row_of(table: KeyedTable[Any, Any]) -> str:
+    """The columns of `values_of`."""
+    return ", ".join([*(f"t.{one}::text" for one in table.columns), "t.record"])
+
+
+def values_of(table: KeyedTable[Key, Value], rows: Iterable[Sequence[str]]) -> dict[Key, Value]:
+    """The values of these rows, by their keys."""
+    keyed: Any = {(row[0] if len(table.columns) == 1 else tuple(row[:-1])): row[-1] for row in rows}
+    return {key: table.decoded(key, record) for key, record in keyed.items()}
 
 
 def _types(table: KeyedTable[Any, Any], *more: str) -> list[str]:

@@ -19,11 +19,12 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.cell import UNKNOWN_ATTEMPT
 from bus.contracts.operations import FenceState
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.leases import Lease, next_keeper
-from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_of
+from cell_conductor.domain.report import UNREADABLE, Unexplained, UnexplainedKind, rescan_of
 
 from .keyed import KeyedRows, KeyedStore, KeyedTable, Lock, in_transaction
 
@@ -68,16 +69,45 @@ class UnexplainedRecord(Struct, frozen=True, kw_only=True):
 
 
 AT = ("host_uuid", "instance_uuid")
+# Of one that cannot be read the operator may have said that it is kept.
 UNEXPLAINED: KeyedTable[MachineKey, UnexplainedRecord] = KeyedTable(
-    "unexplained", AT, UnexplainedRecord, attrgetter("place")
+    "unexplained",
+    AT,
+    UnexplainedRecord,
+    attrgetter("place"),
+    lambda place: UnexplainedRecord(
+        machine=Unexplained(place[1], UNKNOWN_ATTEMPT, place[0], UnexplainedKind.QUARANTINED, UNREADABLE),
+        service="",
+        first_seen=0.0,
+        last_seen=0.0,
+        verdict=KEEP,
+    ),
 )
-BREAKERS: KeyedTable[str, Breaker] = KeyedTable("breakers", ("service",), Breaker, attrgetter("service"))
+BREAKERS: KeyedTable[str, Breaker] = KeyedTable(
+    "breakers", ("service",), Breaker, attrgetter("service"), lambda service: Breaker(service=service, tripped_at=0.0)
+)
 # Of hosts that an operator has fenced. Who records a loss holds the fence; it is lifted when its host has no losses
 # left, and stays on record for a while: the message of an older decision would fence a host in use.
-FENCES: KeyedTable[str, Fence] = KeyedTable("fences", ("host_uuid",), Fence, attrgetter("host_uuid"))
+# One that cannot be read proves nothing: the host is to be fenced again.
+FENCES: KeyedTable[str, Fence] = KeyedTable(
+    "fences",
+    ("host_uuid",),
+    Fence,
+    attrgetter("host_uuid"),
+    lambda host: Fence(host_uuid=host, host="", version=0, state=FenceState.LIFTED),
+)
 # No attempt up to this one is wanted there, and its allocation is given up.
-LOSSES: KeyedTable[MachineKey, Loss] = KeyedTable("fence_losses", AT, Loss, attrgetter("place"), by="at")
-LEASES: KeyedTable[str, Lease] = KeyedTable("leases", ("service",), Lease, attrgetter("service"))
+LOSSES: KeyedTable[MachineKey, Loss] = KeyedTable(
+    "fence_losses",
+    AT,
+    Loss,
+    attrgetter("place"),
+    lambda place: Loss(host_uuid=place[0], instance_uuid=place[1], attempt=0, service="", at=0.0),
+)
+# A service whose lease cannot be read may be up, and falls silent as any.
+LEASES: KeyedTable[str, Lease] = KeyedTable(
+    "leases", ("service",), Lease, attrgetter("service"), lambda service: Lease(service=service, epoch=0)
+)
 KEYED: tuple[KeyedTable[Any, Any], ...] = (UNEXPLAINED, BREAKERS, FENCES, LOSSES, LEASES)
 
 
@@ -173,7 +203,7 @@ class Safety(KeyedStore):
         return bool(seen)
 
 
-MAX_LOSSES = 100_000  # read at a time; the oldest are destroyed first
+MAX_LOSSES = 100_000  # read at a time
 
 
 class FenceStore(KeyedStore):
@@ -186,7 +216,7 @@ class FenceStore(KeyedStore):
 
     @in_transaction
     async def losses(self, rows: KeyedRows) -> list[Loss]:
-        """The machines that fenced hosts still have to destroy, oldest first, at most MAX_LOSSES."""
+        """The machines that fenced hosts still have to destroy, at most MAX_LOSSES."""
         return await rows.read(LOSSES, MAX_LOSSES)
 
     @in_transaction

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import CellDelete, InstanceSpec, Selection
+from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, InstanceSpec, Running, Selection
 from bus.contracts.moves import MoveKind
 from bus.faults import DatabaseReplaced, DatabaseUnavailable, Transient
 from bus.persistence.database import Database
@@ -21,9 +21,11 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.desires import Work, in_text, states_where
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
+from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, UnreadableRecords
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
+from cell_conductor.store.safety import KEEP, DecidedMachine
 from lab.simulation.watch import failed_steps
 from tests.kit.waiting import until
 from tests.unit.conductor.world import Queried, Relay, engine_of
@@ -610,11 +612,66 @@ async def test_an_unreadable_record_stops_no_step_of_another_and_its_messages_ar
     before = failed_steps()
     await engine.take([InstanceEvent(A, lost), InstanceEvent(B, lost)], source="leases")
     assert await engine.effective([InstanceEvent(A, lost), InstanceEvent(B, lost)]) == [], "done"
-    assert [one.uuid for one in await store.briefs([], [A, B])] == [B]
+    assert [(one.uuid, one.state is State.ABSENT) for one in await store.briefs([], [A, B])] == [(B, False), (A, True)]
     assert failed_steps() > before
     assert (await engine.known([B]))[B].state is not State.BUILDING, "it has failed over"
     with pytest.raises(UnreadableRecords):
         await engine.take([InstanceEvent(A, lost, "m1"), InstanceEvent(B, lost, "m2")], source="requests")
     with pytest.raises(UnreadableRecords):
         await engine.known([A, B])
+    await store.close()
+
+
+OUR_MACHINE = Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "newer")
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"doubted": "perhaps"}',
+        '{"reused_from": "many"}',
+        '{"reused_from": 1e99}',
+        '{"history": [{"outcome": "not_tried", "attempt": {}}]}',
+        '{"sequence": 1e300}',
+        '"x"',
+        "[]",
+    ],
+)
+async def test_a_record_of_another_type_costs_no_other_its_comparison_or_its_doubt(
+    postgres_url: str, record: str
+) -> None:
+    """One failed each report of its host, and the sweep that recognises a set-back: the cell stood still."""
+    store = PostgresInstances(database := Database(postgres_url, "cell_c1"))
+    await store.open()
+    await insert(store, instance(A), instance(B))
+    await store.safety.record("s", [OUR_MACHINE], 1.0)
+    await store.safety.decide([DecidedMachine(A)], KEEP, "op", 2.0)
+    async with database.raw() as connection:
+        await connection.execute("UPDATE instances SET record = $2::text::json WHERE uuid = $1", A, record)
+    found = {one.uuid: one for one in await store.briefs([HOST], [A, B])}
+    assert set(found) == {A, B} and found[B].state is State.BUILDING and list(found[A].kept) == [HOST]
+    await restored(store)
+    async with store.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    async with store.transaction() as transaction:
+        assert (await transaction.lock([B]))[B].doubted
+    await store.close()
+
+
+@pytest.mark.postgres
+async def test_a_machine_whose_record_cannot_be_read_is_neither_explained_nor_over(postgres_url: str) -> None:
+    """It counted as one without a record: an operator who saw that had it destroyed."""
+    store = PostgresInstances(database := Database(postgres_url, "cell_c1"))
+    await store.open()
+    await insert(store, instance(A, State.DELETED))
+    async with database.raw() as connection:
+        await connection.execute("UPDATE instances SET state = 'later' WHERE uuid = $1", A)
+    runs = Running(instance_uuid=A, attempt=1, deployment="d")
+    host = HostReport(uuid=HOST, name="h", running=(runs,))
+    report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(host,))
+    found = differences(report, await store.briefs([HOST], [A]), deployment="d", now=9.0, grace_s=1.0)
+    assert found == Differences(
+        unexplained=(Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "its record cannot be read"),)
+    )
     await store.close()

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import asyncpg
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from bus.contracts.operations import FenceState
 from bus.persistence.database import Database
+from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.store.keyed import Lock
+from cell_conductor.store.keyed import KeyedTable, Lock
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyedRows
-from cell_conductor.store.safety import DESTROY, FENCES, UNEXPLAINED, UnexplainedRecord
+from cell_conductor.store.safety import DESTROY, FENCES, KEEP, KEYED, UNEXPLAINED, DecidedMachine, UnexplainedRecord
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
@@ -122,3 +126,65 @@ async def test_a_machine_that_another_has_recorded_first_is_not_new(
         await until(lambda: other.fetchval(WAITING))
     found = {one.machine.uuid: one for one in await recording}
     assert found[A] == replace(first, service="t", last_seen=2.0) and found[B].is_new
+
+
+SPOILED = ("{}", "[]", '{"at": "soon"}', '{"version": true, "service": "s"}')
+
+
+@pytest.mark.parametrize("record", SPOILED)
+@pytest.mark.parametrize("table", KEYED, ids=lambda table: table.name)
+async def test_a_record_that_cannot_be_read_costs_only_itself(
+    store: PostgresInstances, other: asyncpg.Connection, table: KeyedTable[Any, Any], record: str
+) -> None:
+    """It failed the read of its whole table: every fence, breaker, lease, loss, or machine of the cell."""
+    await fenced(store)
+    async with store.transaction() as transaction:
+        await transaction.lose([HOST], [LOSS, replace(LOSS, instance_uuid=B)])
+    await store.fences.put(replace(LIFTING, host_uuid=A, state=FenceState.FENCED))
+    await store.safety.record("s", [OURS, replace(OURS, uuid=B)], 2.0)
+    for service in ("s", "t"):
+        await store.safety.trip(Breaker(service=service, tripped_at=3.0, reset_at=4.0))
+    term = await store.leases.keep("p", 60.0, None)
+    assert term is not None
+    down = [Lease(service=service, epoch=5, state=LeaseState.SILENT, since=6.0) for service in ("s", "t")]
+    await store.leases.record(term, down)
+    async with store.fences.keyed.transaction() as rows:
+        before = {table.key(one): one for one in await rows.read(table)}
+    spoiled = next(iter(before))
+    names = [spoiled] if isinstance(spoiled, str) else spoiled
+    where = " AND ".join(f"{name}::text = ${at}" for at, name in enumerate(table.columns, 2))
+    await other.execute(f"UPDATE {table.name} SET record = $1::text::json WHERE {where}", record, *names)
+    counts = table.unread(spoiled)
+    with capture_logs() as logged:
+        async with store.fences.keyed.transaction() as rows:
+            after = {table.key(one): one for one in await rows.read(table)}
+            assert await rows.find(table, before, Lock.UPDATE) == after
+            assert after == {**before, spoiled: counts} and len(before) == 2
+            await rows.put(table, [before[spoiled]], over=after)
+            assert await rows.find(table, [spoiled]) == {spoiled: before[spoiled]}
+    assert {(one["event"], one["table"], one["cause"]) for one in logged} == {
+        ("keyed.unreadable", table.name, " ".join(names))
+    }
+
+
+async def test_what_cannot_be_read_proves_nothing(store: PostgresInstances, other: asyncpg.Connection) -> None:
+    """Nothing is destroyed by it, no host counts as off, and no service as gone."""
+    await fenced(store)
+    async with store.transaction() as transaction:
+        await transaction.lose([HOST], [LOSS])
+    await store.safety.record("s", [OURS], 2.0)
+    await store.safety.decide([DecidedMachine(A)], DESTROY, "op", 2.0)
+    await store.safety.trip(Breaker(service="s", tripped_at=3.0, reset_at=4.0))
+    for table in KEYED:
+        await other.execute(f"UPDATE {table.name} SET record = '{{}}'")
+    breaker = await store.safety.breaker("s")
+    assert breaker is not None and breaker.is_open
+    assert await store.safety.reset("s", "op", 9.0), "as an operator resets any"
+    (machine,) = await store.safety.record("t", [OURS], 3.0)
+    assert machine.verdict == KEEP and [one.verdict for one in await store.safety.records()] == [KEEP]
+    assert await store.fences.fences() == [] and [one.attempt for one in await store.fences.losses()] == [0]
+    newer = replace(LIFTING, state=FenceState.FENCED)
+    assert await store.fences.put(newer) is newer
+    lifting = replace(LIFTING, version=4)
+    await store.fences.put(lifting)
+    assert not await store.fences.lift(HOST, 4, 9.0), "its host may have a machine to destroy"
