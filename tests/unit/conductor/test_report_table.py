@@ -20,6 +20,7 @@ from cell_conductor.domain.report import (
     NO_RECORD,
     RENUMBERED,
     UNNUMBERED,
+    UNREADABLE,
     UNSURE,
     UNTRIED,
     Brief,
@@ -110,7 +111,7 @@ def outcome(
         # With it: what its record does not explain.
         (None, OURS, NO_RECORD),
         (None, replace(OURS, destroying=True), AGREES),
-        (brief(State.ABSENT), OURS, NO_RECORD),
+        (brief(State.ABSENT), OURS, UNREADABLE),
         (brief(State.FAILED, untried=1), OURS, UNTRIED),
         (brief(State.DELETED, untried=1), OURS, RUNS),
         (brief(State.FAILED, 2, untried=1), SECOND, HARMFUL_RUNS),

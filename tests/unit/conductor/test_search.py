@@ -305,6 +305,8 @@ async def test_a_lease_from_before_a_set_back_does_not_count_before_the_sweep_th
     """
     services = Services(s1=(OWN,), s2=())
     conductor = await set_back_with(services, at_rest(), "s1")
+    conductor.table.set_back_at -= 60.0
+    await conductor.store.open()
     conductor.down, conductor.fenced = {"s2"}, {host(2)}
     await put(conductor.store, down("s2", 2, era=conductor.store.set_back.first_number))
     conductor.table.place += 1
