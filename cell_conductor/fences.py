@@ -114,15 +114,17 @@ class FenceKeeper:
             except BaseException:
                 self._is_fresh = False
                 raise
-            self._fences, self._losses, self._read_at = fences, losses, began
+            self._fences, self._read_at = fences, began
+            self._hold(losses)
             self._still_running = {host: runs for host, runs in self._still_running.items() if host in fences}
             self._reload_at = self._clock.monotonic() + RELOAD_S
 
     def on_announced(self, change: HostFence) -> None:
         """Note that a conductor of this cell has recorded a change of a fence."""
         known = self._fences.get(change.host_uuid)
-        is_known = known is not None and known.version >= change.version
-        if change.cell == self._cell and (change.state is FenceState.LIFTED) == is_known:
+        version = -1 if known is None else known.version
+        is_lifted = change.state is FenceState.LIFTED and version == change.version
+        if change.cell == self._cell and (is_lifted or version < change.version):
             self._is_fresh = False
 
     async def run(self) -> None:
@@ -249,20 +251,21 @@ class FenceKeeper:
         of another one shows nothing of the first one's machines: the two may have two hosts of one uuid. The fence is
         the proof: no record has to explain them, and no breaker counts them.
         """
-        if not any(host.uuid in self._fences for host in report.hosts):
+        fences = self._fences  # a fence may be lifted while the losses of its host are looked at
+        if not any(host.uuid in fences for host in report.hosts):
             return report, []
         rescans, gone = list[tuple[str, str]](), list[Loss]()
         hosts: list[HostReport] = []
         for host in report.hosts:
-            if host.running is None or host.uuid not in self._fences:
+            if host.running is None or host.uuid not in fences:
                 hosts.append(host)
                 continue
             losses = {loss.instance_uuid: loss for place, loss in self._losses.items() if place[0] == host.uuid}
             listed = {one.instance_uuid for one in host.running}
             gone += [losses.pop(uuid) for uuid in await self._kept_on(host.uuid, losses.keys() & listed)]
             kept = await self._destroy_lost(host.running, losses, report.service, deployment)
-            if (rescan := self._fences[host.uuid].rescan) in report.rescans:
-                self._note_running(host.uuid, report.service, kept, deployment, has_passed)
+            if (rescan := fences[host.uuid].rescan) in report.rescans:
+                self._note_running(fences[host.uuid], report.service, kept, deployment, has_passed)
             elif any(one.deployment == deployment for one in kept) or any(
                 name == report.service or has_passed(host.uuid, name) for name in self._still_running.get(host.uuid, ())
             ):
@@ -302,7 +305,7 @@ class FenceKeeper:
 
     def _note_running(
         self,
-        host_uuid: str,
+        fence: Fence,
         service: str,
         listed: Sequence[Running],
         deployment: str,
@@ -313,10 +316,10 @@ class FenceKeeper:
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-        before = self._still_running.get(host_uuid, {})
-        self._still_running[host_uuid] = {
-            **{name: found for name, found in before.items() if not has_passed(host_uuid, name)},
-            service: RunningAfterFence(self._fences[host_uuid].version, attempts),
+        before = self._still_running.get(fence.host_uuid, {})
+        self._still_running[fence.host_uuid] = {
+            **{name: found for name, found in before.items() if not has_passed(fence.host_uuid, name)},
+            service: RunningAfterFence(fence.version, attempts),
         }
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
@@ -334,5 +337,8 @@ class FenceKeeper:
             return
         await self._store.fences.delete_losses(losses)
         gone = {loss.place for loss in losses}
-        self._losses = {place: loss for place, loss in self._losses.items() if place not in gone}
-        self._listed_by = {place: names for place, names in self._listed_by.items() if place in self._losses}
+        self._hold({place: loss for place, loss in self._losses.items() if place not in gone})
+
+    def _hold(self, losses: Mapping[tuple[str, str], Loss]) -> None:
+        self._losses = losses
+        self._listed_by = {place: names for place, names in self._listed_by.items() if place in losses}

@@ -182,7 +182,7 @@ class ScanFindings(Struct):
     quarantined: list[Unexplained] = []
 
 
-# At most this many hosts of all services are remembered; reports of hosts beyond them are never doubted.
+# At most this many hosts of all services are remembered; one that lists more counts as not having listed all.
 MAX_HOSTS = 1_000_000
 NO_RING = (0, 0)
 
@@ -221,9 +221,10 @@ class Listings:
         if first and first != listed.first:
             listed.first, listed.pages = first, set()
         for host in report.hosts:
-            if host.uuid in self._listers or len(self._listers) < MAX_HOSTS:
-                listed.hosts[host.uuid] = listed.first
-                self._listers.setdefault(host.uuid, {})[report.service] = None
+            if host.uuid not in self._listers and len(self._listers) >= MAX_HOSTS:
+                return  # the page does not count as received: its service may have what is not remembered
+            listed.hosts[host.uuid] = listed.first
+            self._listers.setdefault(host.uuid, {})[report.service] = None
         if not first:
             return
         listed.pages.add(report.sequence)

@@ -199,7 +199,7 @@ class LeaseTable:
         A digest from before that may come later, and is not adopted. One that is up is kept: it sends heartbeats.
         """
         self.remove([service])
-        if service in self._forgotten or len(self._forgotten) < MAX_SERVICES:
+        if service not in self._held and (service in self._forgotten or len(self._forgotten) < MAX_SERVICES):
             self._forgotten[service] = at
 
     def advance_clock(self, now_s: float) -> None:

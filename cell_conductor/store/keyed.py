@@ -98,6 +98,11 @@ class KnownDatabase(Struct):
     deployment: str = ""
     set_back: SetBack = SetBack()
 
+    @property
+    def state(self) -> tuple[str, float]:
+        """What a write is guarded by: its identity, and when it was set back."""
+        return self.deployment, self.set_back.at
+
 
 class Unrecognised(Transient):
     """The database was set back, and this process has not recognised that: a sweep will."""

@@ -99,7 +99,7 @@ class MemoryKeyedRows:
         self._transaction.will(partial(_drop, self._rows(table), list(keys)))
 
     async def expect_known(self) -> None:
-        """One statement."""
+        """One statement. Raises Unrecognised."""
         await self._transaction.statement()
         if not _is_known(self._table, self._seen):
             raise Unrecognised
@@ -297,8 +297,7 @@ class MemoryInstanceRows:
 
 
 def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
-    is_seen = (table.deployment, table.set_back_at) == (seen.deployment, seen.set_back.at)
-    return table.origin == table.place and is_seen
+    return table.origin == table.place and (table.deployment, table.set_back_at) == seen.state
 
 
 def _key(uuid: str) -> tuple[str, str]:

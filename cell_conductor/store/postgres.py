@@ -191,7 +191,7 @@ class PostgresInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
         statement = GuardedStatement()
-        statement.expect(f"EXISTS ({tables.KNOWN})", self._seen.deployment, self._seen.set_back.at)
+        statement.expect(f"EXISTS ({tables.KNOWN})", *self._seen.state)
         if writes.message_ids:
             statement.expect(tables.NEVER_SEEN, writes.message_ids)
             statement.add("seen", tables.SEEN, writes.message_ids, rows=len(writes.message_ids))
@@ -310,8 +310,7 @@ class PostgresInstances(SeenStore):
     async def has_due(self, now: float) -> bool:
         """One statement. A database without its identity has been emptied: the sweep finds that out."""
         async with self._database.single() as connection:
-            seen = self._seen
-            return await connection.fetchval(NOTHING_DUE, now, seen.deployment, seen.set_back.at) is not True
+            return await connection.fetchval(NOTHING_DUE, now, *self._seen.state) is not True
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[PostgresTransaction]:

@@ -93,10 +93,10 @@ ORDER BY {columns} ON CONFLICT DO NOTHING
         await self._connection.execute(statement, *_arrays(table, keys))
 
     async def expect_known(self) -> None:
-        """One statement."""
+        """One statement. Raises Unrecognised."""
         if (seen := self._seen) is None:
             return
-        if not await self._connection.fetchval(tables.KNOWN.format("$1", "$2"), seen.deployment, seen.set_back.at):
+        if not await self._connection.fetchval(tables.KNOWN.format("$1", "$2"), *seen.state):
             raise Unrecognised
 
     async def is_needed(self, fence_of: str) -> bool:
@@ -171,7 +171,7 @@ class PostgresKeyed:
     def _guarded(self) -> GuardedStatement:
         assert self._seen is not None
         statement = GuardedStatement()
-        statement.expect(f"EXISTS ({tables.KNOWN})", self._seen.deployment, self._seen.set_back.at)
+        statement.expect(f"EXISTS ({tables.KNOWN})", *self._seen.state)
         return statement
 
     async def _is_met(self, statement: GuardedStatement) -> bool:

@@ -100,6 +100,54 @@ async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fe
     assert [(type(one), one.version, one.state) for one in reports] == [(HostFence, 6, FenceState.LIFTED)]
 
 
+@pytest.mark.parametrize(
+    ("known", "state", "version", "is_read"),
+    [
+        (5, FenceState.LIFTED, 6, True),
+        (5, FenceState.LIFTED, 5, True),
+        (7, FenceState.LIFTED, 6, False),
+        (5, FenceState.FENCED, 5, False),
+        (5, FenceState.LIFTING, 6, True),
+        (0, FenceState.FENCED, 1, True),
+    ],
+)
+async def test_a_change_that_another_conductor_announces_is_read_soon(
+    known: int, state: FenceState, version: int, *, is_read: bool
+) -> None:
+    """Of a fence that another lifted at once by a later decision it went on for half a minute."""
+    store = await opened_store()
+    if known:
+        await store.fences.put(Fence(host_uuid=HOST, host="h1", version=known))
+    keeper = keeper_of(HeldReads(store))
+    await keeper.load()
+    keeper.on_announced(HostFence(cell="c1", host_uuid=HOST, version=version, state=state))
+    assert keeper._is_fresh is not is_read
+
+
+async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_report() -> None:
+    store = await opened_store()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
+    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)
+    async with store.transaction() as transaction:
+        await transaction.lose([HOST], [loss])
+    keeper = keeper_of(HeldReads(store))
+    await keeper.load()
+
+    async def lifted_meanwhile(*_: object) -> list[str]:
+        await store.fences.delete_losses([loss])
+        await store.fences.put(Fence(host_uuid=HOST, host="h1", version=2, state=FenceState.LIFTING))
+        assert await store.fences.lift(HOST, 2, 9.0)
+        await keeper.load()
+        return []
+
+    keeper._kept_on = lifted_meanwhile  # type: ignore[method-assign]
+    report = ComputeHosts(
+        service="s", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h1", running=()),)
+    )
+    assert (await keeper.without_losses(report, "d"))[0] == report
+    assert keeper.known == {}
+
+
 async def test_a_loss_recorded_during_a_read_makes_another_read_due() -> None:
     store = await opened_store()
     fences = HeldReads(store)

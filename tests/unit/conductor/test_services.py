@@ -249,6 +249,30 @@ async def test_one_that_sends_heartbeats_is_not_dropped() -> None:
     assert set(keeper.forgotten()) == set()
 
 
+async def test_one_that_was_up_is_not_forgotten_when_it_is_dropped_later() -> None:
+    """It was stated to be gone while it was up here: later its host was not looked at, where a machine may run."""
+    table = LeaseTable(MISSED)
+    table.renew("s3", 6, 1, at=100.0)
+    table.forget("s3", 200.0)
+    table.renew("s3", 6, 2, at=300.0, stopping=True)
+    table.remove(["s3"])
+    assert table.forgotten == frozenset() and not table.leases
+
+
+def test_a_service_whose_hosts_are_not_all_remembered_has_not_listed_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as off once those that were remembered were fenced."""
+    monkeypatch.setattr("cell_conductor.domain.breaker.MAX_HOSTS", 1)
+    listings = Listings()
+    listings.note(listing("s1", 1, pages=1, first_sequence=1))
+    assert set(listings.all_of("s1", 1)) == {host(1)}
+    more = listing("s1", 1, pages=1, first_sequence=1)
+    listings.note(
+        replace(more, sequence=2, first_sequence=2, hosts=(*more.hosts, replace(more.hosts[0], uuid=host(2))))
+    )
+    listings.note(replace(more, service="s2", hosts=(replace(more.hosts[0], uuid=host(2)),)))
+    assert listings.all_of("s2", 1) == () and listings.unlisted(["s2"]) == {"s2"} and listings.may_have("s2", host(2))
+
+
 async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     """A move in doubt was held for as long as a service was down, and for ever by one that is gone."""
     moved = {UUID: held().instance}
