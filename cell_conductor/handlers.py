@@ -317,8 +317,7 @@ class HostHandlers:
         await self._request_rescan(report, rescans)
 
     def _may_have(self, service: str, host: str) -> bool:
-        up = self._up()
-        return (up is None or service in up) and self._listings.may_have(service, host)
+        return not self._owners.has_passed(host, service)
 
     def _note_listed(self, report: ComputeHosts) -> None:
         """Log and count the hosts of this report that another service which is up lists, too, when that changes."""

@@ -216,7 +216,7 @@ def differences(
 ) -> Differences:
     """The disagreements of a report and the record. The state machine decides about them; most reports agree.
 
-    may_have(service, host): whether that service is up, and lists the host or has not listed all its hosts. Then the
+    may_have(service, host): whether that service may have the host still, which has not passed to another one. Then the
     report of another service shows nothing about the machines there: they may have two hosts of one uuid.
     grace_s: a record that is younger causes no scan, because most of what such a report lacks is under way.
     This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.

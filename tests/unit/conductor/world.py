@@ -121,10 +121,18 @@ def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> Re
 class Told:
     """What reports are told of the leases."""
 
-    def __init__(self, leases: Any = ALONE, up: Any = tuple, outdated: Any = lambda _service, _epoch: None) -> None:
+    def __init__(
+        self,
+        leases: Any = ALONE,
+        up: Any = tuple,
+        outdated: Any = lambda _service, _epoch: None,
+        gone: Collection[str] = (),
+    ) -> None:
         self._leases = leases
         self.up = up
         self.note_outdated = outdated
+        if gone:
+            self.is_gone = gone.__contains__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._leases, name)
@@ -132,7 +140,7 @@ class Told:
 
 def hosts_of(*parts: Any, **named: Any) -> HostHandlers:
     """Handlers of reports that are alone but for these."""
-    told: Any = Told(**{name: named.pop(name) for name in ("leases", "up", "outdated") if name in named})
+    told: Any = Told(**{name: named.pop(name) for name in ("leases", "up", "outdated", "gone") if name in named})
     return HostHandlers(*parts, leases=told, **{"listings": Listings(), "fences": ALONE, **named})
 
 
