@@ -27,6 +27,7 @@ from bus.service.service import Service
 from . import metrics
 from .config import ConductorConfig
 from .domain.breaker import Listings
+from .domain.desires import PURGED, PURGED_FAILED
 from .domain.report import UnexplainedKind
 from .engine import Engine
 from .fences import FenceKeeper
@@ -231,9 +232,9 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
         deleted = failed = 0
         try:
             before = clock.time() - config.deleted_retention_s
-            deleted = await store.purge_deleted(before, config.purge_batch)
+            deleted = await store.purge(PURGED, before, config.purge_batch)
             await store.fences.purge_lifted(before, config.purge_batch)
-            failed = await store.purge_failed(clock.time() - config.failed_retention_s, config.purge_batch)
+            failed = await store.purge(PURGED_FAILED, clock.time() - config.failed_retention_s, config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
         if max(deleted, failed) < config.purge_batch:

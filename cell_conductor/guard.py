@@ -10,8 +10,7 @@ keeper of its leases, notifies the owner of such a host, or releases the hosts.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Container, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -45,6 +44,7 @@ from .domain.report import (
     is_ordered,
 )
 from .domain.set_back import SetBack
+from .lease_keeper import LeaseKeeper
 from .store.port import InstanceStore, UnreadableRecords
 from .store.safety import ADOPT, DESTROY, KEEP, MachineKey, UnexplainedRecord
 
@@ -142,6 +142,28 @@ class Guard:
         for place in places - left:
             del self._recorded[place]
         return [(one.place[0], one.rescan) for one in found if one not in gone]
+
+    async def reserve(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> None:
+        """Send the machines to reserve for those hosts of a page that have others reserved."""
+        wrong = misreserved(report, unexplained)
+        if not wrong:
+            return
+        uuids = sorted({one.instance_uuid for machines in wrong.values() for one in machines})
+        async with self._store.transaction() as transaction:
+            try:
+                records = await transaction.lock(uuids) if uuids else {}
+            except UnreadableRecords as unreadable:  # as of one without a record: it is not known what they take
+                records = await transaction.lock(sorted(set(uuids) - unreadable.uuids))
+        metrics.RESERVED.labels(report.service).inc()
+        log.warning("quarantine.reserve", service=report.service, hosts=len(wrong), machines=len(uuids))
+        for page in pages(wrong):
+            order = ReserveMachines(
+                service=report.service,
+                epoch=report.epoch,
+                sequence=report.sequence,
+                hosts=tuple(reserved_on(host, wrong[host], records) for host in page),
+            )
+            await self._bus.publish(order, cause=report.service)
 
     async def is_open(self, service: str) -> bool:
         """Whether the breaker of this service holds all harmful events back."""
@@ -297,27 +319,10 @@ class Guard:
             metrics.UNEXPLAINED.labels(one.kind).inc()
 
 
-class Leases(Protocol):
-    """The leases as this conductor has them (`lease_keeper.LeaseKeeper`)."""
-
-    @property
-    def is_keeper(self) -> bool:
-        """Whether this conductor is the keeper."""
-
-    def is_gone(self, service: str) -> bool:
-        """Whether a service is gone for good; meaningful at the keeper."""
-
-    def up(self) -> Collection[str] | None:
-        """The services that are up (None: not known yet)."""
-
-    def note_outdated(self, service: str, epoch: int) -> None:
-        """A report came whose epoch is below this one of the same service."""
-
-
 class HostOwners:
     """One conductor's answers to services that were refused hosts."""
 
-    def __init__(self, bus: Bus, listings: Listings, leases: Leases) -> None:
+    def __init__(self, bus: Bus, listings: Listings, leases: LeaseKeeper) -> None:
         self._bus = bus
         self._listings = listings
         self._leases = leases
@@ -357,33 +362,3 @@ class HostOwners:
         if kept:
             contest = HostsContested(service=owner, other=report.service, hosts=tuple(kept))
             await self._bus.publish(contest, cause=report.service)
-
-
-class QuarantineReservations:
-    """One conductor's."""
-
-    def __init__(self, store: InstanceStore, bus: Bus) -> None:
-        self._store = store
-        self._bus = bus
-
-    async def reserve(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> None:
-        """Send the machines to reserve for those hosts of a page that have others reserved."""
-        wrong = misreserved(report, unexplained)
-        if not wrong:
-            return
-        uuids = sorted({one.instance_uuid for machines in wrong.values() for one in machines})
-        async with self._store.transaction() as transaction:
-            try:
-                records = await transaction.lock(uuids) if uuids else {}
-            except UnreadableRecords as unreadable:  # as of one without a record: it is not known what they take
-                records = await transaction.lock(sorted(set(uuids) - unreadable.uuids))
-        metrics.RESERVED.labels(report.service).inc()
-        log.warning("quarantine.reserve", service=report.service, hosts=len(wrong), machines=len(uuids))
-        for page in pages(wrong):
-            order = ReserveMachines(
-                service=report.service,
-                epoch=report.epoch,
-                sequence=report.sequence,
-                hosts=tuple(reserved_on(host, wrong[host], records) for host in page),
-            )
-            await self._bus.publish(order, cause=report.service)

@@ -60,7 +60,7 @@ from .domain.report import Differences, Newest, differences
 from .domain.steps import cut
 from .engine import Engine, Unsearched
 from .fences import FenceKeeper
-from .guard import Guard, HostOwners, Leases, QuarantineReservations
+from .guard import Guard, HostOwners
 from .lease_keeper import LeaseKeeper
 from .search import MachineSearch, Searched
 from .store.port import InstanceStore
@@ -253,7 +253,7 @@ class HostHandlers:
         *,
         listings: Listings,
         fences: FenceKeeper,
-        leases: Leases,
+        leases: LeaseKeeper,
     ) -> None:
         """listings: what it receives. leases: which services are up, and which are gone for good."""
         self._engine = engine
@@ -269,7 +269,6 @@ class HostHandlers:
         self._guard = Guard(
             store, bus, clock, config, effective=engine.effective, adopt=engine.adopt, may_have=self._may_have
         )
-        self._reservations = QuarantineReservations(store, bus)
         self._bus = bus
         self._owners = HostOwners(bus, listings, leases)
 
@@ -306,7 +305,7 @@ class HostHandlers:
         else:
             found, words = Differences(), set()
         await self._take(report.service, found.events)
-        await self._reservations.reserve(report, found.unexplained)
+        await self._guard.reserve(report, found.unexplained)
         rescans += await self._guard.forget(report, found.unexplained, words)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)

@@ -146,19 +146,9 @@ class LeaseKeeper:
             if isinstance(received.message, HostFence):
                 self._on_fence(received.message)
             beat = received.message
-            if isinstance(beat, Heartbeat) and beat.cell == self._cell:
-                changed = self._table.renew(
-                    beat.service,
-                    beat.epoch,
-                    beat.sequence,
-                    at=at,
-                    interval_s=beat.interval_s,
-                    stopping=beat.stopping,
-                    ring=beat.ring,
-                )
-                if changed:
-                    lease = self._table.leases[beat.service]
-                    log.info("service.state", service=beat.service, state=lease.state, reason=lease.reason)
+            if isinstance(beat, Heartbeat) and beat.cell == self._cell and self._table.renew(beat, at):
+                lease = self._table.leases[beat.service]
+                log.info("service.state", service=beat.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
 
     def _forget(self, gone: ServiceGone) -> None:

@@ -93,8 +93,8 @@ async def enter(env: Environment, repairs: dict[str, AuditRepair], who: str, why
     ]
     try:
         async with database.raw() as connection:
-            await objects.lock(connection)
-            author = ChangeAuthor(who, why, env.clock.time())
-            await objects.write(connection, changed, author)
+            rows = objects.ObjectRows(connection)
+            await rows.lock_objects()
+            await rows.write_objects(changed, ChangeAuthor(who, why, env.clock.time()))
     finally:
         await database.close()

@@ -17,6 +17,8 @@ from enum import StrEnum
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.cell import Heartbeat
+
 from .set_back import SetBack
 
 # The most that a pause between two deliveries counts. The keeper's digests arrive more often than that.
@@ -224,18 +226,9 @@ class LeaseTable:
                 members.setdefault(held.ring, []).append(service)
         return {ring: tuple(services) for ring, services in members.items()}
 
-    def renew(
-        self,
-        service: str,
-        epoch: int,
-        sequence: int,
-        *,
-        at: float,
-        interval_s: float = 0.0,
-        stopping: bool = False,
-        ring: str | None = None,
-    ) -> bool:
+    def renew(self, beat: Heartbeat, at: float) -> bool:
         """Apply one message of a service; at: seconds since the epoch. True: its state or its epoch has changed."""
+        service, epoch, sequence = beat.service, beat.epoch, beat.sequence
         if not (0 <= epoch <= _LAST and 0 <= sequence <= _LAST):
             return False  # no service of ours
         held = self._held.get(service)
@@ -248,9 +241,9 @@ class LeaseTable:
             self.note_outdated(service, before.epoch)
         if (epoch, sequence) <= (before.epoch, held.sequence):
             return False
-        interval_s = interval_s if interval_s > 0 else before.interval_s
-        held.sequence, held.beat_at, held.ring = sequence, self._clock, ring
-        if stopping:
+        interval_s = beat.interval_s if beat.interval_s > 0 else before.interval_s
+        held.sequence, held.beat_at, held.ring = sequence, self._clock, beat.ring
+        if beat.stopping:
             held.sequence = _LAST
             held.lease = replace(
                 before, epoch=epoch, interval_s=interval_s, state=LeaseState.STOPPED, since=at, reason="it was stopped"

@@ -22,8 +22,6 @@ from cell_conductor.domain.desires import (
     EXPECTED_HERE,
     IN_DOUBT_AFTER_SET_BACK,
     LEFT_WITH_ITS_SERVICE,
-    PURGED,
-    PURGED_FAILED,
     REFUSED,
 )
 from cell_conductor.domain.fences import Fence, Loss
@@ -384,19 +382,12 @@ class MemoryInstances(SeenStore):
             found = sorted(self._table.instances.items())
             return [uuid for uuid, instance in found if is_at(instance, service, fenced)][:limit]
 
-    async def purge_deleted(self, before: float, limit: int) -> int:
-        """Delete instances that were deleted before this time, up to a bound."""
-        return await self._purge(PURGED, before, limit)
-
-    async def purge_failed(self, before: float, limit: int) -> int:
-        """Delete instances that failed before this time, up to a bound."""
-        return await self._purge(PURGED_FAILED, before, limit)
-
-    async def _purge(self, states: Collection[Phase], before: float, limit: int) -> int:
+    async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
+        """Those that no transaction holds."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             instances = self._table.instances
-            over = [i for i in instances.values() if i.phase in states and i.since < before]
+            over = [i for i in instances.values() if i.phase in phases and i.since < before]
             gone = [i.uuid for i in over if transaction.is_free(("instance", i.uuid))][:limit]
             await transaction.lock([("instance", uuid) for uuid in sorted(gone)])
             transaction.will(partial(_drop, instances, gone))

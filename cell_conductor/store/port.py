@@ -14,7 +14,7 @@ from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.fences import Loss
-from cell_conductor.domain.instance import Brief, Instance
+from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.set_back import SetBack
 
 from .keyed import KnownDatabase
@@ -167,13 +167,10 @@ class InstanceStore(Flushed, Protocol):
         uuids.
         """
 
-    async def purge_deleted(self, before: float, limit: int) -> int:
-        """Delete instances that ended as deleted (or were deleted unbuilt) before this time, up to a bound; returns how
-        many.
+    async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
+        """Delete instances that are in one of these phases since before this time, up to a bound; returns how many.
+        phases: `desires.PURGED` or `desires.PURGED_FAILED`, which have indexes.
         """
-
-    async def purge_failed(self, before: float, limit: int) -> int:
-        """Delete instances that ended as failed before this time, up to a bound; returns how many."""
 
 
 class InstanceWrites(WriteSet, kw_only=True):

@@ -29,8 +29,6 @@ from cell_conductor.domain.desires import (
     IN_DOUBT_AFTER_SET_BACK,
     LEFT_WITH_ITS_SERVICE,
     NOT_HERE,
-    PURGED,
-    PURGED_FAILED,
     REFUSED,
     in_sql,
     in_text,
@@ -42,6 +40,7 @@ from cell_conductor.domain.instance import (
     NOT_TRIED,
     Brief,
     Instance,
+    Phase,
     unreadable_brief,
 )
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
@@ -137,8 +136,6 @@ PURGE = """
 DELETE FROM instances WHERE uuid IN (
     SELECT uuid FROM instances WHERE state IN ({states}) AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
-PURGE_DELETED = PURGE.format(states=in_sql(PURGED))
-PURGE_FAILED = PURGE.format(states=in_sql(PURGED_FAILED))
 
 
 def _brief(row: Sequence[Any]) -> Brief:
@@ -349,15 +346,8 @@ class PostgresInstances(SeenStore):
         async with self._database.raw() as connection:
             return [row[0] for row in await connection.fetch(AT_SERVICE, service, limit)]
 
-    async def purge_deleted(self, before: float, limit: int) -> int:
-        """Delete instances that were deleted before this time, up to a bound."""
-        return await self._purge(PURGE_DELETED, before, limit)
-
-    async def purge_failed(self, before: float, limit: int) -> int:
-        """Delete instances that failed before this time, up to a bound."""
-        return await self._purge(PURGE_FAILED, before, limit)
-
-    async def _purge(self, statement: str, before: float, limit: int) -> int:
+    async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
+        """Those that no transaction holds."""
         async with self._database.raw() as connection:
-            status: str = await connection.execute(statement, before, limit)
+            status: str = await connection.execute(PURGE.format(states=in_sql(phases)), before, limit)
         return int(status.rpartition(" ")[2])

@@ -71,32 +71,11 @@ DELETE FROM object_log WHERE (revision, kind, name) IN (
 """
 
 
-async def lock(connection: asyncpg.Connection) -> RecordedObjects:
-    """All objects, locked until the end of the transaction. The row of the revision is the lock."""
-    revision = await connection.fetchval(f"{REVISION} FOR UPDATE")
-    return RecordedObjects(revision, await _objects(connection))
-
-
 async def read(connection: asyncpg.Connection, unless: int) -> RecordedObjects | None:
     """All objects; None when the revision is `unless`."""
     # The revision is read first: a later change is newer than it, and is read again.
     revision = await connection.fetchval(REVISION)
     return None if revision == unless else RecordedObjects(revision, await _objects(connection))
-
-
-async def write(connection: asyncpg.Connection, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
-    """Write objects that are locked, and their log. Five statements, whatever their number. Returns the revision."""
-    kept = [one for one in changed if one.after is not None]
-    gone = [one for one in changed if one.after is None]
-    run = connection.execute
-    revision = int(await connection.fetchval(NEXT_REVISION))
-    who, why = clean(author.who), clean(author.why)
-    await run(UPSERT, *_keys(kept), [_text(one.after) for one in kept], revision, author.at, who)
-    await run(DELETE, *_keys(gone))
-    before, after = [_text(one.before) for one in changed], [_text(one.after) for one in changed]
-    await run(LOG, *_keys(changed), before, after, revision, author.at, who, why, author.forced)
-    await run(TRIM, MAX_LOG_ENTRIES)
-    return revision
 
 
 def entries(found: Iterable[asyncpg.Record]) -> list[ObjectLogEntry]:
@@ -195,28 +174,65 @@ NO_LIMIT = 2**31 - 1
 _record = msgspec.json.Decoder(DrainRecord).decode
 
 
-async def lock_drain(connection: asyncpg.Connection, drain: str, now: float, limit: int) -> OpenDrain | None:
-    """A drain, locked by its object's row, with its instances that are under way and that are due."""
-    body = await connection.fetchval(LOCK, drain)
-    if body is None:
-        return None
-    rows = await connection.fetch(IN_STATE, drain, UNDER_WAY.value, float("inf"), NO_LIMIT)
-    rows += await connection.fetch(IN_STATE, drain, WAITING.value, now, limit)
-    found = await count_moves(connection, [drain])
-    return OpenDrain(
-        record=_record(body),
-        open=tuple(tables.read(row, DrainMove) for row in rows),
-        counts=found.get(drain, {}),
-        last_begun_at=await connection.fetchval(LAST_BEGUN, drain),
-    )
+class ObjectRows:
+    """The rows of objects and drains in one transaction on this connection."""
 
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
 
-async def count_moves(connection: asyncpg.Connection, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
-    """How many instances they have, by state."""
-    found: dict[str, dict[DrainMoveState, int]] = {}
-    for drain, state, count in await connection.fetch(COUNTS, drains):
-        found.setdefault(drain, {})[DrainMoveState(state)] = count
-    return found
+    async def lock_objects(self) -> RecordedObjects:
+        """The row of their revision is the lock."""
+        revision = await self._connection.fetchval(f"{REVISION} FOR UPDATE")
+        return RecordedObjects(revision, await _objects(self._connection))
+
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+        """Five statements, whatever their number."""
+        kept = [one for one in changed if one.after is not None]
+        gone = [one for one in changed if one.after is None]
+        run = self._connection.execute
+        revision = int(await self._connection.fetchval(NEXT_REVISION))
+        who, why = clean(author.who), clean(author.why)
+        await run(UPSERT, *_keys(kept), [_text(one.after) for one in kept], revision, author.at, who)
+        await run(DELETE, *_keys(gone))
+        before, after = [_text(one.before) for one in changed], [_text(one.after) for one in changed]
+        await run(LOG, *_keys(changed), before, after, revision, author.at, who, why, author.forced)
+        await run(TRIM, MAX_LOG_ENTRIES)
+        return revision
+
+    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
+        """By the row of its object."""
+        body = await self._connection.fetchval(LOCK, drain)
+        if body is None:
+            return None
+        rows = await self._connection.fetch(IN_STATE, drain, UNDER_WAY.value, float("inf"), NO_LIMIT)
+        rows += await self._connection.fetch(IN_STATE, drain, WAITING.value, now, limit)
+        found = await self.drain_counts([drain])
+        return OpenDrain(
+            record=_record(body),
+            open=tuple(tables.read(row, DrainMove) for row in rows),
+            counts=found.get(drain, {}),
+            last_begun_at=await self._connection.fetchval(LAST_BEGUN, drain),
+        )
+
+    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
+        """One statement."""
+        if moves:
+            await self._connection.execute(PUT_MOVES, *tables.columns(moves, tables.DRAIN_MOVES))
+
+    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
+        """Along the primary key."""
+        return [tables.read(row, DrainMove) for row in await self._connection.fetch(MOVES, drain, limit)]
+
+    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
+        """One statement."""
+        found: dict[str, dict[DrainMoveState, int]] = {}
+        for drain, state, count in await self._connection.fetch(COUNTS, drains):
+            found.setdefault(drain, {})[DrainMoveState(state)] = count
+        return found
+
+    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
+        """One statement."""
+        await self._connection.execute(DROP_MOVES, drains)
 
 
 def opened(record: DrainRecord, moves: Iterable[DrainMove], now: float, limit: int) -> OpenDrain:

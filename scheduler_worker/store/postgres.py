@@ -9,9 +9,8 @@ import asyncpg
 import structlog
 
 from bus.contracts.build import BuildQuery, BuildRecord
-from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
-from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
+from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
@@ -26,8 +25,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
     is_search,
 )
-from scheduler_worker.domain.drains import DrainMove, OpenDrain
-from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
+from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.store import objects, tables
 from scheduler_worker.store.port import (
@@ -51,15 +49,12 @@ UPDATE_MOVES = tables.numbered(tables.UPDATE_MOVES)
 
 READ_VERSIONS = f"SELECT xmin, {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
-LOCK = (
-    f"SELECT {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
-)
-
 # The order does not depend on the plan that an UPDATE gets: for a large batch it may scan the table, and lock in that
 # order.
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
 READ = f"SELECT {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
+LOCK = f"{READ} ORDER BY instance_uuid FOR UPDATE"
 
 # Along an index, whose order is that of the answer; builds that were requested together have one time. For a column
 # without an index a bounded number of builds is examined.
@@ -170,11 +165,11 @@ class PostgresBuildRows:
         return Committed(written["version"], written["outbox_rows"])
 
 
-class PostgresUnit:
+class PostgresUnit(objects.ObjectRows):
     """One transaction on one connection, which locks what it reads."""
 
     def __init__(self, connection: asyncpg.Connection, cache: VersionCache[RecordedBuild]) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._cache = cache
         self.outbox: list[OutboxMessage] = []
         self.rows: Sequence[int] = ()
@@ -262,36 +257,6 @@ class PostgresUnit:
         """The columns that a cell can change."""
         if moves:
             await self._connection.execute(UPDATE_MOVES, *tables.columns(moves, tables.ANNOUNCED, now))
-
-    async def lock_objects(self) -> RecordedObjects:
-        """By the row of their revision."""
-        return await objects.lock(self._connection)
-
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
-        """A few statements, whatever their number."""
-        return await objects.write(self._connection, changed, author)
-
-    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
-        """By the row of its object."""
-        return await objects.lock_drain(self._connection, drain, now, limit)
-
-    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
-        """One statement."""
-        if moves:
-            await self._connection.execute(objects.PUT_MOVES, *tables.columns(moves, tables.DRAIN_MOVES))
-
-    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
-        """Along the primary key."""
-        found = await self._connection.fetch(objects.MOVES, drain, limit)
-        return [tables.read(row, DrainMove) for row in found]
-
-    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
-        """One statement."""
-        return await objects.count_moves(self._connection, drains)
-
-    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
-        """One statement."""
-        await self._connection.execute(objects.DROP_MOVES, drains)
 
 
 class PostgresBuilds(UnitStore):

@@ -18,7 +18,7 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.desires import Work, in_text, states_where
+from cell_conductor.domain.desires import PURGED, PURGED_FAILED, Work, in_text, states_where
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
@@ -508,10 +508,10 @@ async def test_what_is_not_committed_is_seen_by_no_other_transaction(make: Make,
 
 async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore) -> None:
     await insert(store, instance(A, State.FAILED), instance(B, State.DELETED), instance(C, State.ACTIVE))
-    assert await store.purge_failed(3.0, 10) == 0  # they failed at 3.0
-    assert await store.purge_failed(3.5, 10) == 1
+    assert await store.purge(PURGED_FAILED, 3.0, 10) == 0  # they failed at 3.0
+    assert await store.purge(PURGED_FAILED, 3.5, 10) == 1
     assert sorted(await recorded(store)) == [B, C]
-    assert await store.purge_deleted(3.5, 10) == 1
+    assert await store.purge(PURGED, 3.5, 10) == 1
     assert sorted(await recorded(store)) == [C]
 
 

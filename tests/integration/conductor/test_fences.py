@@ -16,6 +16,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, HostReport, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
+from cell_conductor.domain.desires import PURGED
 from cell_conductor.fences import ANNOUNCE_S, FenceKeeper
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.waiting import until
@@ -149,7 +150,7 @@ async def test_what_is_lost_and_has_no_record_any_more_is_destroyed_and_no_break
     for uuid in uuids:
         await cell.delete(uuid)
     await until(lambda: all(cell.around.ends(one)[-1] is BuildState.DELETED for one in uuids))
-    assert await cell.store.purge_deleted(cell.clock.time() + 1, 1000) == len(uuids)
+    assert await cell.store.purge(PURGED, cell.clock.time() + 1, 1000) == len(uuids)
     cell.around.silent = False
     foreign = Running(instance_uuid=new_uuid(cell.rng), attempt=1, deployment=new_uuid(cell.rng))
     ours = [Running(instance_uuid=one, attempt=1, deployment=cell.store.deployment) for one in uuids]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -41,7 +41,7 @@ from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NO_RECORD, Differences, Unexplained, UnexplainedKind, differences, rescan_id
 from cell_conductor.engine import Sender
-from cell_conductor.guard import Guard, QuarantineReservations
+from cell_conductor.guard import Guard
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_report import CONFIG, MANY, MOVED_AT, SERVICE, SOURCE, guarded, moved, report_of_source
@@ -282,8 +282,9 @@ async def test_item_16_a_service_is_sent_them_in_several_messages_about_one_page
     )
     found = [replace(QUARANTINED, host_uuid=hosts[at % 3].uuid, uuid=one) for at, one in enumerate(uuids)]
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    reservations = QuarantineReservations(store, Published())  # type: ignore[arg-type]
-    await reservations.reserve(ComputeHosts(service="s", cell="c", epoch=4, sequence=7, hosts=hosts), found)
+    nothing: Any = None
+    guard = Guard(store, Published(), SystemClock(), ConductorConfig(), effective=nothing, adopt=nothing)  # type: ignore[arg-type]
+    await guard.reserve(ComputeHosts(service="s", cell="c", epoch=4, sequence=7, hosts=hosts), found)
     assert [[(one.host_uuid, len(one.machines)) for one in order.hosts] for order in sent] == [
         [(KEPT_HOST, 600)],
         [(KEPT_OTHER, 600)],

@@ -51,6 +51,7 @@ from tests.unit.conductor.world import (
     Conductor,
     Quiet,
     Services,
+    beat,
     down,
     hosts_of,
     insert,
@@ -726,11 +727,11 @@ def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:
     table = LeaseTable(missed_heartbeats=5)
     table.advance_clock(0.0)
     assert table.up is None
-    table.renew("s1", 1, 1, at=0.0, interval_s=1.0)
+    table.renew(beat("s1", 1, 1, interval_s=1.0), at=0.0)
     assert table.up is None
     table.advance_clock(LISTEN_BEATS * 1.0)
-    table.renew("s2", 1, 1, at=0.0, interval_s=1.0)
-    table.renew("s3", 1, 1, at=0.0, interval_s=1.0, stopping=True)
+    table.renew(beat("s2", 1, 1, interval_s=1.0), at=0.0)
+    table.renew(beat("s3", 1, 1, interval_s=1.0, stopping=True), at=0.0)
     assert set(table.up or ()) == {"s1", "s2"}
 
 

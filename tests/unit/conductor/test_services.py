@@ -53,6 +53,7 @@ from tests.unit.conductor.world import (
     Quiet,
     Relay,
     Services,
+    beat,
     engine_of,
     insert,
     listing,
@@ -91,7 +92,7 @@ class LeaseScenario:
 
     def beat(self, service: str, epoch: int, *, stopping: bool = False) -> bool:
         self.table.advance_clock(self.now)
-        return self.table.renew(service, epoch, self.sequence, at=self.now, interval_s=1.0, stopping=stopping)
+        return self.table.renew(beat(service, epoch, self.sequence, interval_s=1.0, stopping=stopping), at=self.now)
 
     def state(self, service: str) -> LeaseState:
         return self.table.leases[service].state
@@ -114,8 +115,8 @@ def test_what_comes_late_or_twice_renews_nothing() -> None:
     first = scenario.sequence
     for _ in range(MISSED):
         scenario.run(1, without="a")
-        assert not scenario.table.renew("a", 1, first, at=scenario.now, interval_s=1.0)
-        assert not scenario.table.renew("a", 0, first + 99, at=scenario.now, interval_s=1.0)
+        assert not scenario.table.renew(beat("a", 1, first, interval_s=1.0), at=scenario.now)
+        assert not scenario.table.renew(beat("a", 0, first + 99, interval_s=1.0), at=scenario.now)
     assert scenario.run(1, without="a") == ["a"]
 
 
@@ -252,9 +253,9 @@ async def test_one_that_sends_heartbeats_is_not_dropped() -> None:
 async def test_one_that_was_up_is_not_forgotten_when_it_is_dropped_later() -> None:
     """It was stated to be gone while it was up here: later its host was not looked at, where a machine may run."""
     table = LeaseTable(MISSED)
-    table.renew("s3", 6, 1, at=100.0)
+    table.renew(beat("s3", 6, 1), at=100.0)
     table.forget("s3", 200.0)
-    table.renew("s3", 6, 2, at=300.0, stopping=True)
+    table.renew(beat("s3", 6, 2, stopping=True), at=300.0)
     table.remove(["s3"])
     assert table.forgotten == frozenset() and not table.leases
 

@@ -52,7 +52,7 @@ from tests.unit.conductor.scenario import (
 from tests.unit.conductor.scenario import (
     claimed as claimed_alternate,
 )
-from tests.unit.conductor.world import Services, insert, opened
+from tests.unit.conductor.world import Services, beat, insert, opened
 
 # --- Single conditions of the cell's rules that no table of a decision holds.
 
@@ -324,7 +324,7 @@ def test_the_slowest_service_that_was_heard_says_how_long_to_listen(interval: fl
     for short, up in ((0.1, None), (0.0, ("a",))):
         table = Listened(s - short)
         if heard:
-            table.renew("a", 0, 0, at=1.0, interval_s=interval)
+            table.renew(beat("a", 0, 0, interval_s=interval), at=1.0)
         else:
             table.adopt([Lease(service="a", epoch=0, interval_s=interval)])
         assert table.up == up
@@ -333,7 +333,7 @@ def test_the_slowest_service_that_was_heard_says_how_long_to_listen(interval: fl
 def test_the_interval_that_was_stated_last_counts() -> None:
     table = Listened()
     for sequence, (stated, counts) in enumerate([(0.0, 10.0), (0.5, 0.5), (0.0, 0.5), (7.0, 7.0)]):
-        table.renew("a", 1, sequence, at=1.0, interval_s=stated)
+        table.renew(beat("a", 1, sequence, interval_s=stated), at=1.0)
         assert table.leases["a"].interval_s == counts
 
 
@@ -348,7 +348,7 @@ def test_the_interval_that_was_stated_last_counts() -> None:
 )
 def test_a_lease_ends_after_so_many_intervals(stops: bool, seconds: float, state: LeaseState, abandoned: bool) -> None:
     table = Listened()
-    table.renew("a", 1, 1, at=1.0, stopping=stops)
+    table.renew(beat("a", 1, 1, stopping=stops), at=1.0)
     table.advance(seconds)
     assert [lease.state for lease in table.assess(9.0)] == [state] * (state is LeaseState.SILENT)
     lease = table.leases["a"]
@@ -408,7 +408,7 @@ def test_a_lease_from_before_its_service_was_forgotten_is_not_adopted(
 
 def test_a_service_that_is_up_is_not_forgotten() -> None:
     table = Listened()
-    table.renew("a", 1, 1, at=1.0)
+    table.renew(beat("a", 1, 1), at=1.0)
     table.forget("a", 2.0)
     assert table.up == ("a",) and table.forgotten == set()
 
@@ -419,11 +419,11 @@ def test_a_service_below_its_recorded_epoch_is_sent_that_one(
 ) -> None:
     table = Listened()
     if known is not None:
-        table.renew("a", known, 1, at=1.0)
+        table.renew(beat("a", known, 1), at=1.0)
     table.adopt([Lease(service="a", epoch=recorded)])
     assert table.outdated() == sent
     if known is not None:
-        table.renew("a", recorded, 2, at=1.0)
+        table.renew(beat("a", recorded, 2), at=1.0)
         assert table.outdated() == ({"a": 5} if recorded < known else {})
 
 
@@ -438,7 +438,7 @@ def test_more_services_than_the_bound_are_not_kept(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(leases, "MAX_SERVICES", 1)
     table = Listened()
     table.adopt([DOWN, replace(DOWN, service="b")])
-    assert not table.renew("c", 1, 1, at=1.0)
+    assert not table.renew(beat("c", 1, 1), at=1.0)
     assert list(table.leases) == ["a"]
     for service, epoch in (("a", 1), ("b", 1), ("a", 2)):
         table.note_outdated(service, epoch)
@@ -469,9 +469,9 @@ def test_more_services_than_the_bound_are_not_kept(monkeypatch: pytest.MonkeyPat
 )
 def test_a_message_of_a_service_changes_its_lease(epoch: int, sequence: int, stopping: bool, changed: bool) -> None:
     table = Listened()
-    assert table.renew("a", 5, 7, at=1.0, interval_s=4.0)
+    assert table.renew(beat("a", 5, 7, interval_s=4.0), at=1.0)
     before = table.leases["a"]
-    assert table.renew("a", epoch, sequence, at=2.0, interval_s=4.0, stopping=stopping) is changed
+    assert table.renew(beat("a", epoch, sequence, interval_s=4.0, stopping=stopping), at=2.0) is changed
     state = LeaseState.STOPPED if stopping else LeaseState.UP
     after = table.leases["a"]
     assert (after.epoch, after.since, after.state) == ((epoch, 2.0, state) if changed else (5, 1.0, LeaseState.UP))
@@ -483,8 +483,8 @@ def test_a_service_that_was_down_on_record_is_up_by_its_next_message(state: Leas
     table = Listened()
     table.adopt([replace(DOWN, state=state)])
     assert list(table.abandoned) == ["a"] * (state is LeaseState.SILENT)
-    assert table.renew("a", 5, 0, at=2.0) is (state is LeaseState.SILENT), "a stopped one's life is over"
-    assert table.renew("a", 6, 0, at=2.0) and table.up == ("a",)
+    assert table.renew(beat("a", 5, 0), at=2.0) is (state is LeaseState.SILENT), "a stopped one's life is over"
+    assert table.renew(beat("a", 6, 0), at=2.0) and table.up == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def test_a_ring_loses_who_missed_three_heartbeats(
     ring: str | None, seconds: float, rings: dict[str, tuple[str, ...]]
 ) -> None:
     table = Listened(missed=9)
-    table.renew("a", 0, 0, at=1.0, ring=ring)
+    table.renew(beat("a", 0, 0, ring=ring), at=1.0)
     table.advance(seconds)
     assert table.rings() == rings
     table.adopt([replace(DOWN, service="b")])

@@ -10,7 +10,16 @@ from msgspec.structs import replace
 from bus.clock import Clock, SystemClock
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import Message, Meta
-from bus.contracts.cell import CellBuild, ComputeHosts, FindMachines, FoundMachine, HostReport, MachinesFound, Running
+from bus.contracts.cell import (
+    CellBuild,
+    ComputeHosts,
+    FindMachines,
+    FoundMachine,
+    Heartbeat,
+    HostReport,
+    MachinesFound,
+    Running,
+)
 from bus.contracts.placement import Claim, Release
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
@@ -116,6 +125,11 @@ def engine_of(**parts: Any) -> Engine:
 def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> RequestHandlers:
     """Handlers of requests that are alone but for these."""
     return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "search": ALONE, "leases": ALONE, **parts})
+
+
+def beat(service: str, epoch: int, sequence: int, **other: Any) -> Heartbeat:
+    """A message of a compute service."""
+    return Heartbeat(service=service, cell="c1", epoch=epoch, sequence=sequence, **other)
 
 
 class Told:
