@@ -254,8 +254,7 @@ class FenceKeeper:
         fences = self._fences  # a fence may be lifted while the losses of its host are looked at
         if not any(host.uuid in fences for host in report.hosts):
             return report, []
-        rescans, gone = list[tuple[str, str]](), list[Loss]()
-        hosts: list[HostReport] = []
+        rescans, gone, hosts = list[tuple[str, str]](), list[Loss](), list[HostReport]()
         for host in report.hosts:
             if host.running is None or host.uuid not in fences:
                 hosts.append(host)

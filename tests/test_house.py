@@ -398,7 +398,7 @@ def test_a_docstring_of_a_class_names_fields_that_it_has() -> None:
 # What a decision is made of, and the modules of a package that may read it (`docs/concepts/one-place.md`).
 LATE = {"patience_s", "expiration_s", "meta.waited_s"}
 COPY = {"redelivered", "meta.attempt", "received.exhausted", "received.given_up", "given_up_of"}
-CELLS_STORES = {f"cell_conductor/store/{name}.py" for name in ("keyed", "memory", "postgres")}
+CELLS_STORES = {f"cell_conductor/store/{name}.py" for name in ("keyed", "memory")}
 SET_BACK = {"set_back_at", "set_back.at", "made_at"}
 ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),

@@ -75,9 +75,9 @@ CREATE TABLE leases (
 );
 
 CREATE TABLE lease_keeper (
-    process TEXT NOT NULL,
-    term BIGINT NOT NULL,
-    until TIMESTAMP WITH TIME ZONE NOT NULL,
+    process TEXT DEFAULT '' NOT NULL,
+    term BIGINT DEFAULT 0 NOT NULL,
+    until DOUBLE PRECISION DEFAULT 0 NOT NULL,
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     PRIMARY KEY (one)
 );
@@ -104,5 +104,7 @@ CREATE TABLE handled (
 CREATE INDEX handled_at ON handled (at);
 
 INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
+
+INSERT INTO lease_keeper DEFAULT VALUES RETURNING lease_keeper.one;
 
 INSERT INTO made DEFAULT VALUES RETURNING made.one;
