@@ -152,7 +152,8 @@ class FenceKeeper:
         """Queue conductor.requests: record these, end the steps that wait for the hosts, and publish the record."""
         for decision in decisions:
             state = FenceState.LIFTING if decision.lift else FenceState.FENCED
-            at = decision.at or self._clock.time()
+            # A lift has a time in any case, by which its record goes; a fence without one proves less.
+            at = decision.at or (self._clock.time() if decision.lift else 0.0)
             fence = replace(convert(decision, Fence, from_attributes=True), state=state, at=at)
             on_record = await self._store.fences.put(fence)
             if on_record is fence:

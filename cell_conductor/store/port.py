@@ -196,15 +196,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
     ) -> None:
         super().__init__(rows, cache, InstanceWrites())
         self._absent = frozenset(absent)
-
-    @property
-    def durable(self) -> bool:
-        """Whether the commit waits for the disk."""
-        return self.writes.durable
-
-    @durable.setter
-    def durable(self, durable: bool) -> None:
-        self.writes.durable = durable
+        self.durable = True
 
     async def recognise(self) -> DatabaseChange | None:
         """Compared at the end, together with what is written."""
@@ -247,6 +239,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         """Write the whole set. Raises Conflict."""
         if self._absent - self.writes.versions.keys() - {instance.uuid for instance in self.writes.inserts}:
             raise Conflict  # expected to be absent, and no write would prove it
+        self.writes.durable = self.durable
         await super().commit()
 
 
