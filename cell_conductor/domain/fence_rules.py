@@ -41,12 +41,14 @@ def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) 
 
 def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The conductor does not wait for the host's confirmation; the history of one that is deleted records that."""
-    ended = delete_rules.release_destroyed(instance, _destroyed(instance, event), context)
+    where = _where(instance, event)
+    gone = Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid, service=where.service)
+    ended = delete_rules.release_destroyed(instance, gone, context)
     if ended.instance is instance or desire_of(instance).condition is not Condition.DELETED:
         return ended
     reason = "the delete did not wait for this host's word"
-    gone = steps.tried(instance, instance.attempt, "fenced", event.at, code=FENCED, reason=reason)
-    record = replace(gone, host=_where(instance, event).host)
+    tried = steps.tried(instance, instance.attempt, "fenced", event.at, code=FENCED, reason=reason)
+    record = replace(tried, host=where.host)
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
 
 
@@ -107,11 +109,6 @@ def end_change(instance: Instance, event: HostFenced, context: StepContext) -> S
     back = replace(instance, spec=move_of(instance).spec)
     ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))
     return close(over(back, event.at, context), ending, event.at, context)
-
-
-def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:
-    service = _where(instance, event).service
-    return Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid, service=service)
 
 
 def _where(instance: Instance, event: HostFenced) -> Selection:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import attrgetter
 
 import msgspec
 from msgspec import Struct
@@ -142,18 +143,11 @@ def encode(value: Struct) -> str:
     return _NUL.sub(r"\1", record) if r"\u0000" in record else record
 
 
-def columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
-    """Column arrays in uuid order, which is the order of the locks an insert takes."""
+_searched_by = attrgetter("host_uuid", "attempt", "newest", "source_host_uuid", "source_attempt", "since", "deadline")
+
+
+def columns(instances: Sequence[Instance]) -> tuple[Sequence[object], ...]:
+    """Columns of some instances, in uuid order, which is the order of the locks an insert takes."""
     ordered = sorted(instances, key=lambda instance: instance.uuid)
-    return (
-        [instance.uuid for instance in ordered],
-        [in_text(instance.phase) for instance in ordered],
-        [instance.host_uuid for instance in ordered],
-        [instance.attempt for instance in ordered],
-        [instance.newest for instance in ordered],
-        [instance.source_host_uuid for instance in ordered],
-        [instance.source_attempt for instance in ordered],
-        [instance.since for instance in ordered],
-        [instance.deadline for instance in ordered],
-        [encode(instance) for instance in ordered],
-    )
+    rows = [(one.uuid, in_text(one.phase), *_searched_by(one), encode(one)) for one in ordered]
+    return tuple(zip(*rows, strict=True))
