@@ -336,8 +336,8 @@ class FenceKeeper:
         if not losses:
             return
         await self._store.fences.delete_losses(losses)
-        gone = {loss.place for loss in losses}
-        self._hold({place: loss for place, loss in self._losses.items() if place not in gone})
+        gone = {loss.place: loss.attempt for loss in losses}
+        self._hold({place: loss for place, loss in self._losses.items() if loss.attempt > gone.get(place, -1)})
 
     def _hold(self, losses: Mapping[tuple[str, str], Loss]) -> None:
         self._losses = losses

@@ -148,6 +148,23 @@ async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_repor
     assert keeper.known == {}
 
 
+async def test_a_later_loss_of_a_machine_that_has_ended_is_held_still() -> None:
+    """It was on record, and its host's answer ended nothing until the record was read again."""
+    store = await opened_store()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
+    keeper = keeper_of(HeldReads(store))
+    first = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=7.0)
+    later = replace(first, attempt=3)
+    for one in (first, later):
+        async with store.transaction() as transaction:
+            await transaction.lose([HOST], [one])
+        keeper.note_losses([one])
+    await keeper._delete_losses([first])
+    assert list(keeper._losses.values()) == await store.fences.losses() == [later]
+    await keeper._delete_losses([later])
+    assert not keeper._losses and not await store.fences.losses()
+
+
 async def test_a_loss_recorded_during_a_read_makes_another_read_due() -> None:
     store = await opened_store()
     fences = HeldReads(store)
