@@ -140,6 +140,10 @@ class Placer:
                 raise PlacementUnavailable(f"the peers of {state.request.instance_uuid} are not known")
         return [state.spec for state in states]
 
+    async def has_claimed(self, run: str, instances: Sequence[str]) -> bool:
+        """Whether an instance of these holds what this run has claimed. Raises PlacementUnavailable, RequestRefused."""
+        return any(one.run == run for one in (await self._held.of(instances)).values())
+
     async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One round for all placements without a result: decide, claim them together, apply the answers."""
         after = list(states)

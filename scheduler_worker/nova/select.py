@@ -61,6 +61,7 @@ ARCHITECTURE: Final = "hw_architecture"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
 # What a call claims whose client has been answered, or has given up, nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
+CLAIMED: Final = "A host was claimed for the server before, and how it is placed cannot be decided any more."
 UNSUITED: Final = "The host of the instance does not support the image."
 MAX_UUID: Final = 64  # letters of a cell's that are logged
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
@@ -76,6 +77,9 @@ class PlacerPort(Protocol):
 
     async def located(self, requests: Sequence[PlacementRequest]) -> list[RequestSpec]:
         """The spec of each request, with where the instances are that it depends on. Raises PlacementUnavailable."""
+
+    async def has_claimed(self, run: str, instances: Sequence[str]) -> bool:
+        """Whether an instance of these holds what this run has claimed. Raises PlacementUnavailable, RequestRefused."""
 
 
 class Notifier(Protocol):
@@ -165,12 +169,24 @@ class Destinations:
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
     async def call(self, call: Call) -> object:
-        """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient."""
+        """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient.
+
+        What is not decided here may have been before: by a front that was killed, or while placement's answer was lost.
+        A stock nova-scheduler would claim a second host beside that claim.
+        """
         if call.method in CASTS:
             return self._source.apply_cast(call.method, call.arguments)
         if call.method != METHOD or not call.is_answered:  # for nobody, a cast would claim
             raise no_such_method(call.method)
         asked = _arguments(call.arguments)
+        try:
+            return await self._decided(call, asked)
+        except NotDecided:
+            if await self._placer.has_claimed(run_of(call), asked.instance_uuids or ()):
+                raise self._refused(call, asked, Ended(reason=CLAIMED)) from None
+            raise
+
+    async def _decided(self, call: Call, asked: SelectArguments) -> object:
         request = parse_request_spec(asked.spec_obj)
         if asked.instance_uuids is None:
             raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
