@@ -16,7 +16,7 @@ from aiormq.abc import AbstractChannel, AbstractConnection
 from msgspec import structs
 from pamqp.commands import Queue
 
-from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
+from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, NotSent, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, PublishChannel
 from bus.rabbitmq.errors import translated
@@ -152,6 +152,8 @@ class Session:
                 with translated():
                     async with asyncio.timeout(CONFIRM_TIMEOUT_S):
                         publisher = await self._open_publisher()
+            except BusUnavailable as error:
+                raise NotSent(str(error)) from error
             finally:
                 self._unsent -= 1
         await publisher.publish(message)

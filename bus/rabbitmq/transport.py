@@ -15,7 +15,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from bus import metrics
 from bus.clock import SystemClock
 from bus.contracts.queues import QueueRow
-from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked, call_back
+from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, NotSent, Outgoing, QueueLocked, call_back
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.channels import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
@@ -150,7 +150,12 @@ class RabbitSubscription:
         """The broker ended this consumption (the queue was deleted, the channel closed) but the connection stands."""
         if self._channel is channel and not self._cancelled and not session.lost.is_set():
             self._channel = None
-            self._transport.run_beside(self._transport.restore(self, session))
+            self._transport.run_beside(self._begin_again(session, self._acks))
+
+    async def _begin_again(self, session: Session, acks: Acks) -> None:
+        """On another channel. What is not settled on the one before comes again, as after a lost connection."""
+        await acks.close()
+        await self._transport.restore(self, session)
 
 
 class RabbitTransport:
@@ -346,7 +351,7 @@ class RabbitTransport:
 
     def _current(self) -> Session:
         if self._session is None or self._session.lost.is_set():
-            raise BusUnavailable(f"{self.name}: not connected")
+            raise NotSent(f"{self.name}: not connected")
         return self._session
 
     async def _reply_connection(self, current: Session) -> Session:

@@ -17,7 +17,7 @@ import structlog
 
 from bus.clock import Clock
 from bus.faults import Fault
-from bus.port import BusError, BusUnavailable, Delivery, Outgoing
+from bus.port import BusError, BusUnavailable, Delivery, NotSent, Outgoing
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova.entrance import LOOK_AGAIN_S
 from scheduler_worker.nova.envelope import CALL_LIMIT_S, REPLY_QUEUES, Call, CallUnreadable, parse_reply, readdressed
@@ -192,6 +192,8 @@ class StockRelay:
         """Raises BusError: the broker does not take it. Without its word a scheduler may have it, and claim."""
         try:
             await self._transport.publish(message)
+        except NotSent:
+            raise
         except BusUnavailable as error:
             log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from bus.clock import SystemClock
-from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing, PublishRefused, Unroutable
+from bus.port import BusError, BusForbidden, BusUnavailable, NotSent, Outgoing, PublishRefused, Unroutable
 from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from bus.retrying import NOVA_REPLY
@@ -401,7 +401,7 @@ async def test_the_topic_is_acknowledged_before_a_call_is_put_to_the_fronts() ->
         assert lost.ends == [] and len(world.nova.sent_to(FRONTS)) == 1
 
 
-@pytest.mark.parametrize("refuses", [PublishRefused("full"), Unroutable("gone")])
+@pytest.mark.parametrize("refuses", [PublishRefused("full"), Unroutable("gone"), NotSent("not connected")])
 @on_virtual_time
 async def test_a_call_that_the_fronts_cannot_take_is_carried_out_here(refuses: BusError) -> None:
     async with World().started() as world:
