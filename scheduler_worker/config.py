@@ -43,10 +43,10 @@ DEFAULT_FILTERS = (
     "scheduler_worker.filters.project.AggregateMultiTenancyIsolation",
     "scheduler_worker.filters.project.ProjectHostFilter",
     "scheduler_worker.filters.extra_specs.ComputeCapabilitiesFilter",
-    "scheduler_worker.filters.group.ServerGroupAntiAffinityFilter",
-    "scheduler_worker.filters.group.ServerGroupAffinityFilter",
-    "scheduler_worker.filters.hinted_hosts.DifferentHostFilter",
-    "scheduler_worker.filters.hinted_hosts.SameHostFilter",
+    "scheduler_worker.filters.peers.ServerGroupAntiAffinityFilter",
+    "scheduler_worker.filters.peers.ServerGroupAffinityFilter",
+    "scheduler_worker.filters.peers.DifferentHostFilter",
+    "scheduler_worker.filters.peers.SameHostFilter",
 )
 # Enabled by name only; ImagePropertiesFilter needs hosts that announce `supported_instances`.
 MORE_FILTERS = (

@@ -142,8 +142,8 @@ class Session:
             log.warning("bus.foreign_differs", name=name, reason=str(error))
 
     async def publish(self, message: Outgoing) -> None:
-        """Publish and wait for the confirm. In an alarm nothing is written that the broker does not read: each message
-        that is sent again when it was late would be one more in the connection.
+        """Publish and wait for the confirm. Raises NotSent: nothing has left. In an alarm nothing is written that the
+        broker does not read: each message that is sent again when it was late would be one more in the connection.
         """
         publisher = self._publisher
         if publisher is None or self._unsent or self.blocked or not publisher.usable:
