@@ -81,9 +81,13 @@ class RabbitSubscription:
                     acks.nack(message.delivery_tag or 0, requeue=False)
 
             hand_over_at_once(channel, on_message, most_bytes(names.local(self.queue)))
-            with translated():
-                await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
-            tag = "" if self._paused else await self._consume(channel)
+            try:
+                with translated():
+                    await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
+                tag = "" if self._paused else await self._consume(channel)
+            except BusError:
+                await acks.close()  # the next attempt has another one
+                raise
             self._channel, self._acks, self._tag = channel, acks, tag
             channel.on_consumer_cancel_callbacks.add(lambda _: self._ended(session, channel))
             channel.closing.add_done_callback(lambda _: self._ended(session, channel))

@@ -316,6 +316,26 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: Rabbit
     await bus.close()
 
 
+async def test_a_consumption_that_could_not_begin_leaves_no_channel_open(
+    own_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = bus_on(own_broker.url())
+    await bus.open()
+    queue = await bus.declare("scheduler.requests")
+    session = bus.transport._session  # type: ignore[attr-defined]
+    before, qos, failures = _open_channels(session), aiormq.Channel.basic_qos, [TimeoutError(), TimeoutError()]
+
+    async def silent_twice(self: aiormq.Channel, **given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await qos(self, **given)
+
+    monkeypatch.setattr(aiormq.Channel, "basic_qos", silent_twice)
+    await bus.transport.consume(queue, lambda _: None, prefetch=1)
+    assert not failures and _open_channels(session) == before + 1
+    await bus.close()
+
+
 @pytest.mark.parametrize("bad", ["timestamp", "correlation_id", "message_id", "headers"])
 async def test_properties_that_cannot_be_read_cost_no_connection(
     amqp: tuple[str, str], monkeypatch: pytest.MonkeyPatch, bad: str
