@@ -485,6 +485,27 @@ async def test_the_fallback_is_waited_for_when_it_may_have_the_call(monkeypatch:
         assert len(world.nova.failures()) == 1, "not for ever"
 
 
+@on_virtual_time
+async def test_a_call_that_has_not_left_is_sent_to_the_fallback_when_its_connection_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with World().started() as world:
+        publish, losses = world.stock.publish, [NotSent("not connected")]
+
+        async def lost_once(message: Outgoing) -> None:
+            if losses:
+                raise losses.pop()
+            await publish(message)
+
+        monkeypatch.setattr(world.stock, "publish", lost_once)
+        world.nova.call(1)
+        await asyncio.sleep(2)
+        assert not losses and len(world.stock.sent_to(TOPIC)) == 1
+        world.stock.answer()
+        await asyncio.sleep(1)
+        assert world.nova.failures() == [] and len(world.nova.replies()) == 1
+
+
 @pytest.mark.parametrize(("silent_s", "after_s"), [(SILENT_S, [1, 31, 61]), (1, [])])
 @on_virtual_time
 async def test_a_client_is_told_soon_that_its_call_is_under_way(silent_s: int, after_s: list[int]) -> None:
