@@ -28,6 +28,7 @@ from bus.port import (
     BusError,
     BusUnavailable,
     Delivery,
+    NotSent,
     Outgoing,
     PublishRefused,
     Subscription,
@@ -55,7 +56,9 @@ _CALLS: dict[str, dict[str, Any]] = {
     if isfunction(method) and not name.startswith("_") and name not in _OWN
 }
 _FAULTS: dict[str, type[BusError]] = {
-    fault.code: fault for fault in vars(port).values() if isinstance(fault, type) and issubclass(fault, BusError)
+    fault.code: fault
+    for fault in vars(port).values()
+    if isinstance(fault, type) and issubclass(fault, BusError) and "code" in vars(fault)
 }
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -337,7 +340,7 @@ class LocalTransport:
     async def call(self, target: int, what: str, *arguments: object) -> Any:
         """One call to the server and its answer. Raises the same as the server's transport."""
         if self._writer is None or not self.connected:
-            raise BusUnavailable(f"the berth at {self._path} has gone")
+            raise NotSent(f"the berth at {self._path} has gone")
         self._number += 1
         call = _frame(self._number, target, what, *arguments)
         if len(call) > MAX_CALL:
@@ -359,7 +362,8 @@ class LocalTransport:
                 if what == _DELIVERY:
                     self._deliver(number, self._held(value))
                 elif (answer := self._waiting.pop(number, None)) is None or answer.done():
-                    continue
+                    if what == _RESULT and isinstance(value, list):  # of a `get` that was cancelled
+                        self._held(value).nack(requeue=True)
                 elif what == _RESULT:
                     answer.set_result(value)
                 else:

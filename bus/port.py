@@ -42,6 +42,10 @@ class BusUnavailable(BusError):
     code = "bus.unavailable"
 
 
+class NotSent(BusUnavailable):
+    """There is no connection, or no channel on it: what was called has certainly not been done."""
+
+
 class QueueLocked(BusUnavailable):
     """Another connection has this private queue: that of another process, or a lost one of this process that the broker
     has not closed yet (this takes up to half a minute).

@@ -185,7 +185,7 @@ class ChangeHandler:
             return named
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
-        answer = await self._forgetter.forget_host(command, named, self._selector.name_of(named))
+        answer = await self._forgetter.forget_host(command, named, self._selector.name_of(named), received.meta.id)
         return self._answered(answer, received, CELL_SILENT)
 
     async def _forget_service(self, command: ForgetService, received: Received) -> Outcome:

@@ -43,10 +43,10 @@ DEFAULT_FILTERS = (
     "scheduler_worker.filters.project.AggregateMultiTenancyIsolation",
     "scheduler_worker.filters.project.ProjectHostFilter",
     "scheduler_worker.filters.extra_specs.ComputeCapabilitiesFilter",
-    "scheduler_worker.filters.group.ServerGroupAntiAffinityFilter",
-    "scheduler_worker.filters.group.ServerGroupAffinityFilter",
-    "scheduler_worker.filters.hinted_hosts.DifferentHostFilter",
-    "scheduler_worker.filters.hinted_hosts.SameHostFilter",
+    "scheduler_worker.filters.peers.ServerGroupAntiAffinityFilter",
+    "scheduler_worker.filters.peers.ServerGroupAffinityFilter",
+    "scheduler_worker.filters.peers.DifferentHostFilter",
+    "scheduler_worker.filters.peers.SameHostFilter",
 )
 # Enabled by name only; ImagePropertiesFilter needs hosts that announce `supported_instances`.
 MORE_FILTERS = (
@@ -117,12 +117,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether hosts of equal weight are shuffled, as Nova's setting of this name (false there): schedulers that run
     side by side then choose different hosts. Equal hosts of several cells are then taken from one cell at a time.
     """
-    max_subset_size: Positive = 64
-    """Contention widens the subset up to this many hosts."""
     max_attempts: Annotated[int, Bound(ge=1, le=10)] = 3
     """The most hosts that a build is tried on: the chosen one and its alternates. 3, as in Nova."""
-    max_options: Annotated[int, Bound(ge=1, le=16)] = 4
-    """Candidate allocations of one host that one claim tries in turn."""
 
     # Pre-filters
     limit_tenants_to_placement_aggregate: bool = False
@@ -163,12 +159,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The most hosts that are claimed for one request in one delivery. In effect this is the whole list; the number
     bounds it.
     """
-    claim_deadline_s: Seconds = 20.0
-    """Seconds after which a delivery makes no further claim and is retried."""
     raced_retries: Positive = 4
     """The most repeated claims on one host whose shape keeps changing."""
-    raced_wait_s: Seconds = 0.25
-    """Seconds that the replica may take to apply the newest changes before a raced claim is repeated."""
     retry_jitter_s: Seconds = 0.05
     """Longest random wait, in seconds, between two claims of one request."""
 
@@ -216,8 +208,6 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Batches of requests under way: one decides while another waits for its claims."""
     prefetch: Positive = 512
     """Unacknowledged messages of a cell that the broker delivers ahead of a queue. Of a lane of requests: 32."""
-    max_funnel_nearest: Positive = 3
-    """The number of nearest misses that the explanation of a failed request names."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: a default flavor does not exist."""

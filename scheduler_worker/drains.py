@@ -70,7 +70,6 @@ from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-HANDLER = "scheduler.drains"
 STAGGER_S = 0.25  # schedulers begin at different moments
 PASS_S = 0.25  # between two looks while moves are under way or wait
 IDLE_S = 2.0  # otherwise: a paused drain may reach its deadline
@@ -145,8 +144,6 @@ class DrainKeeper:
             stored = present.objects.get((ObjectKind.DRAIN, command.drain))
             if stored is None:
                 return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
-            if not await unit.first_time(HANDLER, message_id):
-                return (), author
             await unit.lock_drain(command.drain, now, 0)
             record = drain_of(stored)
             after = commanded(record, command, now)
@@ -160,7 +157,7 @@ class DrainKeeper:
                 await unit.put_drain_moves([new for one in moves if (new := retried(one)) != one])
             return [] if after == record else [changed_object(ObjectKind.DRAIN, command.drain, record, after)], author
 
-        written = await self._registry.write(make, is_late)
+        written = await self._registry.write(make, is_late, message_id=message_id)
         if isinstance(written, Refusal):
             return written
         await self._registry.reload()  # a repeat changes nothing, and may have been carried out by another scheduler

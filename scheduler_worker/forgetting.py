@@ -35,7 +35,7 @@ from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.hosts import NO_SERVICE
 from scheduler_worker.domain.objects import SERVICE_UP, ChangeAuthor, Objects, RecordedObjects
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.objects import HANDLER, Made, MakeChange, ObjectRegistry
+from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 FENCE_OPEN = "host.fence_open"
@@ -131,8 +131,11 @@ class Forgetter:
 
     # --- a host
 
-    async def forget_host(self, command: ForgetHost, uuid: str, host: str) -> HostForgotten | Refusal:
-        """Forget one host, unless something shows that it may not be gone. Raises Transient, or RequestRefused."""
+    async def forget_host(self, command: ForgetHost, uuid: str, host: str, message_id: str) -> HostForgotten | Refusal:
+        """Forget one host, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
+
+        message_id: of the command.
+        """
         kept = self._reported(uuid) or await self._kept_by_instances(uuid)
         if kept is not None:
             return kept
@@ -156,7 +159,7 @@ class Forgetter:
             entered = with_entry(changed, uuid, host) if is_on_record else ()
             return entered, ChangeAuthor(command.by, command.reason, self._clock.time())
 
-        written = await self._registry.write(make)
+        written = await self._registry.write(make, message_id=message_id)
         if isinstance(written, Refusal):
             return written
         log.warning("host.forgotten", uuid=uuid, host=host, by=command.by, reason=command.reason)
@@ -215,7 +218,14 @@ class Forgetter:
             return kept
         order = ForgetServiceInCell(service=name, reason=command.reason, by=command.by)
         answer = await bus.request(order, ServiceForgottenInCell, timeout_s=ANSWER_S, cause=name)
-        await self._registry.write(self._entry(command, cell, message_id))
+        before = msgspec.to_builtins(ForgottenService(cell=cell))
+        entry = ChangedObject(kind=ObjectKind.SERVICE, name=name, before=before)
+
+        async def make(_unit: OperationUnit, _present: RecordedObjects) -> Made:
+            """Nothing of the service is on record after this entry of the log of changes."""
+            return (entry,), ChangeAuthor(command.by, command.reason, self._clock.time())
+
+        await self._registry.write(make, message_id=message_id)
         gone = ServiceGone(cell=cell, service=name, at=answer.at)
         self._selector.table.forget_service(gone, self._clock.monotonic())
         log.warning("service.forgotten", service=name, cell=cell, by=command.by, reason=command.reason)
@@ -229,17 +239,6 @@ class Forgetter:
         return [
             table.names[row] for row in self._selector.announced_in_book().tolist() if table.last_service[row] == index
         ]
-
-    def _entry(self, command: ForgetService, cell: str, message_id: str) -> MakeChange:
-        """The entry of the log of changes, after which nothing of the service is on record; none for a redelivery."""
-        before = msgspec.to_builtins(ForgottenService(cell=cell))
-        entry = ChangedObject(kind=ObjectKind.SERVICE, name=command.service, before=before)
-
-        async def make(unit: OperationUnit, _present: RecordedObjects) -> Made | Refusal:
-            entries = [entry] if await unit.first_time(HANDLER, message_id) else []
-            return entries, ChangeAuthor(command.by, command.reason, self._clock.time())
-
-        return make
 
 
 def _kept_by_hosts(hosts: Collection[str]) -> Refusal | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter as Counts
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from msgspec import Struct
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,7 +21,7 @@ from bus.service.stages import STAGE_S as BUILD_STAGE_S
 from scheduler_worker.domain.admission import Admission, Answered, Continue
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.flavors import ZONE_KEY
-from scheduler_worker.domain.hosts import Mask, Rows
+from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.placement import LOST
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import HostsView
@@ -137,34 +137,18 @@ STATES = (UP, DISABLED, SILENT, UNANNOUNCED)
 MAX_CLASSES = 200
 
 
-class HostCount(Struct, frozen=True):
-    """How many hosts of a cell and a zone are in a state. cell "": no compute service has announced them."""
-
-    cell: str
-    zone: str
-    state: str
-    hosts: int
+Figure: TypeAlias = tuple[tuple[str, ...], int]  # the labels of one metric, and its value
 
 
-class ClassTotal(Struct, frozen=True):
-    """The capacity of one resource class over the hosts of a cell and a zone, and how much of it is used.
-
-    usable: the part of the capacity that is on hosts which take builds. Claims in flight count as used.
+class FleetSummary(NamedTuple):
+    """All hosts and all classes, in order of their labels; those of no service have cell "". Groups without a host are
+    left out. usable: the part of the capacity that is on hosts which take builds. used: with claims in flight.
     """
 
-    resource_class: str
-    cell: str
-    zone: str
-    capacity: int
-    usable: int
-    used: int
-
-
-class FleetSummary(Struct, frozen=True):
-    """All hosts and all classes, in order of their labels. Groups without a host are left out."""
-
-    hosts: tuple[HostCount, ...]
-    totals: tuple[ClassTotal, ...]
+    hosts: list[Figure]
+    capacity: list[Figure]
+    usable: list[Figure]
+    used: list[Figure]
 
 
 def summarize(view: HostsView, default_zone: str) -> FleetSummary:
@@ -178,20 +162,22 @@ def summarize(view: HostsView, default_zone: str) -> FleetSummary:
     groups = len(cells) * len(zones)
     group = cell * len(zones) + zone
     by_state = np.bincount(group * len(STATES) + state, minlength=groups * len(STATES)).reshape(groups, len(STATES))
-    present = [(int(at), cells[int(at) // len(zones)], zones[int(at) % len(zones)]) for at in np.unique(group)]
-    return FleetSummary(
-        hosts=tuple(
-            HostCount(name, zone_name, STATES[of], int(by_state[at, of]))
-            for at, name, zone_name in present
-            for of in range(len(STATES))
-            if by_state[at, of]
-        ),
-        totals=tuple(
-            total
-            for resource_class in view.book.resource_classes()[:MAX_CLASSES]
-            for total in _totals(view, resource_class, group, state == 0, present)
-        ),
-    )
+    present = {int(at): (cells[int(at) // len(zones)], zones[int(at) % len(zones)]) for at in np.unique(group)}
+    found = FleetSummary([], [], [], [])
+    for at, names in present.items():
+        found.hosts.extend(((*names, STATES[of]), int(count)) for of, count in enumerate(by_state[at]) if count)
+    for resource_class in view.book.resource_classes()[:MAX_CLASSES]:
+        capacity = view.book.totals(resource_class, view.rows)
+        used = view.book.usage(resource_class, view.rows)
+        # Integers, not bincount's weights: a sum of floats is not exact above 2^53.
+        sums = np.zeros((3, groups), dtype=np.int64)
+        for of, amounts in enumerate((capacity, np.where(state == 0, capacity, 0), used)):
+            np.add.at(sums[of], group, amounts)
+        for at, names in present.items():
+            if sums[0, at] or sums[2, at]:
+                for figures, total in zip(found[1:], sums[:, at].tolist(), strict=True):
+                    figures.append(((resource_class, *names), total))
+    return found
 
 
 def zones_of(view: HostsView, default_zone: str) -> tuple[Sequence[str], Rows]:
@@ -202,23 +188,6 @@ def zones_of(view: HostsView, default_zone: str) -> tuple[Sequence[str], Rows]:
     for aggregate in reversed(zoned):  # the first one has the last word
         zone[view.member_of(aggregate.uuid)] = names.index(aggregate.metadata[ZONE_KEY])
     return names, zone
-
-
-def _totals(
-    view: HostsView, resource_class: str, group: Rows, usable: Mask, present: Sequence[tuple[int, str, str]]
-) -> list[ClassTotal]:
-    capacity = view.book.totals(resource_class, view.rows)
-    used = view.book.usage(resource_class, view.rows)
-    size = present[-1][0] + 1 if present else 0
-    # Integers, not bincount's weights: a sum of floats is not exact above 2^53.
-    sums = np.zeros((3, size), dtype=np.int64)
-    for at, amounts in enumerate((capacity, np.where(usable, capacity, 0), used)):
-        np.add.at(sums[at], group, amounts)
-    return [
-        ClassTotal(resource_class, cell, zone, *(int(sums[of, at]) for of in range(3)))
-        for at, cell, zone in present
-        if sums[0, at] or sums[2, at]
-    ]
 
 
 HELD_S = 2.0  # a summary is reused for this long: several scrapers, one computation
@@ -256,19 +225,11 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The present figures; none before a scheduler is open."""
-        hosts, capacity, usable, used = (
-            GaugeMetricFamily(name, meaning, labels=labels) for name, meaning, labels in self.families
-        )
-        summary = self._present()
-        if summary is not None:
-            for count in summary.hosts:
-                hosts.add_metric([count.cell, count.zone, count.state], count.hosts)
-            for total in summary.totals:
-                labels = [total.resource_class, total.cell, total.zone]
-                capacity.add_metric(labels, total.capacity)
-                usable.add_metric(labels, total.usable)
-                used.add_metric(labels, total.used)
-        return [hosts, capacity, usable, used]
+        metrics = [GaugeMetricFamily(name, meaning, labels=labels) for name, meaning, labels in self.families]
+        for metric, figures in zip(metrics, self._present() or (), strict=False):
+            for labels, value in figures:
+                metric.add_metric(labels, value)
+        return metrics
 
     def _present(self) -> FleetSummary | None:
         if not self._selectors:

@@ -71,7 +71,7 @@ from scheduler_worker.domain.recorded_moves import (
 from scheduler_worker.domain.requests import HOSTS_UNKNOWN, waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable, peers_of
-from scheduler_worker.placing import ReplicaFollower
+from scheduler_worker.placing import NEWEST_WAIT_S, ReplicaFollower
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -244,7 +244,7 @@ class MoveEngine:
             return chosen
         if chosen.may_be_early and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
-        reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
+        reason = sentence(spec, chosen.funnel)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
 
     async def _pick_on_newest(
@@ -262,7 +262,7 @@ class MoveEngine:
         if planned is not None:
             self._selector.holds.release()
             return self._pick(pending, known, spec, source, planned)
-        await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
+        await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
         await next_turn()
         self._selector.holds.release()
         chosen = self._pick(pending, known, spec, source, None)

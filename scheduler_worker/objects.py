@@ -272,8 +272,6 @@ class ObjectRegistry:
         async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             nonlocal changed
             author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
-            if not change.dry_run and not await unit.first_time(HANDLER, message_id):
-                return (), author  # it was delivered again; a later change may have come since, and it stays
             planned = await self._judged(change, present, restates_fences=decided is not None)
             if isinstance(planned, Refusal):
                 return planned
@@ -290,7 +288,7 @@ class ObjectRegistry:
                 unit.emit(message)
             return (*changed, *followed), author
 
-        written = await self.write(make, is_late)
+        written = await self.write(make, is_late, message_id="" if change.dry_run else message_id)
         return written if isinstance(written, Refusal) else ObjectsChanged(revision=written.revision, changed=changed)
 
     async def _judged(
@@ -307,13 +305,16 @@ class ObjectRegistry:
         harm = None if change.force else await self._harm(present, planned, made.config)
         return harm or planned
 
-    async def write(self, make: MakeChange, is_late: Callable[[], bool] = never) -> RecordedObjects | Refusal:
+    async def write(
+        self, make: MakeChange, is_late: Callable[[], bool] = never, *, message_id: str = ""
+    ) -> RecordedObjects | Refusal:
         """Change objects in one transaction with the other rows that `make` writes, and announce it; in force here when
         this returns. Returns the objects as they are on record then. A refusal rolls back all that `make` has written.
         Raises Transient.
 
         is_late: whether its requester waits no longer; then what has been decided since would be undone. Asked once the
-        objects are locked.
+        objects are locked. message_id: of the operator's command that is carried out by this ("": of none); a copy
+        of it changes nothing again, and a later change that has come since stays.
         """
         async with self._loading:
             try:
@@ -321,6 +322,8 @@ class ObjectRegistry:
                     present = await unit.lock_objects()
                     if is_late():
                         return _too_late()
+                    if message_id and not await unit.first_time(HANDLER, message_id):
+                        return present
                     made = await make(unit, present)
                     if isinstance(made, Refusal):
                         raise _ChangeRefused(made)

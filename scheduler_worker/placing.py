@@ -70,6 +70,8 @@ from scheduler_worker.store.port import SchedulerStore, write_decided
 
 log = structlog.get_logger(__name__)
 
+CLAIM_DEADLINE_S = 20.0  # after this a delivery makes no further claim, and is retried
+NEWEST_WAIT_S = 0.25  # how long the newest changes of the replica are waited for
 FIRST_JITTER_S = 0.002  # the longest wait before the second round of claims; the mean is half of it
 ANSWERS_AT_ONCE = 64  # placement's answers that are carried out in one turn of the event loop
 # Requests that are recorded, prepared or concluded in one turn of the event loop, each a build or a gang.
@@ -111,7 +113,7 @@ class Placer:
             longest_s=config.retry_jitter_s,
             least=0.0,
             attempts=config.claim_rounds,
-            lasts_s=config.claim_deadline_s,
+            lasts_s=CLAIM_DEADLINE_S,
         )
         self._spread = Spread()
         self._runs = CellRuns()
@@ -139,6 +141,10 @@ class Placer:
             if state.result is not None:
                 raise PlacementUnavailable(f"the peers of {state.request.instance_uuid} are not known")
         return [state.spec for state in states]
+
+    async def has_claimed(self, run: str, instances: Sequence[str]) -> bool:
+        """Whether an instance of these holds what this run has claimed. Raises PlacementUnavailable, RequestRefused."""
+        return any(one.run == run for one in (await self._held.of(instances)).values())
 
     async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One round for all placements without a result: decide, claim them together, apply the answers."""
@@ -182,8 +188,8 @@ class Placer:
         config = selector.config  # in force: the settings, with the objects that operators have defined since
         selector.holds.settle()
         if any(state.needs_refresh for state in unresolved):
-            await self._follower.refresh(timeout_s=config.raced_wait_s)  # one round trip, shared
-        subset = self._spread.subset(config.host_subset_size, config.max_subset_size)
+            await self._follower.refresh(timeout_s=NEWEST_WAIT_S)  # one round trip, shared
+        subset = self._spread.subset(config.host_subset_size)
         metrics.SUBSET.set(subset)
         with metrics.StageTimer("decide", self._clock):
             async with self._deciding:
@@ -288,11 +294,10 @@ class Dispatcher:
         placing, concluded = await self._prepare(builds)
         results = await self._placer.place([request for _, request in placing])
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
-        nearest = self._selector.config.max_funnel_nearest
         async for requests in InParts(by_request(placed), BUILDS_AT_ONCE):
             author = Author(self._who, self._clock.time())
             for members in requests:
-                concluded += conclude(members, author, nearest)
+                concluded += conclude(members, author)
         outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
         decided = [end for _, end in concluded if isinstance(end, DecidedBuild)]
         if not decided:

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from bus.contracts.queues import QueueRow
 from bus.memory.broker import Consumption, MemoryBroker, Queue
-from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing, Subscription, call_back
+from bus.port import BusMarked, Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Subscription, call_back
 from bus.topology import (
     FOREIGN,
     MARK,
@@ -200,7 +200,7 @@ class MemoryTransport:
 
     def _check(self) -> None:
         if not self._connected.is_set():
-            raise BusUnavailable(f"{self.name}: not connected")
+            raise NotSent(f"{self.name}: not connected")
 
     def _queue(self, name: str) -> Queue:
         """A queue as it is now. Raises QueueMissing."""

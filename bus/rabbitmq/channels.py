@@ -16,7 +16,7 @@ from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 from msgspec import structs
 
 from bus.clock import shared_delay_s
-from bus.port import CC, DELIVERY_FIELDS, BusError, BusUnavailable, Outgoing, PublishRefused
+from bus.port import CC, DELIVERY_FIELDS, BusError, BusUnavailable, NotSent, Outgoing, PublishRefused
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import confirm_of, has_ended
 from bus.topology import QueueNames
@@ -90,6 +90,11 @@ class Acks:
         with contextlib.suppress(BusError), translated():  # closed meanwhile
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await self._frames.drain()
+
+    async def close(self) -> None:
+        """Close the channel: what is not settled goes back to its queue."""
+        await self.flush()
+        await _close(self.channel)
 
     def _send(self) -> None:
         """All up to a tag as one frame where nothing before it is open; the others one by one."""
@@ -188,9 +193,7 @@ class PublishChannel:
         """Close once each publish under way has ended, within its own time limit."""
         if self._waiting:
             await asyncio.wait(self._waiting)
-        with contextlib.suppress(BusError), translated():  # closed meanwhile
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.channel.close()
+        await _close(self.channel)
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm, or raise as the port specifies."""
@@ -212,7 +215,7 @@ class PublishChannel:
     def _send(self, message: Outgoing, exchange: str) -> asyncio.Future[object]:
         """Count the tag and queue the frames in one step, so that tags and frames have the same order."""
         if has_ended(self.channel):
-            raise BusUnavailable("the channel is closed")
+            raise NotSent("the channel is closed")
         names = self._names
         payload = frames_of(
             message,
@@ -234,6 +237,12 @@ class PublishChannel:
         for confirmed in self._waiting:
             if not confirmed.done():
                 confirmed.set_exception(reason if isinstance(reason, Exception) else BusUnavailable("closed"))
+
+
+async def _close(channel: AbstractChannel) -> None:
+    with contextlib.suppress(BusError), translated():  # closed meanwhile
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await channel.close()
 
 
 def _late(confirmed: asyncio.Future[object]) -> None:

@@ -16,7 +16,7 @@ from aiormq.abc import AbstractChannel, AbstractConnection
 from msgspec import structs
 from pamqp.commands import Queue
 
-from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
+from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, NotSent, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, PublishChannel
 from bus.rabbitmq.errors import translated
@@ -142,8 +142,8 @@ class Session:
             log.warning("bus.foreign_differs", name=name, reason=str(error))
 
     async def publish(self, message: Outgoing) -> None:
-        """Publish and wait for the confirm. In an alarm nothing is written that the broker does not read: each message
-        that is sent again when it was late would be one more in the connection.
+        """Publish and wait for the confirm. Raises NotSent: nothing has left. In an alarm nothing is written that the
+        broker does not read: each message that is sent again when it was late would be one more in the connection.
         """
         publisher = self._publisher
         if publisher is None or self._unsent or self.blocked or not publisher.usable:
@@ -152,6 +152,8 @@ class Session:
                 with translated():
                     async with asyncio.timeout(CONFIRM_TIMEOUT_S):
                         publisher = await self._open_publisher()
+            except BusUnavailable as error:
+                raise NotSent(str(error)) from error
             finally:
                 self._unsent -= 1
         await publisher.publish(message)

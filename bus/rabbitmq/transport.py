@@ -15,7 +15,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from bus import metrics
 from bus.clock import SystemClock
 from bus.contracts.queues import QueueRow
-from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked, call_back
+from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, NotSent, Outgoing, QueueLocked, call_back
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.channels import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
@@ -81,9 +81,13 @@ class RabbitSubscription:
                     acks.nack(message.delivery_tag or 0, requeue=False)
 
             hand_over_at_once(channel, on_message, most_bytes(names.local(self.queue)))
-            with translated():
-                await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
-            tag = "" if self._paused else await self._consume(channel)
+            try:
+                with translated():
+                    await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
+                tag = "" if self._paused else await self._consume(channel)
+            except BusError:
+                await acks.close()  # the next attempt has another one
+                raise
             self._channel, self._acks, self._tag = channel, acks, tag
             channel.on_consumer_cancel_callbacks.add(lambda _: self._ended(session, channel))
             channel.closing.add_done_callback(lambda _: self._ended(session, channel))
@@ -150,7 +154,12 @@ class RabbitSubscription:
         """The broker ended this consumption (the queue was deleted, the channel closed) but the connection stands."""
         if self._channel is channel and not self._cancelled and not session.lost.is_set():
             self._channel = None
-            self._transport.run_beside(self._transport.restore(self, session))
+            self._transport.run_beside(self._begin_again(session, self._acks))
+
+    async def _begin_again(self, session: Session, acks: Acks) -> None:
+        """On another channel. What is not settled on the one before comes again, as after a lost connection."""
+        await acks.close()
+        await self._transport.restore(self, session)
 
 
 class RabbitTransport:
@@ -346,7 +355,7 @@ class RabbitTransport:
 
     def _current(self) -> Session:
         if self._session is None or self._session.lost.is_set():
-            raise BusUnavailable(f"{self.name}: not connected")
+            raise NotSent(f"{self.name}: not connected")
         return self._session
 
     async def _reply_connection(self, current: Session) -> Session:

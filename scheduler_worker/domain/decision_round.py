@@ -43,6 +43,7 @@ from scheduler_worker.domain.placement import (
     stranded,
 )
 from scheduler_worker.domain.ranking import (
+    MAX_OPTIONS,
     NONE_FULL,
     CellRuns,
     Choice,
@@ -304,9 +305,9 @@ class DecisionRound:
             return state, None
         state, chosen = replace(state, same_host=False), state.choice
         assert chosen is not None
-        host, limit = chosen.selected, self._selector.config.max_options
+        host = chosen.selected
         row = self._book.row_of(host.uuid)
-        if row is not None and (found := options_on(self._book, state.spec, row, limit=limit)):
+        if row is not None and (found := options_on(self._book, state.spec, row, limit=MAX_OPTIONS)):
             return state, replace(chosen, selected=replace(host, row=row, options=found))
         return replace(state, rejected={**state.rejected, host.uuid: "claim.raced"}), None
 

@@ -116,13 +116,12 @@ def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
     return requests
 
 
-def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> list[tuple[PendingBuild, Conclusion]]:
+def conclude(members: Sequence[PlacedBuild], author: Author) -> list[tuple[PendingBuild, Conclusion]]:
     """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry. One
     member that placement has not answered about leaves the whole gang waiting.
 
     The cell of a member that has a claim and whose gang is short is queried: the member may have started before. A
     member that may hold one is tried again alone where its gang is not short.
-    nearest: how many of the nearest misses an explanation names.
     """
     missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
     if missing is not None:
@@ -145,7 +144,7 @@ def conclude(members: Sequence[PlacedBuild], author: Author, nearest: int) -> li
             assert gang is not None
             why = GangIncomplete(gang, started, result.claims).reason
             result = ClaimStranded(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
-        decided = decision(one.pending.request, one.request.spec, result, author, nearest=nearest)
+        decided = decision(one.pending.request, one.request.spec, result, author)
         concluded.append((one.pending, _decided_of(one.pending, decided, result)))
     return concluded
 
@@ -167,15 +166,13 @@ def _again(pending: PendingBuild, result: PlacementResult) -> Outcome | None:
     return None
 
 
-def decision(
-    request: BuildRequest, spec: RequestSpec, result: DecidedResult, author: Author, *, nearest: int
-) -> BuildUpdate:
+def decision(request: BuildRequest, spec: RequestSpec, result: DecidedResult, author: Author) -> BuildUpdate:
     """The decision that a result leads to."""
     match result:
         case HostClaimed():
             decided = _dispatched(request, result, author)
         case NoValidHost():
-            decided = _failed(request, NO_HOST, sentence(spec, result.funnel, nearest), author, funnel=result.funnel)
+            decided = _failed(request, NO_HOST, sentence(spec, result.funnel), author, funnel=result.funnel)
         case PlacementRefused():
             decided = _failed(request, result.code, result.reason, author)
         case ClaimsContended():

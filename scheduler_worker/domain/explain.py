@@ -19,6 +19,7 @@ class ClaimLoss(Struct, frozen=True):
     holders: tuple[ClaimHolder, ...] = ()
 
 
+NEAREST = 3  # misses that an explanation names
 # The meaning of the funnel's stable codes, in words. A code that is not here is shown as it is.
 PHRASES = {
     "host.disabled": "are disabled",
@@ -85,7 +86,7 @@ CONDITIONS = (
 )
 
 
-def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int) -> str:
+def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int = NEAREST) -> str:
     """Why no host can take the request, in one line: the last steps first, most frequent reasons first, with counts."""
     amounts = ", ".join(f"{amount} {name}" for name, amount in total_resources(spec.query).items())
     requested = f"{spec.flavor} ({amounts})"

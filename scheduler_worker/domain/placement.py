@@ -272,49 +272,37 @@ def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:
     )
 
 
-# --- commands
+# --- the step after an answer
 
 
-class Assume(Struct, frozen=True):
-    """Count this allocation as used in the replica, instead of what was assumed before."""
+class Settled(Struct, frozen=True):
+    """The chosen claim holds at these generations ({provider: generation}): the replica assumes it until the feed has
+    reached them.
 
-    allocations: Mapping[str, Mapping[str, int]]
-
-
-class Forget(Struct, frozen=True):
-    """The claim that holds is not the chosen one: the replica drops the assumption; the feed brings the claim."""
-
-
-class Settle(Struct, frozen=True):
-    """The claim holds at these generations ({provider: generation}): assume it until the feed has reached them.
-
-    sequence: the feed's number of the claim's changes; a replica that is there already counts them.
+    sequence: the feed's number of the claim's changes; a replica that is there already counts them. instead: the
+    allocations of the option that was granted, where it is not the one that was assumed.
     """
 
     generations: Mapping[str, int]
     sequence: int = 0
-
-
-Command = Assume | Settle | Forget
+    instead: Mapping[str, Mapping[str, int]] | None = None
 
 
 class PlacementStep(Struct, frozen=True):
-    """The state afterwards, and the commands to the replica, in order."""
+    """The state afterwards. settled: the chosen claim holds; None: it does not, and what else holds the feed brings."""
 
     state: PlacementState
-    commands: tuple[Command, ...] = ()
+    settled: Settled | None = None
 
     def carry_out(self, book: Book) -> None:
-        """Carry out the commands in the replica."""
-        uuid = self.state.request.instance_uuid
-        for command in self.commands:
-            match command:
-                case Assume():
-                    book.assume(uuid, command.allocations)
-                case Settle():
-                    book.settle(uuid, command.generations, command.sequence)
-                case Forget():
-                    book.forget(uuid)
+        """Have the replica assume what holds, and nothing else."""
+        uuid, settled = self.state.request.instance_uuid, self.settled
+        if settled is None:
+            book.forget(uuid)
+            return
+        if settled.instead is not None:
+            book.assume(uuid, settled.instead)
+        book.settle(uuid, settled.generations, settled.sequence)
 
 
 # --- a claim that holds
@@ -336,7 +324,6 @@ def claimed(
 ) -> PlacementStep:
     """Build where the claim is: on the chosen host, with one of the options that were offered."""
     selected = choice.selected
-    commands: list[Command] = [Assume(selected.options[option].allocations)] if option else []
     result = _host_claimed(
         state,
         selector.selection(selected, option),
@@ -348,23 +335,23 @@ def claimed(
         score=selected.score,
         weights=dict(zip((host.uuid for host in (selected, *choice.alternates)), choice.weights, strict=False)),
     )
-    return PlacementStep(replace(state, result=result), (*commands, Settle(answer.generations, answer.sequence)))
+    instead = selected.options[option].allocations if option else None
+    return PlacementStep(replace(state, result=result), Settled(answer.generations, answer.sequence, instead))
 
 
 def recovered(
     state: PlacementState, candidates: Sequence[RankedHost], held: HeldByClaim, selector: Selector, *, now: float
 ) -> PlacementStep:
     """Build where a claim is held: it is what counts."""
-    drop = (Forget(),)
     main = _recovered_selection(held.holding, selector)
     if main is None:
         reason = "an earlier claim of this request holds a host that no compute service announces"
-        return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
+        return PlacementStep(replace(state, result=ClaimStranded(reason)))
     if state.foreign is not None and state.spec.query.groups:
         option = _option_held(state, main.host_uuid, main.allocations, selector)
         if option is None:
             reason = "an earlier claim of this request holds what does not satisfy it any more"
-            return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
+            return PlacementStep(replace(state, result=ClaimStranded(reason)))
         # Nova binds its ports and devices by which provider satisfies which group.
         main = replace(main, mappings=option.mappings)
     cell = selector.cell_of(main.host_uuid)
@@ -372,7 +359,7 @@ def recovered(
     alternates = alternates[: state.max_alternates]
     passed = len(alternates) + 1
     result = _host_claimed(state, main, alternates, held, selector, now=now, passed=passed, score=0.0)
-    return PlacementStep(replace(state, result=result, recovered=main.host), drop)
+    return PlacementStep(replace(state, result=result, recovered=main.host))
 
 
 def _host_claimed(

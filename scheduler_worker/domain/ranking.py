@@ -24,6 +24,8 @@ from scheduler_worker.domain.plugins import KEPT_HOSTS, Weighing, reweigh, score
 from scheduler_worker.domain.view import HostsView, RequestSpec, options_on
 
 MEMORY = 0.8  # the weight of the past after a round of claims: a burst of conflicts fades within some ten rounds
+MAX_SUBSET = 64  # hosts: contention widens a choice up to so many
+MAX_OPTIONS = 4  # candidate allocations of one host that one claim tries in turn
 
 
 class Spread(Struct, frozen=True):
@@ -40,7 +42,7 @@ class Spread(Struct, frozen=True):
             return self
         return Spread(MEMORY * self.lost + (1.0 - MEMORY) * lost / claims)
 
-    def subset(self, least: int, most: int) -> int:
+    def subset(self, least: int, most: int = MAX_SUBSET) -> int:
         """How many of the best hosts a choice is drawn from."""
         return max(least, round(self.lost * most))
 
@@ -177,14 +179,12 @@ class Ranking:
         *,
         shuffle: bool,
         rng: Random,
-        max_options: int,
         runs: CellRuns | None = None,
     ) -> None:
         self.view = view
         self.spec = spec
         self.funnel = funnel
         self._rng = rng
-        self._max_options = max_options
         self._runs = runs if shuffle else None
         self._cells = view.cell
         self._services = view.service
@@ -211,7 +211,7 @@ class Ranking:
             self._full, self._full_drawn = full, []
         drawn: list[Entry] = []
         viable: list[RankedHost] = []
-        while len(viable) < subset and (found := self._next(excluded, drawn, self._max_options)):
+        while len(viable) < subset and (found := self._next(excluded, drawn, MAX_OPTIONS)):
             viable.append(found)
         if not viable:
             self._put_back(drawn)

@@ -257,7 +257,6 @@ class Selector:
             funnel,
             shuffle=self.config.shuffle_best_same_weighed_hosts,
             rng=rng,
-            max_options=self.config.max_options,
             runs=runs,
         )
 

@@ -3,7 +3,7 @@
 The topic is acknowledged first, and a call is published once the broker has confirmed that. The other way round, a copy
 that the topic delivers again could go to a stock nova-scheduler while a front carries the published one out, and both
 would claim. A front that is killed between the two steps loses the one call that is under way; a stock nova-scheduler
-that is killed loses each call in hand.
+that is killed loses each call in hand. What has certainly not left when the connection is lost, is carried out here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import structlog
 
 from bus.clock import Clock
-from bus.port import BusError, Outgoing, PublishRefused, Unroutable
+from bus.port import BusError, NotSent, Outgoing, PublishRefused, Unroutable
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova.envelope import CALL_LIMIT_S, Call
@@ -105,7 +105,7 @@ class Entrance:
         try:
             await delivery.acknowledged()
             await self._transport.publish(message)
-        except (PublishRefused, Unroutable) as error:  # this message
+        except (PublishRefused, Unroutable, NotSent) as error:  # no queue has it
             log.warning("nova.call_kept", code=error.code, reason=str(error), request_id=call.request_id)
             self._refused(call)
         except BusError as error:  # of the channel: it comes again, is among the fronts, or is lost

@@ -17,7 +17,7 @@ import structlog
 
 from bus.clock import Clock
 from bus.faults import Fault
-from bus.port import BusError, BusUnavailable, Delivery, Outgoing
+from bus.port import BusError, BusUnavailable, Delivery, NotSent, Outgoing
 from bus.rabbitmq.transport import RabbitTransport
 from scheduler_worker.nova.entrance import LOOK_AGAIN_S
 from scheduler_worker.nova.envelope import CALL_LIMIT_S, REPLY_QUEUES, Call, CallUnreadable, parse_reply, readdressed
@@ -29,6 +29,7 @@ log = structlog.get_logger("nova")
 PREFETCH = 64
 # Calls that wait for an answer. A stock nova-scheduler takes one after the other: they wait in its queue.
 IN_FLIGHT = 1024
+STOPS = "this front stops"
 REASON = re.compile(r"[a-z][a-z0-9_.]{0,39}")
 OTHER = "other"
 MAX_REASONS = 64
@@ -149,20 +150,9 @@ class StockRelay:
         awaited = self._waiting[call.message_id] = _Awaited()
         try:
             await part_with()  # first: what waits here holds no slot of the topic
-            await self._until_available(call, awaited)
             return await self._answer_to(call, awaited)
         finally:
             del self._waiting[call.message_id]
-
-    async def _until_available(self, call: Call, awaited: _Awaited) -> None:
-        """Wait for the fallback's broker as for the front's own, as long as the client waits for a sign of life. Raises
-        RelayFailed.
-        """
-        until_s = self._clock.monotonic() + (call.patience_s or CALL_LIMIT_S)
-        while reason := self.unavailable_reason:
-            if awaited.given_up or self._clock.monotonic() >= until_s:
-                raise RelayFailed(reason)
-            await self._clock.sleep(LOOK_AGAIN_S)
 
     async def _answer_to(self, call: Call, awaited: _Awaited) -> bytes:
         message = Outgoing(
@@ -174,11 +164,10 @@ class StockRelay:
             expiration_s=call.patience_s,
         )
         try:
-            if not awaited.given_up:
-                await self._publish(message, call)
+            await self._publish(message, call, awaited)
             while awaited.answer is None:
                 if awaited.given_up:
-                    raise RelayFailed("this front stops")
+                    raise RelayFailed(STOPS)
                 async with asyncio.timeout(call.timeout_s or None):
                     await awaited.sign.wait()
                 awaited.sign.clear()
@@ -188,12 +177,24 @@ class StockRelay:
         except TimeoutError as error:
             raise RelayFailed(f"silent for {call.timeout_s} s") from error
 
-    async def _publish(self, message: Outgoing, call: Call) -> None:
-        """Raises BusError: the broker does not take it. Without its word a scheduler may have it, and claim."""
-        try:
-            await self._transport.publish(message)
-        except BusUnavailable as error:
-            log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)
+    async def _publish(self, message: Outgoing, call: Call, awaited: _Awaited) -> None:
+        """To the fallback's broker, which is waited for as the front's own is: as long as the client waits for a sign
+        of life. Raises RelayFailed; BusError: the broker refuses it. Without its word a scheduler may have it, and
+        claim.
+        """
+        until_s, reason = self._clock.monotonic() + (call.patience_s or CALL_LIMIT_S), STOPS
+        while not awaited.given_up and self._clock.monotonic() < until_s:
+            reason = self.unavailable_reason
+            try:
+                if not reason:
+                    return await self._transport.publish(message)
+            except NotSent as error:
+                reason = str(error)
+            except BusUnavailable as error:
+                log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)
+                return None
+            await self._clock.sleep(LOOK_AGAIN_S)
+        raise RelayFailed(reason)
 
     def _take(self, delivery: Delivery) -> None:
         delivery.ack()

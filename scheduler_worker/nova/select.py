@@ -50,7 +50,7 @@ from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
 from scheduler_worker.nova.resource_request import ResourceRequest, named_nodes, resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
-from scheduler_worker.placing import ReplicaFollower
+from scheduler_worker.placing import NEWEST_WAIT_S, ReplicaFollower
 
 log = structlog.get_logger("nova")
 
@@ -61,6 +61,7 @@ ARCHITECTURE: Final = "hw_architecture"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
 # What a call claims whose client has been answered, or has given up, nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
+CLAIMED: Final = "A host was claimed for the server before, and how it is placed cannot be decided any more."
 UNSUITED: Final = "The host of the instance does not support the image."
 MAX_UUID: Final = 64  # letters of a cell's that are logged
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
@@ -76,6 +77,9 @@ class PlacerPort(Protocol):
 
     async def located(self, requests: Sequence[PlacementRequest]) -> list[RequestSpec]:
         """The spec of each request, with where the instances are that it depends on. Raises PlacementUnavailable."""
+
+    async def has_claimed(self, run: str, instances: Sequence[str]) -> bool:
+        """Whether an instance of these holds what this run has claimed. Raises PlacementUnavailable, RequestRefused."""
 
 
 class Notifier(Protocol):
@@ -165,12 +169,24 @@ class Destinations:
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
     async def call(self, call: Call) -> object:
-        """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient."""
+        """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient.
+
+        What is not decided here may have been before: by a front that was killed, or while placement's answer was lost.
+        A stock nova-scheduler would claim a second host beside that claim.
+        """
         if call.method in CASTS:
             return self._source.apply_cast(call.method, call.arguments)
         if call.method != METHOD or not call.is_answered:  # for nobody, a cast would claim
             raise no_such_method(call.method)
         asked = _arguments(call.arguments)
+        try:
+            return await self._decided(call, asked)
+        except NotDecided:
+            if await self._placer.has_claimed(run_of(call), asked.instance_uuids or ()):
+                raise self._refused(call, asked, Ended(reason=CLAIMED)) from None
+            raise
+
+    async def _decided(self, call: Call, asked: SelectArguments) -> object:
         request = parse_request_spec(asked.spec_obj)
         if asked.instance_uuids is None:
             raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
@@ -252,7 +268,7 @@ class Destinations:
         """Whether the book or Nova has changed since what a call was decided by: a host that is new, or has room."""
         book = self._selector.book
         before = book.sequence
-        await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
+        await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
         is_changed = await self._source.ask(self._unknown())
         return is_changed or book.sequence != before
 
@@ -270,7 +286,7 @@ class Destinations:
         for (host, node), located in zip(hosts, await self._placer.located(requests), strict=False):
             for uuid in self._facts.nodes_named(host, node):
                 if (rejected := self._selector.rejects(uuid, located)) is not None:
-                    return f"{host}: {sentence(located, rejected.funnel, self._selector.config.max_funnel_nearest)}"
+                    return f"{host}: {sentence(located, rejected.funnel)}"
         return ""
 
     def _to_meet(self, request: NovaRequest) -> Sequence[str]:
@@ -386,7 +402,7 @@ class Destinations:
         for result in results:
             if isinstance(result, ClaimsContended):
                 raise SelectionContended(f"{result.claims} claims were lost to others")
-        return ended_by(spec, results, self._selector.config.max_funnel_nearest, self._name_of)
+        return ended_by(spec, results, self._name_of)
 
     def _name_of(self, row: int) -> str:
         """The name of a host of the replica, for operators."""
@@ -456,9 +472,7 @@ def run_of(call: Call) -> str:
     return uuid5(NAMESPACE_OID, f"{call.unique_id} {call.message_id}").hex
 
 
-def ended_by(
-    spec: RequestSpec, results: Sequence[PlacementResult], nearest: int, name_of: Callable[[int], str]
-) -> Ended:
+def ended_by(spec: RequestSpec, results: Sequence[PlacementResult], name_of: Callable[[int], str]) -> Ended:
     """The end of a call by its results: of several, the first that no host could take explains it. name_of: of a row of
     the replica.
     """
@@ -466,7 +480,7 @@ def ended_by(
     first = min(unplaced, key=lambda one: 0 if isinstance(one, NoValidHost) else 1)
     lost = lost_of(loss for one in unplaced for loss in one.lost)
     if isinstance(first, NoValidHost):
-        reason, funnel = sentence(spec, first.funnel, nearest), steps_of(first, name_of)
+        reason, funnel = sentence(spec, first.funnel), steps_of(first, name_of)
         return Ended(reason=reason, step=funnel[-1].step if funnel else "", lost=lost, funnel=funnel)
     return Ended(reason=getattr(first, "reason", "") or ENOUGH, step=getattr(first, "code", ""), lost=lost)
 

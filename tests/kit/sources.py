@@ -248,7 +248,7 @@ OTHER_NAMES = {
         "amq.default berth.dead berth.delay berth.delayed berth.events berth.of.* berth.owner.* berth.probe "
         "berth.reply.*.* berth.return *.b *.* **.* *.*.*"
     ),
-    "names under which handled messages are on record": "scheduler.changes.refused scheduler.drains",
+    "names under which handled messages are on record": "scheduler.changes.refused",
     "columns and percentiles of a load's record": "depths.* stages.* utilisation.share p99.9",
     "the cause of messages without another": "ironic.resync",
     "modules of the exceptions that Nova's clients raise": "nova.exception oslo_messaging.rpc.dispatcher",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import logging
@@ -31,9 +32,10 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
-from bus.port import BusForbidden, BusUnavailable, Outgoing, PublishRefused, QueueDiffers, QueueMissing
+from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing, PublishRefused, QueueDiffers, QueueMissing
 from bus.rabbitmq import channels, session
 from bus.rabbitmq.address import parse_bus_url
+from bus.rabbitmq.patches import has_ended
 from bus.rabbitmq.session import Session
 from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
 from bus.service.health import Health
@@ -274,6 +276,11 @@ async def test_what_the_broker_forbids_is_raised_at_once(own_broker: RabbitMQ) -
     await bus.close()
 
 
+def _open_channels(session: Session) -> int:
+    found = session._connection.channels.values()  # type: ignore[attr-defined]
+    return sum(1 for one in found if one is not None and not has_ended(one))
+
+
 async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: RabbitMQ) -> None:
     bus = bus_on(own_broker.url())
     await bus.open()
@@ -293,7 +300,39 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: Rabbit
             except Exception as error:  # unroutable until it is back
                 assert getattr(error, "code", "").startswith("bus."), error
             await asyncio.sleep(0.02)
+    session = bus.transport._session  # type: ignore[attr-defined]
+    before = _open_channels(session)
+    for _ in range(3):
+        deleted = len(got)
+        await asyncio.to_thread(own_broker.evaluate, DELETE_REQUESTS)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(got) == deleted:
+                with contextlib.suppress(BusError):
+                    await bus.publish(boot(1))
+                await asyncio.sleep(0.02)
+    assert bus.transport._session is session  # type: ignore[attr-defined]
+    await until(lambda: _open_channels(session) <= before)
     await consumer.drain(5)
+    await bus.close()
+
+
+async def test_a_consumption_that_could_not_begin_leaves_no_channel_open(
+    own_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = bus_on(own_broker.url())
+    await bus.open()
+    queue = await bus.declare("scheduler.requests")
+    session = bus.transport._session  # type: ignore[attr-defined]
+    before, qos, failures = _open_channels(session), aiormq.Channel.basic_qos, [TimeoutError(), TimeoutError()]
+
+    async def silent_twice(self: aiormq.Channel, **given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await qos(self, **given)
+
+    monkeypatch.setattr(aiormq.Channel, "basic_qos", silent_twice)
+    await bus.transport.consume(queue, lambda _: None, prefetch=1)
+    assert not failures and _open_channels(session) == before + 1
     await bus.close()
 
 

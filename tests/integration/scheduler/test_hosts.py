@@ -9,7 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.catalogue import routing_key
 from bus.contracts.cell import ComputeHosts, ServiceDown, ServiceOutdated, ServicesDigest
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
 from bus.contracts.objects import (
@@ -27,11 +29,14 @@ from bus.contracts.operations import (
     AdminStateSet,
     EvacuationPolicy,
     FenceState,
+    ForgetHost,
     SetAdminState,
 )
 from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.queues import COMMANDS
 from bus.faults import RequestRefused, RequestTimeout
 from bus.persistence.database import Database
+from bus.port import Outgoing
 from scheduler_worker import keepers
 from scheduler_worker.domain.fences import SPEC
 from scheduler_worker.store.postgres import PostgresBuilds
@@ -171,6 +176,26 @@ async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates
     assert (again.host_uuid, again.removed) == (gone, False)
     log = await world.answer(ObjectLogQuery(name=gone), ObjectLogPage)
     assert log.entries[0] == newest, "nothing was on record, and nothing is logged"
+
+
+async def test_a_copy_of_a_command_forgets_nothing_that_was_decided_since(world: World) -> None:
+    """It was carried out, and its scheduler was killed before it acknowledged it."""
+    await world.scheduler("s1", WARM)
+    (gone,) = await world.add_hosts("c1", 1)
+    await digests(world, "compute-c1")
+    command = ForgetHost(host=gone, reason="scrapped", by="ann")
+    message = Outgoing(
+        exchange=COMMANDS, routing_key=routing_key(command), body=encode(command), message_id="m", mandatory=True
+    )
+    changes = world.brokers[API].queue("scheduler.changes")
+    for is_copy in (False, True):
+        await world.buses[API].transport.publish(message)
+        await until(lambda: len(changes) == 0 and not any(one.unacked for one in changes.consumers))
+        assert world.replicas["s1"].row_of(gone) is None
+        if not is_copy:
+            assert (await decide(world, gone, AdminState.DISABLED)).state is AdminState.DISABLED
+    page = await world.answer(ObjectsQuery(kind=ObjectKind.HOST), ObjectsPage)
+    assert [one.name for one in page.objects] == [gone]
 
 
 async def test_a_host_that_a_service_may_still_report_is_kept(world: World) -> None:

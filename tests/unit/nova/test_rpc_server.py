@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from bus.clock import SystemClock
-from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing, PublishRefused, Unroutable
+from bus.port import BusError, BusForbidden, BusUnavailable, NotSent, Outgoing, PublishRefused, Unroutable
 from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from bus.retrying import NOVA_REPLY
@@ -401,7 +401,7 @@ async def test_the_topic_is_acknowledged_before_a_call_is_put_to_the_fronts() ->
         assert lost.ends == [] and len(world.nova.sent_to(FRONTS)) == 1
 
 
-@pytest.mark.parametrize("refuses", [PublishRefused("full"), Unroutable("gone")])
+@pytest.mark.parametrize("refuses", [PublishRefused("full"), Unroutable("gone"), NotSent("not connected")])
 @on_virtual_time
 async def test_a_call_that_the_fronts_cannot_take_is_carried_out_here(refuses: BusError) -> None:
     async with World().started() as world:
@@ -483,6 +483,27 @@ async def test_the_fallback_is_waited_for_when_it_may_have_the_call(monkeypatch:
         world.nova.call(2)
         await asyncio.sleep(SILENT_S + 1)
         assert len(world.nova.failures()) == 1, "not for ever"
+
+
+@on_virtual_time
+async def test_a_call_that_has_not_left_is_sent_to_the_fallback_when_its_connection_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with World().started() as world:
+        publish, losses = world.stock.publish, [NotSent("not connected")]
+
+        async def lost_once(message: Outgoing) -> None:
+            if losses:
+                raise losses.pop()
+            await publish(message)
+
+        monkeypatch.setattr(world.stock, "publish", lost_once)
+        world.nova.call(1)
+        await asyncio.sleep(2)
+        assert not losses and len(world.stock.sent_to(TOPIC)) == 1
+        world.stock.answer()
+        await asyncio.sleep(1)
+        assert world.nova.failures() == [] and len(world.nova.replies()) == 1
 
 
 @pytest.mark.parametrize(("silent_s", "after_s"), [(SILENT_S, [1, 31, 61]), (1, [])])

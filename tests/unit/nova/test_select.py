@@ -577,6 +577,30 @@ async def test_every_call_is_left_to_the_fallback_while_a_filter_is_lacking() ->
     assert await here.select(VMS[0])
 
 
+async def test_a_call_that_has_claimed_is_not_left_to_the_fallback() -> None:
+    """The front that had claimed for it was killed, and this one has a filter that is lacking: a stock nova-scheduler
+    claimed a second host beside the first.
+    """
+    here = await cloud()
+    await here.select(VMS[0])
+    held = await here.held(VMS[0])
+    here.lacking = ("IoOpsFilter",)
+    front = here.front()
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0], front=front)
+    assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == held
+    with pytest.raises(NotDecided):
+        await here.select(VMS[0], run="call2", front=front)  # as after a move: what it holds is of another call
+
+
+async def test_a_call_that_may_have_claimed_is_not_left_to_the_fallback() -> None:
+    here = await cloud()
+    here.lacking = ("IoOpsFilter",)
+    here.claims.unavailable = True
+    with pytest.raises(PlacementUnavailable):
+        await here.select(VMS[0], front=here.front())
+
+
 def image(**properties: Any) -> Primitive:
     """ImageMeta 1.8."""
     return versioned("ImageMeta", "1.8", {"properties": versioned("ImageMetaProps", "1.40", properties)})

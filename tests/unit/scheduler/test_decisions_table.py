@@ -114,12 +114,12 @@ FAILED, SCHEDULED = "failed", "scheduled"
 )
 def test_what_follows_from_the_result_of_a_placement(result: Any, delivery: Any, expected: Any) -> None:
     one = placed(result, **delivery)
-    ((of, concluded),) = conclude([one], AUTHOR, 3)
+    ((of, concluded),) = conclude([one], AUTHOR)
     assert of is one.pending and outcome(concluded) == expected
     if isinstance(concluded, DecidedBuild):
         assert concluded.claimed is (result if result is CLAIMED else None)
         assert concluded.decision.funnel == getattr(result, "funnel", ())
-        ((_, again),) = conclude([placed(result, pending(attempt=1), last=True, has_letter=False)], AUTHOR, 3)
+        ((_, again),) = conclude([placed(result, pending(attempt=1), last=True, has_letter=False)], AUTHOR)
         assert outcome(again)[-1] == (expected[-1] or 1), "an earlier delivery may have claimed"
 
 
@@ -147,7 +147,7 @@ def test_what_follows_for_the_members_of_a_gang(
 ) -> None:
     gang = Gang(uuid=UUID, size=2, min_count=least)
     members = [placed(one, pending(at, gang), **delivery) for at, one in enumerate(results)]
-    concluded = [one for _, one in conclude(members, AUTHOR, 3)]
+    concluded = [one for _, one in conclude(members, AUTHOR)]
     found = [outcome(one) for one in concluded]
     assert [one if isinstance(one, str) else one[0] for one in found] == expected
     started = sum(isinstance(one, DecidedBuild) and one.claimed is not None for one in concluded)
@@ -183,7 +183,7 @@ def test_the_members_of_a_gang_are_concluded_together() -> None:
 
 def test_the_timeline_of_a_decision() -> None:
     lost = (ClaimLoss("h9: full"),)
-    ((_, concluded),) = conclude([placed(replace(CLAIMED, lost=lost))], AUTHOR, 3)
+    ((_, concluded),) = conclude([placed(replace(CLAIMED, lost=lost))], AUTHOR)
     assert isinstance(concluded, DecidedBuild)
     lines = {one.what: one.detail for one in concluded.decision.timeline}
     assert list(lines) == ["not_claimed", "chosen", "claimed", "dispatched"]
@@ -191,13 +191,13 @@ def test_the_timeline_of_a_decision() -> None:
     assert lines["chosen"].startswith("h0 of 9") and lines["claimed"].startswith("h0 after 2")
     stamped = with_stages(concluded.decision, Stamps(requested=1.0)).timeline
     assert [one.stamps and one.stamps.requested for one in stamped] == [None, None, None, 1.0]
-    ((_, alone),) = conclude([placed(replace(CLAIMED, selections=CLAIMED.selections[:1]))], AUTHOR, 3)
+    ((_, alone),) = conclude([placed(replace(CLAIMED, selections=CLAIMED.selections[:1]))], AUTHOR)
     assert isinstance(alone, DecidedBuild) and alone.decision.timeline[1].detail.endswith("none")
     held = ended_where_held(pending(), STRANDED, AUTHOR)
     assert isinstance(held, DecidedBuild) and held.claimed is None
     assert outcome(held) == (SCHEDULED, "", "c1", HOST, 2)
     assert outcome(ended_where_held(pending(), ClaimStranded("why"), AUTHOR)) == "claim.stranded"
-    ((_, long),) = conclude([placed(PlacementRefused("x", "y" * 9999))], AUTHOR, 3)
+    ((_, long),) = conclude([placed(PlacementRefused("x", "y" * 9999))], AUTHOR)
     assert isinstance(long, DecidedBuild) and long.decision.build.reason == "y" * MAX_REASON
 
 
@@ -210,7 +210,7 @@ def test_the_timeline_of_a_decision() -> None:
     ],
 )
 def test_the_messages_of_a_decision(result: Any, kinds: list[type]) -> None:
-    ((_, one),) = conclude([placed(result, last=True)], AUTHOR, 3)
+    ((_, one),) = conclude([placed(result, last=True)], AUTHOR)
     assert isinstance(one, DecidedBuild)
     messages = messages_of(one, one.decision, 5.0, Stamps(), HOSTS.config)
     assert [type(message.message) for message in messages] == kinds

@@ -11,7 +11,7 @@ from placement_worker.replica.request import Group
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import parse
-from scheduler_worker.domain.ranking import Choice
+from scheduler_worker.domain.ranking import MAX_OPTIONS, Choice
 from scheduler_worker.domain.selector import NoValidHost
 from tests.unit.scheduler.hosts import Hosts
 
@@ -287,7 +287,7 @@ def test_alternates_and_options_of_groups_are_real_alternatives() -> None:
     assert choice is not None
     assert len({cluster.hosts.book.uuid_of(one.row) for one in (choice.selected, *choice.alternates)}) == 3
     devices = [tuple(sorted(cluster.allocations(option))) for option in choice.selected.options]
-    assert len(set(devices)) == cluster.hosts.config.max_options
+    assert len(set(devices)) == MAX_OPTIONS
 
 
 def test_a_zone_holds_for_flavors_of_groups_alone_and_not_for_the_pool() -> None:

@@ -182,7 +182,7 @@ def test_the_cell_of_a_member_that_has_a_claim_is_queried_without_the_others(att
         for pair, result in zip(zip(members, requests, strict=True), (there, REFUSED), strict=True)
     ]
     around = Author(who="s", at=1.0)
-    (_, first), (_, second) = conclude(placed, around, 3)
+    (_, first), (_, second) = conclude(placed, around)
     assert isinstance(first, DecidedBuild) and isinstance(second, DecidedBuild)
     ends = [(one.decision.build.state, one.decision.build.cell, one.claimed) for one in (first, second)]
     assert ends == [(BuildState.SCHEDULED, "c1", None), (BuildState.FAILED, None, None)]
@@ -318,5 +318,5 @@ def test_a_build_fences_its_claims_if_one_was_sent(claims: int) -> None:
     request = PlacementRequest(request=pending.request, spec=Hosts([]).spec())
     over = PlacementRefused("quota.exceeded", "VCPU", claims=claims)
     around = Author(who="s", at=1.0)
-    ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around, 3)
+    ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around)
     assert isinstance(decided, DecidedBuild) and decided.decision.build.attempt == claims

@@ -147,9 +147,11 @@ class Log:
         self.handled.add(message_id)
         return is_new
 
-    async def write(self, make: MakeChange) -> None:
+    async def write(self, make: MakeChange, *, message_id: str) -> None:
         """Keep the names."""
         nothing: Any = None
+        if not await self.first_time("", message_id):
+            return
         unit: Any = self
         made = await make(unit, nothing)
         assert not isinstance(made, Refusal)

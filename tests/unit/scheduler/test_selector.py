@@ -22,8 +22,12 @@ from scheduler_worker.domain import plugins, ranking
 from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, clamp, multipliers, score, verdict_of
 from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns, Choice, HostHeap, Ranking, Spread
 from scheduler_worker.domain.view import HostsView, RequestSpec, has_peers, peers_of
-from scheduler_worker.filters.group import ServerGroupAffinityFilter, ServerGroupAntiAffinityFilter
-from scheduler_worker.filters.hinted_hosts import DifferentHostFilter, SameHostFilter
+from scheduler_worker.filters.peers import (
+    DifferentHostFilter,
+    SameHostFilter,
+    ServerGroupAffinityFilter,
+    ServerGroupAntiAffinityFilter,
+)
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 # --- The selector of hosts: its ranking, its isolation of projects, flavors and images, and its costs.

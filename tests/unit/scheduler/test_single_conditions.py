@@ -229,7 +229,7 @@ def test_members_that_have_claims_start_when_enough_of_them_have(least: int, que
         PlacedBuild(one, PlacementRequest(request=one.request, spec=spec), result)
         for one, result in zip(members, (claimed, PlacementRefused("claim.invalid", "")), strict=True)
     ]
-    (_, first), _ = conclude(placed, Author(who="s", at=1.0), 3)
+    (_, first), _ = conclude(placed, Author(who="s", at=1.0))
     assert isinstance(first, DecidedBuild) and (first.claimed is None) is queried
 
 

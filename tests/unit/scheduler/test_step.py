@@ -25,14 +25,13 @@ from scheduler_worker.domain.decision_round import (
     step,
 )
 from scheduler_worker.domain.placement import (
-    Assume,
     ClaimStranded,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
     PlacementState,
     PlacementStep,
-    Settle,
+    Settled,
     initial_state,
     stranded,
 )
@@ -304,7 +303,7 @@ def test_a_claim_is_built_where_it_is_with_the_choices_scores(option: int, assum
     case = Case(options=[{case.uuids[0]: first}, {case.uuids[0]: second}])
     stepped = case.step(CLAIMED, option=option, consumer_generation=5, attempt=4, sequence=9)
     taken = {case.uuids[0]: second if option else first}
-    assert stepped.commands == ((Assume(taken),) if assumed else ()) + (Settle({}, 9),)
+    assert stepped.settled == Settled({}, 9, taken if assumed else None)
     result = claimed(stepped)
     assert (result.cell, result.selections[0].allocations) == ("c1", taken)
     assert hosts_of(result) == ["h0", "h1", "h3", "h4"]
@@ -432,7 +431,7 @@ def test_a_lost_claim_by_its_outcome(
     state = replace(case.state, raced=raced, rejected={other: "x"}, partly_full=(other,))
     stepped = case.step(outcome, state=state, members={other: 4})
     left = stepped.state
-    assert (left.result, stepped.commands, left.claims, left.raced) == (None, (), 1, after.get("raced", 0))
+    assert (left.result, stepped.settled, left.claims, left.raced) == (None, None, 1, after.get("raced", 0))
     assert left.same_host is ("same_host" in after)
     why = after.get("rejected")
     assert left.rejected == {other: "x"} | ({chosen: why} if why else {})

@@ -31,10 +31,10 @@ from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, Pla
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.domain.requests import LAST, LETTERS, RETRIES, RequestDelivery
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
-from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
+from scheduler_worker.placing import NEWEST_WAIT_S
+from scheduler_worker.requests import RequestHandler, SchedulingEngine
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -383,7 +383,7 @@ async def test_moves_that_fit_nowhere_wait_for_the_newest_state_together() -> No
     outcomes = await site.moves.process(moves)
     ended = [one for one in site.emitted(MoveEvent) if isinstance(one, MoveEvent) and one.code == "no_valid_host"]
     assert len(outcomes) == len(ended) == MIGRATIONS
-    assert loop.time() - began == pytest.approx(site.cluster.hosts.config.raced_wait_s)
+    assert loop.time() - began == pytest.approx(NEWEST_WAIT_S)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -1,4 +1,4 @@
-"""Does the host suit the policy of the server group: has it room for another member, or is the group here?"""
+"""Where are the other instances of the request: those that it names, and the members of its server group?"""
 
 from __future__ import annotations
 
@@ -48,3 +48,33 @@ class ServerGroupAffinityFilter:
             return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
         may_join = spec.peers.is_foreign or len(spec.peers.members) == 1
         return verdict_of((view.counted(spec.peers.members) > 0) & may_join, "group.elsewhere")
+
+
+class DifferentHostFilter:
+    """Passes hosts that have none of the instances of the hint `different_host`."""
+
+    name: ClassVar[str] = "DifferentHostFilter"
+
+    def applies_to(self, spec: RequestSpec) -> bool:
+        """Only to requests with the hint."""
+        return spec.peers is not None and spec.peers.different_hosts is not None
+
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+        """By where they were when placement was queried."""
+        assert spec.peers is not None
+        return verdict_of(~view.among(spec.peers.different_hosts or ()), "hint.different_host")
+
+
+class SameHostFilter:
+    """Passes hosts with any of the instances of the hint `same_host`; none while those have no host, as in Nova."""
+
+    name: ClassVar[str] = "SameHostFilter"
+
+    def applies_to(self, spec: RequestSpec) -> bool:
+        """Only to requests with the hint."""
+        return spec.peers is not None and spec.peers.same_hosts is not None
+
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+        """By where they were when placement was queried."""
+        assert spec.peers is not None
+        return verdict_of(view.among(spec.peers.same_hosts or ()), "hint.same_host")
