@@ -147,11 +147,17 @@ def _plan(settings: Settings, options: LoadOptions) -> LoadPlan:
         from_s, to_s, ramp_s = parse_ramp(options.ramp) if options.ramp is not None else (0.0, options.rate, 0.0)
         arrivals: tuple[Arrival, ...] = ()
         if trace is not None:
-            speed, deletes, skip_s = options.speed, options.deletes, options.skip
-            arrivals = read_trace(trace, _shapes(flavors), speed=speed, deletes=deletes, skip_s=skip_s)
-        all_of_it = len(arrivals) or (ramp_boots(from_s, to_s, ramp_s) if ramp_s else DEFAULT_BOOTS)
+            arrivals = read_trace(
+                trace,
+                _shapes(flavors),
+                speed=options.speed,
+                deletes=options.deletes,
+                skip_s=options.skip,
+                most=options.boots,
+            )
+        all_of_it = ramp_boots(from_s, to_s, ramp_s) if ramp_s else DEFAULT_BOOTS
         return LoadPlan(
-            boots=min(options.boots or all_of_it, len(arrivals) or sys.maxsize),
+            boots=len(arrivals) or options.boots or all_of_it,
             mix=parse_mix(options.mix, list(flavors)),
             project_id=options.project,
             concurrency=options.concurrency,
