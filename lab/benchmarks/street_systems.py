@@ -21,6 +21,7 @@ from compute_sim.config import ComputeConfig, HostSize
 from lab.benchmarks.bare import Bare, Pipeline
 from lab.benchmarks.costs import Costs, Instruments
 from lab.benchmarks.street_report import Result
+from lab.feed_watch import RecordingClient
 
 WARM_UP = 200
 REST_TIMEOUT_S = 60.0
@@ -37,7 +38,7 @@ class Street:
     """A running system and what is measured of it. pipeline: the bare one on the same broker, to compare with."""
 
     def __init__(
-        self, client: BuildClient, here: Site, plan: SystemPlan, instruments: Instruments, pipeline: Pipeline | None
+        self, client: RecordingClient, here: Site, plan: SystemPlan, instruments: Instruments, pipeline: Pipeline | None
     ) -> None:
         self._client = client
         self._here = here
@@ -148,9 +149,9 @@ async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random, 
 
 
 @contextlib.asynccontextmanager
-async def connected(here: Site, *, keep_events: bool = True) -> AsyncIterator[BuildClient]:
+async def connected(here: Site) -> AsyncIterator[RecordingClient]:
     """A client that keeps what it receives."""
-    client = BuildClient(here.bus("bench"), clock=here.clock, process=process_name("bench"), keep_events=keep_events)
+    client = RecordingClient(here.bus("bench"), clock=here.clock, process=process_name("bench"))
     await client.open()
     try:
         yield client

@@ -23,7 +23,6 @@ from rich.console import Console
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import Facts, check_invariants
-from berth.client import BuildClient
 from berth.site import process_name
 from berth.trial.servers import hosts_known
 from bus.contracts.build import BuildEvent, BuildState
@@ -45,7 +44,7 @@ from lab.chaos.report import (
     recoveries,
     render,
 )
-from lab.feed_watch import FeedWatch
+from lab.feed_watch import FeedWatch, RecordingClient
 
 PROGRESS_EVERY_S = 5.0
 STRETCH_S = 10.0
@@ -106,7 +105,7 @@ class Run:
         site, process = stage.site, process_name("chaos")
         self.plan = plan
         self.stage = stage
-        self.client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+        self.client = RecordingClient(site.bus(process), clock=site.clock, process=process, durable=True)
         self.watch = FeedWatch(site.bus(f"{process}-feed"))
         self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
         self.moving = Moving(

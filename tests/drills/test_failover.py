@@ -14,7 +14,6 @@ import pytest
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site, process_name
@@ -26,6 +25,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.queues import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq.transport import RabbitTransport
+from lab.feed_watch import RecordingClient
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import BrokerCluster, broker_cluster, database_pair
 from tests.kit.waiting import until
@@ -147,7 +147,7 @@ async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]], *, se
     """
     process = process_name("test")
     # Messages for a private queue while it is away are lost, by design; this test judges every event.
-    client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+    client = RecordingClient(site.bus(process), clock=site.clock, process=process, durable=True)
     await client.open()
     try:
         await hosts_known(client, PLAN)

@@ -12,10 +12,10 @@ import pytest
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.site import process_name
 from berth.trial.servers import hosts_known, start_all, variables
+from lab.feed_watch import RecordingClient
 from tests.kit.cases import case
 from tests.kit.waiting import wait_until
 from tests.system.small import PLAN, Small, small_processes
@@ -67,7 +67,7 @@ def berth_list(small: Small) -> subprocess.CompletedProcess[str]:
 async def load_while_the_database_restarts(small: Small) -> None:
     process = process_name("test")
     site = small.site
-    client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True)
+    client = RecordingClient(site.bus(process), clock=site.clock, process=process)
     await client.open()
     try:
         await hosts_known(client, PLAN)

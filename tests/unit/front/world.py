@@ -77,7 +77,7 @@ class ClientWorld:
         self._published = 0
         broker = MemoryBroker(self.clock)
         self.scheduler = self._bus(broker, "scheduler")
-        self.client = BuildClient(self._bus(broker, "client"), clock=self.clock, process="client", keep_events=True)
+        self.client = BuildClient(self._bus(broker, "client"), clock=self.clock, process="client")
 
     async def open(self) -> None:
         await self.scheduler.open()
