@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import typer
@@ -13,11 +13,12 @@ from berth.commands.expired import send_back
 from berth.commands.options import CommandGroup
 from berth.render import counted, printable, render_rows, utc
 from berth.settings import Settings
-from berth.site import Site
+from berth.site import Site, bus_transports
 from bus.bus import API
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import Counts, DeadLetter
 from bus.port import QueueMissing, Transport
+from bus.service.settings import SettingsError
 
 MAX_SHOWN = 10_000
 MAX_NAMED = 10  # letters in one sentence
@@ -144,9 +145,13 @@ async def purge(
 
 
 async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:
-    if bus != API:
-        site.check_cell(bus)
-    transport = site.transport(bus, process="dead-letters")
+    buses = await _buses(site)
+    if bus not in buses:
+        raise SettingsError("bus.unknown", f"there is no bus {bus!r}; there are {', '.join(buses)}")
+    return await _on_transport(buses[bus](), work)
+
+
+async def _on_transport(transport: Transport, work: Callable[[Transport], Awaitable[T]]) -> T:
     await open_in_time(transport.open())
     try:
         return await work(transport)
@@ -158,10 +163,11 @@ async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -
 
 async def _counts(site: Site) -> dict[str, Counts]:
     """The dead letters of each bus; of one that no worker has been on yet, none."""
-    found: dict[str, Counts] = {}
-    for bus in (API, *site.cells):
-        found[bus] = await _on(site, bus, _counted)
-    return found
+    return {bus: await _on_transport(make(), _counted) for bus, make in (await _buses(site)).items()}
+
+
+async def _buses(site: Site) -> Mapping[str, Callable[[], Transport]]:
+    return await bus_transports(site.environment("dead-letters"))
 
 
 async def _counted(transport: Transport) -> Counts:
