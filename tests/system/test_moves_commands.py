@@ -1,5 +1,5 @@
-"""Moves, drains, fences, gangs and deletes through the command line, before a whole running system; drains of hosts that
-hold something of an instance that is not active there.
+"""Moves, drains, fences, gangs and deletes through the command line, before a whole running system; drains of
+hosts that hold something of an instance that is not active there.
 """
 
 from __future__ import annotations
@@ -282,7 +282,6 @@ def test_an_operator_deletes_in_its_cell_what_no_client_can_delete(berth: Berth)
 # --- a drain of a host that holds something of an instance that is not active there
 
 
-TIMEOUT_S = 120.0
 POLL_S = 0.05
 SLOW = Faults(
     delay_min_s=3.0, delay_max_s=3.0, change_min_s=0.8, change_max_s=0.8
