@@ -45,16 +45,19 @@ Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list
 async def list_letters(
     settings: Settings,
     queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
-    bus: BusName = API,
+    bus: Annotated[
+        str | None,
+        typer.Option("--bus", help="`api`, or a cell's name; without it, all are counted, or `api`'s listed."),
+    ] = None,
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
     """Count dead letters by bus and by queue, or list those of one queue."""
     site = Site(settings)
     if queue is None:
-        _show_counts(await _counts(site), as_json)
+        _show_counts(await _counts(site, bus), as_json)
         return
-    found = await _on(site, bus, lambda transport: letters.list_dead(transport, queue, limit))
+    found = await _on(site, bus or API, lambda transport: letters.list_dead(transport, queue, limit))
     if as_json:
         print_json([_plain(letter) for letter in found])
         return
@@ -145,10 +148,7 @@ async def purge(
 
 
 async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:
-    buses = await _buses(site)
-    if bus not in buses:
-        raise SettingsError("bus.unknown", f"there is no bus {bus!r}; there are {', '.join(buses)}")
-    return await _on_transport(buses[bus](), work)
+    return await _on_transport((await _buses(site, bus))[bus](), work)
 
 
 async def _on_transport(transport: Transport, work: Callable[[Transport], Awaitable[T]]) -> T:
@@ -161,13 +161,19 @@ async def _on_transport(transport: Transport, work: Callable[[Transport], Awaita
         await transport.close()
 
 
-async def _counts(site: Site) -> dict[str, Counts]:
-    """The dead letters of each bus; of one that no worker has been on yet, none."""
-    return {bus: await _on_transport(make(), _counted) for bus, make in (await _buses(site)).items()}
+async def _counts(site: Site, bus: str | None) -> dict[str, Counts]:
+    """The dead letters of each bus, or of one; of one that no worker has been on yet, none."""
+    return {name: await _on_transport(make(), _counted) for name, make in (await _buses(site, bus)).items()}
 
 
-async def _buses(site: Site) -> Mapping[str, Callable[[], Transport]]:
-    return await bus_transports(site.environment("dead-letters"))
+async def _buses(site: Site, bus: str | None) -> Mapping[str, Callable[[], Transport]]:
+    """All, or the one that is named."""
+    buses = await bus_transports(site.environment("dead-letters"))
+    if bus is None:
+        return buses
+    if bus not in buses:
+        raise SettingsError("bus.unknown", f"there is no bus {bus!r}; there are {', '.join(buses)}")
+    return {bus: buses[bus]}
 
 
 async def _counted(transport: Transport) -> Counts:

@@ -356,6 +356,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (NO, "no dead letter", ("dead-letters", "show", "scheduler.requests", "x"), {}),
     (USAGE, "no such queue", ("dead-letters", "list", "nope"), {}),
     (USAGE, "there is no bus", ("dead-letters", "list", "scheduler.builds", "--bus", "mars"), {}),
+    (USAGE, "there is no bus", ("dead-letters", "list", "--bus", "mars"), {}),
     (USAGE, "name the letters", ("dead-letters", "replay", "scheduler.requests"), {}),
     (USAGE, "no settings file", ("--config", "missing.toml", "list"), {}),
     (USAGE, "did you mean bus", ("list",), {"BERTH_BUSS__URL": "x"}),
