@@ -47,7 +47,7 @@ async def list_letters(
     queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
     bus: Annotated[
         str | None,
-        typer.Option("--bus", help="`api`, or a cell's name; without it, all are counted, or `api`'s listed."),
+        typer.Option("--bus", help="`api`, or a cell's name; without it, all, or `api` for one queue."),
     ] = None,
     limit: Limit = 100,
     as_json: AsJson = False,
