@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
@@ -22,6 +23,8 @@ from lab.benchmarks.bare import Bare, Pipeline
 from lab.benchmarks.costs import Costs, Instruments
 from lab.benchmarks.street_report import Result
 from lab.feed_watch import RecordingClient
+
+C = TypeVar("C", bound=BuildClient)
 
 WARM_UP = 200
 REST_TIMEOUT_S = 60.0
@@ -149,9 +152,9 @@ async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random, 
 
 
 @contextlib.asynccontextmanager
-async def connected(here: Site) -> AsyncIterator[RecordingClient]:
-    """A client that keeps what it receives."""
-    client = RecordingClient(here.bus("bench"), clock=here.clock, process=process_name("bench"))
+async def connected(here: Site, kind: type[C]) -> AsyncIterator[C]:
+    """A client of this kind."""
+    client = kind(here.bus("bench"), clock=here.clock, process=process_name("bench"))
     await client.open()
     try:
         yield client
