@@ -103,7 +103,7 @@ class LetterBox:
                     except QueueMissing:  # no worker has been on that bus yet
                         counted = Counts({}, 0)
             except CellAddressInvalid as fault:
-                log.warning("web.letters_unread", bus=bus, reason=fault.reason)
+                log.info("web.letters_unread", bus=bus, reason=fault.reason)
                 continue
             found += [LetterCount(bus, queue, dead) for queue, dead in counted.by_queue.items()]
         return found
