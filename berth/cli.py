@@ -67,7 +67,6 @@ COMMANDS = {
     "backup": ("databases", "backup"),
     "restore": ("databases", "restore"),
     "db": ("databases", "db"),
-    "man": ("documents", "man"),
     "bus": ("databases", "bus"),
     "dead-letters": ("dead_letters", "dead_letters"),
     "placement": ("placement", "placement"),

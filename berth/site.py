@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import asyncpg
 import msgspec
+import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -19,7 +22,7 @@ from bus.bus import API, Bus
 from bus.clock import Clock, SystemClock
 from bus.contracts.base import Word
 from bus.contracts.objects import CellBus, CellDecision, CellState, ObjectKind
-from bus.faults import DatabaseUnprepared
+from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault
 from bus.local import LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
@@ -28,6 +31,8 @@ from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.settings import SettingsError
 from bus.tracing.tracer import Tracer
+
+log = structlog.get_logger("site")
 
 RUNTIME_FILE = "runtime.json"
 MAX_URL_BYTES = 4096  # of a file with the URL of a cell's bus
@@ -242,6 +247,8 @@ def write_runtime(state: Path, runtime: Runtime) -> Callable[[], None]:
     return lambda: path.unlink(missing_ok=True)
 
 
+# A worker waits for a database without end; who only asks which cells there are does not.
+DECISIONS_TIMEOUT_S = 5.0
 _DECISIONS = "SELECT name, body FROM objects WHERE kind = $1 ORDER BY name"
 
 
@@ -267,9 +274,31 @@ async def added_cells(site: Site) -> dict[str, CellBus]:
     return _added(await _decisions(site.environment("cells")), site.settings.cells)
 
 
-async def cells_in_use(env: Environment) -> tuple[str, ...]:
-    """The names of the cells of the settings, and of those that an operator has added and not removed."""
-    return (*env.cells, *_added(await _decisions(env), env.cells))
+async def cells_in_use(env: Environment) -> dict[str, CellBus | None]:
+    """The cells of the settings (None: their buses are there), and those that an operator has added and not removed.
+
+    Raises DatabaseUnavailable, NotConfigured.
+    """
+    return {**dict.fromkeys(env.cells), **_added(await _decisions(env), env.cells)}
+
+
+async def bus_transports(env: Environment) -> Mapping[str, Callable[[], Transport]]:
+    """{bus: makes a fresh connection to it}: the API bus, and each cell in use. While the database cannot be read only
+    those of the settings. Of an added cell whose URL this process does not find, it raises CellAddressInvalid.
+    """
+    cells: dict[str, CellBus | None] = dict.fromkeys(env.cells)
+    try:
+        cells = await cells_in_use(env)
+    except Fault as fault:
+        log.warning("cells.not_known", code=fault.code, reason=fault.reason)
+    return {API: partial(env.transport, API)} | {
+        name: partial(env.transport, name) if where is None else partial(_cell_transport, env, name, where)
+        for name, where in cells.items()
+    }
+
+
+def _cell_transport(env: Environment, name: str, where: CellBus) -> Transport:
+    return env.cell_bus(name, where).transport
 
 
 def _added(decisions: Mapping[str, CellDecision], known: Collection[str]) -> dict[str, CellBus]:
@@ -283,10 +312,12 @@ def _added(decisions: Mapping[str, CellDecision], known: Collection[str]) -> dic
 async def _decisions(env: Environment) -> dict[str, CellDecision]:
     database = env.database("scheduler", pool_size=1)
     try:
-        async with database.raw() as connection:
+        async with asyncio.timeout(DECISIONS_TIMEOUT_S), database.raw() as connection:
             rows = await connection.fetch(_DECISIONS, ObjectKind.CELL.value)
     except (asyncpg.UndefinedTableError, DatabaseUnprepared):  # no scheduler was ever started: no operator added one
         return {}
+    except TimeoutError:
+        raise DatabaseUnavailable(f"no answer from the database within {DECISIONS_TIMEOUT_S:g} s") from None
     finally:
         await database.close()
     return {name: msgspec.json.decode(body, type=CellDecision) for name, body in rows}

@@ -18,7 +18,7 @@ from bus.port import Transport
 from bus.tracing.tracer import Tracer
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
-from ironic_sync.domain.position import Timing, source_of
+from ironic_sync.domain.position import source_of
 from ironic_sync.listener import NotificationListener
 from ironic_sync.measuring import Measurements
 from ironic_sync.notification_traces import NotificationTraces
@@ -146,18 +146,10 @@ class SyncLoop:
 
     async def _lead(self, kept: Term) -> None:
         config = self._config
-        timing = Timing(
-            transient_retry_s=config.transient_retry_s,
-            transient_retry_max_s=config.transient_retry_max_s,
-            failed_retry_s=config.failed_retry_s,
-            failed_retry_max_s=config.failed_retry_max_s,
-            announced_retry_s=config.announced_retry_s,
-        )
         sync_state = SyncState(
             *await kept.load(),
             clock=self._clock,
-            timing=timing,
-            max_nodes=config.max_nodes,
+            config=config,
             traces=NotificationTraces(self._tracer),
         )
         reader = Reader(self._source, sync_state, clock=self._clock, rng=self._rng, config=config)

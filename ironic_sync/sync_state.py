@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.port import Delivery
 from ironic_sync import metrics
+from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain import position as step
 from ironic_sync.domain.effect import Effect
 from ironic_sync.domain.node import Node, Unreadable
-from ironic_sync.domain.position import Position, Timing
+from ironic_sync.domain.position import Position
 from ironic_sync.notification_traces import NotificationTraces
 
 log = structlog.get_logger(__name__)
@@ -37,8 +38,7 @@ class SyncState:
         published: Mapping[str, int],
         *,
         clock: Clock,
-        timing: Timing,
-        max_nodes: int,
+        config: IronicSyncConfig,
         traces: NotificationTraces | None = None,
     ) -> None:
         self.traces = NotificationTraces(None) if traces is None else traces
@@ -50,8 +50,7 @@ class SyncState:
         self.moved = asyncio.Event()
         self.planned = asyncio.Event()
         self._clock = clock
-        self._timing = timing
-        self._max_nodes = max_nodes
+        self._config = config
         self._seq = 0
         self._in_flight: set[int] = set()  # numbers of reads that were sent and not answered
         self._due: list[tuple[float, str]] = []
@@ -97,7 +96,7 @@ class SyncState:
         if before is None:
             return
         if effect.announced:
-            self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
+            self._move(before, step.announced(before, now=self._clock.time(), config=self._config))
             return
         self.notified_at[before.uuid] = (self._clock.monotonic(), cause)
         self.traces.begin(before.uuid, what, cause)
@@ -133,10 +132,10 @@ class SyncState:
         now = self._clock.time()
         if isinstance(node, Unreadable):
             log.error("ironic.unreadable", node=node.uuid, reason=node.reason)
-            after = step.apply_unreadable(before, UNREADABLE, seq=seq, now=now, timing=self._timing)
+            after = step.apply_unreadable(before, UNREADABLE, seq=seq, now=now, config=self._config)
         else:
             after = self._mark_republished(
-                step.apply_read(before, node, seq=seq, now=now, timing=self._timing), before, now
+                step.apply_read(before, node, seq=seq, now=now, config=self._config), before, now
             )
         self._move(before, after)
 
@@ -154,7 +153,7 @@ class SyncState:
         """The node could not be read."""
         before = self._of(uuid)
         if before is not None:
-            self._move(before, step.failed(before, now=self._clock.time(), timing=self._timing))
+            self._move(before, step.failed(before, now=self._clock.time(), config=self._config))
 
     def republish_all(self, *, gone_since: float) -> None:
         """Report every node to the book again, each when it is next read.
@@ -244,8 +243,8 @@ class SyncState:
 
     def _of(self, uuid: str) -> Position | None:
         position = self.positions.get(uuid)
-        if position is None and len(self.positions) >= self._max_nodes:
-            log.error("ironic.too_many_nodes", node=uuid, max_nodes=self._max_nodes)
+        if position is None and len(self.positions) >= self._config.max_nodes:
+            log.error("ironic.too_many_nodes", node=uuid, max_nodes=self._config.max_nodes)
             return None
         return position or Position(uuid=uuid)
 

@@ -1,15 +1,35 @@
-"""Listens to the change feed as any program could, for the invariants: generations rise, numbers have no hole."""
+"""Keeps what any program could hear of a system, for the invariants: each build has one end; on the change feed
+generations rise, and numbers have no hole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from berth.client import BuildClient
 from bus.bus import Bus
+from bus.clock import Clock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.build import BuildEvent
 from bus.contracts.feed import Change, FeedChanges
 
 MAX_CHANGES = 1_000_000
+MAX_EVENTS = 10_000_000  # past them a build would be judged to have no end
+
+
+class RecordingClient(BuildClient):
+    """A client that keeps every event it receives, of others' builds too."""
+
+    def __init__(self, bus: Bus, *, clock: Clock, process: str, durable: bool = False) -> None:
+        super().__init__(bus, clock=clock, process=process, durable=durable)
+        self.events: list[BuildEvent] = []
+
+    def note(self, event: BuildEvent) -> bool:
+        """Take one event in; whether it is about one of this client's own."""
+        if len(self.events) < MAX_EVENTS:
+            self.events.append(event)
+        return super().note(event)
 
 
 class FeedWatch:

@@ -143,7 +143,8 @@ async def gather(
 async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
     """Read the databases and the hosts, one after the other."""
     instances = await _instances(cells)
-    running, down, named, unheard = await _running(site, cells, instances)
+    leases = await _leases(cells)
+    running, down, named, unheard = await _running(site, cells, instances, leases)
     return Facts(
         inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
         allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
@@ -159,6 +160,7 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
         quarantine=await _quarantine(cells),
         moves=[MoveFact(*row) for row in await _rows(scheduler, _MOVES)],
         gangs=await _gangs(scheduler, site.clock.time() - site.settings.scheduler.ended_retention_s),
+        services=leases.keys() | down.keys(),
         down=[fact for _, fact in sorted(down.items())],
         unheard=unheard,
     )
@@ -169,12 +171,14 @@ def _by_uuid(instances: Iterable[InstanceFact]) -> dict[str, InstanceFact]:
 
 
 async def _running(
-    site: Site, cells: Mapping[str, Database], instances: Sequence[InstanceFact]
+    site: Site,
+    cells: Mapping[str, Database],
+    instances: Sequence[InstanceFact],
+    leases: Mapping[tuple[str, str], Lease],
 ) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact], dict[str, str], list[tuple[str, str]]]:
     """(the services' reports of hosts that have living instances, the services that are down or do not report, the
     names of the hosts that are reported, the services that are up and were not waited for).
     """
-    leases = await _leases(cells)
     down = _down(leases)
     there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
     wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}

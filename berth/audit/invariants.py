@@ -152,7 +152,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
     mismatches that the book's own audit found, one line each. breakers, quarantine: the cells' records, or None. moves:
     requests about instances, or None. gangs: requests for several machines, those of which every member is on record,
-    or None. down: compute services that do not report what their hosts run, so that it is not judged, or None: unknown.
+    or None. services: (cell, service) of every compute service on record, or None: unknown. down: those of them that do
+    not report what their hosts run, so that it is not judged, or None: unknown.
     unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or None: unknown.
     unread: cells that could not be read; what may be theirs is not judged. namesakes: (host, name, the host that has
     it) of hosts that a service reports and the book refuses, because it has the name as another's.
@@ -173,6 +174,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     connections: Sequence[tuple[str, str, bool]] | None = None
     breakers: Sequence[BreakerFact] | None = None
     quarantine: Sequence[QuarantineFact] | None = None
+    services: AbstractSet[tuple[str, str]] | None = None
     down: Sequence[ServiceDownFact] | None = None
     unheard: Sequence[tuple[str, str]] | None = None
     moves: Sequence[MoveFact] | None = None
@@ -226,20 +228,11 @@ def _verdict(one: _Invariant, facts: Facts) -> InvariantVerdict:
         name=one.name,
         sentence=one.sentence,
         holds=not found,
-        checked=_looked_at(facts, one.of),
+        checked=facts.feed[2] if one.of == "feed" else len(getattr(facts, one.of)),
         breaches=len(found),
         examples=tuple(found[:MAX_EXAMPLES]),
         not_judged=tuple(one.not_judged(facts)),
     )
-
-
-def _looked_at(facts: Facts, of: str) -> int:
-    match of:
-        case "feed":
-            return facts.feed[2]
-        case "down":
-            return len({(one.cell, one.service) for one in facts.instances if one.service} | _down(facts))
-    return len(getattr(facts, of))
 
 
 def _miscounted(facts: Facts) -> Iterator[str]:
@@ -533,7 +526,9 @@ _INVARIANTS = (
     ),
     _Invariant("feed_has_no_hole", "feed", "the change feed has no hole", _feed),
     _Invariant("effects_have_a_cause", "allocations", "every effect traces back to one request", _caused),
-    _Invariant("services_there", "down", "every compute service reports, or was stopped on purpose", _silent_services),
+    _Invariant(
+        "services_there", "services", "every compute service reports, or was stopped on purpose", _silent_services
+    ),
     _Invariant("moves_end", "moves", "every request about an instance has ended", _open_moves),
     _Invariant("gangs_whole", "gangs", "of machines that start together enough were started, or none", _partial_gangs),
     _Invariant("breakers_closed", "breakers", "no breaker is open", _open_breakers),

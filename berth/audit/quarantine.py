@@ -218,8 +218,7 @@ async def _instances(env: Environment, cell: str, uuids: Sequence[str]) -> dict[
 
 async def _named(env: Environment, cell: str | None) -> tuple[str, ...]:
     """All cells, or the one that is named."""
-    async with _in_time():
-        names = await cells_in_use(env)
+    names = tuple(await cells_in_use(env))
     if cell is None:
         return names
     if cell not in names:

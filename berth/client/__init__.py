@@ -109,20 +109,15 @@ class BuildClient:
 
     The listening queue is private: `open` declares and binds it before anything is published, so no event of
     this client's own builds is missed while the connection holds. After a reconnection (`resync`) missed events are
-    queried. `durable`: a queue that outlives connection and broker, for a client that keeps a record. keep_events: all
-    of them, as tracks are kept: without one of its events a build would be judged to have no end.
+    queried. `durable`: a queue that outlives connection and broker, for a client that keeps a record.
     """
 
-    def __init__(
-        self, bus: Bus, *, clock: Clock, process: str, keep_events: bool = False, durable: bool = False
-    ) -> None:
+    def __init__(self, bus: Bus, *, clock: Clock, process: str, durable: bool = False) -> None:
         self.bus = bus
         self.tracks: dict[str, Track] = {}
-        self.events: list[BuildEvent] = []
         self.foreign_events = 0
         self.clock = self._clock = clock
         self.process = self._process = process
-        self._keep = keep_events
         self._queue = "client.record.{process}" if durable else "client.feed.{process}"
         self._open: set[str] = set()
         self._spans = RequestSpans(bus)
@@ -297,15 +292,13 @@ class BuildClient:
         return await self.bus.request(command, ServiceForgotten, timeout_s=timeout_s)
 
     async def _on_events(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        own = [self._note(received.message) for received in batch if isinstance(received.message, BuildEvent)]
+        own = [self.note(received.message) for received in batch if isinstance(received.message, BuildEvent)]
         if any(own):
             self._changed.set()
         return [Done() for _ in batch]
 
-    def _note(self, event: BuildEvent) -> bool:
+    def note(self, event: BuildEvent) -> bool:
         """Take one event in; whether it is about one of this client's own."""
-        if self._keep:
-            self.events.append(event)
         track = self.tracks.get(event.instance_uuid)
         # Any project may name any uuid in a request of its own; the events of that go to that project.
         if track is None or track.project_id != event.project_id:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import typer
@@ -13,11 +13,12 @@ from berth.commands.expired import send_back
 from berth.commands.options import CommandGroup
 from berth.render import counted, printable, render_rows, utc
 from berth.settings import Settings
-from berth.site import Site
+from berth.site import Site, bus_transports
 from bus.bus import API
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import Counts, DeadLetter
 from bus.port import QueueMissing, Transport
+from bus.service.settings import SettingsError
 
 MAX_SHOWN = 10_000
 MAX_NAMED = 10  # letters in one sentence
@@ -44,16 +45,19 @@ Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list
 async def list_letters(
     settings: Settings,
     queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
-    bus: BusName = API,
+    bus: Annotated[
+        str | None,
+        typer.Option("--bus", help="`api`, or a cell's name; without it, all, or `api` for one queue."),
+    ] = None,
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
     """Count dead letters by bus and by queue, or list those of one queue."""
     site = Site(settings)
     if queue is None:
-        _show_counts(await _counts(site), as_json)
+        _show_counts(await _counts(site, bus), as_json)
         return
-    found = await _on(site, bus, lambda transport: letters.list_dead(transport, queue, limit))
+    found = await _on(site, bus or API, lambda transport: letters.list_dead(transport, queue, limit))
     if as_json:
         print_json([_plain(letter) for letter in found])
         return
@@ -144,9 +148,10 @@ async def purge(
 
 
 async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:
-    if bus != API:
-        site.check_cell(bus)
-    transport = site.transport(bus, process="dead-letters")
+    return await _on_transport((await _buses(site, bus))[bus](), work)
+
+
+async def _on_transport(transport: Transport, work: Callable[[Transport], Awaitable[T]]) -> T:
     await open_in_time(transport.open())
     try:
         return await work(transport)
@@ -156,12 +161,19 @@ async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -
         await transport.close()
 
 
-async def _counts(site: Site) -> dict[str, Counts]:
-    """The dead letters of each bus; of one that no worker has been on yet, none."""
-    found: dict[str, Counts] = {}
-    for bus in (API, *site.cells):
-        found[bus] = await _on(site, bus, _counted)
-    return found
+async def _counts(site: Site, bus: str | None) -> dict[str, Counts]:
+    """The dead letters of each bus, or of one; of one that no worker has been on yet, none."""
+    return {name: await _on_transport(make(), _counted) for name, make in (await _buses(site, bus)).items()}
+
+
+async def _buses(site: Site, bus: str | None) -> Mapping[str, Callable[[], Transport]]:
+    """All, or the one that is named."""
+    buses = await bus_transports(site.environment("dead-letters"))
+    if bus is None:
+        return buses
+    if bus not in buses:
+        raise SettingsError("bus.unknown", f"there is no bus {bus!r}; there are {', '.join(buses)}")
+    return {bus: buses[bus]}
 
 
 async def _counted(transport: Transport) -> Counts:

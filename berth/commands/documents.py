@@ -1,8 +1,7 @@
-"""`berth permissions`, `asyncapi`, `man`: derived from the program and the settings, for others to use."""
+"""`berth permissions`, `asyncapi`: derived from the program and the settings, for others to use."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -90,10 +89,3 @@ def asyncapi(
     Each message, its key, its fields and its answer. `berth web` serves it at /api/v1/asyncapi.json.
     """
     print_json(document(public=public))
-
-
-def man() -> None:
-    """Print the manual page, for `man -l -` or a file berth.1."""
-    from berth.reference.manpage import render  # noqa: PLC0415  (it imports every command)
-
-    sys.stdout.write(render())

@@ -27,6 +27,7 @@ from berth.commands.common import (
     check_reason,
     client,
     decided_by,
+    err,
     out,
     print_json,
     print_line,
@@ -36,7 +37,7 @@ from berth.commands.options import CommandGroup
 from berth.commands.safety import show_unexplained
 from berth.fencing.fencer import MAX_HOSTS, Fencer
 from berth.fencing.plugin import FencingFailed, load
-from berth.render import printable, render_rows, utc
+from berth.render import counted, printable, render_rows, utc
 from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
@@ -125,6 +126,8 @@ async def list_hosts(
         print_json(page.hosts)
     else:
         show_hosts(page.hosts)
+    if page.more:
+        err.print(f"there are more than these {counted(len(page.hosts), 'host')}: --limit", soft_wrap=True)
     return 0
 
 

@@ -89,7 +89,9 @@ async def load(context: typer.Context, *, options: LoadOptions) -> int:
     unavailable, 4 builds or deletes were late or lost, 130 interrupted (Ctrl-C ends with a summary).
     """
     if options.compare is not None:
-        return _compare(*options.compare, options.report)
+        if options.report is not None:
+            raise typer.BadParameter("--compare prints text: no --report with it")
+        return _compare(*options.compare)
     settings = settings_of(context, bus=options.bus)
     plan = _plan(settings, options)
     for path in (options.json_file, options.report):
@@ -147,11 +149,17 @@ def _plan(settings: Settings, options: LoadOptions) -> LoadPlan:
         from_s, to_s, ramp_s = parse_ramp(options.ramp) if options.ramp is not None else (0.0, options.rate, 0.0)
         arrivals: tuple[Arrival, ...] = ()
         if trace is not None:
-            speed, deletes, skip_s = options.speed, options.deletes, options.skip
-            arrivals = read_trace(trace, _shapes(flavors), speed=speed, deletes=deletes, skip_s=skip_s)
-        all_of_it = len(arrivals) or (ramp_boots(from_s, to_s, ramp_s) if ramp_s else DEFAULT_BOOTS)
+            arrivals = read_trace(
+                trace,
+                _shapes(flavors),
+                speed=options.speed,
+                deletes=options.deletes,
+                skip_s=options.skip,
+                most=options.boots,
+            )
+        all_of_it = ramp_boots(from_s, to_s, ramp_s) if ramp_s else DEFAULT_BOOTS
         return LoadPlan(
-            boots=min(options.boots or all_of_it, len(arrivals) or sys.maxsize),
+            boots=len(arrivals) or options.boots or all_of_it,
             mix=parse_mix(options.mix, list(flavors)),
             project_id=options.project,
             concurrency=options.concurrency,
@@ -208,14 +216,9 @@ def _status(record: LoadRecord) -> int:
     return 0
 
 
-def _compare(one: Path, two: Path, report: Path | None) -> int:
-    """Two records side by side: in words here, as a page when there is a place for it."""
-    if report is not None:
-        _writable(report)
-    found = compare_records(_read(one), _read(two), names=(str(one), str(two)))
-    sys.stdout.write(found.text)
-    if report is not None:
-        _write(report, found.html.encode())
+def _compare(one: Path, two: Path) -> int:
+    """Two records side by side."""
+    sys.stdout.write(compare_records(_read(one), _read(two), names=(str(one), str(two))).text)
     return 0
 
 

@@ -165,12 +165,12 @@ def ranges(title: str, rows: Sequence[Range], *, x_label: str) -> str:
     return plot("ranges", title, Size(bottom + BOTTOM, bottom), across, rows, x_label)
 
 
-def shares(title: str, parts_of: Sequence[tuple[str, float]], *, unit: str, longest: float = 0.0) -> str:
-    """One bar, cut into the parts of a sum. longest: the sum of the longest of several bars on one scale."""
+def shares(title: str, parts_of: Sequence[tuple[str, float]], *, unit: str) -> str:
+    """One bar, cut into the parts of a sum."""
     total = sum(value for _, value in parts_of) or 1.0
     parts, at = [], 0.0
     for name, value in parts_of:
-        width = value / max(total, longest) * WIDTH
+        width = value / total * WIDTH
         parts.append((at, width, f"{name}: {number(value)} {unit}, {value / total:.1%}"))
         at += width
     names = [f"{name} {number(value)} {unit}" for name, value in parts_of]

@@ -14,10 +14,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from berth.load import charts
-from berth.load.charts import Series
 from berth.load.figures import PERCENTILES, Array, latencies_ms, stages_ms
-from berth.load.page import cut, note, number, page, section, stack, table
+from berth.load.page import cut, number
 from berth.load.record import STAGES, LoadRecord
 from berth.load.report import facts
 from berth.render import printable_lines
@@ -56,7 +54,6 @@ class Comparison(Struct, frozen=True, kw_only=True):
     lines: tuple[Line, ...]
     verdict: tuple[str, ...]
     text: str = ""
-    html: str = ""
 
 
 def compare(a: LoadRecord, b: LoadRecord, *, names: tuple[str, str] = ("a", "b"), seed: int = 1) -> Comparison:
@@ -68,7 +65,7 @@ def compare(a: LoadRecord, b: LoadRecord, *, names: tuple[str, str] = ("a", "b")
         lines = tuple(msgspec.structs.replace(line, word=_OTHERWISE.get(line.word, line.word)) for line in lines)
     found = Comparison(names=names, differences=differences, lines=lines, verdict=())
     found = msgspec.structs.replace(found, verdict=tuple(_verdict(found, a, b)))
-    return msgspec.structs.replace(found, text=_text(found), html=_html(found, a, b))
+    return msgspec.structs.replace(found, text=_text(found))
 
 
 def interval(a: Array, b: Array, share: float, rng: np.random.Generator) -> tuple[float, float] | None:
@@ -227,42 +224,3 @@ def _aligned(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: 
         return "  ".join(c.rjust(width) if at in right else c.ljust(width) for at, (c, width) in cells).rstrip()
 
     return [line(row) for row in (headers, *rows)]
-
-
-def _html(found: Comparison, a: LoadRecord, b: LoadRecord) -> str:
-    names = [cut(name) for name in found.names]
-    title = f"berth load: {names[0]} and {names[1]}"
-    different = table(["different", *names], found.differences, words=3) if found.differences else ""
-    figures = table(["", *names, "ratio", "95 % interval", ""], _cells(found))
-    return page(
-        title,
-        [
-            *(note(sentence) for sentence in found.verdict),
-            section("Differences in the settings", different),
-            section("Results", figures, stack(_curves(names, a, b), *_means(names, a, b))),
-        ],
-    )
-
-
-def _curves(names: Sequence[str], a: LoadRecord, b: LoadRecord) -> str:
-    shares = np.linspace(0.005, 0.995, 100)
-    found = [
-        Series(name, np.quantile(values, shares).tolist())
-        for name, record in zip(names, (a, b), strict=True)
-        if (values := latencies_ms(record.boots)).size
-    ]
-    if not found:
-        return ""
-    x = (100 * shares).tolist()
-    return charts.lines(
-        "Latency at each percentile", x, found, x_label="percentile", y_label="latency, milliseconds", unit="%"
-    )
-
-
-def _means(names: Sequence[str], a: LoadRecord, b: LoadRecord) -> Iterator[str]:
-    """A bar of each on one scale: the longer took longer."""
-    both = [[(stage, float(v.mean())) for stage, v in stages_ms(one.boots).items()] for one in (a, b)]
-    longest = max(sum(value for _, value in found) for found in both)
-    for name, found in zip(names, both, strict=True):
-        if found:
-            yield charts.shares(f"Mean time in each stage: {name}", found, unit="ms", longest=longest)

@@ -115,7 +115,7 @@ def draw(
 def arrivals(plan: LoadPlan, rng: random.Random) -> Iterator[Arrival]:
     """When each build is meant to leave, and as what."""
     if plan.trace:
-        yield from plan.trace[: plan.boots]
+        yield from plan.trace
         return
     flavors = list(plan.mix)
     weights = [plan.mix[flavor] for flavor in flavors]

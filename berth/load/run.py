@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.client import BuildClient, Track
+from berth.client import SILENCE_S, BuildClient, Track
 from berth.load.figures import stages_ms, summary
 from berth.load.ledger import LoadLedger
 from berth.load.plan import Arrival, LoadPlan, draw
@@ -268,16 +268,25 @@ class LoadRun:
         return again
 
     async def _ends(self, timeout_s: float) -> None:
-        """Wait until everything has ended, or nothing can be hoped for any more."""
-        while self._offering or self._to_delete or self.boots.counts["open"] or self.deletes.counts["open"]:
-            left = self._last_sent + timeout_s - self._clock.monotonic()
-            if left <= 0:
-                break
-            if await self._client.wait(left) and (self._offering or self._to_delete):
-                await self._clock.sleep(LOOK_S / 10)
-        if self._client.unfinished:
-            with contextlib.suppress(Transient, BusError):  # no scheduler to ask: they count as lost
-                await self._client.resync(at_most=self._client.unfinished)
+        """Wait until everything has ended, or nothing can be hoped for any more. Whatever is due later is sent first:
+        each deletion has its time, and each offer its limit.
+        """
+        while True:
+            while self._sends_more or self.boots.counts["open"] or self.deletes.counts["open"]:
+                left = self._last_sent + timeout_s - self._clock.monotonic()
+                if left <= 0 and not self._sends_more:
+                    break
+                if await self._client.wait(max(left, SILENCE_S)) and self._sends_more:
+                    await self._clock.sleep(LOOK_S)
+            if self._client.unfinished:
+                with contextlib.suppress(Transient, BusError):  # no scheduler to ask: they count as lost
+                    await self._client.resync(at_most=self._client.unfinished)
+            if not self._sends_more:
+                return  # else one was found active, and is to be deleted
+
+    @property
+    def _sends_more(self) -> bool:
+        return bool(self._offering or self._to_delete)
 
     async def _until_stopped(self) -> None:
         while not self._stopped:

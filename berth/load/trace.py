@@ -82,13 +82,20 @@ class TraceRow(Struct, frozen=True):
 
 
 def read_trace(
-    path: Path, flavors: Mapping[str, Shape], *, speed: float, deletes: bool = True, skip_s: float = 0.0
+    path: Path,
+    flavors: Mapping[str, Shape],
+    *,
+    speed: float,
+    deletes: bool = True,
+    skip_s: float = 0.0,
+    most: int | None = None,
 ) -> tuple[Arrival, ...]:
     """The arrivals of a file, in order, from 0. Deletions past the last arrival are not replayed. Raises PlanError.
 
-    deletes False: nothing is deleted, so that what came in all has to fit at once. skip_s: see `skipped`.
+    deletes False: nothing is deleted, so that what came in all has to fit at once. skip_s: see `skipped`. most: only
+    the first so many.
     """
-    return arrivals_of(skipped(read_requests(path), skip_s), flavors, speed=speed, deletes=deletes)
+    return arrivals_of(skipped(read_requests(path), skip_s)[:most], flavors, speed=speed, deletes=deletes)
 
 
 def skipped(requests: list[TraceRow], skip_s: float) -> list[TraceRow]:

@@ -1,1 +1,1 @@
-"""Derived from the program for its users: the command line, the manual page, the AsyncAPI document."""
+"""Derived from the program for its users: the command line, the AsyncAPI document."""

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated
 
 import msgspec
+import structlog
 from msgspec import Meta as Bound
 from msgspec import Struct
 from starlette.requests import Request
 
 from berth.commands.expired import send_back
 from berth.settings import Settings
+from berth.site import bus_transports
 from berth.web.access import WebRole
 from berth.web.api import Handlers, converted, number_of, object_of, parsed, route
 from berth.web.problems import Problem
-from bus.bus import API
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import Counts, DeadLetter
 from bus.contracts.base import Label
 from bus.port import QueueMissing, Transport
-from bus.service.environment import Environment
+from bus.service.environment import CellAddressInvalid, Environment
+
+log = structlog.get_logger("web")
 
 MAX_SHOWN = 10_000
 OPEN_TIMEOUT_S = 10.0
@@ -89,20 +92,19 @@ class LetterBox:
         self._settings = settings
         self._looking = asyncio.Lock()
 
-    @property
-    def buses(self) -> tuple[str, ...]:
-        """The API bus, and each cell's."""
-        return (API, *self._env.cells)
-
     async def counts(self) -> list[LetterCount]:
         """How many there are, by bus and queue."""
         found: list[LetterCount] = []
-        for bus in self.buses:
-            async with self._open(bus) as transport:
-                try:
-                    counted = await letters.count(transport)
-                except QueueMissing:  # no worker has been on that bus yet
-                    counted = Counts({}, 0)
+        for bus, make in (await self._buses()).items():
+            try:
+                async with self._opened(bus, make) as transport:
+                    try:
+                        counted = await letters.count(transport)
+                    except QueueMissing:  # no worker has been on that bus yet
+                        counted = Counts({}, 0)
+            except CellAddressInvalid as fault:
+                log.info("web.letters_unread", bus=bus, reason=fault.reason)
+                continue
             found += [LetterCount(bus, queue, dead) for queue, dead in counted.by_queue.items()]
         return found
 
@@ -133,10 +135,20 @@ class LetterBox:
 
     @asynccontextmanager
     async def _open(self, bus: str) -> AsyncIterator[Transport]:
-        if bus not in self.buses:
-            raise Problem(404, "bus.unknown", f"there is no bus {bus[:64]!r}; there are {', '.join(self.buses)}")
+        buses = await self._buses()
+        if bus not in buses:
+            raise Problem(404, "bus.unknown", f"there is no bus {bus[:64]!r}; there are {', '.join(buses)}")
+        async with self._opened(bus, buses[bus]) as transport:
+            yield transport
+
+    async def _buses(self) -> Mapping[str, Callable[[], Transport]]:
         async with self._one_at_a_time():
-            transport = self._env.transport(bus)
+            return await bus_transports(self._env)
+
+    @asynccontextmanager
+    async def _opened(self, bus: str, make: Callable[[], Transport]) -> AsyncIterator[Transport]:
+        async with self._one_at_a_time():
+            transport = make()
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
                     await transport.open()

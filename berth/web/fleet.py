@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
 from msgspec import Struct
 
 from berth.client.host_pages import read_hosts
+from berth.site import bus_transports
 from berth.web.api import ASK_TIMEOUT_S, MAX_HOSTS
 from berth.web.problems import Problem
 from bus.bus import API, Bus
@@ -366,8 +367,8 @@ class QueueReader:
             await transport.close()
 
     async def _read(self, services: Sequence[tuple[str, str]]) -> Depths:
-        buses = (API, *self._env.cells)
-        every = await asyncio.gather(*(self._read_bus(bus, services) for bus in buses))
+        buses = await bus_transports(self._env)
+        every = await asyncio.gather(*(self._read_bus(bus, make, services) for bus, make in buses.items()))
         found = [one for depths in every if depths is not None for one in depths[0] if one.waiting]
         return Depths(
             tuple(sorted(found, key=lambda one: (-one.waiting, one.bus, one.queue))),
@@ -375,14 +376,16 @@ class QueueReader:
             tuple(bus for bus, depths in zip(buses, every, strict=True) if depths is None),
         )
 
-    async def _read_bus(self, bus: str, services: Sequence[tuple[str, str]]) -> tuple[Sequence[QueueDepth], int] | None:
+    async def _read_bus(
+        self, bus: str, make: Callable[[], Transport], services: Sequence[tuple[str, str]]
+    ) -> tuple[Sequence[QueueDepth], int] | None:
         """The depth of each queue of a bus and its dead letters; None: its broker does not answer."""
         here = Where.API if bus == API else Where.CELL
         rows = [row for row in QUEUES if row.where in (here, Where.BOTH) and "{" not in row.name]
         names = [f"compute.{service}" for cell, service in services if cell == bus]
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                transport = await self._transport(bus)
+                transport = await self._transport(bus, make)
                 found = [QueueDepth(bus, row.name, await _depth(waiting_in(transport, row))) for row in rows]
                 found += [QueueDepth(bus, name, await _depth(transport.depth(name))) for name in names]
                 return found, await _depth(transport.depth(DEAD_LETTERS))
@@ -390,10 +393,10 @@ class QueueReader:
             log.info("web.depths_unread", bus=bus, error=type(error).__name__)
             return None
 
-    async def _transport(self, bus: str) -> Transport:
+    async def _transport(self, bus: str, make: Callable[[], Transport]) -> Transport:
         transport = self._transports.get(bus)
         if transport is None:
-            transport = self._env.transport(bus)
+            transport = make()
             await transport.open()
             self._transports[bus] = transport
         return transport

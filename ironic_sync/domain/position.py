@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import InventoryUpdate, ProviderReport
 from bus.retrying import doubled_s
+from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Node
 from ironic_sync.domain.rules import is_transient, offers_more, place, reserve_all
 
@@ -21,16 +22,6 @@ SOURCE = "ironic"
 def source_of(name: str) -> str:
     """The name of an Ironic as a source of inventory."""
     return f"{SOURCE}_{name}" if name else SOURCE
-
-
-class Timing(Struct, frozen=True, kw_only=True):
-    """When a node is read again without a notification."""
-
-    transient_retry_s: float = 1.0  # first re-read of a node on its way somewhere; doubled up to ...
-    transient_retry_max_s: float = 60.0
-    failed_retry_s: float = 0.5  # first re-read after a failed read; doubled up to ...
-    failed_retry_max_s: float = 30.0
-    announced_retry_s: float = 0.5  # after a `.start`, unless its `.end` or `.error` comes first
 
 
 class Position(Struct, frozen=True, kw_only=True):
@@ -81,9 +72,9 @@ def notified(position: Position, *, taken: bool, seq: int, now: float) -> Positi
     return _with_report(wanted, reserve_all(position.report), now)
 
 
-def announced(position: Position, *, now: float, timing: Timing) -> Position:
+def announced(position: Position, *, now: float, config: IronicSyncConfig) -> Position:
     """Something is about to happen to the node. The next notification causes a read; without one, read later."""
-    due_at = now + timing.announced_retry_s
+    due_at = now + config.announced_retry_s
     return replace(position, due_at=due_at if position.due_at is None else min(due_at, position.due_at))
 
 
@@ -92,7 +83,7 @@ def wanted(position: Position, *, now: float) -> Position:
     return replace(position, due_at=now)
 
 
-def apply_read(position: Position, node: Node, *, seq: int, now: float, timing: Timing) -> Position:
+def apply_read(position: Position, node: Node, *, seq: int, now: float, config: IronicSyncConfig) -> Position:
     """The node was read; the read was sent at `seq`.
 
     A read that may be older than a later notification gives nothing back: it is repeated instead. One sent before
@@ -114,7 +105,7 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, timing: 
         tries=position.tries + 1 if node.provision_state == position.state else 0,
         due_at=None,
     )
-    due_at = now if overtaken else _due(known, now, timing)
+    due_at = now if overtaken else _due(known, now, config)
     return _with_report(replace(known, due_at=due_at), placed.report, now)
 
 
@@ -128,20 +119,20 @@ def apply_removed(position: Position, *, seq: int, now: float) -> Position:
     return _with_report(gone, None, now)
 
 
-def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, timing: Timing) -> Position:
+def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, config: IronicSyncConfig) -> Position:
     """Ironic's answer about the node is no node. It is held back, reported as a problem, and read again."""
     if seq < position.read_seq:
         return position
-    wrong = replace(failed(position, now=now, timing=timing), problem=problem, read_seq=seq)
+    wrong = replace(failed(position, now=now, config=config), problem=problem, read_seq=seq)
     return wrong if wrong.report is None else _with_report(wrong, reserve_all(wrong.report), now)
 
 
-def failed(position: Position, *, now: float, timing: Timing) -> Position:
+def failed(position: Position, *, now: float, config: IronicSyncConfig) -> Position:
     """The read failed: plan another one, after a growing delay."""
     return replace(
         position,
         tries=position.tries + 1,
-        due_at=now + doubled_s(timing.failed_retry_s, timing.failed_retry_max_s, position.tries),
+        due_at=now + doubled_s(config.failed_retry_s, config.failed_retry_max_s, position.tries),
     )
 
 
@@ -156,8 +147,8 @@ def _with_report(position: Position, report: ProviderReport | None, now: float) 
     return replace(position, report=report, version=next_version(position.version, now))
 
 
-def _due(position: Position, now: float, timing: Timing) -> float | None:
+def _due(position: Position, now: float, config: IronicSyncConfig) -> float | None:
     """A stable state waits for a notification or the next read of all; the end of any other may come without one."""
     if not is_transient(position.state):
         return None
-    return now + doubled_s(timing.transient_retry_s, timing.transient_retry_max_s, position.tries)
+    return now + doubled_s(config.transient_retry_s, config.transient_retry_max_s, position.tries)

@@ -1,4 +1,4 @@
-"""The port to Ironic: reading nodes. Adapters: `source.rest` (HTTP), `source.recorded` (captured runs)."""
+"""The port to Ironic: reading nodes. The adapter: `source.rest` (HTTP)."""
 
 from __future__ import annotations
 

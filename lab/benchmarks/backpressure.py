@@ -298,7 +298,7 @@ async def run(options: argparse.Namespace) -> Result:
     """Start everything, measure, stop everything."""
     plan = plan_of(options.hosts, options.cells, schedulers=options.schedulers, placements=options.placements)
     with real_servers(plan.cells, durable=True) as servers:
-        async with running_processes(servers, plan) as (processes, here), connected(here, keep_events=False) as client:
+        async with running_processes(servers, plan) as (processes, here), connected(here, BuildClient) as client:
             return await measure(servers, processes, here, client, options, plan=plan)
 
 

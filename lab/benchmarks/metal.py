@@ -208,7 +208,7 @@ async def measure(options: argparse.Namespace) -> MetalFigures:
             broker = here.settings.bus.url
             async with (
                 ironic_process(options.nodes, broker, processes.directory) as ironic,
-                connected(here, keep_events=False) as client,
+                connected(here, BuildClient) as client,
             ):
                 await run(MetalBench(servers, processes, here, ironic), figures, client, options.rest)
     return figures

@@ -26,6 +26,7 @@ from lab.benchmarks.command import measured, parser_of, positive, rates, write
 from lab.benchmarks.costs import Instruments
 from lab.benchmarks.street_report import Result, print_result
 from lab.benchmarks.street_systems import COUNTING, Street, connected, counting_binaries, plan_of, progress
+from lab.feed_watch import RecordingClient
 
 BARE_BOOTS = 4000
 
@@ -68,7 +69,7 @@ async def measure(options: argparse.Namespace) -> Result:
             pipeline = await stack.enter_async_context(bare.running(servers.urls["berth"]))
             plain = await pipeline.measure(BARE_BOOTS, options.idle)
         progress("starting the workers")
-        async with running_processes(servers, plan) as (processes, here), connected(here) as client:
+        async with running_processes(servers, plan) as (processes, here), connected(here, RecordingClient) as client:
             instruments = Instruments(servers, processes, counts_statements=counting is not None)
             street = Street(client, here, plan, instruments, pipeline)
             return await street.measure(options.boots, options.idle, plain, shares=options.rates, held=options.held)

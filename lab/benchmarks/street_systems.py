@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
@@ -21,6 +22,9 @@ from compute_sim.config import ComputeConfig, HostSize
 from lab.benchmarks.bare import Bare, Pipeline
 from lab.benchmarks.costs import Costs, Instruments
 from lab.benchmarks.street_report import Result
+from lab.feed_watch import RecordingClient
+
+C = TypeVar("C", bound=BuildClient)
 
 WARM_UP = 200
 REST_TIMEOUT_S = 60.0
@@ -37,7 +41,7 @@ class Street:
     """A running system and what is measured of it. pipeline: the bare one on the same broker, to compare with."""
 
     def __init__(
-        self, client: BuildClient, here: Site, plan: SystemPlan, instruments: Instruments, pipeline: Pipeline | None
+        self, client: RecordingClient, here: Site, plan: SystemPlan, instruments: Instruments, pipeline: Pipeline | None
     ) -> None:
         self._client = client
         self._here = here
@@ -148,9 +152,9 @@ async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random, 
 
 
 @contextlib.asynccontextmanager
-async def connected(here: Site, *, keep_events: bool = True) -> AsyncIterator[BuildClient]:
-    """A client that keeps what it receives."""
-    client = BuildClient(here.bus("bench"), clock=here.clock, process=process_name("bench"), keep_events=keep_events)
+async def connected(here: Site, kind: type[C]) -> AsyncIterator[C]:
+    """A client of this kind."""
+    client = kind(here.bus("bench"), clock=here.clock, process=process_name("bench"))
     await client.open()
     try:
         yield client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -78,17 +78,6 @@ def recoveries(ended: Sequence[Ended], faults: Sequence[Injected]) -> dict[str, 
     return dict(found)
 
 
-def rates(ended: Sequence[Ended], every_s: float) -> list[int]:
-    """How many ended in each stretch of time, from the first on: the course of the run."""
-    times = sorted(end.ended_at for end in ended)
-    if not times:
-        return []
-    count = int((times[-1] - times[0]) / every_s) + 1
-    edges = [times[0] + every_s * n for n in range(count + 1)]
-    places = [bisect_right(times, edge) if n else 0 for n, edge in enumerate(edges)]
-    return [late - early for early, late in pairwise(places)]
-
-
 def counts(faults: Sequence[Injected]) -> Mapping[str, int]:
     """How many faults of each sort, by name."""
     return dict(sorted(Counter(fault.fault.label for fault in faults).items()))
@@ -105,7 +94,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     after which the run cannot be sound: it has not shown its purpose. active ... deleted: how they stood at the
     end, by the schedulers' record. recovery_s: from the end of the last fault until everything was at rest.
     recovery_by_kind: from the end of each fault until a build or delete requested after it had ended (median, longest).
-    longest_stall_s: the longest time in which no build and no delete ended. died: workers that ended by themselves and
+    longest_stall: the longest time in which no build and no delete ended. died: workers that ended by themselves and
     were started again. moves: requests about machines that run, that the broker confirmed; moves_by_result: how they
     ended; lost and doubled count these, too. drains: hosts that were emptied and taken back; drained: machines moved by
     them.
@@ -134,16 +123,13 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     connections_cut: int
     died: tuple[Death, ...]
     ends_per_s: float
-    longest_stall_s: float
     longest_stall: Stall
     recovery_s: float
     recovery_by_kind: Mapping[str, tuple[float, float]]
     at_rest: bool
     dead_letters: Mapping[str, int]
-    invariants: Mapping[str, bool]
     verdicts: tuple[InvariantVerdict, ...]
     examples: Mapping[str, tuple[str, ...]]
-    ends_every_ten_s: tuple[int, ...]
     moves: int = 0
     moves_wanted: int = 0
     moves_by_result: Mapping[str, int] = {}
@@ -159,7 +145,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
         """
         nothing = not (self.lost or self.doubled or self.leaked or self.overcommitted)
         whole = self.requests == self.wanted and self.moves >= self.moves_wanted and self.faults_total > 0
-        return nothing and whole and self.at_rest and all(self.invariants.values()) and not self.bugs
+        return nothing and whole and self.at_rest and all(verdict.holds for verdict in self.verdicts) and not self.bugs
 
     @property
     def bugs(self) -> tuple[Death, ...]:
@@ -240,7 +226,7 @@ def _render_requests(report: ChaosReport, console: Console) -> None:
         f"{report.events_repeated} of them again"
     )
     console.print(
-        f"longest stall: {report.longest_stall_s:.1f} s ({', '.join(report.longest_stall.faults) or 'no fault'})",
+        f"longest stall: {report.longest_stall.seconds:.1f} s ({', '.join(report.longest_stall.faults) or 'no fault'})",
         soft_wrap=True,
     )
 

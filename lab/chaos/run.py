@@ -23,7 +23,6 @@ from rich.console import Console
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import Facts, check_invariants
-from berth.client import BuildClient
 from berth.site import process_name
 from berth.trial.servers import hosts_known
 from bus.contracts.build import BuildEvent, BuildState
@@ -41,14 +40,12 @@ from lab.chaos.report import (
     doubled_moves,
     longest_stall,
     lost_moves,
-    rates,
     recoveries,
     render,
 )
-from lab.feed_watch import FeedWatch
+from lab.feed_watch import FeedWatch, RecordingClient
 
 PROGRESS_EVERY_S = 5.0
-STRETCH_S = 10.0
 EXAMPLES = 5
 # Each option that is a field of the plan.
 OPTIONS = (
@@ -106,7 +103,7 @@ class Run:
         site, process = stage.site, process_name("chaos")
         self.plan = plan
         self.stage = stage
-        self.client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+        self.client = RecordingClient(site.bus(process), clock=site.clock, process=process, durable=True)
         self.watch = FeedWatch(site.bus(f"{process}-feed"))
         self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
         self.moving = Moving(
@@ -196,7 +193,7 @@ class Run:
         states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
         verdicts = check_invariants(facts)
         found = breaches(verdicts)
-        stall = longest_stall(ended, faults)
+
         distinct = {(event.instance_uuid, event.sequence, event.state) for event in events}
         moves_lost, moves_doubled = lost_moves(facts, self.moving.requested), doubled_moves(self.moving.ends)
         examples = {
@@ -228,13 +225,11 @@ class Run:
             connections_cut=self.injector.connections_cut,
             died=tuple(self.injector.deaths),
             ends_per_s=round(len(ended) / max(ending.seconds, 1e-9), 1),
-            longest_stall_s=stall.seconds,
-            longest_stall=stall,
+            longest_stall=longest_stall(ended, faults),
             recovery_s=round(ending.recovery_s, 1),
             recovery_by_kind={name: (round(median(ts), 2), max(ts)) for name, ts in recoveries(ended, faults).items()},
             at_rest=ending.at_rest,
             dead_letters=ending.dead_letters,
-            invariants={verdict.name: verdict.holds for verdict in verdicts},
             verdicts=verdicts,
             examples={name: uuids[:EXAMPLES] for name, uuids in examples.items()},
             moves=len(self.moving.requested),
@@ -244,7 +239,6 @@ class Run:
             drains=self.draining.ended,
             drained=self.draining.moved,
             drains_by_code=dict(self.draining.codes),
-            ends_every_ten_s=tuple(rates(ended, STRETCH_S)),
         )
 
 

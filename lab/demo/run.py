@@ -41,7 +41,7 @@ from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
 from ironic_sync.config import IronicSyncConfig
-from lab.feed_watch import FeedWatch
+from lab.feed_watch import FeedWatch, RecordingClient
 
 REQUESTS = 1000
 HYPERVISORS_PER_SERVICE = 50
@@ -115,7 +115,7 @@ async def demonstrate(seed: int, console: Console) -> Demo:
         assert ironic is not None
         system = LocalSystem(here)
         await system.start(ironic_url=ironic.url)
-        client = BuildClient(here.bus("client"), clock=here.clock, process=process_name("demo"), keep_events=True)
+        client = RecordingClient(here.bus("client"), clock=here.clock, process=process_name("demo"))
         watch = FeedWatch(here.bus("feed-watch"))
         await asyncio.gather(client.open(), watch.open())
         try:
@@ -212,7 +212,7 @@ async def _load(
     return report, victim
 
 
-async def _check_invariants(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[InvariantVerdict, ...]:
+async def _check_invariants(here: Site, client: RecordingClient, watch: FeedWatch) -> tuple[InvariantVerdict, ...]:
     accepted = list(client.tracks)
     connections = [(name, bus, name.startswith(("conductor", *here.cells))) for name, bus in here.connections]
     facts = await gather(here, accepted=accepted, events=client.events, changes=watch.changes, connections=connections)

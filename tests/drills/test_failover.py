@@ -1,10 +1,16 @@
-"""Several brokers, several databases: the one in use is killed, the workers go on by themselves, nothing is lost."""
+"""Several brokers, several databases: the one in use is killed, the workers go on by themselves, nothing is lost.
+
+No broker or database: at start the workers wait and report it; in the middle they resume, and nothing is lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import subprocess
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +20,6 @@ import pytest
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site, process_name
@@ -26,16 +31,19 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.queues import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq.transport import RabbitTransport
+from lab.feed_watch import RecordingClient
+from tests.kit.cases import case
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import BrokerCluster, broker_cluster, database_pair
-from tests.kit.waiting import until
-from tests.system.small import PLAN
+from tests.kit.waiting import until, wait_until
+from tests.system.small import PLAN, Small, small_processes
+
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
+
 
 PATIENCE_S = 90.0
 BOOTS = 200
 (CELL,) = PLAN.cells
-
-pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +155,7 @@ async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]], *, se
     """
     process = process_name("test")
     # Messages for a private queue while it is away are lost, by design; this test judges every event.
-    client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+    client = RecordingClient(site.bus(process), clock=site.clock, process=process, durable=True)
     await client.open()
     try:
         await hosts_known(client, PLAN)
@@ -202,3 +210,76 @@ def test_only_an_end_that_is_stated_again_counts_once() -> None:
     assert stated_once([first, again]) == [first]
     for other in (end(1_000_011, BuildState.FAILED), end(1_000_011, attempt=2)):
         assert stated_once([first, other]) == [first, other]
+
+
+# --- no broker or database: the workers wait and report it, and resume; nothing is lost
+
+
+FEW_BOOTS = 150
+
+
+def test_workers_wait_for_their_servers_and_outlive_a_restart_of_the_database() -> None:
+    with small_processes(start=False) as small:
+        small.servers.broker.shut_down()
+        small.servers.postgres.shut_down()
+        start_all(small.processes, PLAN)
+        logs(small, "placement1", "database.waiting")
+        logs(small, "scheduler1", "database.waiting", "bus.unavailable")
+        logs(small, "conductor-cell1-1", "database.waiting", "bus.unavailable")
+        logs(small, "compute-cell1-c1", "bus.unavailable")
+        started = small.pids()
+        small.servers.postgres.start()
+        logs(small, "placement1", "bus.unavailable")
+        small.servers.broker.start()
+        small.ready()
+        assert small.pids() == started, "they waited, and did not die"
+
+        asyncio.run(load_while_the_database_restarts(small))
+        assert small.pids() == started
+
+        small.servers.postgres.kill()
+        done = berth_list(small)
+        small.servers.postgres.start()
+        assert (done.returncode, "database.unavailable" in done.stderr) == (3, True), done.stderr
+
+
+def berth_list(small: Small) -> subprocess.CompletedProcess[str]:
+    """It asked "is a scheduler running?", with the status of time that ran out."""
+    settings = small.site.settings
+    return subprocess.run(
+        [sys.executable, "-m", "berth", "list"],
+        env={**os.environ, **variables(settings), "BERTH_BUS__URL": settings.bus.url},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+async def load_while_the_database_restarts(small: Small) -> None:
+    process = process_name("test")
+    site = small.site
+    client = RecordingClient(site.bus(process), clock=site.clock, process=process)
+    await client.open()
+    try:
+        await hosts_known(client, PLAN)
+        plan = LoadPlan(boots=FEW_BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=100.0, timeout_s=PATIENCE_S)
+        loading = asyncio.create_task(run_load(client, plan, clock=site.clock, rng=random.Random(5)))
+        assert await client.until(lambda: 0 < client.unfinished < len(client.tracks), PATIENCE_S)
+        await asyncio.to_thread(small.servers.postgres.kill)
+        await asyncio.to_thread(small.servers.postgres.start)
+        report: LoadReport = await loading
+        assert (report.active, report.unfinished, report.more_than_one_terminal) == (FEW_BOOTS, 0, 0), report
+        assert await rest(site, timeout_s=PATIENCE_S)
+        verdicts = check_invariants(await gather(site, accepted=list(client.tracks), events=client.events))
+        assert [verdict for verdict in verdicts if not verdict.holds] == []
+    finally:
+        await client.close()
+
+
+def logs(small: Small, name: str, *events: str) -> None:
+    """Wait until a worker's log holds one of these events, and the worker lives."""
+    worker = small.processes.workers[name]
+    with case(name, events):
+        wait_until(lambda: any(f'"event":"{event}"' in worker.log.read_text() for event in events))
+    assert worker.process.running, worker.process.tail()

@@ -52,8 +52,8 @@ def overtaken_read_applied() -> AbstractContextManager[Any]:
     """A read gives a node back, also when an event of it came since the read was sent."""
     apply_read = position.apply_read
 
-    def applied(before: Any, node: Any, *, seq: int, now: float, timing: Any) -> Any:
-        return apply_read(replace(before, notified_seq=0), node, seq=seq, now=now, timing=timing)
+    def applied(before: Any, node: Any, *, seq: int, now: float, config: Any) -> Any:
+        return apply_read(replace(before, notified_seq=0), node, seq=seq, now=now, config=config)
 
     return patch.object(position, "apply_read", applied)
 

@@ -399,7 +399,7 @@ MUTANTS_OF_MOVES: tuple[Mutant, ...] = (
     source_under_the_destinations_number,
     offloaded_keeps_its_claim,
 )
-# No seed is on record that finds these; a test of the table does (tests/sim/test_mutants_of_moves.py).
+# No seed is on record that finds these; a test of the table does (tests/sim/test_mutants_of_cases.py).
 FOUND_BY_THE_TABLE: tuple[Mutant, ...] = (
     migration_of_a_deleted_instance_forgotten,
     migration_released_only_if_its_claim_was_answered,

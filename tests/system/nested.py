@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import compute_sim.app
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import Facts, check_invariants
-from berth.client import BuildClient, Track
+from berth.client import Track
 from berth.settings import CellSettings, Settings, UpSettings, read_settings
 from berth.site import process_name
 from berth.trial.up import LocalSystem, site
@@ -23,6 +23,7 @@ from bus.contracts.build import BuildPage, BuildQuery, BuildRequest
 from bus.contracts.placement import InventoryResult, InventoryUpdate
 from compute_sim.config import ComputeConfig, Device, HostSize
 from compute_sim.fleet import Fleet
+from lab.feed_watch import RecordingClient
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "nested-hosts.md"
 CELL, OLD = "cell1", "cell1-old"
@@ -59,7 +60,7 @@ def page_settings(directory: Path) -> Settings:
 class Example:
     """The objects of a test: a client, and eyes on the book."""
 
-    def __init__(self, system: LocalSystem, client: BuildClient, old: Fleet) -> None:
+    def __init__(self, system: LocalSystem, client: RecordingClient, old: Fleet) -> None:
         self.system = system
         self.client = client
         self._old = old
@@ -131,7 +132,7 @@ async def example(directory: Path) -> AsyncIterator[Example]:
     """The system of the page: one host an example, the pools announced by plain messages."""
     async with site(page_settings(directory), directory=None, seed=3) as here:
         system = LocalSystem(here)
-        client = BuildClient(here.bus("client"), clock=here.clock, process=process_name("nested"), keep_events=True)
+        client = RecordingClient(here.bus("client"), clock=here.clock, process=process_name("nested"))
         await system.start()
         await client.open()
         try:

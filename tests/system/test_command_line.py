@@ -145,6 +145,7 @@ def test_nothing_is_cut_off_in_a_narrow_terminal(berth: Berth) -> None:
 
 
 def test_hosts_with_what_is_used_of_them(berth: Berth) -> None:
+    assert "more than these 1 host: --limit" in berth("hosts", "--limit", "1").err, "a list ended and did not say so"
     hosts = {host["name"]: host for host in berth("hosts", "--json").data}
     assert hosts["cell1-c1-00001"]["up"] and hosts["cell1-c1-00001"]["cell"] == "cell1"
     used, capacity = hosts["cell1-c1-00001"]["resources"]["VCPU"]
@@ -355,7 +356,8 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (NO, "there is no build", ("delete", UNKNOWN), {}),
     (NO, "no dead letter", ("dead-letters", "show", "scheduler.requests", "x"), {}),
     (USAGE, "no such queue", ("dead-letters", "list", "nope"), {}),
-    (USAGE, "there is no cell", ("dead-letters", "list", "scheduler.builds", "--bus", "mars"), {}),
+    (USAGE, "there is no bus", ("dead-letters", "list", "scheduler.builds", "--bus", "mars"), {}),
+    (USAGE, "there is no bus", ("dead-letters", "list", "--bus", "mars"), {}),
     (USAGE, "name the letters", ("dead-letters", "replay", "scheduler.requests"), {}),
     (USAGE, "no settings file", ("--config", "missing.toml", "list"), {}),
     (USAGE, "did you mean bus", ("list",), {"BERTH_BUSS__URL": "x"}),

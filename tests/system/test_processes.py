@@ -1,4 +1,6 @@
-"""The smallest whole system of real processes: bad input, its page's examples, and careless second starts."""
+"""The smallest whole system of real processes: bad input, its page's examples, and careless second starts; commands
+under an alarm of the broker.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,23 @@ import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
+from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.servers import variables
 from berth.trial.worker_processes import Worker
 from bus.bus import API
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.queues import lane_of
+from bus.rabbitmq.transport import RabbitTransport
 from bus.service.main import EXIT_SETTINGS
 from bus.wire import MAX_LETTER_BYTES
-from tests.kit import servers
+from tests.kit import lent, servers
 from tests.kit.forks import run_berth
 from tests.kit.waiting import PATIENCE_S, until, wait_until
 from tests.system.small import Small, small_processes
+
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
+
 
 # --- Bad input to a whole system of real processes: each piece ends coded, the workers go on, nothing good is lost.
 
@@ -36,7 +43,6 @@ from tests.system.small import Small, small_processes
 PROJECT = "bad"
 KEY = f"build.request.{lane_of(PROJECT)}.{PROJECT}"
 BATCH = "application/vnd.berth.batch+json"
-pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -449,3 +455,43 @@ def test_a_bus_is_taken_over_by_an_operators_word(small: Small) -> None:
     again = berth(small, "bus", "release", "api", "--yes")
     assert (again.returncode, "bus.unowned" in again.stderr) == (1, True)
     assert "bus.unknown" in berth(small, "bus", "owner", "--bus", "mars").stderr
+
+
+# --- an alarm of the broker: it takes messages and confirms none
+
+
+UNKNOWN = "10000000-0000-4000-8000-000000000001"
+MOST_S = 40.0  # of a command, with its start on a busy machine; it was 64 s
+
+
+@pytest.fixture(scope="module")
+def out_of_memory() -> Iterator[RabbitMQ]:
+    """A broker with berth's topology and the alarm of `vm_memory_high_watermark`."""
+
+    async def declare() -> None:
+        transport = RabbitTransport(broker.url(), name=API)
+        await transport.open()
+        await transport.declare_shared()
+        await transport.close()
+
+    with lent.brokers.lend() as broker:
+        asyncio.run(declare())
+        broker.evaluate("vm_memory_monitor:set_vm_memory_high_watermark(0.0000001).")
+        yield broker
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("boot", "--flavor", "m1.tiny", "--timeout", "1"),
+        ("boot", "--flavor", "m1.tiny", "--timeout", "1", "--wait"),
+        ("delete", UNKNOWN, "--timeout", "1"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_ends_soon_after_its_timeout(out_of_memory: RabbitMQ, words: tuple[str, ...], tmp_path: Path) -> None:
+    """`berth boot --timeout 20` took 64 s: it waited 30 s for a confirm, and 34 s for its farewell."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+    env = {**kept, "BERTH_BUS__URL": out_of_memory.url(), "BERTH_STATE_DIR": str(tmp_path)}
+    done = run_berth(*words, env=env, timeout_s=MOST_S)
+    assert done.returncode == 4 and "request.timeout" in done.stderr, done.stderr

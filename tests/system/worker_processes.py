@@ -11,11 +11,11 @@ from msgspec import Struct
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import InvariantVerdict, check_invariants
-from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.site import Site, process_name
 from berth.trial.servers import RealServers, SystemPlan, hosts_known, running_processes
 from berth.trial.worker_processes import WorkerProcesses
+from lab.feed_watch import RecordingClient
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
 
@@ -28,7 +28,7 @@ class Rig(Struct):
     servers: RealServers
     processes: WorkerProcesses
     site: Site
-    client: BuildClient
+    client: RecordingClient
     rng: random.Random
 
     async def load(self, boots: int, *, mix: dict[str, float] | None = None, timeout_s: float = 90.0) -> LoadReport:
@@ -57,7 +57,7 @@ async def rig(plan: SystemPlan, *, seed: int = 1) -> AsyncIterator[Rig]:
     try:
         async with running_processes(servers, plan, spawn=ForkedProcess) as (processes, site):
             process = process_name("test")
-            client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+            client = RecordingClient(site.bus(process), clock=site.clock, process=process, durable=True)
             await client.open()
             try:
                 await hosts_known(client, plan)

@@ -40,6 +40,7 @@ from bus.clock import new_uuid
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState
 from bus.contracts.operations import AdminState, HostAdminState, SetAdminState
 from compute_sim.config import ComputeConfig
+from lab.feed_watch import RecordingClient
 
 PLAN = SystemPlan(
     cells=("cell1",),
@@ -195,7 +196,7 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
     async with _system(servers, old, directory, plan) as (processes, site):
         process = process_name("upgrade")
         before = await _schemas(site)
-        client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+        client = RecordingClient(site.bus(process), clock=site.clock, process=process, durable=True)
         await client.open()
         load, host = Load(client, seed), FencedHost(client)
         await host.take()

@@ -1,4 +1,6 @@
-"""Drivers of a compute service: what they report, and how long one waits for a server."""
+"""Drivers of a compute service: what they report, how long one waits for a server, and when a host that owes the end of
+a machine is offered again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import msgspec
@@ -13,11 +16,20 @@ import pytest
 
 from bus.clock import SystemClock
 from bus.contracts.base import Message
-from bus.contracts.cell import MAX_WAITING, BuildsWaiting, InstanceSpec, RingMembers, WaitingBuild
+from bus.contracts.cell import (
+    MAX_WAITING,
+    BuildsWaiting,
+    ComputeOutcome,
+    InstanceSpec,
+    QueueMarker,
+    RingMembers,
+    WaitingBuild,
+)
 from bus.contracts.moves import ChangeKind, ChangeMachine, MachineChanged
 from bus.port import BusError
 from compute_sim.changes import Changes
 from compute_sim.config import ComputeConfig, Device, HostSize
+from compute_sim.domain.attempts import Phase
 from compute_sim.domain.faults import FAULTLESS, Faults, PlannedEnding, SourceVerdict, plan_attempt, plan_source_check
 from compute_sim.domain.hosts import DISABLED_TRAIT, GPU_TRAITS, NUMA_TRAIT, plan_hosts, tree
 from compute_sim.driver import ChangeOrder, ChangeResult, DriverUnavailable, HandOverRefused
@@ -26,9 +38,12 @@ from compute_sim.drivers.ironic.api import _parse
 from compute_sim.drivers.ironic.node import IronicNode
 from compute_sim.fleet import Fleet, Guest
 from compute_sim.jobs import Jobs
+from compute_sim.offering import Offering
 from compute_sim.ring import Ring, owner_of
 from compute_sim.waiting import WaitingReporter
 from tests.kit.waiting import until
+from tests.unit.compute.test_agent import HOSTS, Scripted, Service, destroy, spawn
+from tests.unit.compute.test_agent import INSTANCES as OF_AGENT
 
 # --- planned fleets and planned faults
 
@@ -454,3 +469,73 @@ async def test_more_than_a_message_may_hold_are_left_out() -> None:
     await WaitingReporter(world, world, service="m", cell="c", clock=SystemClock(), interval_s=2.0).look()
     (message,) = world.published
     assert isinstance(message, BuildsWaiting) and len(message.waiting) == MAX_WAITING
+
+
+# --- hosts that a service offers again once what it owes there is destroyed
+
+
+KEY = (HOSTS[0], OF_AGENT[0])
+TRIES = 3  # of one destruction
+
+
+class Owing:
+    """A service that has just started and owes a destruction, which its driver refuses."""
+
+    def __init__(self) -> None:
+        bus: Any = None
+        self.driver = Scripted()
+        self.service = Service(self.driver)
+        self.offered: list[str] = []
+        records = self.service.records
+        self.offering = Offering(bus, service="s", records=records, clock=SystemClock(), on_offered=self.offered.extend)
+        self.service.agent._on_settled = self.offering.on_settled
+
+    async def gives_up(self) -> None:
+        """The marker comes back while it tries, and then it has tried often enough."""
+        await self.service.agent.resume()
+        await self.service.carry_out(spawn(0))
+        self.driver.failures = TRIES
+        self.service.agent.take([destroy(0)])
+        self.offering.on_marker(QueueMarker(service="s", epoch=0), self.service.agent.owed())
+        await self.service.rest()
+        assert self.service.results[-1].code == "destroy.failed"
+        assert not self.offering.offers(HOSTS[0]) and self.offering.offers(HOSTS[1])
+
+
+async def test_a_host_is_offered_when_what_was_given_up_is_destroyed_by_a_further_command() -> None:
+    """The conductor was quicker with its second command than the service with its own, and no build came any more."""
+    here = Owing()
+    await here.gives_up()
+    await here.service.carry_out(destroy(0))
+    assert here.service.results[-1].outcome is ComputeOutcome.DESTROYED
+    assert here.offering.offers(HOSTS[0]) and here.offered == [HOSTS[0]] and not here.service.agent.owed()
+
+
+async def test_a_host_is_offered_when_a_newer_attempt_has_cleared_away_what_was_given_up() -> None:
+    here = Owing()
+    await here.gives_up()
+    await here.service.carry_out(spawn(0, 2))
+    assert here.driver.machines == {KEY: 2}
+    assert here.offering.offers(HOSTS[0]) and not here.service.agent.owed()
+
+
+async def test_a_host_is_offered_when_nothing_is_owed_there_any_more_though_nothing_was_cleared_away() -> None:
+    """A newer attempt failed because it could not clear the older one away: that is its conductor's to undo."""
+    here = Owing()
+    await here.gives_up()
+    here.driver.failures = TRIES
+    await here.service.carry_out(spawn(0, 2))
+    entry = here.service.records.get(KEY)
+    assert entry is not None and entry.phase is Phase.FAILED
+    here.service.agent.resume_destroys()
+    await here.service.rest()
+    assert here.offering.offers(HOSTS[0]) and not here.service.agent.owed()
+
+
+async def test_a_host_is_offered_when_the_service_itself_has_destroyed_what_was_given_up() -> None:
+    here = Owing()
+    await here.gives_up()
+    here.service.agent.resume_destroys()
+    await here.service.rest()
+    assert here.service.results[-1].outcome is ComputeOutcome.DESTROYED
+    assert here.offering.offers(HOSTS[0]) and not here.service.agent.owed()

@@ -62,6 +62,7 @@ SOUND = Facts(
     connections=[("scheduler1", "api", False), ("conductor-cell1", "cell1", True)],
     breakers=[BreakerFact(cell="cell1", service="s", is_open=False, tripped_at=1.0, lost=6)],
     quarantine=[QuarantineFact("cell1", "s", OTHER, "lost", "no record", "keep", is_kept=True)],
+    services={("cell1", "s"), ("cell1", "idle")},
     moves=[MoveFact("move", ONE, "migrate", "done", terminal=True)],
     gangs=[GangFact(uuid=ONE, members=3, min_count=2, sent=2, withdrawn=0)],
 )
@@ -74,7 +75,7 @@ def broken(facts: Facts) -> set[str]:
 def test_sound_facts_break_nothing_and_every_invariant_is_judged() -> None:
     verdicts = check_invariants(SOUND)
     assert [verdict for verdict in verdicts if not verdict.holds] == []
-    assert len(verdicts) == 13
+    assert len(verdicts) == 14
     assert all(verdict.checked for verdict in verdicts)
 
 
@@ -113,6 +114,7 @@ def test_what_a_silent_service_does_not_report_is_not_checked_and_is_listed() ->
     judged = {verdict.name: verdict for verdict in check_invariants(replace(facts, down=[down]))}
     assert {name for name, verdict in judged.items() if not verdict.holds} == {"services_there"}
     assert judged["services_there"].examples == ("cell1: s: silent since then",)
+    assert judged["services_there"].checked == 2, "those without an instance were left out"
     for name in ("hosts_instances_allocations_agree", "built_once"):
         assert judged[name].not_judged == ("what s of cell1 runs, 1 active instances among it (silent since then)",)
     assert judged["one_terminal_state"].not_judged == (
@@ -307,7 +309,7 @@ NOT_ALWAYS = ("events", "changes", "connections", "breakers", "quarantine")
 
 def test_what_was_not_listened_to_is_not_checked() -> None:
     names = {verdict.name for verdict in check_invariants(replace(SOUND, **dict.fromkeys(NOT_ALWAYS)))}
-    assert names.isdisjoint({"generations_rise", "no_upcall"}) and len(names) == 9
+    assert names.isdisjoint({"generations_rise", "no_upcall"}) and len(names) == 10
 
 
 def test_a_request_about_an_instance_that_has_not_ended_is_a_breach_unless_its_service_is_down() -> None:

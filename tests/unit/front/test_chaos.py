@@ -10,7 +10,15 @@ from typing import cast
 import msgspec
 import pytest
 
-from berth.audit.invariants import Facts, InstanceFact, InventoryFact, MoveFact, RunningFact, check_invariants
+from berth.audit.invariants import (
+    Facts,
+    InstanceFact,
+    InvariantVerdict,
+    InventoryFact,
+    MoveFact,
+    RunningFact,
+    check_invariants,
+)
 from berth.trial.embedded.process import ServerFailed
 from bus.clock import SystemClock
 from lab.chaos.churn import Ended
@@ -235,9 +243,9 @@ REPORT_SOUND = ChaosReport(
     seed=1, seconds=10.0, requests=100, wanted=100, stopped="", deletes=10, active=90, failed=0, refused=0,
     deleted=10, failures_by_code={}, failure_reasons={}, events=400, events_repeated=1, lost=0, doubled=0, leaked=0,
     overcommitted=0,
-    faults={"kill_broker": 1}, faults_total=1, connections_cut=0, died=(), ends_per_s=11.0, longest_stall_s=3.2,
+    faults={"kill_broker": 1}, faults_total=1, connections_cut=0, died=(), ends_per_s=11.0,
     longest_stall=Stall(3.2, ("kill_broker",)), recovery_s=1.5, recovery_by_kind={"kill_broker": (2.5, 2.5)},
-    at_rest=True, dead_letters={}, invariants={"capacity": True}, verdicts=(), examples={}, ends_every_ten_s=(110,),
+    at_rest=True, dead_letters={}, verdicts=(), examples={},
 )  # fmt: skip
 
 
@@ -256,7 +264,7 @@ def test_a_run_is_sound_when_nothing_is_wrong() -> None:
         {"wanted": 101},
         {"moves_wanted": 1},
         {"faults_total": 0},
-        {"invariants": {"x": False}},
+        {"verdicts": (InvariantVerdict(name="x", sentence="", holds=False, checked=1),)},
     ],
 )
 def test_a_run_is_not_sound_when_anything_is(wrong: dict[str, object]) -> None:

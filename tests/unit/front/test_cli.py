@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
-import subprocess
 import uuid
 from contextlib import redirect_stdout
 from importlib import metadata
@@ -52,7 +50,7 @@ def test_the_version_is_the_packages() -> None:
 # They run until they are stopped, or what they print is a document of a form of its own.
 NO_JSON = {
     "run", "web", "fencer", "placement serve", "nova serve",
-    "man", "asyncapi", "trace-settings", "placement export", "placement openapi",
+    "asyncapi", "trace-settings", "placement export", "placement openapi",
 }  # fmt: skip
 
 
@@ -110,20 +108,6 @@ def test_a_load_that_the_broker_did_not_take_whole_is_no_success(
     with pytest.raises(Stop) as stop:
         _status(LoadRecord(settings=LoadSettings(mode="burst", boots=totals.boots), totals=totals))
     assert (stop.value.status, stop.value.code) == (Exit.UNAVAILABLE, "bus.unavailable")
-
-
-def test_the_manual_page_lists_every_command_and_roff_takes_it() -> None:
-    page = printed("man")
-    for path, _ in leaves():
-        assert f'"{path.replace("-", chr(92) + "-")} "' in page or f'"{path.replace("-", chr(92) + "-")}"' in page, path
-    assert "\\-\\-dry\\-run" in page and page.startswith(".TH BERTH 1")
-    assert not [line for line in page.splitlines() if line.startswith("'")], "a line that roff would take for a request"
-    if (groff := shutil.which("groff")) is not None:
-        command = [groff, "-man", "-Tascii", "-ww", "-rCHECKSTYLE=0"]
-        done = subprocess.run(command, input=page, capture_output=True, text=True, check=False, timeout=60.0)
-        assert (done.returncode, done.stderr) == (0, "")
-        shown = re.sub(r"\x1b\[[0-9;]*m|.\x08", "", done.stdout)
-        assert "berth cells set" in shown and "out of reach" in shown
 
 
 @pytest.mark.parametrize(

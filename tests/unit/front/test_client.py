@@ -486,8 +486,7 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
 ) -> None:
     """Its conductor is dead as well, or its lease has not expired yet."""
 
-    async def leases(cells: object) -> dict[tuple[str, str], Lease]:
-        return {("c", name): Lease(service=name, epoch=1) for name in ("s", "slow")}
+    leases = {("c", name): Lease(service=name, epoch=1) for name in ("s", "slow")}
 
     async def deployment(database: object) -> str:
         return "d"
@@ -501,14 +500,14 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
         await reports.take(pages)
         return reports
 
-    monkeypatch.setattr(gather, "_leases", leases)
     monkeypatch.setattr(gather, "deployment", deployment)
     monkeypatch.setattr(gather, "_cell_report", cell_report)
     # The host of "s" that its whole report lacks has lost its machine; its service is there.
     where = {REPORTS_HOSTS[0]: "s", REPORTS_HOSTS[1]: "s", REPORTS_HOSTS[2]: "half"}
     there = [InstanceFact(INSTANCE, "c", "active", host, 1, service) for host, service in where.items()]
     there.append(InstanceFact(INSTANCE, "c", "active", "00000009-0000-4000-8000-000000000000", 1, "silent"))
-    running, silent, _, unheard = await gather._running(Site(Settings(cells={"c": CellSettings()})), {"c": None}, there)  # type: ignore[dict-item]
+    place = Site(Settings(cells={"c": CellSettings()}))
+    running, silent, _, unheard = await gather._running(place, {"c": None}, there, leases)  # type: ignore[dict-item]
     assert {fact.host_uuid for fact in running} == {REPORTS_HOSTS[0], REPORTS_HOSTS[3]}
     assert {name: (one.service, one.why, one.is_expected) for (_, name), one in silent.items()} == {
         name: (name, f"it did not answer within {SILENCE_S:g} s", False) for name in ("half", "silent")

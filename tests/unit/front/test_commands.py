@@ -501,6 +501,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
 def test_a_command_ends_with_a_sentence(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`berth breaker list` waited without end, as a worker does."""
     monkeypatch.setattr("berth.audit.quarantine.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("berth.site.DECISIONS_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql://berth@127.0.0.1:{silent.getsockname()[1]}/berth"
         (tmp_path / "berth.toml").write_text(f'state_dir = "{tmp_path}"\n[database]\nurl = "{url}"\n')

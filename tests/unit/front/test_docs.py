@@ -244,7 +244,7 @@ def test_the_output_of_a_drain_is_what_berth_prints(capsys: pytest.CaptureFixtur
             by=BY,
             reason="power",
             state=state,
-            code="",
+            code="drain.done" if state is DrainState.ENDED else "",
             started_at=0.0,
             deadline_at=None,
             at_once=8,

@@ -194,6 +194,23 @@ async def test_churn_deletes_what_became_active_and_times_it(client_world: Clien
     assert all(deletes.latency_s(row) is not None for row in range(len(deletes)))
 
 
+async def test_deletions_that_are_due_long_after_the_last_sent_request_are_sent(client_world: ClientWorld) -> None:
+    """Past the bound of ends they were dropped without a trace: the run ended as if all had been replayed."""
+    plan = LoadPlan(boots=2, mix={}, trace=(Arrival(0.0, "f", 1.0), Arrival(0.0, "f", 9.0)), timeout_s=5.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    await run.go()
+    assert +run.deletes.counts == {"deleted": 2}
+
+
+async def test_what_is_found_active_at_the_bound_is_deleted_too(client_world: ClientWorld) -> None:
+    """Its event was lost, and the last query of the run told of it."""
+    client_world.mute = True
+    plan = LoadPlan(boots=1, mix={}, trace=(Arrival(0.0, "f", 0.0),), timeout_s=0.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    await run.go()
+    assert outcomes(run) == {"active": 1} and +run.deletes.counts == {"deleted": 1}
+
+
 @pytest.fixture
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an interrupt and the end of a run wait for is waited for by the system's clock."""
@@ -519,6 +536,12 @@ def test_without_deletes_the_fleet_fills_up(tmp_path: Path) -> None:
     shapes = {"m": Shape(99, 99_999, 9.0)}
     assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0)] == [6.0, None, 1.0, None]
     assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0, deletes=False)] == [None] * 4
+
+
+def test_of_a_trace_that_is_cut_off_no_deletion_is_due_past_its_last_arrival(tmp_path: Path) -> None:
+    path = written(tmp_path, "requests.csv", REQUESTS)
+    shapes = {"m": Shape(99, 99_999, 9.0)}
+    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0, most=3)] == [None] * 3
 
 
 def test_a_trace_begins_later_with_what_was_there_then(tmp_path: Path) -> None:

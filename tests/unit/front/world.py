@@ -7,7 +7,6 @@ import heapq
 import random
 from collections.abc import Sequence
 
-from berth.client import BuildClient
 from bus.bus import API, Bus
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
@@ -25,6 +24,7 @@ from bus.contracts.build import (
 )
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, PublishRefused
+from lab.feed_watch import RecordingClient
 
 # Turns of the loop after which every task that could run without waiting for the time has run.
 TURNS = 200
@@ -77,7 +77,7 @@ class ClientWorld:
         self._published = 0
         broker = MemoryBroker(self.clock)
         self.scheduler = self._bus(broker, "scheduler")
-        self.client = BuildClient(self._bus(broker, "client"), clock=self.clock, process="client", keep_events=True)
+        self.client = RecordingClient(self._bus(broker, "client"), clock=self.clock, process="client")
 
     async def open(self) -> None:
         await self.scheduler.open()

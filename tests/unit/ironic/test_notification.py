@@ -23,9 +23,8 @@ from ironic_sync.domain.effect import NO_EFFECT, Effect, effect_of
 from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.notification import MAX_BODY_BYTES, Notification, Rejected, parse
 from ironic_sync.domain.rules import NO_CLASS, class_name, is_transient, offers_more, place, reserve_all
-from ironic_sync.source.recorded import RecordedSource
 from tests.kit.cases import nightly
-from tests.unit.ironic.world import RECORDINGS, SCENARIOS, TOKEN, Recording, World, body, world
+from tests.unit.ironic.world import RECORDINGS, SCENARIOS, TOKEN, RecordedSource, Recording, World, body, world
 
 # --- hostile input, and what each event means
 

@@ -18,10 +18,11 @@ from bus.contracts.base import Meta
 from bus.contracts.placement import Inventory, InventoryOutdated, InventoryUpdate, ProviderReport
 from bus.memory import MemoryTransport
 from bus.port import BusUnavailable
+from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain import position as step
 from ironic_sync.domain.effect import Effect
 from ironic_sync.domain.node import Node, Unreadable, parse_node
-from ironic_sync.domain.position import Position, Timing
+from ironic_sync.domain.position import Position
 from ironic_sync.domain.rules import place, reserved
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import SyncState
@@ -34,7 +35,7 @@ from tests.unit.ironic.world import reserved as reserved_in
 
 
 UUID = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
-TIMING = Timing()
+CONFIG = IronicSyncConfig()
 STATES = ("available", "active", "cleaning", "manageable")
 
 
@@ -76,7 +77,7 @@ class Model:
             return
         seq, seen = self.reads.pop(which % len(self.reads))
         before = self.position
-        self._set(step.apply_read(before, seen, seq=seq, now=self.now, timing=TIMING))
+        self._set(step.apply_read(before, seen, seq=seq, now=self.now, config=CONFIG))
         if seq < self.last_answer:
             assert self.position.report == before.report, "an older read changes nothing"
         self.last_answer = max(self.last_answer, seq)
@@ -132,12 +133,12 @@ def test_it_is_never_free_by_accident_and_ends_as_the_node_is(events: list[tuple
 def test_waits_for_a_transient_node_double_up_to_a_bound() -> None:
     position, waits, now = Position(uuid=UUID), [], 0.0
     for seq in range(1, 12):
-        position = step.apply_read(position, node("cleaning", 0), seq=seq, now=now, timing=TIMING)
+        position = step.apply_read(position, node("cleaning", 0), seq=seq, now=now, config=CONFIG)
         assert position.due_at is not None
         waits.append(position.due_at - now)
         now = position.due_at
     assert waits[:4] == [1.0, 2.0, 4.0, 8.0]
-    assert max(waits) == waits[-1] == TIMING.transient_retry_max_s
+    assert max(waits) == waits[-1] == CONFIG.transient_retry_max_s
 
 
 # --- one writer after another: taking over, starting again, telling again, forgetting
@@ -461,7 +462,7 @@ def test_a_404_of_an_older_read_than_the_last_changes_nothing() -> None:
 
 
 def state() -> SyncState:
-    return SyncState({}, {}, clock=SystemClock(), timing=Timing(), max_nodes=10)
+    return SyncState({}, {}, clock=SystemClock(), config=IronicSyncConfig(max_nodes=10))
 
 
 async def test_a_node_with_a_read_in_flight_is_not_purged() -> None:
