@@ -128,8 +128,7 @@ BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
 EXPLAINED = "NOT EXISTS (SELECT FROM unexplained WHERE instance_uuid = ANY({}::uuid[]))"
 OF_INSTANCES = f"""
-SELECT {row_of(UNEXPLAINED)} FROM unexplained t WHERE instance_uuid = ANY($1::uuid[])
-ORDER BY t.host_uuid, t.instance_uuid
+SELECT {row_of(UNEXPLAINED)} FROM unexplained WHERE instance_uuid = ANY($1::uuid[]) ORDER BY host_uuid, instance_uuid
 """
 
 PURGE = """

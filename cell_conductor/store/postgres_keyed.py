@@ -55,7 +55,7 @@ class PostgresKeyedRows:
 
     async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
         """One statement."""
-        statement = f"SELECT {row_of(table)} FROM {table.name} t ORDER BY {_key_of(table)} LIMIT $1"
+        statement = f"SELECT {row_of(table)} FROM {table.name} ORDER BY {', '.join(table.columns)} LIMIT $1"
         return list(values_of(table, await self._connection.fetch(statement, limit)).values())
 
     async def find(
@@ -65,7 +65,7 @@ class PostgresKeyedRows:
         columns, arrays = ", ".join(table.columns), ", ".join(_types(table))
         statement = f"""
 SELECT {row_of(table)} FROM {table.name} t JOIN unnest({arrays}) AS n ({columns}) USING ({columns})
-ORDER BY {_key_of(table)} {lock}
+ORDER BY {columns} {lock}
 """
         return values_of(table, await self._connection.fetch(statement, *_arrays(table, keys)))
 
@@ -108,13 +108,9 @@ ORDER BY {columns} ON CONFLICT DO NOTHING
         return [row[0] for row in await self._connection.fetch(TOUCHING, host_uuid, after, limit)]
 
 
-def _key_of(table: KeyedTable[Any, Any]) -> str:
-    return ", ".join(f"t.{one}" for one in table.columns)
-
-
 def row_of(table: KeyedTable[Any, Any]) -> str:
     """The columns of `values_of`."""
-    return ", ".join([*(f"t.{one}::text" for one in table.columns), "t.record"])
+    return ", ".join([*(f"{one}::text" for one in table.columns), "record"])
 
 
 def values_of(table: KeyedTable[Key, Value], rows: Iterable[Sequence[str]]) -> dict[Key, Value]:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from bus.contracts.operations import CellFence, FenceState
+from bus.contracts.operations import CellFence
 from bus.persistence.outbox import by_bus
 from bus.persistence.relay import Relay
 from bus.port import BusUnavailable
@@ -54,7 +54,7 @@ def fence_acknowledged_and_not_recorded() -> AbstractContextManager[Any]:
         for one in decisions:
             if not one.lift:
                 fence = Fence(host_uuid=one.host_uuid, host=one.host, version=one.version)
-                await self._announce(fence, FenceState.FENCED)
+                await self._announce(fence)
 
     return patch.object(FenceKeeper, "take", acknowledge)
 
