@@ -155,7 +155,7 @@ class Placer:
             singles = [one for one in open_ if one.gang is None and one.choice is not None]
             gangs = claimable(open_)
             if singles or gangs:
-                with metrics.StageTimer("claim", self._clock):
+                with metrics.measured("claim", self._clock):
                     quota_of = self._selector.config.quota_of
                     claims = [claim_of(one, quota_of(one.request.project_id)) for one in singles]
                     answers = await (self._with_gangs(claims, gangs) if gangs else self._claims.submit(claims))
@@ -191,7 +191,7 @@ class Placer:
             await self._follower.refresh(timeout_s=NEWEST_WAIT_S)  # one round trip, shared
         subset = self._spread.subset(config.host_subset_size)
         metrics.SUBSET.set(subset)
-        with metrics.StageTimer("decide", self._clock):
+        with metrics.measured("decide", self._clock):
             async with self._deciding:
                 if any(state.looked_again for state in unresolved):
                     selector.holds.release()  # a hold never proves "no host", as an older state does not
@@ -309,7 +309,7 @@ class Dispatcher:
                 stamps = stages[one.decision.build.instance_uuid] = one.pending.stamps(one.claimed, now)
                 decision = with_stages(one.decision, stamps) if one.decision.build.terminal else one.decision
                 writes.append((decision, messages_of(one, decision, now, stamps, self._selector.config)))
-        with metrics.StageTimer("write", self._clock):
+        with metrics.measured("write", self._clock):
             written = await write_decided(self._store, writes, now)
         metrics.observe_decisions([stages[uuid] for uuid in written])
         metrics.count_ended(one.decision.build for one in decided if one.pending.instance_uuid in written)

@@ -126,7 +126,7 @@ class SchedulingEngine:
         for pending in builds:
             firsts.setdefault(pending.request.instance_uuid, pending)  # a second one in the same batch changes nothing
         records = await self._first_records(firsts, author)
-        with metrics.StageTimer("record", self._clock):
+        with metrics.measured("record", self._clock):
             # Not durable: until a decision is on disk, the unacknowledged message itself survives a crash.
             units = OptimisticFirst(lambda optimistic: self._store.unit(durable=False, optimistic=optimistic))
             while units.go_on():
