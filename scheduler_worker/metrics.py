@@ -120,8 +120,7 @@ def observe_announced(builds: Sequence[Stamps]) -> None:
 PURGED = Counter("berth_scheduler_purged_builds", "Records of builds that were purged, long after they had ended.")
 
 
-UP, DISABLED, SILENT, UNANNOUNCED = "up", "disabled", "silent", "unannounced"
-STATES = (UP, DISABLED, SILENT, UNANNOUNCED)
+STATES = ("up", "disabled", "silent", "unannounced")
 
 # The most resource classes that are added up; of more, the first by name. Every Ironic node may have a resource class
 # of its own.
