@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServiceOutdated, ServicesDigest
+from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
 from bus.contracts.host_metrics import HostMetrics, HostMetricsPage, HostMetricsQuery, HostMetricsRecord
 from bus.contracts.workers import WorkerHeartbeat
 from bus.port import BusError
@@ -53,7 +52,6 @@ class HostsListener:
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.hosts.{process}` of one cell. A service announces hosts of its own cell only."""
         now_s = self._clock.monotonic()
-        outdated: dict[str, int] = {}
         # The whole batch has been decoded in this turn.
         hosts = sum(len(one.message.hosts) for one in batch if isinstance(one.message, ComputeHosts))
         for received in batch:
@@ -64,9 +62,7 @@ class HostsListener:
                 hosts = announced
                 await next_turn()
             if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
-                is_applied = self._table.apply(message, now_s)
-                if isinstance(message, ComputeHosts) and not is_applied:
-                    outdated[message.service] = message.epoch
+                self._table.apply(message, now_s)
             elif isinstance(message, ServiceGone) and message.cell == self._bus.name:
                 self._table.forget_service(message, now_s)
             elif isinstance(message, BuildsWaiting) and message.cell == self._bus.name:
@@ -74,21 +70,9 @@ class HostsListener:
             elif isinstance(message, WorkerHeartbeat):
                 self._workers.apply(message, self._bus.name, now_s)
         metrics.KNOWN_HOSTS.set(len(self._table))
-        await self._announce_outdated(outdated)
         if hosts > HOSTS_AT_ONCE // 2:
             await asyncio.sleep(0)  # the next batch may be decoded and taken without another wait
         return [Done()] * len(batch)
-
-    async def _announce_outdated(self, received: Mapping[str, int]) -> None:
-        """A service whose announcements count for nothing here receives the epoch that it has to exceed.
-
-        The cell's conductor announces it, too, if it has received the higher one; it may have been away.
-        """
-        for service, epoch in received.items():
-            newest = self._table.epoch_of(self._bus.name, service)
-            if epoch < newest:
-                with suppress(BusError):  # the next announcement repeats it
-                    await self._bus.publish(ServiceOutdated(service=service, epoch=newest))
 
     def on_reconnected(self) -> None:
         """The private queue was deleted with the connection, and so were the announcements in it."""
@@ -103,7 +87,7 @@ class HostsListener:
         while True:
             self._requested = await self.request_reports()
             requested_at = self._clock.monotonic()
-            due = requested_at + self._pause()
+            due = requested_at + self._again_s * self._rng.uniform(0.75, 1.25)
             while True:
                 await self._clock.sleep(RECONNECT_CHECK_S)
                 now_s = self._clock.monotonic()
@@ -119,9 +103,6 @@ class HostsListener:
             return False
         self._table.count_request(self._bus.name, self._clock.monotonic())
         return True
-
-    def _pause(self) -> float:
-        return self._again_s * self._rng.uniform(0.75, 1.25)
 
 
 QUEUE = "scheduler.metrics.{process}"
@@ -187,5 +168,4 @@ class Warmup:
 
     def is_on(self) -> bool:
         """Whether services that are up may not have announced all of their hosts to this process yet."""
-        since_s = self._since_s
-        return since_s is None or self._clock.monotonic() - since_s < self._selector.config.hosts_warmup_s
+        return self._since_s is None or self._clock.monotonic() - self._since_s < self._selector.config.hosts_warmup_s

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Counts
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -66,22 +67,12 @@ def count_builds(admissions: Iterable[Admission]) -> None:
 STAGES = {stage: STAGE_S.labels(stage) for stage in ("record", "decide", "claim", "write")}
 
 
-class StageTimer:
+@contextmanager
+def measured(stage: str, clock: Clock) -> Iterator[None]:
     """Measures how long one batch takes in a stage; a stage that raises is not measured."""
-
-    __slots__ = ("_clock", "_stage", "_started_s")
-
-    def __init__(self, stage: str, clock: Clock) -> None:
-        self._stage = STAGES[stage]
-        self._clock = clock
-        self._started_s = 0.0
-
-    def __enter__(self) -> None:
-        self._started_s = self._clock.monotonic()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            self._stage.observe(self._clock.monotonic() - self._started_s)
+    started_s = clock.monotonic()
+    yield
+    STAGES[stage].observe(clock.monotonic() - started_s)
 
 
 # Codes come from drivers, too: distinct ones beyond this number are counted as OTHER.
@@ -129,8 +120,7 @@ def observe_announced(builds: Sequence[Stamps]) -> None:
 PURGED = Counter("berth_scheduler_purged_builds", "Records of builds that were purged, long after they had ended.")
 
 
-UP, DISABLED, SILENT, UNANNOUNCED = "up", "disabled", "silent", "unannounced"
-STATES = (UP, DISABLED, SILENT, UNANNOUNCED)
+STATES = ("up", "disabled", "silent", "unannounced")
 
 # The most resource classes that are added up; of more, the first by name. Every Ironic node may have a resource class
 # of its own.

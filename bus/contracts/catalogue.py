@@ -335,7 +335,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     of_compute(cell.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
     of_conductor(cell.ServicesDigest, "services.digest", "cell, term, number and page"),
     of_conductor(cell.RingMembers, "services.ring.{ring}", "ring, term and number"),
-    of_conductor(cell.ServiceOutdated, "compute.outdated.{service}", "service and epoch", by=(CONDUCTOR, SCHEDULER)),
+    of_conductor(cell.ServiceOutdated, "compute.outdated.{service}", "service and epoch"),
     of_placement(placement.InventoryTaken, "inventory.taken.{source}", "source, root_uuid and owner"),
     conductor_to_placement(placement.InventoryReleased, "inventory.released", "source and roots", where=CELL),
     of_conductor(cell.HostsContested, "compute.contested.{service}", "service, other and hosts"),

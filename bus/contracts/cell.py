@@ -369,8 +369,8 @@ class RingMembers(Message, frozen=True, kw_only=True, tag="conductor.ring.v1"):
 
 
 class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdated.v1"):
-    """To the process that holds this compute service's name: the cell, or a scheduler, knows this epoch, and has
-    received a lower one since.
+    """To the process that holds this compute service's name: the cell knows this epoch, and has received a lower one
+    since.
 
     A late copy is noticed so. A process all of whose epochs are lower (another one had the name meanwhile, and its
     clock was ahead) continues above it, because none of its messages counts.

@@ -164,11 +164,6 @@ class HostTable:
         self.revision += 1
         return True
 
-    def epoch_of(self, cell: str, service: str) -> int:
-        """The newest epoch of this service; -1 if it is not known."""
-        index = self._service_index.get((cell, service))
-        return -1 if index is None else self.services[index].epoch
-
     def knows_more(self, cell: str) -> bool:
         """Whether more services of this cell count as up here than in its digest.
 

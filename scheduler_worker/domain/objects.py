@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,8 +58,6 @@ MAX_BODY_BYTES = 64 * 1024
 
 STANDARD_CLASSES = tuple(os_resource_classes.STANDARDS)
 CUSTOM = "CUSTOM_"
-# Nova's names of quotas, in capitals.
-NOVA_NAMES = {"CORES": "VCPU", "RAM": "MEMORY_MB"}
 RESOURCES = re.compile(r"resources[^:]*:(.+)")
 
 BODIES: Mapping[ObjectKind, type[Struct]] = {
@@ -470,9 +467,7 @@ def unknown_class(changed: Iterable[ChangedObject]) -> str | None:
     for one in changed:
         for name in sorted(_classes_of(one.kind, one.after) - _classes_of(one.kind, one.before)):
             if name not in STANDARD_CLASSES and not name.startswith(CUSTOM):
-                near = difflib.get_close_matches(NOVA_NAMES.get(name, name), STANDARD_CLASSES)
-                hint = f"did you mean {near[0]}?" if near else f"classes of one's own begin with {CUSTOM}"
-                return f"{one.kind.value} {one.name!r}: there is no resource class {name}; {hint}"
+                return f"{one.kind.value} {one.name!r}: there is no resource class {name}; others begin with {CUSTOM}"
     return None
 
 

@@ -763,10 +763,10 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
         (("flavors", "set", "x", "--extra-spec", "novalue"), "KEY=VALUE"),
         (("quotas", "set", "x", "VCPU=many"), "no number"),
         (("quotas", "set", "x", "vcpu=1"), "quota 'x'"),
-        (("quotas", "set", "x", "CORES=1"), "did you mean VCPU?"),
+        (("quotas", "set", "x", "CORES=1"), "no resource class CORES"),
         (
             ("flavors", "set", "x", "--vcpus", "1", "--memory-mb", "1", "--extra-spec", "resources:VGPUS=1"),
-            "did you mean VGPU?",
+            "no resource class VGPUS",
         ),
         (("flavors", "set", "x", "--vcpus", "2"), "name --memory-mb"),
         (("flavors", "set", "x", "--disk-gb", "2"), "(flavor.incomplete)"),

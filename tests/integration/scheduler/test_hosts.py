@@ -12,7 +12,7 @@ from bus.bus import API
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
-from bus.contracts.cell import ComputeHosts, ServiceDown, ServiceOutdated, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
 from bus.contracts.objects import (
     ObjectChange,
@@ -256,24 +256,6 @@ async def test_an_unknown_name_is_refused_and_an_unknown_uuid_is_nothing_on_reco
 
 
 # --- A compute service whose announcements are older than what a scheduler knows of its name.
-
-
-async def test_a_service_that_announces_under_an_epoch_below_the_known_one_receives_that_one(world: World) -> None:
-    await world.scheduler(config=WARM)
-    (host,) = await world.add_hosts("c1", 1)  # announced under epoch 1
-    report = world.hosts["c1"][host]
-
-    async def announce(epoch: int, sequence: int) -> None:
-        message = ComputeHosts(
-            service="compute-c1", cell="c1", epoch=epoch, sequence=sequence, hosts=(report,), complete=True
-        )
-        await world.buses["c1"].publish(message)
-
-    await announce(9, 1)  # another process that has the name for a moment, with a clock that is ahead
-    await announce(9, 1)  # a copy: nothing is outdated by it
-    await announce(1, 99)
-    await until(lambda: world.outdated)
-    assert world.outdated == [ServiceOutdated(service="compute-c1", epoch=9)]
 
 
 # --- Fences at the top: sent to a cell until it acknowledges; a fenced host is used once its cell has lifted it.

@@ -24,7 +24,6 @@ from bus.contracts.cell import (
     ComputeHosts,
     HostReport,
     ReportHosts,
-    ServiceOutdated,
 )
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.moves import (
@@ -92,7 +91,6 @@ class World:
         self._named: dict[tuple[str, str], str] = {}  # {(cell, name): uuid}
         self.buses: dict[str, Bus] = {}
         self.fences: list[tuple[str, CellFence]] = []
-        self.outdated: list[ServiceOutdated] = []
         self._sequence = 0
         self._version = 0
         self._attempt = 1
@@ -223,7 +221,6 @@ class World:
         for received in batch:
             if isinstance(received.message, ReportHosts):  # and not one of this world's own heartbeats
                 await self.announce(received.bus)
-        self.outdated += [one.message for one in batch if isinstance(one.message, ServiceOutdated)]
         return [Done()] * len(batch)
 
     async def sql(self, query: str, *arguments: Any) -> list[asyncpg.Record]:

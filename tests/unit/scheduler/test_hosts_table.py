@@ -289,7 +289,6 @@ def test_services_by_name_and_the_dead_that_announced_nothing() -> None:
     assert [table.cells_of_service(name) for name in ("s", "t", "dead", "none")] == [["c1", "c2"], ["c1"], ["c1"], []]
     assert table.dead_unannounced() == [("c1", "dead"), ("c2", "x")]
     assert table.down_of("c1", "dead").epoch == 3
-    assert [table.epoch_of(*one) for one in (("c1", "s"), ("c1", "none"))] == [1, -1]
     table.forget_service(ServiceGone(service="s", cell="c2"), 1.0)
     assert [table.service_of(cell, "s") for cell in ("c1", "c2", "c3")] == [0, NO_SERVICE, NO_SERVICE]
     assert table.cells_of_service("s") == ["c1"] and table.cells == ["c1", "c2"]

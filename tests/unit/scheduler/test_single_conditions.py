@@ -71,12 +71,6 @@ def test_a_host_is_meant_by_the_decision_about_it_where_nothing_else_names_it(is
     assert hosts.selector.meant_by("nothing", is_warming_up=is_warming_up) == []
 
 
-def test_a_service_that_is_not_known_has_an_epoch_before_all_others() -> None:
-    table = HostTable()
-    announce(table, "c1", 1, 0.0)
-    assert (table.epoch_of("c1", "s"), table.epoch_of("c2", "s")) == (1, -1)
-
-
 def test_a_host_that_is_looked_at_alone_has_its_aggregates() -> None:
     rack, other = aggregate("a"), aggregate("b")
     config = SchedulerConfig(aggregates=(rack, other))
