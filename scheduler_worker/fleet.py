@@ -87,7 +87,7 @@ class HostsListener:
         while True:
             self._requested = await self.request_reports()
             requested_at = self._clock.monotonic()
-            due = requested_at + self._again_s * self._rng.uniform(0.75, 1.25)
+            due = requested_at + self._pause()
             while True:
                 await self._clock.sleep(RECONNECT_CHECK_S)
                 now_s = self._clock.monotonic()
@@ -103,6 +103,9 @@ class HostsListener:
             return False
         self._table.count_request(self._bus.name, self._clock.monotonic())
         return True
+
+    def _pause(self) -> float:
+        return self._again_s * self._rng.uniform(0.75, 1.25)
 
 
 QUEUE = "scheduler.metrics.{process}"
@@ -168,4 +171,5 @@ class Warmup:
 
     def is_on(self) -> bool:
         """Whether services that are up may not have announced all of their hosts to this process yet."""
-        return self._since_s is None or self._clock.monotonic() - self._since_s < self._selector.config.hosts_warmup_s
+        since_s = self._since_s
+        return since_s is None or self._clock.monotonic() - since_s < self._selector.config.hosts_warmup_s

@@ -120,7 +120,8 @@ def observe_announced(builds: Sequence[Stamps]) -> None:
 PURGED = Counter("berth_scheduler_purged_builds", "Records of builds that were purged, long after they had ended.")
 
 
-STATES = ("up", "disabled", "silent", "unannounced")
+UP, DISABLED, SILENT, UNANNOUNCED = "up", "disabled", "silent", "unannounced"
+STATES = (UP, DISABLED, SILENT, UNANNOUNCED)
 
 # The most resource classes that are added up; of more, the first by name. Every Ironic node may have a resource class
 # of its own.

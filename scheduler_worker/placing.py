@@ -1,4 +1,4 @@
-"""DECIDE and CLAIM: a round chooses a host for each request that has none, and claims all of them together.
+"""DECIDE, CLAIM and WRITE: a round chooses a host for each request that has none, and claims all of them together.
 
 Decide: one pass over the replica, without a message. Each choice is assumed there, so that the next one sees it. A long
 pass is made in parts, with a turn of the event loop after each.
@@ -6,6 +6,8 @@ Claim: the claims of all requests travel together. The answers step each placeme
 decided and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1, run).
 Held: of each request that ends without a host placement is asked what its instance holds; the record of an earlier one
 may be lost, and not its claim. What another run has claimed is taken over before a cell gets the build.
+Write: one transaction writes the decisions, maps the instances to their cells and keeps the messages to publish. It is
+guarded by the record's state: of all schedulers that process a request, one writes and the others do not.
 """
 
 from __future__ import annotations
@@ -13,21 +15,37 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
+from bus.consuming.outcome import Outcome, Wait
 from bus.contracts.placement import Claim, ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult, LocatePage
+from bus.contracts.stages import Stamps
 from bus.faults import Fault
+from bus.persistence.outbox import OutboxMessage
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, HeldClaims
+from scheduler_worker.claims import ClaimPort, HeldClaims, is_claim_of
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.admission import PendingBuild
+from scheduler_worker.domain.builds import Author, BuildUpdate, releases_of
 from scheduler_worker.domain.decision_round import DecisionRound, found, step
+from scheduler_worker.domain.decisions import (
+    Conclusion,
+    DecidedBuild,
+    PlacedBuild,
+    by_request,
+    conclude,
+    ended_where_held,
+    messages_of,
+    not_placed,
+    with_stages,
+)
 from scheduler_worker.domain.gangs import claimable, merged, with_gang_results, within_bounds
 from scheduler_worker.domain.placement import (
     HostClaimed,
@@ -41,11 +59,14 @@ from scheduler_worker.domain.placement import (
     is_without_host,
     result_after,
     result_of,
+    stranded,
     unknown_after,
 )
 from scheduler_worker.domain.ranking import CellRuns, Spread
+from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, has_peers, joined, locate_requests, peers_of
+from scheduler_worker.store.port import SchedulerStore, write_decided
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +77,8 @@ ANSWERS_AT_ONCE = 64  # placement's answers that are carried out in one turn of 
 # Requests that are recorded, prepared or concluded in one turn of the event loop, each a build or a gang.
 BUILDS_AT_ONCE = 64
 CONTENDED = (ClaimOutcome.FULL, ClaimOutcome.RACED)  # another scheduler was faster
+# The transaction of a record does not wait for the disk, and the database has crashed since: record and decide again.
+FORGOTTEN = Wait("request.forgotten", "it is not on record any more")
 
 
 class ReplicaFollower(Protocol):
@@ -244,3 +267,118 @@ class Placer:
             if state.recovered is not None:
                 log.info("claim.recovered", instance=state.request.instance_uuid, host=state.recovered)
         return recovered
+
+
+class Dispatcher:
+    """Decides about builds that are on record, and writes the decisions. One per scheduler process."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        held: HeldClaims,
+        placer: Placer,
+        selector: Selector,
+        *,
+        clock: Clock,
+        process: str,
+    ) -> None:
+        self._store = store
+        self._held = held
+        self._placer = placer
+        self._selector = selector
+        self._clock = clock
+        self._who = process
+
+    async def dispatch(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
+        """Decide, claim and write builds: the outcomes by position."""
+        placing, concluded = await self._prepare(builds)
+        results = await self._placer.place([request for _, request in placing])
+        placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
+        async for requests in InParts(by_request(placed), BUILDS_AT_ONCE):
+            author = Author(self._who, self._clock.time())
+            for members in requests:
+                concluded += conclude(members, author)
+        outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
+        decided = [end for _, end in concluded if isinstance(end, DecidedBuild)]
+        if not decided:
+            return outcomes
+        now, stages = self._clock.time(), dict[str, Stamps]()
+        writes: list[tuple[BuildUpdate, Sequence[OutboxMessage]]] = []
+        async for part in InParts(decided, BUILDS_AT_ONCE):
+            for one in part:
+                stamps = stages[one.decision.build.instance_uuid] = one.pending.stamps(one.claimed, now)
+                decision = with_stages(one.decision, stamps) if one.decision.build.terminal else one.decision
+                writes.append((decision, messages_of(one, decision, now, stamps, self._selector.config)))
+        with metrics.measured("write", self._clock):
+            written = await write_decided(self._store, writes, now)
+        metrics.observe_decisions([stages[uuid] for uuid in written])
+        metrics.count_ended(one.decision.build for one in decided if one.pending.instance_uuid in written)
+        unwritten = {uuid: one.pending for one in decided if (uuid := one.pending.instance_uuid) not in written}
+        forgotten = await self._withdraw(unwritten) if unwritten else set()
+        for one in decided:
+            build = one.decision.build
+            uuid = build.instance_uuid
+            outcomes[one.pending.position] = FORGOTTEN if uuid in forgotten else one.pending.accepted
+            if build.terminal and uuid in written:
+                log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
+        return outcomes
+
+    async def _prepare(
+        self, builds: Sequence[PendingBuild]
+    ) -> tuple[list[tuple[PendingBuild, PlacementRequest]], list[tuple[PendingBuild, Conclusion]]]:
+        """The builds to place, and the conclusions about the others."""
+        author = Author(self._who, self._clock.time())
+        placing: list[tuple[PendingBuild, PlacementRequest]] = []
+        concluded: list[tuple[PendingBuild, Conclusion]] = []
+        async for some in InParts(builds, BUILDS_AT_ONCE):
+            for pending in some:
+                spec = self._selector.request_spec(pending.request) if pending.delivery.why is None else None
+                if isinstance(spec, RequestSpec):
+                    request = PlacementRequest(request=pending.request, spec=spec, run=pending.run, gang=pending.gang)
+                    placing.append((pending, request))
+                else:
+                    concluded.append((pending, not_placed(pending, spec, self._selector, author)))
+        return placing, await self._ended_where_held(concluded) if concluded else []
+
+    async def _ended_where_held(
+        self, concluded: Sequence[tuple[PendingBuild, Conclusion]]
+    ) -> list[tuple[PendingBuild, Conclusion]]:
+        """The conclusions about builds that are not placed, where a claim is held: its cell is queried, and ends it."""
+        ended = {one.instance_uuid: (one, end) for one, end in concluded if isinstance(end, DecidedBuild)}
+        if not ended:
+            return list(concluded)
+        held = await self._held.given_to({(uuid, one.request.project_id): one.run for uuid, (one, _) in ended.items()})
+        author = Author(self._who, self._clock.time())
+        queried: dict[str, Conclusion] = {}
+        for uuid, one in held.items():
+            pending, end = ended[uuid]
+            result = unknown_after(one) if isinstance(one, Fault) else stranded(one, end.decision.build.reason)
+            if isinstance(result, PlacementUnavailable):
+                queried[uuid] = waits(result)
+            elif isinstance(one, Fault) or is_claim_of((uuid, pending.request.project_id), one):
+                queried[uuid] = ended_where_held(pending, result, author)
+        return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
+
+    async def _withdraw(self, builds: Mapping[str, PendingBuild]) -> set[str]:
+        """Release the claims for builds, by instance, that another scheduler, or a delete, has ended meanwhile. By the
+        run of this decision: where the record has another, nothing was ever dispatched for this one. Returns those
+        whose record is gone, or waits.
+
+        A record of another run that is not decided yet has the claim first: it may have read that its instance holds
+        nothing before this run claimed, and its end releases what it has.
+        """
+        async with self._store.unit() as unit:
+            records = list((await unit.read(list(builds))).values())
+        open_runs = {
+            (one.instance_uuid, one.project_id): one.run
+            for one in records
+            if one.awaits_decision and one.run != builds[one.instance_uuid].run
+        }
+        given = await self._held.given_to(open_runs)
+        async with self._store.unit() as unit:
+            known = await unit.read(list(builds))
+            for uuid, one in known.items():
+                for message in releases_of(one, builds[uuid].run, builds[uuid].own_run):
+                    unit.emit(message)
+        waits = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
+        return (builds.keys() - known.keys()) | waits

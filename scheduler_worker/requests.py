@@ -3,9 +3,7 @@
 1. Record: the request goes on record, and a repeated one is recognised there.
    Delete: the records of the batch's deletes are locked, what builds without a cell hold is asked of placement, and the
    records change.
-2. Decide and claim: builds by `placing`, moves by `moves`.
-3. Write: one transaction writes the decisions, maps the instances to their cells and keeps the messages to publish. It
-   is guarded by the record's state: of all schedulers that process a request, one writes and the others do not.
+2. Decide, claim and write: builds by `placing`, moves by `moves`.
 """
 
 from __future__ import annotations
@@ -25,14 +23,12 @@ from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, member_uuids
 from bus.contracts.moves import MoveRequest
-from bus.contracts.stages import Stamps
-from bus.faults import BrokenInvariant, Fault, Forbidden, Transient
-from bus.persistence.outbox import OutboxMessage
+from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.persistence.unit_of_work import OptimisticFirst
 from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, HeldClaims, is_claim_of
+from scheduler_worker.claims import ClaimPort, HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import (
     Admission,
@@ -51,51 +47,27 @@ from scheduler_worker.domain.admission import (
 from scheduler_worker.domain.builds import (
     FIRST_ATTEMPT,
     Author,
-    BuildUpdate,
     NewBuild,
     ProjectsBuild,
     RecordedBuild,
     effects,
-    releases_of,
-)
-from scheduler_worker.domain.decisions import (
-    Conclusion,
-    DecidedBuild,
-    PlacedBuild,
-    by_request,
-    conclude,
-    ended_where_held,
-    messages_of,
-    not_placed,
-    with_stages,
 )
 from scheduler_worker.domain.deletes import UNKNOWN, DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
-from scheduler_worker.domain.gangs import (
-    outcome_of_gang,
-    withdrawn_by_gang,
-    without_withdrawn,
-)
-from scheduler_worker.domain.placement import (
-    PlacementRequest,
-    PlacementUnavailable,
-    stranded,
-    unknown_after,
-)
+from scheduler_worker.domain.gangs import outcome_of_gang, withdrawn_by_gang, without_withdrawn
+from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.domain.requests import RequestDelivery, delivery_of, waits
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.view import RequestSpec
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import MoveEngine
-from scheduler_worker.placing import BUILDS_AT_ONCE, Placer, ReplicaFollower
-from scheduler_worker.store.port import BuildUnit, SchedulerStore, write_decided
+from scheduler_worker.placing import BUILDS_AT_ONCE, Dispatcher, Placer, ReplicaFollower
+from scheduler_worker.store.port import BuildUnit, SchedulerStore
 from scheduler_worker.unanswered import max_request_age_s
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
-# The transaction of a record does not wait for the disk, and the database has crashed since: record and decide again.
-FORGOTTEN = Wait("request.forgotten", "it is not on record any more")
+START = Start()
 
 
 class SchedulingEngine:
@@ -117,8 +89,8 @@ class SchedulingEngine:
         self._clock = clock
         self._who = process or "scheduler"
         self._held = HeldClaims(claims, selector.table.last_cell_of, self._runs_on_record)
-        self._selector = selector
-        self._placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
+        placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
+        self._dispatcher = Dispatcher(store, self._held, placer, selector, clock=clock, process=self._who)
 
     async def process(
         self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]
@@ -145,7 +117,7 @@ class SchedulingEngine:
             else:
                 to_place.append(without_withdrawn(pending, withdrawn) if withdrawn else pending)
         if to_place:
-            outcomes |= await self._dispatch(to_place)
+            outcomes |= await self._dispatcher.dispatch(to_place)
         return outcomes, of_deletes
 
     async def record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
@@ -181,7 +153,7 @@ class SchedulingEngine:
                                 for message in effects(None, records[uuid].build, author.at, None, stamps):
                                     unit.emit(message)
                             if is_new and pending.refusal is None:
-                                admissions.append(Start())
+                                admissions.append(START)
                             else:
                                 admissions.append(_answer(unit, admit(pending, firsts, new, known)))
         metrics.count_builds(admissions)
@@ -233,102 +205,6 @@ class SchedulingEngine:
     async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
         async with self._store.unit() as unit:
             return {uuid: one.run for uuid, one in (await unit.read(instances)).items()}
-
-    # --- builds that are on record
-
-    async def _dispatch(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
-        """Decide, claim and write builds: the outcomes by position."""
-        placing, concluded = await self._prepare(builds)
-        results = await self._placer.place([request for _, request in placing])
-        placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
-        async for requests in InParts(by_request(placed), BUILDS_AT_ONCE):
-            author = Author(self._who, self._clock.time())
-            for members in requests:
-                concluded += conclude(members, author)
-        outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
-        decided = [end for _, end in concluded if isinstance(end, DecidedBuild)]
-        if not decided:
-            return outcomes
-        now, stages = self._clock.time(), dict[str, Stamps]()
-        writes: list[tuple[BuildUpdate, Sequence[OutboxMessage]]] = []
-        async for part in InParts(decided, BUILDS_AT_ONCE):
-            for one in part:
-                stamps = stages[one.decision.build.instance_uuid] = one.pending.stamps(one.claimed, now)
-                decision = with_stages(one.decision, stamps) if one.decision.build.terminal else one.decision
-                writes.append((decision, messages_of(one, decision, now, stamps, self._selector.config)))
-        with metrics.measured("write", self._clock):
-            written = await write_decided(self._store, writes, now)
-        metrics.observe_decisions([stages[uuid] for uuid in written])
-        metrics.count_ended(one.decision.build for one in decided if one.pending.instance_uuid in written)
-        unwritten = {uuid: one.pending for one in decided if (uuid := one.pending.instance_uuid) not in written}
-        forgotten = await self._withdraw(unwritten) if unwritten else set()
-        for one in decided:
-            build = one.decision.build
-            uuid = build.instance_uuid
-            outcomes[one.pending.position] = FORGOTTEN if uuid in forgotten else one.pending.accepted
-            if build.terminal and uuid in written:
-                log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
-        return outcomes
-
-    async def _prepare(
-        self, builds: Sequence[PendingBuild]
-    ) -> tuple[list[tuple[PendingBuild, PlacementRequest]], list[tuple[PendingBuild, Conclusion]]]:
-        """The builds to place, and the conclusions about the others."""
-        author = Author(self._who, self._clock.time())
-        placing: list[tuple[PendingBuild, PlacementRequest]] = []
-        concluded: list[tuple[PendingBuild, Conclusion]] = []
-        async for some in InParts(builds, BUILDS_AT_ONCE):
-            for pending in some:
-                spec = self._selector.request_spec(pending.request) if pending.delivery.why is None else None
-                if isinstance(spec, RequestSpec):
-                    request = PlacementRequest(request=pending.request, spec=spec, run=pending.run, gang=pending.gang)
-                    placing.append((pending, request))
-                else:
-                    concluded.append((pending, not_placed(pending, spec, self._selector, author)))
-        return placing, await self._ended_where_held(concluded) if concluded else []
-
-    async def _ended_where_held(
-        self, concluded: Sequence[tuple[PendingBuild, Conclusion]]
-    ) -> list[tuple[PendingBuild, Conclusion]]:
-        """The conclusions about builds that are not placed, where a claim is held: its cell is queried, and ends it."""
-        ended = {one.instance_uuid: (one, end) for one, end in concluded if isinstance(end, DecidedBuild)}
-        if not ended:
-            return list(concluded)
-        held = await self._held.given_to({(uuid, one.request.project_id): one.run for uuid, (one, _) in ended.items()})
-        author = Author(self._who, self._clock.time())
-        queried: dict[str, Conclusion] = {}
-        for uuid, one in held.items():
-            pending, end = ended[uuid]
-            result = unknown_after(one) if isinstance(one, Fault) else stranded(one, end.decision.build.reason)
-            if isinstance(result, PlacementUnavailable):
-                queried[uuid] = waits(result)
-            elif isinstance(one, Fault) or is_claim_of((uuid, pending.request.project_id), one):
-                queried[uuid] = ended_where_held(pending, result, author)
-        return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
-
-    async def _withdraw(self, builds: Mapping[str, PendingBuild]) -> set[str]:
-        """Release the claims for builds, by instance, that another scheduler, or a delete, has ended meanwhile. By the
-        run of this decision: where the record has another, nothing was ever dispatched for this one. Returns those
-        whose record is gone, or waits.
-
-        A record of another run that is not decided yet has the claim first: it may have read that its instance holds
-        nothing before this run claimed, and its end releases what it has.
-        """
-        async with self._store.unit() as unit:
-            records = list((await unit.read(list(builds))).values())
-        open_runs = {
-            (one.instance_uuid, one.project_id): one.run
-            for one in records
-            if one.awaits_decision and one.run != builds[one.instance_uuid].run
-        }
-        given = await self._held.given_to(open_runs)
-        async with self._store.unit() as unit:
-            known = await unit.read(list(builds))
-            for uuid, one in known.items():
-                for message in releases_of(one, builds[uuid].run, builds[uuid].own_run):
-                    unit.emit(message)
-        waits = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
-        return (builds.keys() - known.keys()) | waits
 
     # --- deletes
 

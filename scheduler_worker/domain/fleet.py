@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
 from bus.contracts.cell import BuildsWaiting, WaitingBuild
@@ -172,22 +173,28 @@ MAX_SERVICES = 10_000  # services with waiting builds; a bus that invents more i
 WAITING = "waiting"  # in a timeline
 
 
+class AnnouncedWaits(Struct, frozen=True):
+    """The announcement of one service, by instance, and until when it holds (monotonic, seconds)."""
+
+    waiting: dict[str, WaitingBuild]
+    until_s: float
+
+
 class WaitingTable:
     """The waiting builds by cell and service."""
 
     def __init__(self) -> None:
-        # What a service announced last, by instance, and until when it holds (monotonic, seconds).
-        self._announced: dict[tuple[str, str], tuple[dict[str, WaitingBuild], float]] = {}
+        self._announced: dict[tuple[str, str], AnnouncedWaits] = {}
 
     def apply(self, message: BuildsWaiting, now_s: float) -> None:
         """Take one announcement in: it replaces the service's last one."""
         key = message.cell, message.service
         self._announced.pop(key, None)
-        for old in [one for one, (_, until_s) in self._announced.items() if until_s <= now_s]:
+        for old in [one for one, kept in self._announced.items() if kept.until_s <= now_s]:
             del self._announced[old]
         if message.waiting and len(self._announced) < MAX_SERVICES:
             waiting = {one.instance_uuid: one for one in message.waiting}
-            self._announced[key] = waiting, now_s + message.lasts_s
+            self._announced[key] = AnnouncedWaits(waiting, now_s + message.lasts_s)
 
     def line_of(self, build: BuildRecord, now_s: float) -> TimelineEntry | None:
         """The last line of the timeline of a build under way: what it waits for; None: nothing is known.
@@ -196,9 +203,9 @@ class WaitingTable:
         """
         if build.state != BuildState.BUILDING:
             return None
-        for (cell, service), (waiting, until_s) in self._announced.items():
-            found = waiting.get(build.instance_uuid)
-            if cell != build.cell or found is None or until_s <= now_s:
+        for (cell, service), announced in self._announced.items():
+            found = announced.waiting.get(build.instance_uuid)
+            if cell != build.cell or found is None or announced.until_s <= now_s:
                 continue
             if any(one.attempt >= found.attempt and one.outcome for one in build.history):
                 continue
@@ -211,12 +218,19 @@ SILENT_AFTER = 3  # heartbeats missed
 RETENTION_S = 3600.0  # a worker that was silent for so long is dropped
 
 
+class KnownWorker(Struct, frozen=True):
+    """The newest heartbeat of one worker, and when it was received (monotonic, seconds)."""
+
+    heartbeat: WorkerHeartbeat
+    last_seen_s: float
+
+
 class WorkerTable:
     """The workers by bus, role and name. began_s: when listening began."""
 
     def __init__(self) -> None:
         self.began_s: float | None = None
-        self._known: dict[tuple[str, str, str], tuple[WorkerHeartbeat, float]] = {}  # the newest, and since when
+        self._known: dict[tuple[str, str, str], KnownWorker] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -233,24 +247,24 @@ class WorkerTable:
             self._purge(now_s)
             if len(self._known) >= MAX_WORKERS:
                 return
-        self._known[key] = heartbeat, now_s
+        self._known[key] = KnownWorker(heartbeat, now_s)
 
     def page(self, query: WorkersQuery, now_s: float) -> WorkersPage:
         """The workers that a query selects, by role, bus and name."""
         self._purge(now_s)
         found = [key for key in sorted(self._known) if query.role in (None, key[0])][: query.limit]
         return WorkersPage(
-            workers=tuple(_record(*self._known[key], key[1], now_s) for key in found),
+            workers=tuple(_record(self._known[key], key[1], now_s) for key in found),
             since_s=0.0 if self.began_s is None else now_s - self.began_s,
         )
 
     def _purge(self, now_s: float) -> None:
-        gone = [key for key, (_, seen_s) in self._known.items() if now_s - seen_s > RETENTION_S]
+        gone = [key for key, one in self._known.items() if now_s - one.last_seen_s > RETENTION_S]
         for key in gone:
             del self._known[key]
 
 
-def _record(heartbeat: WorkerHeartbeat, seen_s: float, bus: str, now_s: float) -> WorkerRecord:
-    ago_s = now_s - seen_s
-    silent = ago_s > SILENT_AFTER * heartbeat.every_s
-    return WorkerRecord(heartbeat=heartbeat, bus=bus, last_seen_s=ago_s, silent=silent)
+def _record(one: KnownWorker, bus: str, now_s: float) -> WorkerRecord:
+    last_seen_s = now_s - one.last_seen_s
+    silent = last_seen_s > SILENT_AFTER * one.heartbeat.every_s
+    return WorkerRecord(heartbeat=one.heartbeat, bus=bus, last_seen_s=last_seen_s, silent=silent)

@@ -467,7 +467,8 @@ def unknown_class(changed: Iterable[ChangedObject]) -> str | None:
     for one in changed:
         for name in sorted(_classes_of(one.kind, one.after) - _classes_of(one.kind, one.before)):
             if name not in STANDARD_CLASSES and not name.startswith(CUSTOM):
-                return f"{one.kind.value} {one.name!r}: there is no resource class {name}; others begin with {CUSTOM}"
+                hint = f"there is no resource class {name}; classes of one's own begin with {CUSTOM}"
+                return f"{one.kind.value} {one.name!r}: {hint}"
     return None
 
 

@@ -27,7 +27,6 @@ from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
 from scheduler_worker import placing
-from scheduler_worker import requests as handling
 from scheduler_worker.domain import admission, builds, decision_round, placement
 from scheduler_worker.domain.builds import RecordedBuild, releases_of
 from scheduler_worker.fleet import HostsListener
@@ -90,7 +89,7 @@ def releases(change: Callable[[RecordedBuild, list[OutboxMessage]], list[OutboxM
     with (
         patch.object(builds, "releases_of", changed),
         patch.object(admission, "releases_of", changed),
-        patch.object(handling, "releases_of", changed),
+        patch.object(placing, "releases_of", changed),
     ):
         yield
 

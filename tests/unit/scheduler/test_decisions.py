@@ -320,7 +320,7 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     """
     cluster = cluster_of([WIDE] * 8)
     counted = ("first_record", "effects", "conclude", "messages_of")
-    owners = (PendingBuild, *[requests_module] * 3)
+    owners = (PendingBuild, requests_module, placing, placing)
     steps = Turns(monkeypatch, *zip(owners, counted, strict=True), (requests_module, "admit"))
     monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())

@@ -29,6 +29,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
+from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, Gang, NewBuild, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
@@ -42,6 +43,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.requests import LAST, OVERTAKES, RequestDelivery
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.unanswered import open_build
+from scheduler_worker.placing import Dispatcher
 from scheduler_worker.requests import SchedulingEngine
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -218,17 +220,12 @@ async def test_a_claim_of_a_run_whose_record_was_made_anew_is_given_to_that_reco
         return cluster.claimed(claim)
 
     cluster.answer = claimed
-    engine = SchedulingEngine(
-        store,
-        cluster.port,
-        cluster.hosts.selector,
-        cluster,
-        clock=SystemClock(),
-        rng=random.Random(5),
-        config=cluster.hosts.config,
+    held = HeldClaims(cluster.port, cluster.hosts.table.last_cell_of, cluster.runs_on_record)
+    dispatcher = Dispatcher(
+        store, held, cluster.placer, cluster.hosts.selector, clock=SystemClock(), process="scheduler s0"
     )
     pending = PendingBuild(position=0, request=request, digest=b"1", requested_at=1.0, taken_at=1.0, run=RUN)
-    await engine._dispatch([pending])
+    await dispatcher.dispatch([pending])
     assert [(one.by, one.takes_over) for one in cluster.claims] == [(RUN, None), ("newer", RUN)]
 
 

@@ -244,7 +244,7 @@ async def test_a_message_that_goes_on_with_the_record_of_another_has_its_own_run
     async with site.store.unit() as unit:
         await unit.insert([NewBuild(request=request, build=replace(build, digest=pending.digest))], 0.0)
     if ended:
-        placed = site.engine._placer.place
+        placed = site.engine._dispatcher._placer.place
 
         async def place(requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
             results = await placed(requests)
@@ -254,7 +254,7 @@ async def test_a_message_that_goes_on_with_the_record_of_another_has_its_own_run
                 await unit.update([BuildUpdate(build=over)], 1.0)
             return results
 
-        site.engine._placer.place = place  # type: ignore[method-assign]
+        site.engine._dispatcher._placer.place = place  # type: ignore[method-assign]
     (outcome,) = await site.process(pending)
     assert isinstance(outcome, Done)
     released = site.emitted(ReleaseRun)
