@@ -34,15 +34,16 @@ from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner
 from scheduler_worker.drains import DrainKeeper
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
 from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age
 from scheduler_worker.forgetting import Forgetter
+from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.keepers import AggregateKeeper, CellKeeper, EvacuationTask, FencePublisher, find_cells
 from scheduler_worker.metrics import FLEET
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.queries import QueryHandler, StatusHandler
-from scheduler_worker.requests import RequestHandler, SchedulingEngine
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import UnansweredRequests, purge_forever

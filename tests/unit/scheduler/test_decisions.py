@@ -40,9 +40,9 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.ranking import CellRuns
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import HostsView, Peers, RequestSpec, room_for
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.placing import ANSWERS_AT_ONCE, BUILDS_AT_ONCE
-from scheduler_worker.requests import SchedulingEngine
 from scheduler_worker.store import tables
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable

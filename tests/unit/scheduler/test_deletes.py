@@ -43,8 +43,8 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.requests import LAST, OVERTAKES, RequestDelivery
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.unanswered import open_build
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.placing import Dispatcher
-from scheduler_worker.requests import SchedulingEngine
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.claims import BookClaims

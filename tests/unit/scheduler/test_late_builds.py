@@ -21,8 +21,9 @@ from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.requests import RequestDelivery, delivery_of
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
-from scheduler_worker.requests import RequestHandler, SchedulingEngine
+from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.unanswered import UnansweredRequests

@@ -42,8 +42,8 @@ from scheduler_worker.domain.moves import CHANGED, DRAIN_USER, accepted, check_m
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.domain.requests import OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.fleet import Warmup
+from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
-from scheduler_worker.requests import RequestHandler
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.contract.rig import REQUESTS

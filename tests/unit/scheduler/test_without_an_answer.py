@@ -31,10 +31,11 @@ from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, Pla
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.domain.requests import LAST, LETTERS, RETRIES, RequestDelivery
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
+from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.placing import NEWEST_WAIT_S
-from scheduler_worker.requests import RequestHandler, SchedulingEngine
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent

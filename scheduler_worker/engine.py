@@ -1,31 +1,25 @@
-"""Build, delete and move requests: a batch in, an outcome for each message out. Each step is safe to repeat.
+"""How build requests are scheduled, a whole batch at once. Each step is safe to repeat.
 
 1. Record: the request goes on record, and a repeated one is recognised there.
    Delete: the records of the batch's deletes are locked, what builds without a cell hold is asked of placement, and the
    records change.
-2. Decide, claim and write: builds by `placing`, moves by `moves`.
+2. Decide, claim and write (`placing`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Wait
+from bus.consuming.outcome import Done, Outcome, Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
-from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, member_uuids
-from bus.contracts.moves import MoveRequest
-from bus.faults import BrokenInvariant, Forbidden, Transient
+from bus.contracts.build import BuildAccepted, BuildState, member_uuids
 from bus.persistence.unit_of_work import OptimisticFirst
-from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, HeldClaims
@@ -38,11 +32,8 @@ from scheduler_worker.domain.admission import (
     Start,
     admit,
     admit_expired,
-    in_passes,
     is_clash_of_first,
-    members_of,
     pending_again,
-    pending_build,
 )
 from scheduler_worker.domain.builds import (
     FIRST_ATTEMPT,
@@ -53,18 +44,13 @@ from scheduler_worker.domain.builds import (
     effects,
 )
 from scheduler_worker.domain.deletes import UNKNOWN, DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
-from scheduler_worker.domain.gangs import outcome_of_gang, withdrawn_by_gang, without_withdrawn
+from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
 from scheduler_worker.domain.placement import PlacementUnavailable
-from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.domain.requests import RequestDelivery, delivery_of, waits
+from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.fleet import Warmup
-from scheduler_worker.moves import MoveEngine
 from scheduler_worker.placing import BUILDS_AT_ONCE, Dispatcher, Placer, ReplicaFollower
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
-from scheduler_worker.unanswered import max_request_age_s
 
-T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 START = Start()
@@ -258,144 +244,3 @@ def _answer(unit: BuildUnit, admission: Admission) -> Admission:
         for message in admission.messages:
             unit.emit(message)
     return admission
-
-
-class RequestHandler:
-    """Handles queue `scheduler.requests`, and the messages that it has given up."""
-
-    def __init__(
-        self,
-        engine: SchedulingEngine,
-        moves: MoveEngine,
-        flavors: Selector,
-        *,
-        clock: Clock,
-        config: SchedulerConfig,
-        warmup: Warmup,
-        keep_up: Callable[[], Awaitable[None]],
-    ) -> None:
-        """keep_up: waits while the events of earlier batches are not published."""
-        self._engine = engine
-        self._moves = moves
-        self._flavors = flavors
-        self._clock = clock
-        self._max_age_s = max_request_age_s(config)
-        self._warmup = warmup
-        self._keep_up = keep_up
-
-    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Process a batch; one outcome for each message, in order. What placement does not answer about waits. Raises
-        Transient when the database does not answer.
-
-        A dead letter is no proof of its publisher (`bus.key_trust`). What is on record was published by its project,
-        and goes on; anything else that a letter leads to is its end.
-        """
-        await self._keep_up()
-        is_warming_up = self._warmup.is_on()
-        kept_since = self._clock.time() - self._max_age_s
-        deliveries = [delivery_of(received, is_warming_up=is_warming_up, kept_since=kept_since) for received in batch]
-        if len(batch) > 1:  # after a crash each is handled again, alone
-            return await self._process(batch, deliveries)
-        return await self._or_end(lambda one: self._process(batch, [one]), deliveries[0], batch[0].meta.cause)
-
-    async def resume(self, instances: Mapping[str, int]) -> set[str]:
-        """Schedule builds that are on record as accepted and that no message carries on: it may have been acknowledged
-        by a record that the database has lost. A gang with all its members.
-
-        instances: {instance: how often this was done before}. Returns those that wait for a database or for placement:
-        that was no try, and holds up none of the others. One whose end crashes as well is tried again later.
-        """
-
-        async def process(members: Sequence[PendingBuild], delivery: RequestDelivery) -> bool:
-            outcomes, _ = await self._engine.process([replace(one, delivery=delivery) for one in members], ())
-            return any(isinstance(one, Wait) for one in outcomes.values())
-
-        async def waits(members: Sequence[PendingBuild]) -> bool:
-            try:
-                return await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid)
-            except Transient as fault:
-                log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
-                return True
-            except (BrokenInvariant, Forbidden, BusError):
-                raise
-            except Exception:  # no message is given up here: the process would end, and every other after it
-                log.exception("scheduler.given_up_crashed", cause=members[0].instance_uuid)
-                return False
-
-        waiting: set[str] = set()
-        try:
-            requests = await self._engine.accepted_before(instances)
-        except Transient as fault:
-            log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
-            return set(instances)
-        async for part in InParts(requests, BUILDS_AT_ONCE):  # while placement is silent each waits as long as one
-            for members, is_waiting in zip(part, await asyncio.gather(*map(waits, part)), strict=True):
-                waiting.update(one.instance_uuid for one in members if is_waiting)
-        return waiting
-
-    async def _or_end(
-        self, process: Callable[[RequestDelivery], Awaitable[T]], delivery: RequestDelivery, cause: str
-    ) -> T:
-        """Process a request. One without a letter ends when that crashes: it would stay on record without an end, or be
-        taken up again and again.
-        """
-        try:
-            return await process(delivery)
-        except (Transient, Forbidden, BusError):
-            raise
-        except Exception as error:  # any other: without a letter it would stay on record without an end
-            if delivery.has_letter:
-                raise
-            log.exception("scheduler.given_up_crashed", cause=cause)
-            ended = await process(delivery.crashed())
-            if isinstance(error, BrokenInvariant):
-                raise
-            return ended
-
-    async def _process(self, batch: Sequence[Received], deliveries: Sequence[RequestDelivery]) -> list[Outcome]:
-        now = self._clock.time()
-        taken = list(zip(batch, deliveries, strict=True))
-        requests = await self._builds(taken, now)
-        deletes = [
-            PendingDelete(position=position, request=received.message, delivery=delivery)
-            for position, (received, delivery) in enumerate(taken)
-            if isinstance(received.message, DeleteRequest)
-        ]
-        moves = [
-            PendingMove(position=position, request=received.message, taken_at=now, delivery=delivery)
-            for position, (received, delivery) in enumerate(taken)
-            if isinstance(received.message, MoveRequest)
-        ]
-        outcomes: dict[int, Outcome] = {}
-        expired = {position: one for position, one in requests.items() if one.delivery.is_late()}
-        for position, request in (await self._engine.not_left(expired) if expired else {}).items():
-            if isinstance(request, PendingBuild):
-                requests[position] = request
-            else:
-                outcomes[position] = request
-                del requests[position]
-        for number, part in enumerate(in_passes(requests) if requests else [{}]):
-            builds: list[PendingBuild] = []
-            members: dict[int, list[PendingBuild]] = {}
-            for position, request in part.items():
-                members[position] = members_of(request, start=len(builds))
-                builds += members[position]
-            these = () if number else deletes
-            if builds or these:
-                of_builds, of_deletes = await self._engine.process(builds, these)
-                outcomes |= of_deletes
-                for position, many in members.items():
-                    first = of_builds[many[0].position]
-                    outcomes[position] = first if len(many) == 1 else outcome_of_gang(many, of_builds)
-        if moves:
-            outcomes |= await self._moves.process(moves)
-        return [outcomes[position] for position in range(len(batch))]
-
-    async def _builds(self, taken: Sequence[tuple[Received, RequestDelivery]], now: float) -> dict[int, PendingBuild]:
-        """The build requests of a batch, by position."""
-        return {
-            position: pending_build(received, delivery, now=now, flavors=self._flavors)
-            async for part in InParts(enumerate(taken), BUILDS_AT_ONCE)
-            for position, (received, delivery) in part
-            if isinstance(received.message, BuildRequest)
-        }
