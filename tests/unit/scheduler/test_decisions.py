@@ -23,8 +23,8 @@ from bus.contracts.placement import ClaimAll, ClaimAllResult, GroupPolicy, Provi
 from bus.faults import Fault
 from placement_worker.domain.values import SHARING
 from placement_worker.replica.book import Book
-from scheduler_worker import placing, queries
-from scheduler_worker import requests as requests_module
+from scheduler_worker import engine as engine_module
+from scheduler_worker import handlers, placing, queries
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round
 from scheduler_worker.domain.admission import PendingBuild
@@ -320,8 +320,8 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     """
     cluster = cluster_of([WIDE] * 8)
     counted = ("first_record", "effects", "conclude", "messages_of")
-    owners = (PendingBuild, requests_module, placing, placing)
-    steps = Turns(monkeypatch, *zip(owners, counted, strict=True), (requests_module, "admit"))
+    owners = (PendingBuild, engine_module, placing, placing)
+    steps = Turns(monkeypatch, *zip(owners, counted, strict=True), (engine_module, "admit"))
     monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
@@ -364,8 +364,8 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
         pass
 
     cluster = cluster_of([WIDE])
-    steps = Turns(monkeypatch, (requests_module, "pending_build"))
-    handler = requests_module.RequestHandler(
+    steps = Turns(monkeypatch, (handlers, "pending_build"))
+    handler = handlers.RequestHandler(
         Engine(),  # type: ignore[arg-type]
         NoMoves(),  # type: ignore[arg-type]
         cluster.hosts.selector,
