@@ -29,9 +29,9 @@ from cell_conductor.domain.table import TABLE, Rule
 from cell_conductor.search import MachineSearch, Searched
 from placement_worker.domain import claims
 from placement_worker.handlers import CellFollower
+from scheduler_worker import engine as scheduler_engine
 from scheduler_worker import keepers as scheduler_cells
 from scheduler_worker import placing
-from scheduler_worker import engine as scheduler_engine
 from scheduler_worker.domain import decisions, gangs, recorded_moves
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildUpdate, ProjectsBuild, RecordedBuild, effects
 from scheduler_worker.domain.decisions import NO_HOST
