@@ -29,6 +29,7 @@ from .config import ConductorConfig
 from .domain.adopt_rules import is_searched
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
+from .domain.doubt import MachineQuery, is_in_doubt
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
@@ -67,6 +68,7 @@ MAX_ROUNDS = 4
 MAX_STALE = 5
 # The most instances that wait for a search of their machines; one beyond them comes again with its deadline.
 MAX_UNSEARCHED = MAX_FOUND
+LOGGED_MOVES = 20  # of those that one search holds
 
 
 class FenceView(Protocol):
@@ -381,7 +383,8 @@ class Engine:
         """Search for the machines of these, and request of placement what is still due."""
         if seen := await self._see_sources(questions):
             await self._ask_placement(await self._apply(seen))
-        questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
+        await self._search_moved({one.instance.uuid: one for one in questions})
+        questions = [one for one in questions if not isinstance(one.message, SourceQuery | MachineQuery)]
         forgotten, held = await self._search.find_forgotten({one.instance.uuid: one.instance for one in questions})
         now = self._clock.time()
         found = [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()]
@@ -390,6 +393,27 @@ class Engine:
         answers = await self._placement.ask(await self._still_due(questions, held))
         if answers:
             await self._ask_placement(await self._apply(answers))
+
+    async def _search_moved(self, questions: Mapping[str, PendingQuestion]) -> None:
+        """Resolve the doubts about moves of which all services have answered that have to."""
+        queries = {uuid: one.message for uuid, one in questions.items() if isinstance(one.message, MachineQuery)}
+        found = await self._search.find_moved(queries)
+        if found:
+            await self._ask_placement(await self._apply([InstanceEvent(uuid, one) for uuid, one in found.items()]))
+        held = [one for one in (await self.known(queries)).values() if is_in_doubt(one)]
+        metrics.HELD_MOVES.inc(len(held))
+        for one in held[:LOGGED_MOVES]:
+            hosts = [machine.host for machine in found[one.uuid].machines] if one.uuid in found else []
+            log.warning(
+                "move.held",
+                instance=one.uuid,
+                state=one.state,
+                found=hosts,
+                cause=one.cause or one.uuid,
+                hint="the cell's database was set back in the middle of a move: its machine may run on another host"
+                " than its record has. `berth services forget` states that a service is gone for good, `berth hosts"
+                " fence` that a host is off",
+            )
 
     async def known(self, instances: Collection[str]) -> Mapping[str, Instance]:
         """The records of these instances, once a change of them that is being committed is on record."""
@@ -463,7 +487,7 @@ class Engine:
         ready: list[PendingQuestion] = []
         for one in questions:
             uuid = one.instance.uuid
-            if not isinstance(one.message, SourceQuery) and not is_searched(one.instance):
+            if not isinstance(one.message, SourceQuery | MachineQuery) and not is_searched(one.instance):
                 ready.append(one)
             elif uuid in self._unsearched or len(self._unsearched) < MAX_UNSEARCHED:
                 self._unsearched[uuid] = one

@@ -20,7 +20,7 @@ from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import Condition
 
 from . import rules, steps
-from .desires import Ask, Wish, Work, desire_of, in_text
+from .desires import Ask, Work, desire_of, in_text
 from .events import (
     BuildRequested,
     Claimed,
@@ -40,14 +40,13 @@ MAX_SELECTIONS = 10  # of one record, as of one request
 
 
 def is_searched(instance: Instance) -> bool:
-    """Whether the cell's services are to be queried before another host is claimed for it, or it ends as failed, or its
-    claim is released and its image alone is left. One that was resized in place, not confirmed yet, ends with its move.
+    """Whether the cell's services are to be queried before another host is claimed for it, or it ends as failed. One
+    that was resized in place, not confirmed yet, ends with its move.
     """
     desire = desire_of(instance)
     fails_over = desire.asks is Ask.CLAIM and desire.work is Work.BUILD
-    ends = desire.asks is Ask.RELEASE and desire.condition is not Condition.DELETED
-    ends_with_move = instance.move is not None and desire.here is not Wish.NONE
-    return instance.doubted and (fails_over or ends) and not ends_with_move and not instance.machine_exists
+    ends = desire.asks is Ask.RELEASE and desire.condition is Condition.FAILED
+    return instance.doubted and (fails_over or ends) and instance.move is None and not instance.machine_exists
 
 
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:

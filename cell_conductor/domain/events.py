@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import TypeGuard
 
 from msgspec import Struct
@@ -242,6 +243,17 @@ class MachineFound(Event, frozen=True, kw_only=True):
     decided_by: str = ""
 
 
+class InstanceSearched(Event, frozen=True, kw_only=True):
+    """The cell's services were queried about an instance whose move is in doubt (`doubt.MachineQuery`), and all of them
+    that have to have answered.
+
+    machines: that they have of it. hosts: that they have looked at.
+    """
+
+    machines: tuple[FoundMachine, ...] = ()
+    hosts: AbstractSet[str] = frozenset()
+
+
 class SourceAnswered(Event, frozen=True, kw_only=True):
     """The compute services were queried for the machine of a move's source (`way_back.SourceQuery`).
 
@@ -282,6 +294,7 @@ EVENTS: tuple[type[Event], ...] = (
     RevertRefused,
     HostFenced,
     MachineFound,
+    InstanceSearched,
     SourceAnswered,
 )
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bus.clock import CLOCKS_APART_S
 
-from .desires import DELETE_REQUESTED, desire_of
+from .desires import DELETE_REQUESTED, MOVES, desire_of
 from .events import BuildRequested, DeleteRequested, Event, MoveRequested, is_begun_by
 from .instance import Instance
 
@@ -109,6 +109,14 @@ def numbered_on(instance: Instance, set_back: SetBack, event: BuildRequested | N
     known = 0 if event is None else event.sequence
     lost = LOST_NUMBERS if set_back.first_number else 0
     return replace(instance, sequence=max(instance.sequence + lost, set_back.first_number, known + 1))
+
+
+def in_doubt(instance: Instance, set_back: SetBack) -> Instance:
+    """The record of what was under way, and may have come further, as the recognition of a set-back leaves it: a move
+    is searched for at once (`doubt`). In SQL it is `postgres.DOUBT`.
+    """
+    deadline = set_back.at if instance.phase in MOVES else instance.deadline
+    return replace(numbered_on(instance, set_back), doubted=True, deadline=deadline)
 
 
 def marked_reused(instance: Instance, set_back: SetBack) -> Instance:

@@ -27,6 +27,7 @@ from cell_conductor.domain.desires import (
     EXPECTED_HERE,
     IN_DOUBT_AFTER_SET_BACK,
     LEFT_WITH_ITS_SERVICE,
+    MOVES,
     NOT_HERE,
     PURGED,
     PURGED_FAILED,
@@ -72,9 +73,12 @@ FROM identity
 KNOWN = "SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND set_back_at = {}"
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
+# As `domain.set_back.in_doubt`.
 DOUBT = f"""
-UPDATE instances SET record = (record::jsonb || jsonb_build_object('doubted', true,
-    'sequence', greatest(coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}) + {LOST_NUMBERS}, $2)))::json
+UPDATE instances SET deadline = CASE WHEN state IN ({in_sql(MOVES)}) THEN $3 ELSE deadline END,
+record = (record::jsonb || jsonb_build_object('doubted', true,
+    'sequence', greatest(coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}) + {LOST_NUMBERS}, $2),
+    'deadline', CASE WHEN state IN ({in_sql(MOVES)}) THEN $3 ELSE deadline END))::json
 WHERE state = ANY($1)
 """
 
@@ -225,7 +229,7 @@ class PostgresTransaction:
             return None
         seen.set_back = replace(seen.set_back, at=await self._connection.fetchval(NOTE_SET_BACK))
         doubted = [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK]
-        status: str = await self._connection.execute(DOUBT, doubted, seen.set_back.first_number)
+        status: str = await self._connection.execute(DOUBT, doubted, seen.set_back.first_number, seen.set_back.at)
         return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:

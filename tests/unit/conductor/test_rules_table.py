@@ -143,7 +143,7 @@ RUNS: list[Case] = [
     case(record(S.RELEASING, S.FAILED), runs(2), "releasing/failed"),
     case(record(S.ACTIVE), spawned(2), "active"),
     case(record(S.ACTIVE), spawned(1), "active", "destroy 1@1"),
-    case(record(S.ACTIVE), replace(runs(2), service="s2"), "active", "end 2@2"),
+    case(record(S.ACTIVE), replace(runs(2), service="s2"), "active"),
     case(moving(S.RELEASING, S.ACTIVE), spawned(1), "releasing/active", "destroy 1@1"),
     case(moving(S.RELEASING, S.ACTIVE), replace(runs(2), service="s2"), "releasing/active"),
     case(moving(S.DESTROYING, S.ACTIVE), replace(runs(1), service="s2"), "destroying/active", "destroy 1@1"),

@@ -122,23 +122,14 @@ UNDONE: list[Case] = [
         "active",
         "migrate: failed",
     ),
+    case(moving(S.REVERTING, move={"to_cell": "c2"}), reverted(5), "restarting", "start 1@1", "migrate: undoing"),
+    case(moving(S.REVERTING), reverted(5), "active", "migrate: failed", context=IN_DOUBT),
     case(
-        moving(S.REVERTING, move={"to_cell": "c2"}, doubted=True),
-        reverted(5),
-        "restarting",
-        "start 1@1",
-        "migrate: undoing",
-        context=IN_DOUBT,
-    ),
-    case(moving(S.REVERTING, move={"to_cell": "c2"}), reverted(5), "active", "migrate: failed", context=IN_DOUBT),
-    case(moving(S.REVERTING, doubted=True), reverted(5), "active", "migrate: failed", context=IN_DOUBT),
-    case(
-        moving(S.REVERTING, move={"to_cell": "c2", "power": Power.STOPPED}, doubted=True),
+        moving(S.REVERTING, move={"to_cell": "c2", "power": Power.STOPPED}),
         reverted(5),
         "restarting",
         "stop 1@1",
         "migrate: undoing",
-        context=IN_DOUBT,
     ),
     case(*answer(restarting(), 1, runs=True), "active", "migrate: failed x"),
     case(restarting(order=5), replace(answer(restarting(), 1)[1], order=4), "restarting"),
@@ -152,13 +143,6 @@ UNDONE: list[Case] = [
         *answer(replace(restarting(to_cell="c2"), image=""), 1, done=False, runs=False, code=MACHINE_ABSENT),
         "active",
         "migrate: failed x",
-    ),
-    case(
-        *answer(
-            replace(restarting(to_cell="c2"), image="", doubted=True), 1, done=False, runs=False, code=MACHINE_ABSENT
-        ),
-        "restarting",
-        context=IN_DOUBT,
     ),
 ]
 
@@ -204,22 +188,6 @@ AGAIN: list[Case] = [
     ),
     case(moving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "destroy 2@2", "migrate: failed"),
     case(moving(S.DESTROYING, S.REVERTING, {"answered": True}), LATE, "destroying/reverting", "destroy 2@2"),
-    case(moving(S.DESTROYING, S.REVERTING, doubted=True), LATE, "destroying/reverting", "end 2@2"),
-    case(
-        moving(S.DESTROYING, S.REVERTING, doubted=True),
-        AT_LIMIT,
-        "destroying/reverting",
-        "end 2@2",
-        "migrate: failed",
-        context=IN_DOUBT,
-    ),
-    case(
-        moving(S.DESTROYING, S.REVERTING, doubted=True),
-        replace(AT_LIMIT, at=AT_LIMIT.at - 1),
-        "destroying/reverting",
-        "end 2@2",
-        context=IN_DOUBT,
-    ),
     case(in_place(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "resize 1@1", "resize: failed"),
     case(unshelving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "destroy 2@2", "unshelve: failed"),
     case(record(S.DESTROYING, S.DELETED), LATE, "destroying/deleted", "destroy 2@2"),
