@@ -24,7 +24,7 @@ from bus.faults import Fault
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
+from .domain.adopt_rules import why_not_adoptable, why_not_its_machine
 from .domain.breaker import Listings
 from .domain.doubt import MachineQuery
 from .domain.events import InstanceEvent, InstanceSearched, SourceAnswered, is_begun_by
@@ -242,49 +242,26 @@ class MachineSearch:
                 log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
         return seen
 
-    async def find_forgotten(
-        self, doubted: Mapping[str, Instance]
-    ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
-        """Machines that doubted records do not have; and the instances for which nothing is to be requested of
-        placement now: those that have such a machine, or about which a service has not answered that has to.
-        """
-        over = {uuid for uuid, one in doubted.items() if not self._is_awaiting(one.since)}
-        asked = await self._asked()
-        searched, beyond = await asyncio.gather(
-            self.find(doubted.keys() - over, asked), self.find(over, self._up_now())
-        )
-        found: dict[str, tuple[FoundMachine, ...]] = {}
-        held: set[str] = set()
-        for uuid in sorted(doubted):
-            seen = (beyond if uuid in over else searched).of(uuid)
-            found[uuid] = forgotten_machines(doubted[uuid], seen or ())
-            if seen is None or found[uuid]:
-                held.add(uuid)
-        return {uuid: machines for uuid, machines in found.items() if machines}, held
-
-    async def find_moved(self, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
-        """What all services have of instances whose moves are in doubt, of those about which all have answered that
-        have to: each has looked at each of its hosts that is not fenced. Beyond the doubt's limit these are the
-        services that the query names; those that are up are asked, too.
+    async def find_doubted(self, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
+        """What all services have of instances in doubt, of those about which all have answered that have to: each has
+        looked at each of its hosts that is not fenced. Beyond the doubt's limit these are the services that the query
+        names, or for a build those that are up.
         """
         if not queries:
             return {}
         asked = await self._asked()
         searched = await self.find(queries, asked, thorough=True)
-        fenced = set(self._fenced())
+        up, fenced = self._up_now() or set(), set(self._fenced())
         # Of one that has not listed all its hosts it is not known which it is to look at: it began just now, as this
         # conductor may have, after a restore for example.
         missing = {*searched.missing, *self._listings.unlisted(asked or ())}
         missing.update(name for name in asked or () if self._listings.hosts_of([name]) - searched.hosts - fenced)
         at, found = self._clock.time(), dict[str, InstanceSearched]()
         for uuid, query in queries.items():
-            awaits_all = query.all_of or self._is_awaiting(query.since) or asked is None
-            if not (missing if awaits_all else missing.intersection(query.services)):
-                machines = searched.of(uuid, in_part=True) or ()
-                found[uuid] = InstanceSearched(at=at, machines=machines, hosts=searched.hosts)
-        if len(found) < len(queries):
-            unanswered = sorted(missing)[:LOGGED_SERVICES]
-            log.warning("move.unanswered", moves=len(queries) - len(found), unanswered=unanswered, cause=min(queries))
+            awaited = missing if query.all_of or self._is_awaiting(query.since) else set(query.services) or up
+            if asked is not None and not missing & awaited:
+                machines, silent = searched.of(uuid, in_part=True) or (), frozenset(missing)
+                found[uuid] = InstanceSearched(at=at, machines=machines, hosts=searched.hosts, silent=silent)
         return found
 
     async def find_decided(

@@ -187,7 +187,6 @@ PURGED = AT_REST & states_where(lambda row: row.condition is Condition.DELETED)
 PURGED_FAILED = AT_REST & states_where(lambda row: row.elsewhere or row.condition is Condition.FAILED)
 ELSEWHERE = states_where(lambda row: row.elsewhere)
 IN_DOUBT_AFTER_SET_BACK = states_where(lambda row: row.work is not None)
-MOVES = states_where(lambda row: row.work is Work.MOVE)
 # In these an evacuation from the host of its source may have a machine at its destination.
 EVACUATED = states_where(lambda row: row.source is Wish.STAY and row.here in MAY_BE_THERE)
 EVACUATED_IN_DOUBT = states_where(lambda row: row.source is Wish.STAY and row.here is Wish.UNCOMMANDED)

@@ -1,4 +1,4 @@
-"""A move whose record may be older than the world: the cell's database was set back in the middle of it.
+"""A build or a move whose record may be older than the world: the cell's database was set back in the middle of it.
 
 `table.step` judges such a record by `table.DOUBTED` instead of the row of its state. All compute services of the cell
 are queried which machines of the instance they have, and meanwhile nothing is begun, undone or confirmed. By their
@@ -22,12 +22,21 @@ from msgspec.structs import replace
 from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import ARRIVED, MoveKind, MoveState
 
-from . import steps, way_back
-from .adopt_rules import adopt_found, by_worth, proved_of, unproved_from
-from .delete_rules import delete_moving
-from .departure_rules import give_away
+from . import delete_rules, rules, steps, way_back
+from .adopt_rules import adopt_found, by_worth, forgotten_machines, proved_of, unproved_from
+from .departure_rules import give_away, refuse_other
 from .desires import MAY_BE_THERE, Ask, Wish, Work, desire_of
-from .events import ChangeEnded, DeleteRequested, InstanceSearched, MoveRequested, TimedOut
+from .events import (
+    ChangeEnded,
+    DeleteRequested,
+    Destroyed,
+    HostRuns,
+    InstanceSearched,
+    MoveRequested,
+    Spawned,
+    SpawnFailed,
+    TimedOut,
+)
 from .instance import Instance, Power, State
 from .move_events import (
     ENDS_ANOTHER,
@@ -52,10 +61,11 @@ OLDER = "the cell's database was set back to before it was moved"
 
 
 class MachineQuery(Struct, frozen=True):
-    """The query for all machines of an instance whose move is in doubt.
+    """The query for all machines of an instance in doubt.
 
-    services: that have the hosts of the record. all_of: every other one has to answer as well, however long that takes:
-    the move has no source, and what is released may be started again from its image.
+    services: that have to answer beyond the doubt's limit, too, though they are down: those of the hosts of a move (of
+    a build: none). all_of: every other one has to as well, however long that takes: the move has no source, and what is
+    released may be started again from its image.
     """
 
     services: tuple[str, ...]
@@ -64,16 +74,21 @@ class MachineQuery(Struct, frozen=True):
 
 
 def machine_query_of(instance: Instance) -> MachineQuery | None:
-    """The query that a record in doubt waits for; None: it is not in doubt. It follows from the record alone."""
-    if not is_in_doubt(instance):
+    """The query that a record in doubt waits for, and one of a lost machine before it is released; None: it waits for
+    none. It follows from the record alone.
+    """
+    is_ending = instance.phase == (State.RELEASING, State.FAILED) and instance.move is None
+    if not is_in_doubt(instance) and not (instance.doubted and is_ending):
         return None
+    if instance.move is None:
+        return MachineQuery((), all_of=False, since=instance.since)
     services = tuple(filter(None, (instance.service, instance.source_service)))
     return MachineQuery(services, all_of=_is_from_image(instance), since=instance.since)
 
 
 def is_in_doubt(instance: Instance) -> bool:
     """Whether it is judged by `table.DOUBTED`."""
-    return instance.doubted and desire_of(instance).work is Work.MOVE
+    return instance.doubted and desire_of(instance).work in (Work.BUILD, Work.MOVE)
 
 
 def _is_from_image(instance: Instance) -> bool:
@@ -87,6 +102,8 @@ def _is_from_image(instance: Instance) -> bool:
 def ask(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The services are queried again. No client waits for them beyond the doubt's limit."""
     waiting = _hold(instance, event.at, context)
+    if instance.move is None:  # the doubt's limit ends a build (`resolve`)
+        return Step(waiting)
     if context.set_back.doubted_for_s(instance.since, event.at) < context.doubt_limit_s:
         return Step(waiting)
     over = MoveEnd(MoveState.FAILED, IN_DOUBT, WHY)
@@ -100,9 +117,27 @@ def _hold(instance: Instance, at: float, context: StepContext) -> Instance:
     return replace(instance, deadline=at + wait_s)
 
 
+def ask_now(instance: Instance, event: SpawnFailed | Destroyed, context: StepContext) -> Step:
+    """A host has no machine of a build: it may have one elsewhere. A second service of the same name answers for
+    machines that it has not.
+    """
+    is_ours = instance.move is None and (event.attempt, event.host_uuid) == (instance.attempt, instance.host_uuid)
+    return Step(replace(instance, deadline=event.at) if is_ours else instance)
+
+
+def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
+    """The host of a build has it complete: that is its client's, or was. It stays in doubt at rest, as a later machine
+    may be elsewhere.
+    """
+    is_build = instance.state is State.BUILDING and steps.is_ours(instance, event)
+    return rules.come_up(instance, event, context) if is_build else Step(instance)
+
+
 def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """A request about a move that may have ended: the client repeats it when the services have answered."""
-    move, request = move_of(instance), event.request
+    if instance.move is None:
+        return refuse_other(instance, event, context)
+    move, request = instance.move, event.request
     if request.kind not in ENDS_ANOTHER or request.request_id in (move.request_id, move.by):
         return refuse_busy(instance, event, context)
     again = repeat_end(instance, event, context)
@@ -113,7 +148,9 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     """Every machine of it is destroyed, however far its move may have come. Another cell that may have it is asked
     first.
     """
-    return delete_moving(_furthest(instance), event, context, leaves=_leave)
+    if instance.move is None:
+        return delete_rules.delete(instance, event, context)
+    return delete_rules.delete_moving(_furthest(instance), event, context, leaves=_leave)
 
 
 def _leave(instance: Instance, at: float, context: StepContext) -> Step:
@@ -187,6 +224,8 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
     """The record becomes what is true of the world by these machines of it. It stays in doubt while they do not show
     that: one is foreign or not proved, or the host of the destination was not looked at.
     """
+    if instance.move is None:
+        return _resolve_build(instance, event, context)
     at, move, there = event.at, move_of(instance), _destination_of(instance, event)
     is_source_gone = _is_source_gone(instance, event)
     if any(one is there or one in _later(instance, event.machines) for one in event.machines if _is_kept(one, context)):
@@ -213,6 +252,47 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
     if _has_destination(instance) and not _is_known(instance, event, context):
         return Step(_hold(instance, at, context))
     return _undo(instance, at, context)
+
+
+def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
+    """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is still being built
+    is awaited as any other is. Without one all of its hosts are claimed anew; a machine of its present attempt that is
+    listed later is kept. It has failed for its client if its host was silent until the doubt's limit.
+    """
+    at, is_building = event.at, instance.state is State.BUILDING
+    own = [one for one in event.machines if is_building and _is_at(one, instance.attempt, instance.host_uuid)]
+    others = forgotten_machines(instance, event.machines)
+    sure = replace(certain(instance, at), doubted=bool(event.silent), queried=False)
+    best = max((*own, *others), key=by_worth, default=None)
+    if best is not None and best not in own:
+        return _adopt(sure, (*own, *others), at, context)
+    if best is not None and best.built:
+        up = Spawned(at=at, attempt=best.attempt, host_uuid=best.host_uuid, service=best.service)
+        return rules.come_up(steps.at_service(sure, best.service), up, context)
+    if is_building and best is None and instance.here.service in event.silent:
+        reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
+        return rules.give_up_unsure(sure, at, context, reason)
+    sure = replace(sure, doubted=False)
+    if best is not None:
+        return Step(replace(steps.at_service(sure, best.service), deadline=at + instance.build_timeout_s))
+    first = min(instance.reused_from or instance.next_attempt, instance.attempt or instance.next_attempt)
+    numbered_anew = replace(sure, reused_from=first, newest=instance.last_attempt)
+    return rules.claim_anew(numbered_anew, at, context) if is_building else _go_on(numbered_anew, at, context)
+
+
+def adopt_lost(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
+    """A record that ends as failed may be older than the world, and a service has a machine of it that it has not."""
+    found = forgotten_machines(instance, event.machines) if machine_query_of(instance) is not None else ()
+    return _adopt(instance, found, event.at, context) if found else Step(instance)
+
+
+def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
+    adopting = replace(instance, reused_from=instance.reused_from or 1, code="", reason="")
+    return adopt_found(adopting, found, at, context)
+
+
+def _is_at(found: FoundMachine, attempt: int, host_uuid: str | None) -> bool:
+    return (found.attempt, found.host_uuid) == (attempt, host_uuid) and not found.foreign
 
 
 def _resolve_leaving(instance: Instance, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
@@ -249,8 +329,7 @@ def _is_one_machine(instance: Instance) -> bool:
 
 
 def _destination_of(instance: Instance, event: InstanceSearched) -> FoundMachine | None:
-    place = instance.attempt, instance.host_uuid
-    found = [one for one in event.machines if (one.attempt, one.host_uuid) == place and not one.foreign]
+    found = [one for one in event.machines if _is_at(one, instance.attempt, instance.host_uuid)]
     return found[0] if found and _has_destination(instance) else None
 
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, Running
 from bus.contracts.moves import Condition
 
-from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
+from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
 from .instance import FENCED, MACHINE_EXISTS, Brief, Instance, State
 
@@ -56,10 +56,7 @@ def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
 
 def is_renumbered(record: Facts, attempt: int) -> bool:
     """Whether this attempt may have been given out twice: the record was set back while it was moved, or before."""
-    if 0 < record.reused_from <= attempt:
-        return True
-    # A build that was doubted goes on: it may end the attempts that it has commanded itself.
-    return record.doubted and desire_of(record).work is not Work.BUILD
+    return record.doubted or 0 < record.reused_from <= attempt
 
 
 def followed_by(record: Instance) -> Instance:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bus.clock import CLOCKS_APART_S
 
-from .desires import DELETE_REQUESTED, MOVES, desire_of
+from .desires import DELETE_REQUESTED, desire_of
 from .events import BuildRequested, DeleteRequested, Event, MoveRequested, is_begun_by
 from .instance import Instance
 
@@ -112,11 +112,10 @@ def numbered_on(instance: Instance, set_back: SetBack, event: BuildRequested | N
 
 
 def in_doubt(instance: Instance, set_back: SetBack) -> Instance:
-    """The record of what was under way, and may have come further, as the recognition of a set-back leaves it: a move
-    is searched for at once (`doubt`). In SQL it is `postgres.DOUBT`.
+    """The record of what was under way, and may have come further, as the recognition of a set-back leaves it: it is
+    searched for at once (`doubt`). In SQL it is `postgres.DOUBT`.
     """
-    deadline = set_back.at if instance.phase in MOVES else instance.deadline
-    return replace(numbered_on(instance, set_back), doubted=True, deadline=deadline)
+    return replace(numbered_on(instance, set_back), doubted=True, deadline=set_back.at)
 
 
 def marked_reused(instance: Instance, set_back: SetBack) -> Instance:

@@ -127,7 +127,6 @@ ARRIVE = Rule(move_rules.arrive, ARRIVED)
 SKIP = Rule(move_rules.skip_destination, NEXT)
 RELEASE_DESTROYED = Rule(delete_rules.release_destroyed, (State.RELEASING,))
 END_ADOPTED = Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING))
-ADOPT_FORGOTTEN = Rule(adopt_rules.adopt_machine, FAILS_OVER)
 ADOPT_DECIDED = Rule(adopt_rules.adopt_decided, (State.CLAIMING,))
 
 USUAL: Mapping[type[Event], Cell] = {
@@ -207,7 +206,6 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         HostRuns: ByThen({State.ACTIVE: Rule(adopt_rules.note_built)}, CONFIRM_RUNNING),
         MoveRequested: ByThen({State.PREPARING: ABORT}, REFUSE),
         HostFenced: IGNORE,  # what is adopted is judged once it is active
-        MachineFound: ByThen({State.BUILDING: ADOPT_FORGOTTEN}, IGNORE),
     },
     State.RELEASING: {
         **USUAL,
@@ -223,7 +221,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             }
         ),
         HostRuns: CONFIRM_RUNNING,
-        MachineFound: ByThen({State.FAILED: ADOPT_FORGOTTEN}, IGNORE),
+        InstanceSearched: ByThen({State.FAILED: Rule(doubt.adopt_lost, FAILS_OVER)}, IGNORE),
     },
     State.DESTROYING: {
         **USUAL,
@@ -345,12 +343,16 @@ DOUBTED: Mapping[type[Event], Cell] = {
     **dict.fromkeys(USUAL, IGNORE),
     BuildRequested: USUAL[BuildRequested],
     DeleteRequested: Rule(doubt.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
+    Spawned: Rule(doubt.come_up, (State.ACTIVE,)),
+    SpawnFailed: Rule(doubt.ask_now),
     TimedOut: Rule(doubt.ask),
+    Destroyed: Rule(doubt.ask_now),
+    HostRuns: Rule(doubt.come_up, (State.ACTIVE,)),
     MoveRequested: Rule(doubt.refuse),
     MoveQueried: USUAL[MoveQueried],
     InstanceArrives: USUAL[InstanceArrives],
     ChangeEnded: Rule(doubt.follow_next_cell, (*UNDONE, State.DEPARTED)),
-    InstanceSearched: Rule(doubt.resolve, (*UNDONE, *ARRIVED, State.FINISHING)),
+    InstanceSearched: Rule(doubt.resolve, (*NEXT, *ARRIVED, State.FINISHING)),
 }
 
 
@@ -417,7 +419,9 @@ def question_of(instance: Instance) -> Question | None:
     """The request to placement, or to compute services, while the instance is in this state. It follows from the record
     alone, so a crash at any moment leads to the very same request.
     """
-    if (query := machine_query_of(instance) or source_query_of(instance)) is not None:
+    if doubt.is_in_doubt(instance):
+        return machine_query_of(instance)
+    if (query := source_query_of(instance)) is not None:
         return query
     asks, move = desire_of(instance).asks, instance.move
     if asks is Ask.CLAIM:

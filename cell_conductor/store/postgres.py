@@ -27,7 +27,6 @@ from cell_conductor.domain.desires import (
     EXPECTED_HERE,
     IN_DOUBT_AFTER_SET_BACK,
     LEFT_WITH_ITS_SERVICE,
-    MOVES,
     NOT_HERE,
     PURGED,
     PURGED_FAILED,
@@ -75,10 +74,9 @@ NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 # As `domain.set_back.in_doubt`.
 DOUBT = f"""
-UPDATE instances SET deadline = CASE WHEN state IN ({in_sql(MOVES)}) THEN $3 ELSE deadline END,
-record = (record::jsonb || jsonb_build_object('doubted', true,
+UPDATE instances SET deadline = $3, record = (record::jsonb || jsonb_build_object('doubted', true,
     'sequence', greatest(coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}) + {LOST_NUMBERS}, $2),
-    'deadline', CASE WHEN state IN ({in_sql(MOVES)}) THEN $3 ELSE deadline END))::json
+    'deadline', $3))::json
 WHERE state = ANY($1)
 """
 

@@ -11,9 +11,8 @@ from bus.contracts.cell import FoundMachine
 from bus.contracts.moves import MoveEvent, MoveKind
 from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
-from cell_conductor.domain.adopt_rules import is_searched
 from cell_conductor.domain.desires import in_text
-from cell_conductor.domain.doubt import MachineQuery, is_in_doubt
+from cell_conductor.domain.doubt import MachineQuery, is_in_doubt, machine_query_of
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.report import is_over
@@ -302,7 +301,7 @@ STOP = request(K.STOP, request_id=OTHER)
         (SOURCE_GONE, ()),
         (e.HostFenced(at=220.0, host_uuid=host(2)), ()),
         (e.ServiceLost(at=220.0, service="s1", code="x"), ()),
-        (e.MachineFound(at=220.0, machines=(FOUND,)), ()),
+        (e.MachineFound(at=220.0, machine=FOUND), ()),
         (STOP, ("stop: refused instance.busy",)),
         (request(K.CONFIRM, request_id=OTHER), ("confirm: refused move.in_doubt",)),
         (request(K.REVERT, request_id=OTHER), ("revert: refused move.in_doubt",)),
@@ -374,6 +373,103 @@ def test_a_doubt_that_is_resolved_numbers_what_it_gives_out_as_unproved() -> Non
 def test_a_release_without_a_source_is_numbered_above_all_that_is_forgotten() -> None:
     after = step(unsure(S.FINISHING), searched(), IN_DOUBT).instance
     assert after.newest == 4 + FORGOTTEN_ATTEMPTS
+
+
+# --- A build in doubt
+
+
+def building(then: State | None = None, **other: Any) -> Instance:
+    """Attempt 2 on host 2, or a claim of what follows."""
+    return record(S.BUILDING if then is None else S.CLAIMING, then, doubted=True, **other)
+
+
+CLAIMS = building(S.BUILDING)
+SILENT = replace(searched(), silent=frozenset({"s1"}))
+OTHERS_SILENT = replace(searched(), silent=frozenset({"s9"}))
+
+BUILDS: list[Case] = [
+    # Its host has it.
+    case(building(), searched(HERE), "active", "build: active", context=IN_DOUBT),
+    case(building(), searched(PART), "building", context=IN_DOUBT),
+    case(building(), searched(HERE, on(1, 1)), "active", "build: active", context=IN_DOUBT),
+    case(building(), searched(HERE, on(3, 5, built=False)), "active", "build: active", context=IN_DOUBT),
+    # Another one has a later one, or one that the record has not tried has any.
+    case(building(), searched(HERE, on(3, 5)), "claiming/active", context=IN_DOUBT),
+    case(building(), searched(PART, on(3, 5)), "claiming/active", context=IN_DOUBT),
+    case(building(), searched(on(3, 1)), "claiming/active", context=IN_DOUBT),
+    case(CLAIMS, searched(on(3, 1)), "claiming/active", context=IN_DOUBT),
+    case(building(), searched(on(3, 5, project_id="q")), "releasing/failed", context=IN_DOUBT),
+    # None has one: all of its hosts are claimed anew, or what it claims is.
+    case(building(), searched(), "claiming/building", context=IN_DOUBT),
+    case(building(), searched(on(3, 5, foreign=True)), "claiming/building", context=IN_DOUBT),
+    case(building(), searched(replace(HERE, foreign=True)), "claiming/building", context=IN_DOUBT),
+    case(building(), searched(on(1, 1)), "claiming/building", context=IN_DOUBT),
+    case(building(), OTHERS_SILENT, "claiming/building", context=IN_DOUBT),
+    case(CLAIMS, searched(HERE), "claiming/building", context=IN_DOUBT),
+    case(CLAIMS, SILENT, "claiming/building", context=IN_DOUBT),
+    # Its host was silent until the doubt's limit.
+    case(building(), SILENT, "releasing/failed", context=IN_DOUBT),
+    # One word.
+    case(building(), spawned(2), "active", "build: active", context=IN_DOUBT),
+    case(building(), runs(2), "active", "build: active", context=IN_DOUBT),
+    case(building(), runs(2, built=False), "building", context=IN_DOUBT),
+    case(building(), spawned(1), "building", context=IN_DOUBT),
+    case(CLAIMS, spawned(2), "claiming/building", context=IN_DOUBT),
+    case(building(), GONE, "building", context=IN_DOUBT),
+    case(building(), e.TimedOut(at=9e3), "building", context=IN_DOUBT),
+    case(building(), e.ServiceLost(at=220.0, service="s1", code="x"), "building", context=IN_DOUBT),
+    case(building(), e.HostFenced(at=220.0, host_uuid=host(2)), "building", context=FENCED_2),
+    case(building(), STOP, "building", "stop: refused instance.not_active", context=IN_DOUBT),
+    case(
+        building(),
+        e.DeleteRequested(at=220.0, project_id="p"),
+        "destroying/deleted",
+        "destroy 2@2",
+        "build: deleting",
+        context=IN_DOUBT,
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "context", "phase", "commands"), BUILDS)
+def test_a_build_in_doubt(
+    before: Instance, event: e.Event, context: StepContext, phase: str, commands: tuple[str, ...]
+) -> None:
+    stepped = step(before, event, context)
+    assert (in_text(stepped.instance.phase), brief(stepped)) == (phase, commands)
+
+
+def test_a_host_without_a_build_in_doubt_has_it_searched_for_at_once() -> None:
+    assert step(building(), GONE, IN_DOUBT).instance.deadline == GONE.at
+    assert step(building(), replace(GONE, attempt=1), IN_DOUBT).instance == building()
+
+
+@pytest.mark.parametrize("reused_from", [0, 1, 2, 4])
+def test_what_is_claimed_anew_proves_nothing_about_what_may_run(reused_from: int) -> None:
+    """A second service of the same name had answered, and the machine was destroyed when the first one was back."""
+    after = step(building(reused_from=reused_from), searched(), IN_DOUBT).instance
+    claim = question_of(after)
+    assert isinstance(claim, Claim) and claim.attempt == 5
+    assert [one.host_uuid for one in after.alternates] == [host(2), host(3)]
+    assert (after.doubted, after.reused_from) == (False, min(reused_from or 2, 2))
+    assert not is_over(after, 2, host(2)) and not is_over(after, 5, host(3))
+
+
+@pytest.mark.parametrize(("event", "is_sure"), [(searched(HERE), True), (spawned(2), False)])
+def test_one_hosts_word_proves_no_more_than_that_its_machine_runs(event: e.Event, is_sure: bool) -> None:
+    """A later one may be elsewhere: it is searched for before the next request."""
+    up = step(building(), event, IN_DOUBT).instance
+    assert up.state is S.ACTIVE and is_outdated(replace(up, since=2000.0), IN_DOUBT.set_back) is not is_sure
+    silent = step(building(), replace(searched(HERE), silent=frozenset({"s9"})), IN_DOUBT).instance
+    assert silent.doubted
+
+
+def test_a_machine_that_its_silent_host_may_have_is_kept() -> None:
+    ended = step(building(), SILENT, IN_DOUBT).instance
+    assert (ended.code, ended.doubted) == ("build.outcome_unknown", True)
+    assert not is_over(ended, 2, host(2))
+    late = step(ended, searched(HERE), IN_DOUBT).instance
+    assert in_text(late.phase) == "claiming/active"
 
 
 # --- A request for an instance whose record is older than a set-back: its later machine is the instance's
@@ -478,7 +574,7 @@ def test_the_machine_on_record_is_no_proof_that_there_is_no_later_one(
         now = step(now, e.Released(at=2100.0, consumer=MOVE), IN_DOUBT).instance
     assert now.state is S.ACTIVE and is_outdated(replace(now, since=2100.0), IN_DOUBT.set_back)
     lost = step(now, missed(now, 2), IN_DOUBT).instance
-    assert in_text(lost.phase) == "releasing/failed" and is_searched(lost)
+    assert in_text(lost.phase) == "releasing/failed" and machine_query_of(lost) is not None
 
 
 @pytest.mark.parametrize("known", [at_rest(), offloaded(), at_rest(since=2000.0, doubted=True)])

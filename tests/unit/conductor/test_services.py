@@ -272,9 +272,9 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         forgotten=keeper.forgotten,
         listings=listings,
     )
-    assert not await search.find_moved({UUID: query})
+    assert not await search.find_doubted({UUID: query})
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    assert (await search.find_moved({UUID: query})).keys() == {UUID}
+    assert (await search.find_doubted({UUID: query})).keys() == {UUID}
 
 
 class Published:

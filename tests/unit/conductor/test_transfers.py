@@ -27,8 +27,7 @@ from bus.contracts.placement import Claim, Release, Revert
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
 from cell_conductor.domain import rules
-from cell_conductor.domain.adopt_rules import is_searched
-from cell_conductor.domain.doubt import MachineQuery
+from cell_conductor.domain.doubt import MachineQuery, machine_query_of
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
@@ -564,8 +563,8 @@ def test_one_that_was_resized_in_place_is_not_adopted_with_its_move() -> None:
     assert resized.instance.phase == (State.RESIZED, None) and resized.instance.is_in_place
     resized.instance = replace(resized.instance, doubted=True)
     lost(resized, AFTER_HERE)
-    assert not is_searched(resized.instance)
-    resized.apply(e.MachineFound(at=1_600.0, machines=(machine(5, 3, built=True),)))
+    assert machine_query_of(resized.instance) is None
+    resized.apply(found(machine(5, 3, built=True)))
     assert resized.instance.phase == (State.RELEASING, State.FAILED)
 
 
@@ -587,7 +586,7 @@ def test_a_machine_of_this_stay_is_found_though_the_record_has_numbered_on() -> 
     """It was taken for older than the arrival, and the move was held for good."""
     _, departure = departed()
     back = lost(Scenario(active(), AFTER), AFTER)
-    back.apply(e.MachineFound(at=1_600.0, machines=(machine(departure.newest + 1, 3, built=True),)))
+    back.apply(found(machine(departure.newest + 1, 3, built=True)))
     back.apply(arrives(departure))
     back.apply(found(machine(departure.newest + 1, 3, built=True)))
     assert back.instance.here.host_uuid == host(3)
