@@ -20,12 +20,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import FoundMachine, Selection
-from bus.contracts.moves import ARRIVED, MoveKind, MoveState
+from bus.contracts.moves import ARRIVED, Condition, MoveKind, MoveState
 
 from . import delete_rules, rules, steps, way_back
 from .adopt_rules import adopt_found, by_worth, forgotten_machines, proved_of, unproved_from
 from .departure_rules import give_away, refuse_other
-from .desires import MAY_BE_THERE, Ask, Wish, Work, desire_of
+from .desires import MAY_BE_THERE, OVER, Ask, Wish, Work, desire_of
 from .events import (
     ChangeEnded,
     DeleteRequested,
@@ -77,7 +77,8 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     """The query that a record in doubt waits for, and one of a lost machine before it is released; None: it waits for
     none. It follows from the record alone.
     """
-    is_ending = instance.phase == (State.RELEASING, State.FAILED) and instance.move is None
+    desire = desire_of(instance)
+    is_ending = desire.asks is Ask.RELEASE and desire.condition is Condition.FAILED and instance.move is None
     if not is_in_doubt(instance) and not (instance.doubted and is_ending):
         return None
     if instance.move is None:
@@ -168,8 +169,10 @@ def _furthest(instance: Instance) -> Instance:
         return instance
     # A revert that is under way has used the next number: the release comes after it.
     newest = instance.next_attempt if desire.asks is Ask.REVERT else instance.newest
-    is_destination = instance.position > 0 and not instance.is_leaving
-    return replace(instance, state=State.FINISHING if is_destination else State.PREPARING, then=None, newest=newest)
+    unclaimed = replace(instance, state=State.PREPARING, then=None, newest=newest)
+    if instance.position == 0 or instance.is_leaving:
+        return unclaimed
+    return replace(unclaimed, state=State.FINISHING)
 
 
 # --- Another cell may have it
@@ -245,9 +248,9 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
     if _is_one_machine(instance):
         return _go_on(instance, at, context)
-    if there is not None and (there.built or instance.then is not State.REVERTING):
+    if there is not None and (there.built or not _is_undone(instance)):
         return _take(instance, there, at, context, is_source_gone=is_source_gone)
-    if there is not None or instance.then is State.OFFLOADED:
+    if there is not None or _is_offloaded(instance):
         return _go_on(instance, at, context)
     if _has_destination(instance) and not _is_known(instance, event, context):
         return Step(_hold(instance, at, context))
@@ -301,10 +304,10 @@ def _resolve_leaving(instance: Instance, at: float, context: StepContext, *, is_
     if _is_asking(instance):
         asked = numbered(_hold(replace(instance, move=move), at, context), at)
         return Step(asked, again=True)
-    if _may_have_left(instance) and instance.then is not State.DEPARTED:
+    if _may_have_left(instance) and desire_of(instance).source not in OVER:
         given_up = replace(move, lost_code=move.lost_code or IN_DOUBT, lost_reason=move.lost_reason or WHY)
         return _ask_next_cell(replace(instance, move=given_up, queried=False), at, context)
-    goes_back = instance.state in (State.REVERTING, State.RESTARTING)
+    goes_back = desire_of(instance).progress is MoveState.UNDOING
     if goes_back and is_source_gone and not instance.image:  # as of one whose next cell was asked
         return Step(_hold(instance, at, context))
     return _go_on(instance, at, context)
@@ -326,6 +329,18 @@ def _is_one_machine(instance: Instance) -> bool:
     """
     is_here = desire_of(instance).here is Wish.STAY or (instance.is_in_place and instance.state is not State.CLAIMING)
     return is_here or instance.state is State.REVERTING
+
+
+def _is_undone(instance: Instance) -> bool:
+    """Whether by the record its destination is given up, and its host was commanded to destroy it."""
+    desire = desire_of(instance)
+    return desire.here is Wish.DESTROY and desire.source is Wish.STAY
+
+
+def _is_offloaded(instance: Instance) -> bool:
+    """Whether by the record its only machine is destroyed, or released."""
+    desire = desire_of(instance)
+    return desire.asks is Ask.RELEASE or (desire.here is Wish.DESTROY and desire.source is Wish.UNKNOWN)
 
 
 def _destination_of(instance: Instance, event: InstanceSearched) -> FoundMachine | None:
@@ -440,7 +455,7 @@ def _undo(instance: Instance, at: float, context: StepContext) -> Step:
     elif instance.state is State.CLAIMING:  # a copy of the claim may be under way
         newest = instance.next_attempt
     sure = replace(_sure(instance, at), newest=newest, move=back)
-    if instance.then is State.REVERTING:
+    if _is_undone(instance):
         return Step(revert_book(sure, at, context))
     return undo(sure, at, context, move.lost_code or IN_DOUBT, move.lost_reason or WHY)
 
