@@ -51,7 +51,7 @@ from .move_events import (
     refuse_request,
     repeat_end,
 )
-from .move_steps import arrived, change, confirm, is_awaited, leave, note, revert_book, undo
+from .move_steps import arrived, change, confirm, is_awaited, leave, note, undo
 from .orders import change_of, numbered, step_s
 from .report import is_over
 from .set_back import FORGOTTEN_ATTEMPTS, certain, doubted_from, is_outdated
@@ -225,7 +225,7 @@ def follow_next_cell(instance: Instance, event: ChangeEnded, context: StepContex
 
 def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
     """The record becomes what is true of the world by these machines of it. It stays in doubt while they do not show
-    that: one is foreign or not proved, or the host of the destination was not looked at.
+    that: one is foreign or not proved.
     """
     if instance.move is None:
         return _resolve_build(instance, event, context)
@@ -250,17 +250,18 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _go_on(instance, at, context)
     if there is not None and (there.built or not _is_undone(instance)):
         return _take(instance, there, at, context, is_source_gone=is_source_gone)
-    if there is not None or _is_offloaded(instance):
+    if _is_offloaded(instance):
         return _go_on(instance, at, context)
-    if _has_destination(instance) and not _is_known(instance, event, context):
-        return Step(_hold(instance, at, context))
+    if _is_from_image(instance) and instance.host_uuid in context.fences:
+        return Step(_hold(instance, at, context))  # it may be the only one, which its host is to keep when it is back
     return _undo(instance, at, context)
 
 
 def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
     """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is still being built
-    is awaited as any other is. Without one all of its hosts are claimed anew; a machine of its present attempt that is
-    listed later is kept. It has failed for its client if its host was silent until the doubt's limit.
+    is awaited as any other is. Without one its host is to end the attempt unless it is complete, as the command may
+    come late, and a machine of it that is listed later is kept. The build has failed for its client if its host was
+    silent until the doubt's limit.
     """
     at, is_building = event.at, instance.state is State.BUILDING
     own = [one for one in event.machines if is_building and _is_at(one, instance.attempt, instance.host_uuid)]
@@ -272,15 +273,18 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
     if best is not None and best.built:
         up = Spawned(at=at, attempt=best.attempt, host_uuid=best.host_uuid, service=best.service)
         return rules.come_up(steps.at_service(sure, best.service), up, context)
-    if is_building and best is None and instance.here.service in event.silent:
+    if best is None and is_building and instance.here.service in event.silent:
         reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
         return rules.give_up_unsure(sure, at, context, reason)
     sure = replace(sure, doubted=False)
     if best is not None:
         return Step(replace(steps.at_service(sure, best.service), deadline=at + instance.build_timeout_s))
-    first = min(instance.reused_from or instance.next_attempt, instance.attempt or instance.next_attempt)
-    numbered_anew = replace(sure, reused_from=first, newest=instance.last_attempt)
-    return rules.claim_anew(numbered_anew, at, context) if is_building else _go_on(numbered_anew, at, context)
+    first = instance.attempt if is_building else instance.next_attempt
+    numbered_anew = replace(instance, reused_from=min(instance.reused_from or first, first))
+    if not is_building:
+        return _go_on(numbered_anew, at, context)
+    asked = replace(_sure(numbered_anew, at), queried=True, deadline=at + context.answer_timeout_s)
+    return Step(asked, again=True)
 
 
 def adopt_lost(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
@@ -361,14 +365,6 @@ def _is_kept(found: FoundMachine, context: StepContext) -> bool:
     return (found.host_uuid, found.instance_uuid) in context.kept
 
 
-def _is_known(instance: Instance, event: InstanceSearched, context: StepContext) -> bool:
-    """Whether no machine is at the destination: its host was looked at, or is fenced. That of one that was built from
-    its image may be the only one, which its host is not to destroy when it is back.
-    """
-    host = instance.host_uuid
-    return host in event.hosts or (host in context.fences and not _is_from_image(instance))
-
-
 def _later(instance: Instance, machines: Sequence[FoundMachine]) -> list[FoundMachine]:
     """The machines that were made by what the database has lost."""
     is_numbered = instance.position > 0 and not _is_from_image(instance)
@@ -414,17 +410,36 @@ def _sure(instance: Instance, at: float) -> Instance:
 
 def _take(instance: Instance, found: FoundMachine, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
     """The destination has its machine. Complete, the move has arrived, and if no machine is left at the source, it was
-    confirmed. Else it is awaited. What was to end the move has not taken effect.
+    confirmed. Else it is awaited.
     """
-    move, sure = move_of(instance), steps.at_service(_sure(instance, at), found.service)
+    sure = steps.at_service(_sure(instance, at), found.service)
     if found.built and instance.state is State.RESIZED:
         return _rest(sure, at, context, is_source_gone=is_source_gone)
-    kept = replace(sure, move=replace(move, lost_code="", lost_reason="", finishing=True))
-    earlier = answer_other(kept, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), at, context)
-    if not found.built:
-        waits = replace(earlier.instance, state=State.FINISHING, then=None, queried=True)
-        waits = replace(waits, deadline=at + context.destroy_retry_s)
-        return Step(waits, earlier.commands, again=True)
+    if found.built:
+        return _arrive(sure, at, context, is_source_gone=is_source_gone)
+    earlier = _wanted(sure, at, context)
+    waits = replace(earlier.instance, state=State.FINISHING, then=None, queried=True)
+    return Step(replace(waits, deadline=at + context.destroy_retry_s), earlier.commands, again=True)
+
+
+def follow_spared(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
+    """The destination of a move that is undone, which its host is to end unless it is complete, is complete: it has
+    arrived. Any other is destroyed as it was commanded.
+    """
+    is_spared = instance.queried and steps.is_ours(instance, event) and not instance.is_in_place
+    if not is_spared or (isinstance(event, HostRuns) and not event.built):
+        return rules.confirm_running(instance, event, context)
+    return _arrive(steps.followed(instance, event), event.at, context, is_source_gone=False)
+
+
+def _wanted(instance: Instance, at: float, context: StepContext) -> Step:
+    """The destination is wanted, whatever was to end the move: that has not taken effect."""
+    kept = replace(instance, move=replace(move_of(instance), lost_code="", lost_reason="", finishing=True))
+    return answer_other(kept, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), at, context)
+
+
+def _arrive(instance: Instance, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
+    earlier = _wanted(instance, at, context)
     there = after(earlier, arrived(note(earlier.instance, "active", at), at, context))
     if there.instance.state is State.RESIZED and is_source_gone:
         return after(there, confirm(there.instance, at, context))
@@ -443,21 +458,23 @@ def _rest(instance: Instance, at: float, context: StepContext, *, is_source_gone
 
 
 def _undo(instance: Instance, at: float, context: StepContext) -> Step:
-    """No machine is at the destination: the move goes back to where it began. Its source may have been commanded to
-    hand over; what it has claimed may have later numbers than the record, and so has what is released without a source.
+    """No complete machine is at the destination, and the move goes back to where it began. The host of the destination
+    is to end it unless it is complete, as the command may come late. The source may have been commanded to hand over;
+    what was claimed may have later numbers than the record, and so has what is released without a source.
     """
-    move = move_of(instance)
+    move, has_destination = move_of(instance), _has_destination(instance)
     is_handed_over = move.source is not None and move.kind is not MoveKind.EVACUATE
-    back = replace(move, finishing=False, handed_over=move.handed_over or is_handed_over)
+    back = replace(move, finishing=has_destination, handed_over=move.handed_over or is_handed_over)
     newest = instance.newest
     if move.source is None:
         newest = instance.last_attempt + FORGOTTEN_ATTEMPTS
     elif instance.state is State.CLAIMING:  # a copy of the claim may be under way
         newest = instance.next_attempt
     sure = replace(_sure(instance, at), newest=newest, move=back)
-    if _is_undone(instance):
-        return Step(revert_book(sure, at, context))
-    return undo(sure, at, context, move.lost_code or IN_DOUBT, move.lost_reason or WHY)
+    undone = undo(sure, at, context, move.lost_code or IN_DOUBT, move.lost_reason or WHY)
+    if not has_destination:
+        return undone
+    return replace(undone, instance=replace(undone.instance, queried=True), again=True)
 
 
 def _go_on(instance: Instance, at: float, context: StepContext) -> Step:

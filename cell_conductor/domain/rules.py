@@ -64,7 +64,7 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)
     if instance.last_attempt:
-        return claim_anew(adopted, event.at, context)
+        return _claim_anew(adopted, event.at, context)
     closed = closed_to(adopted, context)
     if closed is None or (adopted.doubted and closed.code != FENCED):
         return _spawn(adopted, event.at, context)  # in doubt its answer is awaited, also if its service is down
@@ -77,12 +77,11 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     return _without_host(left, event.at, context)
 
 
-def claim_anew(instance: Instance, at: float, context: StepContext) -> Step:
-    """Its hosts are claimed above every number that was given out, the present one too, and what it may hold is
-    released with that. Nothing is commanded before: `here` has no number, and no machine.
+def _claim_anew(instance: Instance, at: float, context: StepContext) -> Step:
+    """Its hosts are claimed above every number that was given out, the first one too, and what it may hold is released
+    with that. Nothing is commanded before: `here` has no number, and no machine.
     """
-    selections = instance.selections[: instance.position + 1] + instance.alternates_and_here
-    unnumbered = replace(instance, selections=selections, attempt=UNKNOWN_ATTEMPT)
+    unnumbered = replace(instance, selections=(instance.here, *instance.selections), attempt=UNKNOWN_ATTEMPT)
     anew = _with_attempt(unnumbered, NOT_TRIED, at=at, reason="it is claimed anew")
     return Step(steps.claiming(anew, State.BUILDING, at, context))
 
@@ -223,13 +222,15 @@ def next_after(instance: Instance, event: Event, context: StepContext, *, code: 
 
 
 def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
-    """The host has ended the attempt that was being built: it was out of time, or it has failed without a query."""
+    """The host has ended the attempt that was being built: it was out of time, or it has failed without a query. It is
+    not ordered to once more: a second service of the same name answers for machines that it has not.
+    """
     if event.attempt != instance.attempt or not steps.here_gone(instance, event):
         return Step(instance)
     if instance.queried:
-        return _over_time(instance, event, context)
+        return Step(_over_time(instance, event, context).instance)
     gone = _with_attempt(instance, "failed", at=event.at, code=ENDED_BY_HOST)
-    return _next(replace(gone, stamps=_stamped(instance, event)), event.at, context)
+    return Step(_next(replace(gone, stamps=_stamped(instance, event)), event.at, context).instance)
 
 
 def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:

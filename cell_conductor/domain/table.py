@@ -124,6 +124,7 @@ REFER = Rule(departure_rules.refer)
 DELETE_DEPARTED = Rule(delete_rules.delete_departed, DELETED_UNKNOWN)
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
+FOLLOW_SPARED = Rule(doubt.follow_spared, ARRIVED)
 SKIP = Rule(move_rules.skip_destination, NEXT)
 RELEASE_DESTROYED = Rule(delete_rules.release_destroyed, (State.RELEASING,))
 END_ADOPTED = Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING))
@@ -225,13 +226,13 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     },
     State.DESTROYING: {
         **USUAL,
-        Spawned: CONFIRM_RUNNING,
+        Spawned: ByThen({State.REVERTING: FOLLOW_SPARED}, CONFIRM_RUNNING),
         SpawnFailed: Rule(delete_rules.report_undestroyed),
         TimedOut: COMMAND_AGAIN,
         Destroyed: ByThen(
             {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
-        HostRuns: CONFIRM_RUNNING,
+        HostRuns: ByThen({State.REVERTING: FOLLOW_SPARED}, CONFIRM_RUNNING),
         HostMissing: ByThen(
             {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),

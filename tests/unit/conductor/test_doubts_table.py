@@ -40,7 +40,7 @@ from tests.unit.conductor.records import (
     restarting,
     unshelving,
 )
-from tests.unit.conductor.scenario import PATIENCE, UUID, answering, host, missed, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, answering, claimed, host, missed, spawned
 
 K, S = MoveKind, State
 PARTED = replace(ON_2, allocations={host(2): {"VCPU": 2}, host(9): {"VF": 1}})
@@ -95,20 +95,21 @@ RESOLVED: list[Case] = [
     # The source alone is there: the move goes back.
     *(
         case(before, searched(SOURCE), "reverting", UNDOING, context=IN_DOUBT)
+        for before in (at_source(doubted=True), doubted(S.CLAIMING, S.PREPARING))
+    ),
+    *(
+        case(before, searched(*machines), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT)
         for before in (
-            at_source(doubted=True),
-            doubted(S.CLAIMING, S.PREPARING),
             doubted(S.PREPARING),
             doubted(S.HANDING_OVER),
             doubted(S.FINISHING, move={"finishing": True}),
             resized(),
+            undone(),
         )
+        for machines in ((SOURCE,), ())
     ),
-    case(undone(), searched(SOURCE), "reverting", context=IN_DOUBT),
-    case(undone(), searched(), "reverting", context=IN_DOUBT),
+    case(undone(), searched(SOURCE, hosts=WITHOUT_2), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT),
     case(doubted(S.REVERTING), searched(SOURCE), "reverting", context=IN_DOUBT),
-    case(doubted(S.PREPARING), searched(SOURCE, hosts=WITHOUT_2), "preparing", context=IN_DOUBT),
-    case(doubted(S.PREPARING), searched(SOURCE, hosts=WITHOUT_2), "reverting", UNDOING, context=FENCED_2),
     # The destination is complete.
     *(
         case(before, searched(SOURCE, HERE), "resized", "migrate: done", context=IN_DOUBT)
@@ -151,15 +152,17 @@ RESOLVED: list[Case] = [
         case(before, searched(SOURCE, PART), "finishing", END_2, context=IN_DOUBT)
         for before in (doubted(S.PREPARING), doubted(S.FINISHING), resized())
     ),
-    case(undone(), searched(SOURCE, PART), "destroying/reverting", "destroy 2@2", context=IN_DOUBT),
+    case(undone(), searched(SOURCE, PART), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT),
     # A later one is there: of an alternate of this move, or of what came after it.
     case(doubted(S.FINISHING), searched(SOURCE, on(3, 5)), "resized", "migrate: done", context=IN_DOUBT),
-    case(doubted(S.FINISHING), searched(SOURCE, on(4, 5)), "reverting", UNDOING, context=IN_DOUBT),
+    case(doubted(S.FINISHING), searched(SOURCE, on(4, 5)), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT),
     case(
         doubted(S.FINISHING), searched(on(4, 5)), "destroying/active", "destroy 1@1", "migrate: done", context=IN_DOUBT
     ),
-    case(doubted(S.FINISHING), searched(on(4, 5, project_id="q")), "reverting", UNDOING, context=IN_DOUBT),
-    case(doubted(S.FINISHING), searched(on(4, 5, foreign=True)), "reverting", UNDOING, context=IN_DOUBT),
+    *(
+        case(doubted(S.FINISHING), searched(one), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT)
+        for one in (on(4, 5, project_id="q"), on(4, 5, foreign=True))
+    ),
     # One machine, which is changed where it is.
     case(in_place(S.RESIZED, doubted=True, queried=False), searched(SOURCE), "resized", context=IN_DOUBT),
     case(in_place(S.RESIZING, doubted=True), searched(SOURCE), "resizing", "resize 1@1", context=IN_DOUBT),
@@ -177,10 +180,12 @@ RESOLVED: list[Case] = [
     case(unsure(S.FINISHING), searched(HERE), "active", "unshelve: done", context=IN_DOUBT),
     case(unsure(S.DESTROYING, S.REVERTING), searched(HERE), "active", "unshelve: done", context=IN_DOUBT),
     case(unsure(S.FINISHING), searched(PART), "finishing", END_2, context=IN_DOUBT),
-    case(unsure(S.FINISHING), searched(), "releasing/offloaded", "unshelve: undoing", context=IN_DOUBT),
-    case(unsure(S.FINISHING), searched(hosts=WITHOUT_2), "finishing", context=IN_DOUBT),
-    case(unsure(S.FINISHING), searched(hosts=WITHOUT_2), "finishing", context=FENCED_2),
-    case(unsure(S.DESTROYING, S.REVERTING), searched(), "releasing/offloaded", context=IN_DOUBT),
+    *(
+        case(before, event, "destroying/reverting", END_2, "unshelve: undoing", context=IN_DOUBT)
+        for before in (unsure(S.FINISHING), unsure(S.DESTROYING, S.REVERTING))
+        for event in (searched(), searched(hosts=WITHOUT_2))
+    ),
+    case(unsure(S.FINISHING), searched(), "finishing", context=FENCED_2),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(), "releasing/offloaded", context=IN_DOUBT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(FOUND), "finishing", "end 5@3", context=IN_DOUBT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(on(3, 5)), "active", "unshelve: done", context=IN_DOUBT),
@@ -399,12 +404,12 @@ BUILDS: list[Case] = [
     case(building(), searched(on(3, 1)), "claiming/active", context=IN_DOUBT),
     case(CLAIMS, searched(on(3, 1)), "claiming/active", context=IN_DOUBT),
     case(building(), searched(on(3, 5, project_id="q")), "releasing/failed", context=IN_DOUBT),
-    # None has one: all of its hosts are claimed anew, or what it claims is.
-    case(building(), searched(), "claiming/building", context=IN_DOUBT),
-    case(building(), searched(on(3, 5, foreign=True)), "claiming/building", context=IN_DOUBT),
-    case(building(), searched(replace(HERE, foreign=True)), "claiming/building", context=IN_DOUBT),
-    case(building(), searched(on(1, 1)), "claiming/building", context=IN_DOUBT),
-    case(building(), OTHERS_SILENT, "claiming/building", context=IN_DOUBT),
+    # None has one: its host has the last word, or what it claims is claimed.
+    case(building(), searched(), "building", END_2, context=IN_DOUBT),
+    case(building(), searched(on(3, 5, foreign=True)), "building", END_2, context=IN_DOUBT),
+    case(building(), searched(replace(HERE, foreign=True)), "building", END_2, context=IN_DOUBT),
+    case(building(), searched(on(1, 1)), "building", END_2, context=IN_DOUBT),
+    case(building(), OTHERS_SILENT, "building", END_2, context=IN_DOUBT),
     case(CLAIMS, searched(HERE), "claiming/building", context=IN_DOUBT),
     case(CLAIMS, SILENT, "claiming/building", context=IN_DOUBT),
     # Its host was silent until the doubt's limit.
@@ -445,14 +450,36 @@ def test_a_host_without_a_build_in_doubt_has_it_searched_for_at_once() -> None:
 
 
 @pytest.mark.parametrize("reused_from", [0, 1, 2, 4])
-def test_what_is_claimed_anew_proves_nothing_about_what_may_run(reused_from: int) -> None:
+def test_what_a_host_has_ended_after_a_doubt_proves_nothing_about_what_may_run(reused_from: int) -> None:
     """A second service of the same name had answered, and the machine was destroyed when the first one was back."""
-    after = step(building(reused_from=reused_from), searched(), IN_DOUBT).instance
-    claim = question_of(after)
-    assert isinstance(claim, Claim) and claim.attempt == 5
-    assert [one.host_uuid for one in after.alternates] == [host(2), host(3)]
-    assert (after.doubted, after.reused_from) == (False, min(reused_from or 2, 2))
-    assert not is_over(after, 2, host(2)) and not is_over(after, 5, host(3))
+    asked = step(building(reused_from=reused_from), searched(), IN_DOUBT).instance
+    assert (asked.doubted, asked.queried, asked.reused_from) == (False, True, min(reused_from or 2, 2))
+    ended = step(asked, GONE, IN_DOUBT)
+    assert (in_text(ended.instance.phase), ended.commands) == ("claiming/building", ())
+    assert [one.host_uuid for one in ended.instance.alternates] == [host(3)]
+    last = step(replace(asked, selections=(ON_1, ON_2)), GONE, IN_DOUBT).instance
+    failed = step(last, answering(last, e.Released(at=330.0, consumer=UUID)), IN_DOUBT).instance
+    assert (failed.state, failed.doubted) == (S.FAILED, False)
+    claimed_3 = step(ended.instance, answering(ended.instance, claimed(5)), IN_DOUBT).instance
+    for known in (asked, claimed_3, last, failed):
+        assert not is_over(known, 2, host(2))
+
+
+@pytest.mark.parametrize("answer_", [spawned(2), runs(2)])
+def test_a_destination_that_is_complete_after_all_has_arrived(answer_: e.Event) -> None:
+    """The search had come before the command to build, or had asked a second service of the same name."""
+    back = step(doubted(S.FINISHING), searched(SOURCE), IN_DOUBT).instance
+    stepped = step(back, answer_, IN_DOUBT)
+    assert (in_text(stepped.instance.phase), brief(stepped)) == ("resized", ("migrate: done",))
+    assert step(back, runs(2, built=False), IN_DOUBT).instance.phase == back.phase
+    assert step(back, GONE, IN_DOUBT).instance.state is S.REVERTING
+
+
+def test_what_may_be_the_only_machine_is_not_given_up_by_a_fence() -> None:
+    back = step(unsure(S.FINISHING), searched(), IN_DOUBT).instance
+    assert step(back, e.HostFenced(at=230.0, host_uuid=host(2)), FENCED_2).instance is back
+    certain = unshelving(S.DESTROYING, S.REVERTING, queried=False)
+    assert step(certain, e.HostFenced(at=230.0, host_uuid=host(2)), FENCED_2).instance is not certain
 
 
 @pytest.mark.parametrize(("event", "is_sure"), [(searched(HERE), True), (spawned(2), False)])

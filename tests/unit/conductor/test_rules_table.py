@@ -175,13 +175,13 @@ LATE_OR_LOST: list[Case] = [
     case(record(S.BUILDING), LOST, "building", context=DOWN_1),
     case(record(S.BUILDING, selections=OTHER_2), LOST, "claiming/building", "destroy 2@2", context=DOWN_1),
     case(record(S.BUILDING, selections=OTHER_2), replace(LOST, service="s2"), "building", context=DOWN_1),
-    case(record(S.BUILDING), GONE, "claiming/building", "destroy 2@2"),
-    case(record(S.BUILDING, queried=False), GONE, "claiming/building", "destroy 2@2"),
+    case(record(S.BUILDING), GONE, "claiming/building"),
+    case(record(S.BUILDING, queried=False), GONE, "claiming/building"),
     case(record(S.BUILDING), replace(GONE, attempt=3), "building"),
     case(record(S.BUILDING), replace(GONE, attempt=1), "building"),
     case(record(S.BUILDING), replace(GONE, host_uuid=host(1)), "building"),
     case(record(S.BUILDING), replace(GONE, service="s2"), "building"),
-    case(record(S.BUILDING, selections=(ON_1, ON_2)), GONE, "releasing/failed", "destroy 2@2"),
+    case(record(S.BUILDING, selections=(ON_1, ON_2)), GONE, "releasing/failed"),
 ]
 
 

@@ -172,24 +172,34 @@ AGAIN: list[Case] = [
         context=SERVICE_DOWN,
     ),
     case(
-        moving(S.DESTROYING, S.REVERTING, {**BY_REVERT, "answered": True}),
+        moving(S.DESTROYING, S.REVERTING, {**BY_REVERT, "answered": True}, queried=False),
         LATE,
         "destroying/reverting",
         "destroy 2@2",
         "revert: undoing move.destination_silent",
     ),
     case(
-        moving(S.DESTROYING, S.REVERTING, {**BY_REVERT, "lost_code": "move.aborted", "by_kind": K.ABORT}),
+        moving(
+            S.DESTROYING, S.REVERTING, {**BY_REVERT, "lost_code": "move.aborted", "by_kind": K.ABORT}, queried=False
+        ),
         LATE,
         "destroying/reverting",
         "destroy 2@2",
         "migrate: failed move.aborted",
         "abort: undoing move.destination_silent",
     ),
-    case(moving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "destroy 2@2", "migrate: failed"),
-    case(moving(S.DESTROYING, S.REVERTING, {"answered": True}), LATE, "destroying/reverting", "destroy 2@2"),
+    case(
+        moving(S.DESTROYING, S.REVERTING, queried=False), LATE, "destroying/reverting", "destroy 2@2", "migrate: failed"
+    ),
+    case(moving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "end 2@2", "migrate: failed"),
+    case(
+        moving(S.DESTROYING, S.REVERTING, {"answered": True}, queried=False),
+        LATE,
+        "destroying/reverting",
+        "destroy 2@2",
+    ),
     case(in_place(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "resize 1@1", "resize: failed"),
-    case(unshelving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "destroy 2@2", "unshelve: failed"),
+    case(unshelving(S.DESTROYING, S.REVERTING), LATE, "destroying/reverting", "end 2@2", "unshelve: failed"),
     case(record(S.DESTROYING, S.DELETED), LATE, "destroying/deleted", "destroy 2@2"),
     case(moving(S.DESTROYING, S.DELETED, {"source": None}), LATE, "destroying/deleted", "destroy 2@2"),
     case(moving(S.DESTROYING, S.DELETED), LATE, "destroying/deleted", "destroy 2@2", "destroy 1@1"),
