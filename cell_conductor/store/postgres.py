@@ -74,9 +74,9 @@ NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 # As `domain.set_back.in_doubt`.
 DOUBT = f"""
-UPDATE instances SET deadline = $3, record = (record::jsonb || jsonb_build_object('doubted', true,
+UPDATE instances SET deadline = $3::float8, record = (record::jsonb || jsonb_build_object('doubted', true,
     'sequence', greatest(coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}) + {LOST_NUMBERS}, $2),
-    'deadline', $3))::json
+    'deadline', $3::float8))::json
 WHERE state = ANY($1)
 """
 
