@@ -243,9 +243,8 @@ class MachineSearch:
         return seen
 
     async def find_doubted(self, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
-        """What all services have of instances in doubt, of those about which all have answered that have to: each has
-        looked at each of its hosts that is not fenced. Beyond the doubt's limit these are the services that the query
-        names, or for a build those that are up.
+        """What all services have of instances in doubt, of those about which all have answered that have to. Beyond the
+        doubt's limit these are the services that the query names, or for a build those that are up.
         """
         if not queries:
             return {}
@@ -254,10 +253,11 @@ class MachineSearch:
         up, fenced = self._up_now() or set(), set(self._fenced())
         # Of one that has not listed all its hosts it is not known which it is to look at: it began just now, as this
         # conductor may have, after a restore for example.
-        missing = {*searched.missing, *self._listings.unlisted(asked or ())}
-        missing.update(name for name in asked or () if self._listings.hosts_of([name]) - searched.hosts - fenced)
+        unseen = {*searched.missing, *self._listings.unlisted(asked or ())}
+        unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - searched.hosts - fenced)
         at, found = self._clock.time(), dict[str, InstanceSearched]()
         for uuid, query in queries.items():
+            missing = unseen if query.of_move else set(searched.missing)
             awaited = missing if query.all_of or self._is_awaiting(query.since) else set(query.services) or up
             if asked is not None and not missing & awaited:
                 machines, silent = searched.of(uuid, in_part=True) or (), frozenset(missing)

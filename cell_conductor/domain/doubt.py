@@ -63,14 +63,15 @@ OLDER = "the cell's database was set back to before it was moved"
 class MachineQuery(Struct, frozen=True):
     """The query for all machines of an instance in doubt.
 
-    services: that have to answer beyond the doubt's limit, too, though they are down: those of the hosts of a move (of
-    a build: none). all_of: every other one has to as well, however long that takes: the move has no source, and what is
-    released may be started again from its image.
+    of_move: each service has to have looked at each of its hosts that is not fenced. services: that have to answer
+    beyond the doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as
+    well, however long that takes: the move has no source, and what is released may be started again from its image.
     """
 
-    services: tuple[str, ...]
-    all_of: bool
     since: float
+    of_move: bool = False
+    services: tuple[str, ...] = ()
+    all_of: bool = False
 
 
 def machine_query_of(instance: Instance) -> MachineQuery | None:
@@ -82,9 +83,9 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     if not is_in_doubt(instance) and not (instance.doubted and is_ending):
         return None
     if instance.move is None:
-        return MachineQuery((), all_of=False, since=instance.since)
+        return MachineQuery(instance.since)
     services = tuple(filter(None, (instance.service, instance.source_service)))
-    return MachineQuery(services, all_of=_is_from_image(instance), since=instance.since)
+    return MachineQuery(instance.since, of_move=True, services=services, all_of=_is_from_image(instance))
 
 
 def is_in_doubt(instance: Instance) -> bool:

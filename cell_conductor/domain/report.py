@@ -90,8 +90,8 @@ def is_untried(record: Facts, attempt: int) -> bool:
 
 
 def is_unsure(record: Facts, attempt: int, host_uuid: str) -> bool:
-    """Whether it was given up in doubt, without its host's answer, or under a number that may have been given out twice:
-    its machine may be the one that the client had. A fence is such an answer.
+    """Whether it was given up in doubt, without its host's answer, or under a number that may have been given out
+    twice: its machine may be the one that the client had. A fence is such an answer.
     """
     is_given_up = desire_of(record).condition is Condition.FAILED and record.code != FENCED
     is_here = (attempt, host_uuid) == (record.attempt, record.host_uuid)
