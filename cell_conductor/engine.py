@@ -26,13 +26,14 @@ from bus.tracing.context import traceparent_of
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.adopt_rules import is_searched
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
+from .domain.doubt import MachineQuery, is_in_doubt, machine_query_of
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
     InstanceEvent,
+    InstanceSearched,
     MachineFound,
     MoveRequested,
     TimedOut,
@@ -67,6 +68,7 @@ MAX_ROUNDS = 4
 MAX_STALE = 5
 # The most instances that wait for a search of their machines; one beyond them comes again with its deadline.
 MAX_UNSEARCHED = MAX_FOUND
+LOGGED_MOVES = 20  # of those that one search holds
 
 
 class FenceView(Protocol):
@@ -381,15 +383,39 @@ class Engine:
         """Search for the machines of these, and request of placement what is still due."""
         if seen := await self._see_sources(questions):
             await self._ask_placement(await self._apply(seen))
-        questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
-        forgotten, held = await self._search.find_forgotten({one.instance.uuid: one.instance for one in questions})
-        now = self._clock.time()
-        found = [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()]
-        if found:
-            await self._ask_placement(await self._apply(found))
-        answers = await self._placement.ask(await self._still_due(questions, held))
+        found = await self._resolve([one.instance for one in questions])
+        waiting = [
+            one
+            for one in questions
+            if not isinstance(one.message, SourceQuery | MachineQuery) and one.instance.uuid in found
+        ]
+        answers = await self._placement.ask(await self._still_due(waiting))
         if answers:
             await self._ask_placement(await self._apply(answers))
+
+    async def _resolve(self, instances: Sequence[Instance]) -> Mapping[str, InstanceSearched]:
+        """Search for those of these that are in doubt. Returns the answers about those of which all services have
+        answered that have to.
+        """
+        queries = {one.uuid: query for one in instances if (query := machine_query_of(one)) is not None}
+        found = await self._search.find_doubted(queries)
+        if found:
+            await self._ask_placement(await self._apply([InstanceEvent(uuid, one) for uuid, one in found.items()]))
+        held = [one for one in (await self.known(queries)).values() if is_in_doubt(one) and one.move is not None]
+        metrics.HELD_MOVES.inc(len(held))
+        for one in held[:LOGGED_MOVES]:
+            hosts = [machine.host for machine in found[one.uuid].machines] if one.uuid in found else []
+            log.warning(
+                "move.held",
+                instance=one.uuid,
+                state=one.state,
+                found=hosts,
+                cause=one.cause or one.uuid,
+                hint="the cell's database was set back in the middle of a move: its machine may run on another host"
+                " than its record has. `berth services forget` states that a service is gone for good, `berth hosts"
+                " fence` that a host is off",
+            )
+        return found
 
     async def known(self, instances: Collection[str]) -> Mapping[str, Instance]:
         """The records of these instances, once a change of them that is being committed is on record."""
@@ -436,10 +462,7 @@ class Engine:
         decided = {one.machine.uuid: one for one in unexplained if one.verdict == ADOPT}
         found = await self._search.find_decided(decided, known)
         now = self._clock.time()
-        events = [
-            InstanceEvent(uuid, MachineFound(at=now, machines=(machine,), decided_by=decided[uuid].decided_by))
-            for uuid, machine in found.items()
-        ]
+        events = [InstanceEvent(uuid, MachineFound(at=now, machine=machine)) for uuid, machine in found.items()]
         if events:
             await self._ask_placement(await self._apply(events))
 
@@ -463,16 +486,16 @@ class Engine:
         ready: list[PendingQuestion] = []
         for one in questions:
             uuid = one.instance.uuid
-            if not isinstance(one.message, SourceQuery) and not is_searched(one.instance):
+            if not isinstance(one.message, SourceQuery) and machine_query_of(one.instance) is None:
                 ready.append(one)
             elif uuid in self._unsearched or len(self._unsearched) < MAX_UNSEARCHED:
                 self._unsearched[uuid] = one
                 self._search_due.set()
         return ready
 
-    async def _still_due(self, questions: Sequence[PendingQuestion], held: set[str]) -> list[PendingQuestion]:
-        """The requests that are still due after a search, but those of instances which it has left in doubt."""
-        clear = {one.instance.uuid: one for one in questions if one.instance.uuid not in held}
+    async def _still_due(self, questions: Sequence[PendingQuestion]) -> list[PendingQuestion]:
+        """The requests that are still due after a search."""
+        clear = {one.instance.uuid: one for one in questions}
         known = await self.known(clear)
         return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
 

@@ -232,7 +232,9 @@ def _with_found(one: InstanceEvent, searched: Searched, *, is_delete: bool, is_l
     part = searched.of(one.uuid, to_delete=is_delete, in_part=True)
     if isinstance(event, BuildRequested) and found is None and part and not is_delete:
         # It goes on record in doubt, and is searched for until that has its limit.
-        return replace(one, event=replace(event, found=(), given_up=event.given_up or NOT_ALL))
+        return replace(one, event=replace(event, found=(), is_part=True, given_up=event.given_up or NOT_ALL))
+    if isinstance(event, BuildRequested):
+        return replace(one, event=replace(event, found=part, is_part=found is None))
     return replace(one, event=replace(event, found=part))
 
 

@@ -11,7 +11,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from heapq import nsmallest
 from itertools import islice
 
 import structlog
@@ -25,9 +24,10 @@ from bus.faults import Fault
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
+from .domain.adopt_rules import why_not_adoptable, why_not_its_machine
 from .domain.breaker import Listings
-from .domain.events import InstanceEvent, SourceAnswered, is_begun_by
+from .domain.doubt import MachineQuery
+from .domain.events import InstanceEvent, InstanceSearched, SourceAnswered, is_begun_by
 from .domain.instance import Instance
 from .domain.leases import Lease
 from .domain.way_back import SourceQuery, answer_about
@@ -37,7 +37,6 @@ from .store.safety import KEEP, UnexplainedRecord
 log = structlog.get_logger(__name__)
 
 LOGGED_SERVICES = 10
-LOGGED_MOVES = 20  # of those that one search holds
 
 
 class Searched(Struct, frozen=True):
@@ -243,41 +242,27 @@ class MachineSearch:
                 log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
         return seen
 
-    async def find_forgotten(
-        self, doubted: Mapping[str, Instance]
-    ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
-        """Machines that doubted records do not have; and the instances for which nothing is to be requested of
-        placement now: those that have such a machine, or about which a service has not answered that has to.
-
-        A move waits for services that are down without a limit, and each service has to have looked at each of its
-        hosts that is not fenced: what is released may be started again from its image.
+    async def find_doubted(self, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
+        """What all services have of instances in doubt, of those about which all have answered that have to. Beyond the
+        doubt's limit these are the services that the query names, or for a build those that are up.
         """
-        if not doubted:
-            return {}, set()
-        moved = {uuid: one for uuid, one in doubted.items() if one.move is not None}
-        builds = doubted.keys() - moved.keys()
-        over = {uuid for uuid in builds if not self._is_awaiting(doubted[uuid].since)}
+        if not queries:
+            return {}
         asked = await self._asked()
-        searched, beyond, thorough = await asyncio.gather(
-            self.find(builds - over, asked),
-            self.find(over, self._up_now()),
-            self.find(moved, asked, thorough=True),
-        )
-        unseen = self._listings.hosts_of(asked or ()) - thorough.hosts - set(self._fenced()) if moved else set[str]()
+        searched = await self.find(queries, asked, thorough=True)
+        up, fenced = self._up_now() or set(), set(self._fenced())
         # Of one that has not listed all its hosts it is not known which it is to look at: it began just now, as this
         # conductor may have, after a restore for example.
-        missing = sorted({*thorough.missing, *self._listings.unlisted(asked or ())})
-        held = set(moved) if missing or unseen else thorough.machines.keys() & moved.keys()
-        found = {uuid: () if missing or unseen else thorough.of(uuid, to_delete=True) or () for uuid in held}
-        metrics.HELD_MOVES.inc(len(held))
-        for uuid in sorted(held)[:LOGGED_MOVES]:
-            _log_held(moved[uuid], thorough.machines.get(uuid, ()), missing, unseen)
-        for uuid in sorted(builds):
-            seen = (beyond if uuid in over else searched).of(uuid)
-            found[uuid] = forgotten_machines(doubted[uuid], seen or ())
-            if seen is None or found[uuid]:
-                held.add(uuid)
-        return {uuid: machines for uuid, machines in found.items() if machines}, held
+        unseen = {*searched.missing, *self._listings.unlisted(asked or ())}
+        unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - searched.hosts - fenced)
+        at, found = self._clock.time(), dict[str, InstanceSearched]()
+        for uuid, query in queries.items():
+            missing = unseen if query.of_move else set(searched.missing)
+            awaited = missing if query.all_of or self._is_awaiting(query.since) else set(query.services) or up
+            if asked is not None and not missing & awaited:
+                machines, silent = searched.of(uuid, in_part=True) or (), frozenset(missing)
+                found[uuid] = InstanceSearched(at=at, machines=machines, hosts=searched.hosts, silent=silent)
+        return found
 
     async def find_decided(
         self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]
@@ -334,21 +319,4 @@ def _log_searched(
         found={uuid: [one.host for one in found] for uuid, found in list(machines.items())[:LOGGED_SERVICES]},
         unanswered=dict(list(missing.items())[:LOGGED_SERVICES]),
         cause=wanted[0],
-    )
-
-
-def _log_held(
-    instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str], unseen: Collection[str]
-) -> None:
-    log.warning(
-        "move.held",
-        instance=instance.uuid,
-        state=instance.state,
-        found=[one.host for one in machines],
-        unanswered=list(missing[:LOGGED_SERVICES]),
-        unseen=nsmallest(LOGGED_SERVICES, unseen),
-        cause=instance.cause or instance.uuid,
-        hint="the cell's database was set back in the middle of a move: its machine may run on another host than its"
-        " record has. `berth services forget` states that a service is gone for good, `berth hosts fence` that a host"
-        " is off",
     )

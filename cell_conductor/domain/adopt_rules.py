@@ -20,7 +20,7 @@ from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import Condition
 
 from . import rules, steps
-from .desires import Ask, Wish, Work, desire_of, in_text
+from .desires import Work, desire_of, in_text
 from .events import (
     BuildRequested,
     Claimed,
@@ -39,24 +39,14 @@ from .steps import Step, StepContext, announce
 MAX_SELECTIONS = 10  # of one record, as of one request
 
 
-def is_searched(instance: Instance) -> bool:
-    """Whether the cell's services are to be queried before another host is claimed for it, or it ends as failed, or its
-    claim is released and its image alone is left. One that was resized in place, not confirmed yet, ends with its move.
-    """
-    desire = desire_of(instance)
-    fails_over = desire.asks is Ask.CLAIM and desire.work is Work.BUILD
-    ends = desire.asks is Ask.RELEASE and desire.condition is not Condition.DELETED
-    ends_with_move = instance.move is not None and desire.here is not Wish.NONE
-    return instance.doubted and (fails_over or ends) and not ends_with_move and not instance.machine_exists
-
-
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
     """The machines among these that the record does not have: on hosts that it has not tried, or of later attempts. Nor
     has it the one on its own host once it was given up because that host was silent.
     """
     is_known = instance.code != rules.OUTCOME_UNKNOWN
     tried = {selection.host_uuid for selection in instance.selections[: instance.position + is_known]}
-    return tuple(one for one in found if one.attempt > instance.attempt or one.host_uuid not in tried)
+    own = [one for one in found if not one.foreign]
+    return tuple(one for one in own if one.attempt > instance.attempt or one.host_uuid not in tried)
 
 
 def start_or_adopt(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
@@ -77,15 +67,6 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
         return rules.start_build(instance, event, context)
     adopted = replace(numbered_on(requested, context.set_back, event), reused_from=1)
     return adopt_found(adopted, event.found, event.at, context)
-
-
-def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:
-    """A record that was set back fails over or ends, and its instance has a machine that is not on record."""
-    found = forgotten_machines(instance, event.machines)
-    if not is_searched(instance) or not found:
-        return Step(instance)
-    adopting = replace(instance, reused_from=instance.reused_from or 1, code="", reason="")
-    return adopt_found(adopting, found, event.at, context)
 
 
 def why_not_adoptable(instance: Instance | None) -> str:
@@ -125,8 +106,8 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
     Nothing is destroyed: other machines of the instance stay in quarantine. The forgotten history has numbered
     attempts, changes and announcements of its own, so these go on far above those on record.
     """
-    found = event.machines[0]
-    if not event.decided_by or why_not_adoptable(instance) or taken_of(instance, found) is None:
+    found = event.machine
+    if why_not_adoptable(instance) or taken_of(instance, found) is None:
         return Step(instance)
     assert instance.spec is not None
     is_here = (found.attempt, found.host_uuid) == (instance.attempt, instance.host_uuid)
@@ -167,7 +148,6 @@ def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: Step
         then=None,
         deadline=deadline,
         since=event.at,
-        doubted=True,
         queried=False,
     )
     return steps.announce(building, BuildState.BUILDING, event.at, context)
@@ -188,7 +168,7 @@ def adopt_found(instance: Instance, found: Sequence[FoundMachine], at: float, co
     best = max(found, key=by_worth)
     if (allocations := proved_of(instance, best)) is None:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
-        passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=True)
+        passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=False)
         return Step(steps.releasing(passed, State.FAILED, at, context))
     here = Selection(host_uuid=best.host_uuid, host=best.host, service=best.service, allocations=allocations)
     others = tuple(one for one in instance.alternates_and_here if one.host_uuid != here.host_uuid)
@@ -246,7 +226,7 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
         was_active = any(record.outcome == "active" for record in instance.history)
         return _announce_again(instance, event, BuildState.FAILED, context, terminal=not was_active)
     kept = followed_by(instance)
-    again = replace(kept, doubted=instance.doubted, newest=max(kept.newest, event.attempt))
+    again = replace(kept, newest=max(kept.newest, event.attempt))
     return start_or_adopt(again, event, context)
 
 

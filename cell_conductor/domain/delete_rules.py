@@ -4,6 +4,8 @@ other rules are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
@@ -122,7 +124,13 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     return steps.announce(leaving, BuildState.DELETING, event.at, context)
 
 
-def delete_moving(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+def delete_moving(
+    instance: Instance,
+    event: DeleteRequested,
+    context: StepContext,
+    *,
+    leaves: Callable[[Instance, float, StepContext], Step] = leave,
+) -> Step:
     """Every machine of it is destroyed, and then both consumers are released.
 
     While a destination is requested of placement, the conductor awaits the answer: it shows whether the migration holds
@@ -140,7 +148,7 @@ def delete_moving(instance: Instance, event: DeleteRequested, context: StepConte
     if desire.asks is Ask.CLAIM:
         waiting = replace(named, move=replace(move_of(named), delete=True))
         return after(earlier, steps.announce(waiting, BuildState.DELETING, event.at, context))
-    left = leave(named, event.at, context)
+    left = leaves(named, event.at, context)
     move_event = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
     return after(earlier, move_event)
 

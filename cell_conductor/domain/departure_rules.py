@@ -32,9 +32,7 @@ from .events import DeleteRequested, InstanceArrives, MoveQueried, MoveRequested
 from .instance import MAX_ENDED, EndedMove, Instance, Power, State
 from .move_events import (
     DELETED,
-    IN_DOUBT,
     MOVE_LOST,
-    WHY,
     answer_query,
     has_ended,
     move_of,
@@ -139,7 +137,6 @@ def _depart(instance: Instance, at: float, context: StepContext) -> Step:
         deadline=None,
         since=at,
         queried=False,
-        doubted=False,
     )
     return Step(left, (announce_departure(left, at, context),))
 
@@ -175,7 +172,7 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     A record of an earlier stay is replaced, whatever it says: when the instance left, nothing of it was left here, but
     perhaps a machine in quarantine, about which this record proves no more than that one (`reused_from`). If the
     database was set back or made anew since the arrival, the forgotten record may have a machine of it: none is built,
-    and it is offloaded only when none is found (`move_doubts`).
+    and it is offloaded only when none is found (`doubt`).
     """
     arrival, request_id = event.request.arrival, event.request.request_id
     assert arrival is not None
@@ -195,8 +192,9 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     begun = replace(begun, position=1, attempt=arrival.newest, move=move)
     if context.set_back.may_lack(arrival.at):
         reused_from = here.reused_from or arrival.newest
-        doubted = replace(numbered_on(begun, context.set_back), doubted=True, reused_from=reused_from)
-        return undo(doubted, event.at, context, IN_DOUBT, WHY)
+        finishing = replace(begun, state=State.FINISHING, since=event.at, deadline=event.at + context.destroy_retry_s)
+        doubted = replace(numbered_on(finishing, context.set_back), doubted=True, reused_from=reused_from)
+        return report_progress(doubted, MoveState.FINISHING, event.at, context)
     if move.answered or event.is_query:
         return undo(begun, event.at, context, MOVE_LOST, "its next cell has no record of the request")
     if event.given_up is not None:

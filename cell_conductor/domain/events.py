@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import TypeGuard
 
 from msgspec import Struct
@@ -23,7 +24,8 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild.
 
     given_up: why the message's retries are exhausted, or are about to be; None: they are not. found: machines that the
-    cell's services have of it, if it is doubted (None: they were not queried). is_query: nothing is to be begun; the
+    cell's services have of it, if it is doubted (None: they were not queried). is_part: not all of them
+    have answered. is_query: nothing is to be begun; the
     scheduler queries the state of the build, of which its newest event has the number `sequence`.
     """
 
@@ -38,6 +40,7 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     limits: dict[str, int] = {}
     given_up: Refusal | None = None
     found: tuple[FoundMachine, ...] | None = None
+    is_part: bool = False
     attempt: int = 1
     is_query: bool = False
     sequence: int = 0
@@ -233,13 +236,23 @@ class ServiceLost(Event, frozen=True, kw_only=True):
 
 
 class MachineFound(Event, frozen=True, kw_only=True):
-    """The cell's services were queried about a doubted instance, and have these machines of it.
-
-    decided_by: the operator by whose word the one machine in quarantine is the instance's ("": there is no decision).
+    """The cell's services were queried about an instance, and by an operator's word its one machine in quarantine is
+    the instance's.
     """
 
-    machines: tuple[FoundMachine, ...]
-    decided_by: str = ""
+    machine: FoundMachine
+
+
+class InstanceSearched(Event, frozen=True, kw_only=True):
+    """The cell's services were queried about an instance in doubt (`doubt.MachineQuery`), and all of them have answered
+    that have to.
+
+    machines: that they have of it. hosts: that they have looked at. silent: services that have not answered.
+    """
+
+    machines: tuple[FoundMachine, ...] = ()
+    hosts: AbstractSet[str] = frozenset()
+    silent: AbstractSet[str] = frozenset()
 
 
 class SourceAnswered(Event, frozen=True, kw_only=True):
@@ -282,6 +295,7 @@ EVENTS: tuple[type[Event], ...] = (
     RevertRefused,
     HostFenced,
     MachineFound,
+    InstanceSearched,
     SourceAnswered,
 )
 

@@ -18,7 +18,6 @@ from . import delete_rules, rules, steps, way_back
 from .desires import desire_of
 from .events import Destroyed, HostFenced
 from .instance import FENCED, Instance, State
-from .move_doubts import is_unsure
 from .move_events import MoveEnd, close, move_of
 from .move_steps import end_undone, note, over, revert_book, try_next, undo
 from .steps import Step, StepContext
@@ -75,8 +74,6 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     """
     if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
         return Step(instance)
-    if is_unsure(instance):
-        return Step(instance)  # it may be the only machine, which its host is not to destroy when it is back
     if instance.state is State.FINISHING:
         return leave_checked_destination(instance, event, context)
     if instance.state is State.RESIZED:
@@ -85,8 +82,11 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
 
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The conductor does not wait for the remains of an undone move there."""
-    if event.host_uuid != instance.host_uuid or is_unsure(instance):
+    """The conductor does not wait for the remains of an undone move there. What was in doubt, and has no source, may be
+    the only machine, which its host is not to destroy when it is back.
+    """
+    may_be_only_one = instance.queried and move_of(instance).source is None
+    if event.host_uuid != instance.host_uuid or may_be_only_one:
         return Step(instance)
     return Step(revert_book(instance, event.at, context))
 

@@ -104,8 +104,8 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ("": it is not). answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm,
     revert, abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the
     book. delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
-    instance_released: of an instance that is being deleted, or whose release is under way. here_seen, source_seen,
-    and source_gone as well: the answers of the hosts of a move in doubt. to_cell: which has the hosts that it goes to.
+    instance_released: of an instance that is being deleted, or whose release is under way; the first also of one in
+    doubt whose next cell is asked. to_cell: which has the hosts that it goes to.
     fenced, force: as in the request, of an evacuation.
     """
 
@@ -137,8 +137,6 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     delete: bool = False
     source_gone: bool = False
     here_gone: bool = False
-    here_seen: bool = False
-    source_seen: bool = False
     instance_released: bool = False
     to_cell: str | None = None
     fenced: bool = False

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
-    ARRIVED,
     MACHINE_ABSENT,
     CellMove,
     MoveKind,
@@ -25,6 +24,7 @@ from bus.contracts.moves import (
 
 from . import departure_rules, rules, steps, way_back
 from .adopt_rules import is_held
+from .doubt import take_over_later
 from .events import (
     ChangeEnded,
     Claimed,
@@ -40,7 +40,6 @@ from .events import (
     TimedOut,
 )
 from .instance import OVER_QUOTA, Instance, Power, State, why_not_claimed
-from .move_doubts import adopt_arrived, is_unsure, refuse_doubted, take_over_later, undo_doubted
 from .move_events import (
     DELETED,
     DONE,
@@ -74,18 +73,16 @@ from .move_steps import (
     finish,
     is_awaited,
     leave,
-    leave_now,
     note,
     note_not_claimed,
     offload,
     over,
-    revert_book,
     summary_of_hosts,
     try_next,
     undo,
     why_not_evacuated,
 )
-from .orders import change_of, numbered, repeated, step_s
+from .orders import change_of, numbered, step_s
 from .set_back import certain, is_outdated
 from .steps import Step, StepContext
 
@@ -178,8 +175,6 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
         return refuse_request(instance, event, context, "move.none", "another move is to be confirmed or reverted")
     if (answered := way_back.ending_instead(instance, event, context)) is not None:
         return answered
-    if instance.doubted and not instance.is_in_place:
-        return refuse_doubted(instance, event, context)
     if request.kind is MoveKind.REVERT and (past := _past_quota(instance, request)):
         return refuse_request(instance, event, context, OVER_QUOTA, past)
     if request.kind is MoveKind.REVERT:
@@ -295,8 +290,6 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The destination can, or cannot: have the source hand over, or leave for its cell, or try the next destination."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
-    if instance.doubted:
-        return _go_on_in_doubt(instance, event, context)
     if not event.done:
         return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, context)
     move = move_of(instance)
@@ -312,18 +305,6 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     return change(earlier, State.HANDING_OVER, event.at, context)
 
 
-def _go_on_in_doubt(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The move is undone. One to another cell is not while that cell has the instance: it has left, once more."""
-    move = move_of(instance)
-    if not instance.is_leaving or not move.is_given_up:
-        return undo_doubted(instance, event.at, context)
-    if event.code == ARRIVED:
-        return departure_rules.give_away(way_back.kept_here(instance), event.at, context)
-    if move.delete:
-        return leave_now(instance, event.at, context)
-    return report_progress(revert_book(instance, event.at, context), MoveState.UNDOING, event.at, context)
-
-
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:
     """The destination does not answer, and was commanded nothing yet: the next one is tried."""
     if isinstance(event, ServiceLost):
@@ -332,8 +313,6 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context:
         code, reason = event.code, event.reason
     else:
         code, reason = "prepare.timeout", "no answer in time"
-    if instance.doubted:
-        return undo_doubted(instance, event.at, context)
     return try_next(note(instance, "failed", event.at, code, reason), event.at, context)
 
 
@@ -346,8 +325,6 @@ def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     move = move_of(instance)
     if not is_awaited(instance, event, source_of(move), move.source_attempt):
         return Step(instance)
-    if instance.doubted:
-        return undo_doubted(instance, event.at, context)
     if event.done and instance.is_leaving:
         return change(replace(instance, image=event.image), State.PREPARING, event.at, context)
     if event.done:
@@ -376,8 +353,6 @@ def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) 
     """The destination has the machine. Only now may the source be given up: at once, or when the move is confirmed."""
     if not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
-    if instance.doubted:
-        return adopt_arrived(instance, event, context)
     here = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
         return Step(here)
@@ -416,8 +391,6 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return rules.destroy_leftover(instance, event, context)
     failed = note(instance, "failed", event.at, event.code, event.reason)
-    if is_unsure(instance):
-        return undo_doubted(failed, event.at, context)
     if event.final:
         return undo(failed, event.at, context, event.code, event.reason)
     return try_next(failed, event.at, context)
@@ -428,8 +401,6 @@ def lose_destination(instance: Instance, event: Destroyed, context: StepContext)
     if not steps.here_gone(instance, event):
         return Step(instance)
     gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
-    if is_unsure(instance):
-        return undo_doubted(gone, event.at, context)
     return try_next(replace(gone, move=replace(move_of(gone), finishing=False)), event.at, context)
 
 
@@ -456,8 +427,6 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
         return way_back.query_again(instance, event.at, context)
     if not instance.is_in_place and context.closed(instance).why(instance.here) is not None:
         return Step(replace(instance, deadline=event.at + context.destroy_retry_s))
-    if instance.doubted and not instance.is_in_place:
-        return repeated(instance, event.at, context)
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)
     return after(earlier, confirm(earlier.instance, event.at, context))
 

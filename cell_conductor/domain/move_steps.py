@@ -38,7 +38,7 @@ from .move_events import (
     source_of,
 )
 from .orders import change_of, numbered, step_s
-from .set_back import FORGOTTEN_ATTEMPTS, marked_reused
+from .set_back import marked_reused
 from .steps import Step, StepContext
 
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
@@ -47,29 +47,17 @@ AWAITS_CONFIRM = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
 
 
 def leave(instance: Instance, at: float, context: StepContext) -> Step:
-    """The instance is deleted in the middle of a move. In doubt the other cell that it was to leave for may have it."""
-    if may_have_arrived(instance):
-        return ask_next_cell(replace(instance, move=replace(move_of(instance), delete=True)), at, context)
-    return leave_now(instance, at, context)
-
-
-def leave_now(instance: Instance, at: float, context: StepContext) -> Step:
-    """Have both hosts destroy their machines of it; the claims are held until they have."""
+    """The instance is deleted in the middle of a move: have both hosts destroy their machines of it. The claims are
+    held until they have.
+    """
     desire = desire_of(instance)
-    here_gone = not (desire.here in MAY_BE_THERE or is_at_source(instance) or may_have_advanced(instance))
+    here_gone = not (desire.here in MAY_BE_THERE or is_at_source(instance))
     source_gone = instance.source_host_uuid is None or desire.source is Wish.GONE
     # A revert that is under way has used the next number: the release comes after it.
     newest = instance.next_attempt if desire.asks is Ask.REVERT else instance.newest
     gone = replace(move_of(instance), here_gone=here_gone, source_gone=source_gone)
     enters = steps.releasing if here_gone and source_gone else steps.destroying
     return Step(enters(replace(instance, newest=newest, move=gone), State.DELETED, at, context))
-
-
-def may_have_advanced(instance: Instance) -> bool:
-    """Whether the destination may have the machine though the record has commanded none there: it was set back. In
-    another cell none is built before the instance has left this one.
-    """
-    return instance.position > 0 and not instance.is_leaving and instance.doubted
 
 
 def is_at_source(instance: Instance) -> bool:
@@ -260,7 +248,6 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
         since=at,
         answered=True,
         queried=False,
-        doubted=False,
         power=Power.STOPPED if move.power is Power.STOPPED else Power.RUNNING,
         image="",
     )
@@ -288,7 +275,7 @@ def over(instance: Instance, at: float, context: StepContext) -> Instance:
     """Active, on its present host. One whose move began before a set-back may have been moved again since."""
     return replace(
         instance,
-        doubted=instance.doubted or context.set_back.may_lack(move_of(instance).began),
+        doubted=context.set_back.may_lack(move_of(instance).began),
         state=State.ACTIVE,
         then=None,
         selections=(instance.here,),
@@ -303,40 +290,19 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
     """Give the destination up: its machine, then its allocation; then the source is continued."""
     lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
     undone = replace(instance, move=lost, queried=False)
-    if may_have_arrived(undone):
-        return ask_next_cell(undone, at, context)
     if undone.is_in_place:
         earlier = resize_back(steps.destroying(undone, State.REVERTING, at, context), at, context)
         return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, context))
-    if not (lost.finishing or may_have_advanced(undone)):  # no destination has a machine
+    if not lost.finishing:  # no destination has a machine
         return report_progress(revert_book(undone, at, context), MoveState.UNDOING, at, context)
     leaving = steps.destroying(undone, State.REVERTING, at, context)
     return report_progress(leaving, MoveState.UNDOING, at, context)
 
 
-def may_have_arrived(instance: Instance) -> bool:
-    """Whether the other cell that it is to leave for may have it by now: the record was set back, and that cell was not
-    asked before something is given back.
-    """
-    is_to_leave = move_of(instance).to_cell is not None and (instance.is_leaving or bool(instance.alternates))
-    is_asked = desire_of(instance).asks in (Ask.REVERT, Ask.RELEASE)
-    return is_to_leave and not is_asked and instance.doubted
-
-
-def ask_next_cell(instance: Instance, at: float, context: StepContext) -> Step:
-    """Before what is claimed in the other cell is given up, that cell is asked whether the instance has arrived: its
-    departure may be lost here, and in the schedulers' record. A check of the host asks that as well.
-    """
-    if not instance.is_leaving:  # by the record nothing is claimed there
-        instance = replace(instance, position=1, attempt=instance.next_attempt, newest=instance.next_attempt)
-    return change(instance, State.PREPARING, at, context)
-
-
 def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:
     """Request the source's allocation for the instance again; if there was none, the release of the claim."""
     if move_of(instance).source is None:  # no source to go back to: the claim is released
-        last = instance.last_attempt + FORGOTTEN_ATTEMPTS if instance.doubted else instance.newest
-        return steps.releasing(replace(instance, newest=last), State.OFFLOADED, at, context)
+        return steps.releasing(instance, State.OFFLOADED, at, context)
     return steps.ask(instance, State.REVERTING, at, context)
 
 

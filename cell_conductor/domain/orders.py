@@ -28,7 +28,6 @@ CHANGES = {
     MoveKind.UNRESCUE: ChangeKind.UNRESCUE,
 }
 MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
-_ASKED = frozenset({Wish.BUILD, Wish.RUN})
 
 
 def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine | CellAsks, ...]:
@@ -46,17 +45,17 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
         )
         return (CellAsks(message=check),)
     desire, move = desire_of(instance), instance.move
-    is_queried = instance.queried and desire.here in _ASKED
+    is_queried = instance.queried and desire.here is Wish.BUILD
     orders: list[Destroy] = []
     if (is_queried or desire.here is Wish.DESTROY) and not (move is not None and move.here_gone):
-        # In doubt a complete machine at the destination of a move that is undone has arrived.
-        is_spared = is_queried or (desire.source is Wish.STAY and instance.doubted)
+        # Of a move that was in doubt and is undone: a complete machine at its destination has arrived.
+        is_spared = is_queried or (instance.queried and desire.source is Wish.STAY)
         orders.append(destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_spared))
     if move is None or instance.source_host_uuid is None:
         return tuple(orders)
     assert move.source is not None
-    if not move.source_gone and (desire.source is Wish.DESTROY or (is_queried and desire.here is Wish.RUN)):
-        orders.append(destroy_at(instance, move.source, move.source_attempt, context, unless_built=is_queried))
+    if not move.source_gone and desire.source is Wish.DESTROY:
+        orders.append(destroy_at(instance, move.source, move.source_attempt, context))
     return tuple(orders)
 
 
@@ -72,7 +71,7 @@ def with_orders(before: Instance, stepped: Step, context: StepContext) -> Step:
 
 def repeated(instance: Instance, at: float, context: StepContext) -> Step:
     """No answer: every order is sent again, without a limit, a change under a new number."""
-    is_queried = instance.queried or desire_of(instance).here in _ASKED
+    is_queried = instance.queried or desire_of(instance).here is Wish.BUILD
     again = replace(instance, queried=is_queried, deadline=repeat_at(instance, at, context))
     return Step(again if change_of(again) is None else numbered(again, at), again=True)
 

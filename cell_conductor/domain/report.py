@@ -15,7 +15,7 @@ from msgspec import Struct
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, Running
 from bus.contracts.moves import Condition
 
-from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
+from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
 from .instance import FENCED, MACHINE_EXISTS, Brief, Instance, State
 
@@ -56,10 +56,7 @@ def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
 
 def is_renumbered(record: Facts, attempt: int) -> bool:
     """Whether this attempt may have been given out twice: the record was set back while it was moved, or before."""
-    if 0 < record.reused_from <= attempt:
-        return True
-    # A build that was doubted goes on: it may end the attempts that it has commanded itself.
-    return record.doubted and desire_of(record).work is not Work.BUILD
+    return record.doubted or 0 < record.reused_from <= attempt
 
 
 def followed_by(record: Instance) -> Instance:
@@ -93,11 +90,12 @@ def is_untried(record: Facts, attempt: int) -> bool:
 
 
 def is_unsure(record: Facts, attempt: int, host_uuid: str) -> bool:
-    """Whether it was given up in doubt, without its host's answer: its machine may be the one that the client had. A
-    fence is such an answer.
+    """Whether it was given up in doubt, without its host's answer, or under a number that may have been given out
+    twice: its machine may be the one that the client had. A fence is such an answer.
     """
     is_given_up = desire_of(record).condition is Condition.FAILED and record.code != FENCED
-    return is_given_up and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
+    is_here = (attempt, host_uuid) == (record.attempt, record.host_uuid)
+    return is_given_up and is_here and is_renumbered(record, attempt)
 
 
 def rescan_id(record: Facts) -> str:

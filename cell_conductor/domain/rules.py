@@ -60,7 +60,7 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     if event.found is not None:
         # It was searched for (`set_back.is_unsearched`): it may have been handed in before, to a record that the
         # database has lost. Whatever becomes of it, this record's actions do not prove that a machine is over.
-        adopted = replace(numbered_on(adopted, context.set_back, event), doubted=True, reused_from=1)
+        adopted = replace(numbered_on(adopted, context.set_back, event), doubted=event.is_part, reused_from=1)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event, event.given_up, context)
     if instance.last_attempt:
@@ -94,15 +94,15 @@ def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
 def _end_unbuilt(instance: Instance, event: BuildRequested, why: Refusal, context: StepContext) -> Step:
     """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
 
-    In doubt its machine may run on a host that did not answer: it is kept. If a machine of it has another deployment's
-    mark, its claim may be for that machine: nothing is released.
+    One that was searched for may have a machine on a host that did not answer: it is kept. If a machine of it has
+    another deployment's mark, its claim may be for that machine: nothing is released.
     """
     if event.is_query and why.code == MACHINE_EXISTS:
         marked = replace(instance, code=why.code, reason=steps.cut(why.reason))
         return _end_failed(marked, event.at, context)
-    if instance.doubted:
+    if event.found is not None:
         reason = f"the cell may have lost its record of this instance; {why.code} {why.reason}".strip()
-        return _give_up_unsure(instance, event.at, context, reason)
+        return give_up_unsure(instance, event.at, context, reason)
     passed = _with_attempt(instance, NOT_TRIED, at=event.at, code=why.code, reason=why.reason)
     over = replace(passed, code=why.code, reason=steps.cut(why.reason))
     return Step(steps.releasing(over, State.FAILED, event.at, context))
@@ -116,7 +116,7 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built.
 
-    An older attempt is destroyed, never doubled. One that is doubted stays so: a later machine may be elsewhere.
+    An older attempt is destroyed, never doubled.
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
@@ -195,20 +195,10 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     give up.
 
     A deadline alone proves nothing: the answer may be on its way, or in the part that a restored database has lost. The
-    conductor does not wait for a host that stays silent, and fences its attempt; unless the record is doubted: then
-    only the host can know whether it runs, and is queried until the doubt's own limit. After that the client is
-    informed that the build has failed, and a machine that the host may run is kept for an operator (`proof.is_unsure`).
+    conductor does not wait for a host that stays silent, and fences its attempt.
     """
-    doubted_for_s = context.set_back.doubted_for_s(instance.since, event.at)
-    if instance.queried and instance.doubted and doubted_for_s >= context.doubt_limit_s:
-        reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
-        stamped = replace(instance, stamps=_stamped(instance, event))
-        return _give_up_unsure(stamped, event.at, context, reason)
-    if not instance.queried or instance.doubted:
-        wait_s = context.answer_timeout_s
-        if instance.queried:
-            wait_s = min(max(wait_s, event.at - instance.since), context.destroy_retry_max_s)
-        return Step(replace(instance, queried=True, deadline=event.at + wait_s), again=True)
+    if not instance.queried:
+        return Step(replace(instance, queried=True, deadline=event.at + context.answer_timeout_s), again=True)
     return _over_time(instance, event, context)
 
 
@@ -218,9 +208,9 @@ def leave_service(instance: Instance, event: ServiceLost, context: StepContext) 
 
     Without such an alternate the build waits for its deadline, in case the service comes back. A machine that the lost
     service may have built, or still builds, belongs to an attempt that is over: when a report lists it, the record
-    proves that, and it is destroyed. A record that is doubted proves nothing, so that build waits for its host.
+    proves that, and it is destroyed.
     """
-    if instance.doubted or instance.here.service != event.service or not _has_somewhere_to_go(instance, context):
+    if instance.here.service != event.service or not _has_somewhere_to_go(instance, context):
         return Step(instance)
     return next_after(instance, event, context, code=event.code, reason=event.reason)
 
@@ -232,30 +222,22 @@ def next_after(instance: Instance, event: Event, context: StepContext, *, code: 
 
 
 def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
-    """The host has ended the attempt that was being built: it was out of time, or it has failed without a query.
-
-    In doubt that proves less: a second service of the same name answers for machines that it has not. Another order to
-    destroy is not sent then, and a machine of this attempt that is listed later is kept.
+    """The host has ended the attempt that was being built: it was out of time, or it has failed without a query. It is
+    not ordered to once more: a second service of the same name answers for machines that it has not.
     """
     if event.attempt != instance.attempt or not steps.here_gone(instance, event):
         return Step(instance)
     if instance.queried:
-        ended = _over_time(instance, event, context)
-    else:
-        gone = _with_attempt(instance, "failed", at=event.at, code=ENDED_BY_HOST)
-        ended = _next(replace(gone, stamps=_stamped(instance, event)), event.at, context)
-    if not instance.doubted:
-        return ended
-    reused_from = min(instance.reused_from or instance.attempt, instance.attempt)
-    return Step(replace(ended.instance, reused_from=reused_from))
+        return Step(_over_time(instance, event, context).instance)
+    gone = _with_attempt(instance, "failed", at=event.at, code=ENDED_BY_HOST)
+    return Step(_next(replace(gone, stamps=_stamped(instance, event)), event.at, context).instance)
 
 
 def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate is claimed: command it under the next attempt.
 
     If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
-    instead; without another one the build ends, unless its service is only down. In doubt the claim may have waited an
-    hour for the search.
+    instead; without another one the build ends, unless its service is only down.
     """
     taken = _taken(instance, event)
     if closed_to(taken, context) is None:
@@ -435,10 +417,12 @@ def _give_up(instance: Instance, at: float, context: StepContext, *, code: str, 
     return Step(steps.releasing(over, State.FAILED, at, context), (steps.destroy_here(instance, context),))
 
 
-def _give_up_unsure(instance: Instance, at: float, context: StepContext, reason: str) -> Step:
-    """In doubt the build has failed for its client; a machine of it may run: no host is commanded to destroy it."""
+def give_up_unsure(instance: Instance, at: float, context: StepContext, reason: str) -> Step:
+    """In doubt the build has failed for its client; a machine of it may run: no host is commanded to destroy it, and it
+    is kept for an operator (`report.is_unsure`).
+    """
     unsure = _with_attempt(instance, "unknown", at=at, code=OUTCOME_UNKNOWN, reason=reason)
-    over = replace(unsure, code=OUTCOME_UNKNOWN, reason=steps.cut(reason))
+    over = replace(unsure, code=OUTCOME_UNKNOWN, reason=steps.cut(reason), doubted=True)
     return Step(steps.releasing(over, State.FAILED, at, context))
 
 
@@ -454,12 +438,6 @@ def _taken(instance: Instance, event: Claimed) -> Instance:
 
 
 def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
-    # A machine that is lost in doubt was set back while it was moved: its destination may be the machine that the
-    # client has. So may one of which its host's service has reported that there is none (`fail_over_destroyed`).
-    ended = any(
-        one.attempt == instance.attempt and one.code in (OUT_OF_TIME, ENDED_BY_HOST) for one in instance.history
-    )
-    unsure = instance.doubted and (instance.code in (OUTCOME_UNKNOWN, LOST) or ended)
     over = replace(
         instance,
         state=State.FAILED,
@@ -468,7 +446,7 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
         since=at,
         answered=True,
         queried=False,
-        doubted=unsure,
+        doubted=instance.doubted and instance.code in (OUTCOME_UNKNOWN, LOST),
         move=None,
     )
     return steps.announce(over, BuildState.FAILED, at, context, terminal=not instance.answered)

@@ -115,6 +115,13 @@ def numbered_on(instance: Instance, set_back: SetBack, event: BuildRequested | N
     return replace(instance, sequence=max(instance.sequence + lost, set_back.first_number, known + 1))
 
 
+def in_doubt(instance: Instance, set_back: SetBack) -> Instance:
+    """The record of what was under way, and may have come further, as the recognition of a set-back leaves it: it is
+    searched for at once (`doubt`). In SQL it is `postgres.DOUBT`.
+    """
+    return replace(numbered_on(instance, set_back), doubted=True, deadline=set_back.at)
+
+
 def marked_reused(instance: Instance, set_back: SetBack) -> Instance:
     """Record the first number that a record gives out after it was set back: it may have given it out before."""
     if instance.reused_from or not set_back.may_lack(instance.requested_at):

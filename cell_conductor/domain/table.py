@@ -23,14 +23,15 @@ from . import (
     adopt_rules,
     delete_rules,
     departure_rules,
+    doubt,
     fence_rules,
-    move_doubts,
     move_events,
     move_rules,
     rules,
     way_back,
 )
 from .desires import DESIRES, Ask, Wish, desire_of
+from .doubt import MachineQuery, machine_query_of
 from .events import (
     Answer,
     BuildRequested,
@@ -44,6 +45,7 @@ from .events import (
     HostMissing,
     HostRuns,
     InstanceArrives,
+    InstanceSearched,
     MachineFound,
     MoveQueried,
     MoveRequested,
@@ -122,12 +124,10 @@ REFER = Rule(departure_rules.refer)
 DELETE_DEPARTED = Rule(delete_rules.delete_departed, DELETED_UNKNOWN)
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
-FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
-FOLLOW_RESIZED = Rule(move_doubts.follow_resized, (State.DESTROYING, State.ACTIVE))
+FOLLOW_SPARED = Rule(doubt.follow_spared, ARRIVED)
 SKIP = Rule(move_rules.skip_destination, NEXT)
 RELEASE_DESTROYED = Rule(delete_rules.release_destroyed, (State.RELEASING,))
 END_ADOPTED = Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING))
-ADOPT_FORGOTTEN = Rule(adopt_rules.adopt_machine, FAILS_OVER)
 ADOPT_DECIDED = Rule(adopt_rules.adopt_decided, (State.CLAIMING,))
 
 USUAL: Mapping[type[Event], Cell] = {
@@ -151,6 +151,7 @@ USUAL: Mapping[type[Event], Cell] = {
     RevertRefused: IGNORE,
     HostFenced: IGNORE,
     MachineFound: IGNORE,
+    InstanceSearched: IGNORE,
     SourceAnswered: IGNORE,
 }
 
@@ -206,7 +207,6 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         HostRuns: ByThen({State.ACTIVE: Rule(adopt_rules.note_built)}, CONFIRM_RUNNING),
         MoveRequested: ByThen({State.PREPARING: ABORT}, REFUSE),
         HostFenced: IGNORE,  # what is adopted is judged once it is active
-        MachineFound: ByThen({State.BUILDING: ADOPT_FORGOTTEN}, IGNORE),
     },
     State.RELEASING: {
         **USUAL,
@@ -222,20 +222,17 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             }
         ),
         HostRuns: CONFIRM_RUNNING,
-        MachineFound: ByThen(
-            {State.OFFLOADED: Rule(move_doubts.follow_found, (State.DESTROYING,)), State.FAILED: ADOPT_FORGOTTEN},
-            IGNORE,
-        ),
+        InstanceSearched: ByThen({State.FAILED: Rule(doubt.adopt_lost, FAILS_OVER)}, IGNORE),
     },
     State.DESTROYING: {
         **USUAL,
-        Spawned: FOLLOW_UNDONE,
+        Spawned: ByThen({State.REVERTING: FOLLOW_SPARED}, CONFIRM_RUNNING),
         SpawnFailed: Rule(delete_rules.report_undestroyed),
         TimedOut: COMMAND_AGAIN,
         Destroyed: ByThen(
             {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
-        HostRuns: FOLLOW_UNDONE,
+        HostRuns: ByThen({State.REVERTING: FOLLOW_SPARED}, CONFIRM_RUNNING),
         HostMissing: ByThen(
             {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
@@ -303,10 +300,9 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     },
     State.RESIZED: {
         **USUAL,
-        Spawned: FOLLOW_RESIZED,
+        Spawned: CONFIRM_RUNNING,
         TimedOut: Rule(move_rules.confirm_in_time, (State.DESTROYING, State.RELEASING, State.ACTIVE)),
-        Destroyed: Rule(move_doubts.note_gone, UNDONE),
-        HostRuns: FOLLOW_RESIZED,
+        HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(move_rules.revert_lost, UNDONE),
         MoveRequested: Rule(move_rules.end_resized, (*UNDONE, State.ACTIVE)),
         HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
@@ -340,6 +336,24 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.RELEASING)),
     },
     State.DEPARTED: {**USUAL, DeleteRequested: DELETE_DEPARTED, MoveRequested: REFER, MoveQueried: REFER},
+}
+
+# Of a record that is in doubt, whatever its state (`doubt.is_in_doubt`): the words of its hosts and of placement are
+# about what it has forgotten, and what all services have is queried.
+DOUBTED: Mapping[type[Event], Cell] = {
+    **dict.fromkeys(USUAL, IGNORE),
+    BuildRequested: USUAL[BuildRequested],
+    DeleteRequested: Rule(doubt.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
+    Spawned: Rule(doubt.come_up, (State.ACTIVE,)),
+    SpawnFailed: Rule(doubt.ask_now),
+    TimedOut: Rule(doubt.ask),
+    Destroyed: Rule(doubt.ask_now),
+    HostRuns: Rule(doubt.come_up, (State.ACTIVE,)),
+    MoveRequested: Rule(doubt.refuse),
+    MoveQueried: USUAL[MoveQueried],
+    InstanceArrives: USUAL[InstanceArrives],
+    ChangeEnded: Rule(doubt.follow_next_cell, (*UNDONE, State.DEPARTED)),
+    InstanceSearched: Rule(doubt.resolve, (*NEXT, *ARRIVED, State.FINISHING)),
 }
 
 
@@ -383,7 +397,8 @@ def _is_of_kept(order: Message, instance: Instance, context: StepContext) -> Typ
 
 
 def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
-    cell = TABLE[instance.state][type(event)]
+    row = DOUBTED if doubt.is_in_doubt(instance) else TABLE[instance.state]
+    cell = row[type(event)]
     rule = cell.of(instance.then) if isinstance(cell, ByThen) else cell
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
@@ -398,13 +413,15 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     return stepped
 
 
-Question: TypeAlias = Claim | Release | Revert | SourceQuery
+Question: TypeAlias = Claim | Release | Revert | SourceQuery | MachineQuery
 
 
 def question_of(instance: Instance) -> Question | None:
     """The request to placement, or to compute services, while the instance is in this state. It follows from the record
     alone, so a crash at any moment leads to the very same request.
     """
+    if doubt.is_in_doubt(instance):
+        return machine_query_of(instance)
     if (query := source_query_of(instance)) is not None:
         return query
     asks, move = desire_of(instance).asks, instance.move
@@ -433,7 +450,7 @@ def question_of(instance: Instance) -> Question | None:
 def is_answered_by(instance: Instance, answer: Answer) -> bool:
     """Whether it answers what is asked of placement now. Another conductor may have asked before it was paused."""
     question = question_of(instance)
-    if question is None or isinstance(question, SourceQuery):
+    if question is None or isinstance(question, SourceQuery | MachineQuery):
         return False
     return (answer.consumer or instance.uuid, answer.attempt) == (question.consumer, question.attempt or 0)
 

@@ -240,9 +240,8 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
     generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
     at_source = replace(instance, **_of_source(move))
     back = replace(at_source, newest=event.attempt, consumer_generation=generation, power=move.power)
-    # In doubt the machine of one that was to leave its cell may be gone: its host answers for that.
-    is_sure = move.to_cell is None or not instance.doubted
-    if is_sure and (not move.handed_over or move.power is not Power.RUNNING):
+    # The machine of one that was to leave its cell may be gone: its host answers for that.
+    if move.to_cell is None and (not move.handed_over or move.power is not Power.RUNNING):
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
         return end_undone(back, event.at, context)
     return change(back, State.RESTARTING, event.at, context)
@@ -284,8 +283,8 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
 
     If its host does not know, it is queried again at the deadline: a machine that may run is not on record as stopped.
-    So it is where the machine was destroyed for another cell, and the departure was lost: it has its image, and is
-    offloaded with it. An image that was kept under a forgotten name is no reason to end it: it is held.
+    Where the machine was destroyed for another cell, and the departure was lost, it has its image, and is offloaded
+    with it.
     """
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
@@ -294,11 +293,8 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     if event.runs is None:
         return Step(instance)
     move = move_of(instance)
-    if move.to_cell is not None and event.code == MACHINE_ABSENT:
-        if instance.image:
-            return Step(revert_book(replace(instance, move=replace(move, source=None)), event.at, context))
-        if instance.doubted:
-            return Step(instance)
+    if move.to_cell is not None and event.code == MACHINE_ABSENT and instance.image:
+        return Step(revert_book(replace(instance, move=replace(move, source=None)), event.at, context))
     power = Power.RUNNING if event.runs else Power.STOPPED
     move_event = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
     left = replace(instance, power=power, move=replace(move, lost_reason=steps.cut(move_event)))
@@ -307,8 +303,7 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
 
 def command_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """A host has not answered: what was commanded is commanded again. A client that waits for the end of its confirm or
-    revert is informed of that; a request for a change, or a move that was undone, does not wait for it. In doubt such a
-    move may have arrived: its hosts show its end, and nobody waits for that beyond the doubt's limit.
+    revert is informed of that; a request for a change, or a move that was undone, does not wait for it.
     """
     again = repeated(instance, event.at, context)
     desire, move = desire_of(instance), instance.move
@@ -319,8 +314,7 @@ def command_again(instance: Instance, event: TimedOut, context: StepContext) -> 
         waits = report_silent(again.instance, SOURCE_SILENT, move.source, event.at, context)
     elif desire.here is Wish.DESTROY:
         ended = Step(again.instance)
-        doubted_for_s = context.set_back.doubted_for_s(instance.since, event.at)
-        if is_back and (not instance.doubted or doubted_for_s >= context.doubt_limit_s):
+        if is_back:
             ended = _end_before_back(again.instance, ending_of(move), None, event.at, context)
         silent = report_silent(ended.instance, DESTINATION_SILENT, instance.here, event.at, context)
         waits = after(ended, silent)

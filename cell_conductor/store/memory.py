@@ -29,7 +29,7 @@ from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.leases import Keeper, Lease
 from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
-from cell_conductor.domain.set_back import SetBack, numbered_on
+from cell_conductor.domain.set_back import SetBack, in_doubt
 
 from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
@@ -184,7 +184,7 @@ class MemoryTransaction:
         self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back.at))
         under_way = sorted(uuid for uuid, one in table.instances.items() if one.phase in IN_DOUBT_AFTER_SET_BACK)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
-        doubted = [replace(numbered_on(table.instances[uuid], self._seen.set_back), doubted=True) for uuid in under_way]
+        doubted = [in_doubt(table.instances[uuid], self._seen.set_back) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
         self._write(doubted)
         return DatabaseChange(table.deployment, len(doubted))

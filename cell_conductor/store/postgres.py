@@ -72,10 +72,11 @@ FROM identity
 """
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
+# As `domain.set_back.in_doubt`.
 DOUBT = f"""
-UPDATE instances SET record = (record::jsonb || jsonb_build_object('doubted', true,
+UPDATE instances SET deadline = $3::float8, record = (record::jsonb || jsonb_build_object('doubted', true,
     'sequence', greatest(CASE WHEN record ->> 'sequence' ~ '^[0-9]{{1,15}}$' THEN (record ->> 'sequence')::bigint
-        ELSE {FIRST_SEQUENCE} END + {LOST_NUMBERS}, $2)))::json
+        ELSE {FIRST_SEQUENCE} END + {LOST_NUMBERS}, $2), 'deadline', $3::float8))::json
 WHERE state = ANY($1) AND json_typeof(record) = 'object'
 """
 
@@ -227,7 +228,7 @@ class PostgresTransaction:
             return None
         seen.set_back = replace(seen.set_back, at=await self._connection.fetchval(NOTE_SET_BACK))
         doubted = [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK]
-        status: str = await self._connection.execute(DOUBT, doubted, seen.set_back.first_number)
+        status: str = await self._connection.execute(DOUBT, doubted, seen.set_back.first_number, seen.set_back.at)
         return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:

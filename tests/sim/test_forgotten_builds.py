@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.moves import MoveKind
-from cell_conductor import engine
-from cell_conductor.domain.events import InstanceEvent
+from cell_conductor.domain.doubt import MachineQuery
+from cell_conductor.domain.events import InstanceEvent, InstanceSearched
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN
 from cell_conductor.search import MachineSearch, Searched
 from compute_sim.domain.faults import Faults
@@ -162,6 +162,13 @@ def moves_unsearched() -> Iterator[None]:
         yield
 
 
+class Everywhere(frozenset[str]):
+    """All hosts."""
+
+    def __contains__(self, host: object) -> bool:
+        return True
+
+
 def test_a_move_after_a_restore_without_a_search_is_found() -> None:
     with moves_unsearched():
         assert run(moved_since_the_backup(2, MoveKind.UNSHELVE)).breach == "never_two_running"
@@ -169,7 +176,11 @@ def test_a_move_after_a_restore_without_a_search_is_found() -> None:
 
 def test_an_offload_without_a_search_is_found() -> None:
     """The next request would find the machine."""
-    with moves_unsearched(), patch.object(engine, "is_searched", lambda _instance: False):
+
+    async def find_nothing(search: MachineSearch, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
+        return {uuid: InstanceSearched(at=search._clock.time(), hosts=Everywhere()) for uuid in queries}
+
+    with moves_unsearched(), patch.object(MachineSearch, "find_doubted", find_nothing):
         assert run(unshelvings_forgotten(OFFLOADED_BESIDE)).breach == "never_two_running"
 
 

@@ -132,7 +132,12 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     assert {brief.uuid: brief.doubted for brief in briefs} == {A: True, B: False, C: True}
     doubted = await recorded(other)
     assert {uuid: found.doubted for uuid, found in doubted.items()} == {A: True, B: False, C: True}
-    assert replace(doubted[A], doubted=False, sequence=instance(A).sequence) == instance(A)
+    known, at = instance(A), one.set_back.at
+    assert replace(doubted[A], doubted=False, sequence=known.sequence, deadline=known.deadline) == known
+    assert {uuid: found.deadline for uuid, found in doubted.items()} == {A: at, B: known.deadline, C: at}
+    async with other.transaction() as transaction:
+        due = await transaction.lock_due(at, 10)
+    assert {found.uuid for found in due} >= {A, C}, "it is searched for at once"
     numbers = {uuid: found.sequence for uuid, found in doubted.items()}
     above, same = one.set_back.first_number, instance(B).sequence
     assert numbers == {A: above, B: same, C: above}, "schedulers have had the next ones already"
@@ -146,19 +151,6 @@ async def test_a_move_of_a_database_that_was_set_back_is_doubted(store: Instance
         change = await transaction.recognise()
     assert change is not None and change.doubted == 1
     assert {uuid: found.doubted for uuid, found in (await recorded(store)).items()} == {A: True, B: False}
-
-
-async def test_what_the_hosts_of_a_move_in_doubt_have_answered_is_kept(store: InstanceStore) -> None:
-    one = instance(A, State.RESIZED)
-    for answered in ({"here_seen": True}, {"source_seen": True}, {"here_seen": True, "source_gone": True}):
-        move = Move(request_id=C, kind=MoveKind.MIGRATE, source=one.here, source_attempt=1, spec=SPEC, **answered)
-        moving = replace(one, doubted=True, queried=True, move=move)
-        async with store.transaction() as transaction:
-            if A in await transaction.lock([A]):
-                await transaction.update([moving])
-            else:
-                await transaction.insert([moving])
-        assert await recorded(store) == {A: moving}
 
 
 async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:

@@ -15,7 +15,8 @@ from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import MoveKind
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
-from cell_conductor.domain.adopt_rules import is_searched, why_not_adoptable, why_not_its_machine
+from cell_conductor.domain.adopt_rules import why_not_adoptable, why_not_its_machine
+from cell_conductor.domain.doubt import machine_query_of
 from cell_conductor.domain.events import Event, InstanceEvent
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State
@@ -62,8 +63,11 @@ def build(**other: Any) -> e.BuildRequested:
     return replace(on("s1"), **other)
 
 
-def found(*machines: FoundMachine, by: str = "") -> e.MachineFound:
-    return e.MachineFound(at=220.0, machines=machines or (ON_HOST_3,), decided_by=by)
+def found(*machines: FoundMachine, by: str = "") -> e.MachineFound | e.InstanceSearched:
+    """An operator gives a machine to it, or all services have answered."""
+    if by:
+        return e.MachineFound(at=220.0, machine=(machines or (ON_HOST_3,))[0])
+    return e.InstanceSearched(at=220.0, machines=machines or (ON_HOST_3,))
 
 
 def failing(**other: Any) -> Instance:
@@ -212,27 +216,30 @@ def test_the_answers_about_a_machine_that_is_adopted(
 HERE = Selection(host_uuid=host(3), host="host-3", service="s1", allocations={host(3): {"VCPU": 3}})
 TAKEN = {"state": S.CLAIMING, "then": S.ACTIVE, "since": 220.0, "deadline": 235.0, "position": 0, "attempt": 5,
          "newest": 5, "found_built": True, "code": ""}  # fmt: skip
+SURE = {"doubted": False, "queried": False}
 DECIDED_SO = {**TAKEN, "newest": 1005, "order": 1000, "reused_from": 1, "sequence": 10_020,
               "selections": (HERE, ON_2)}  # fmt: skip
 ANSWERED = {"newest": 5, "since": 111.0, "queried": False, "sequence": 21, "build_sequence": 20, "then": None}
 COMES_UP = {**ANSWERED, "state": S.ACTIVE, "deadline": None, "position": 0, "selections": (ON_2,), "answered": True}
-BUILDS = {**ANSWERED, "state": S.BUILDING, "deadline": 171.0, "doubted": True}
+BUILDS = {**ANSWERED, "state": S.BUILDING, "deadline": 171.0}
 
 
 @pytest.mark.parametrize(
     ("before", "event", "changes"),
     [
-        (failing(), found(), {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1}),
-        (failing(reused_from=2), found(), {**TAKEN, "selections": (HERE, ON_2)}),
+        (failing(), found(), {**TAKEN, **SURE, "selections": (HERE, ON_2), "reused_from": 1}),
+        (failing(), replace(found(), silent=frozenset({"s9"})),
+         {**TAKEN, **SURE, "selections": (HERE, ON_2), "reused_from": 1, "doubted": True}),
+        (failing(reused_from=2), found(), {**TAKEN, **SURE, "selections": (HERE, ON_2)}),
         (failing(), found(replace(ON_HOST_3, project_id="q")),
          {"state": S.RELEASING, "then": S.FAILED, "since": 220.0, "deadline": 235.0, "code": "build.machine_exists",
-          "reused_from": 1}),
+          **SURE, "reused_from": 1}),
         (failing(), found(replace(ON_HOST_3, built=False)),
-         {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1, "found_built": False}),
+         {**TAKEN, **SURE, "selections": (HERE, ON_2), "reused_from": 1, "found_built": False}),
         (failing(), found(replace(ON_HOST_3, attempt=9, built=False), ON_HOST_3),
-         {**TAKEN, "selections": (HERE, ON_2), "reused_from": 1}),
+         {**TAKEN, **SURE, "selections": (HERE, ON_2), "reused_from": 1}),
         (failing(), found(replace(ON_HOST_3, allocations={host(3): {"VCPU": 9}})),
-         {**TAKEN, "reused_from": 1, "selections": (replace(HERE, allocations={host(3): {"VCPU": 9}}), ON_2)}),
+         {**TAKEN, **SURE, "reused_from": 1, "selections": (replace(HERE, allocations={host(3): {"VCPU": 9}}), ON_2)}),
         (record(S.ACTIVE), found(by="op"), DECIDED_SO),
         (record(S.ACTIVE, reused_from=3), found(by="op"), DECIDED_SO),
         (record(S.FAILED), found(by="op"), {**DECIDED_SO, "consumer_generation": None}),
@@ -273,11 +280,11 @@ def test_one_record_has_at_most_ten_hosts() -> None:
     [
         (failing(), True),
         (failing(doubted=False), False),
-        (moving(S.CLAIMING, S.PREPARING, doubted=True), False),
+        (moving(S.CLAIMING, S.PREPARING, doubted=True), True),
+        (moving(S.RELEASING, S.FAILED, doubted=True), False),
         (record(S.CLAIMING, S.DELETED, doubted=True), False),
-        (record(S.BUILDING, doubted=True), False),
+        (record(S.BUILDING, doubted=True), True),
         (record(S.RELEASING, S.FAILED, doubted=True), True),
-        (record(S.RELEASING, S.FAILED, doubted=True, code="build.machine_exists"), False),
         (record(S.RELEASING, S.DELETED, doubted=True), False),
         (record(S.FAILED, doubted=True), False),
     ],
@@ -285,7 +292,7 @@ def test_one_record_has_at_most_ten_hosts() -> None:
 def test_services_are_queried_before_another_host_is_claimed_for_a_doubted_build(
     known: Instance, searched: bool
 ) -> None:
-    assert is_searched(known) is searched
+    assert (machine_query_of(known) is not None) is searched
 
 
 @pytest.mark.parametrize(
@@ -349,10 +356,6 @@ def test_of_several_the_complete_one_is_adopted_and_no_other_is_destroyed() -> N
     later = run_after(taken(attempt=3), start=seek(machine(n=3, attempt=1), machine(n=2, attempt=2)).instance).instance
     assert (later.host_uuid, later.attempt) == (host(2), 2)
     assert not is_over(later, 1, host(3))
-
-
-def decided(*machines: FoundMachine) -> e.MachineFound:
-    return e.MachineFound(at=9e3, machines=machines, decided_by="ann")
 
 
 # --- An operator has decided that a machine in quarantine is its instance's: the conductor queries the hosts first.

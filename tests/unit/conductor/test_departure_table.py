@@ -13,6 +13,7 @@ from bus.contracts.cell import Spawn
 from bus.contracts.moves import Departure, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
 from cell_conductor.domain.departure_rules import answer_unbegun, arrive, give_away, refer, refuse_other
+from cell_conductor.domain.doubt import is_in_doubt
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import MAX_ENDED, EndedMove, Instance, Move, Phase, Power, State
 from cell_conductor.domain.report import is_over
@@ -61,7 +62,6 @@ MOVING = Instance(
     image="snapshot",
     deadline=900.0,
     queried=True,
-    doubted=True,
     move=Move(request_id=MOVE, kind=MoveKind.MIGRATE, spec=NEWER, to_cell="c2", power=Power.STOPPED),
 )
 
@@ -73,7 +73,7 @@ def test_what_is_left_is_stated_once_and_nothing_is_awaited(power: Power) -> Non
     left = stepped.instance
     assert left.departure == replace(LEFT, is_stopped=power is Power.STOPPED)
     assert (left.phase, left.selections, left.position) == ((State.DEPARTED, None), (selection(1),), 0)
-    assert (left.move, left.deadline, left.queried, left.doubted) == (None, None, False, False)
+    assert (left.move, left.deadline, left.queried) == (None, None, False)
     assert (left.departed_by, left.sequence, left.since) == (MOVE, 51, 600.0)
     assert told(stepped) == [(MOVE, MoveState.MIGRATING, "", 50)]
     (event,) = stepped.commands
@@ -123,8 +123,8 @@ GOES_BACK = ((State.RELEASING, State.OFFLOADED), MoveState.UNDOING)
             NEW,
             ARRIVES,
             replace(PATIENCE, set_back=SetBack(700.0)),
-            (State.DESTROYING, State.REVERTING),
-            MoveState.UNDOING,
+            (State.FINISHING, None),
+            MoveState.FINISHING,
             700_000,
         ),
         (NEW, ARRIVES, replace(PATIENCE, set_back=SetBack(200.0)), (State.FINISHING, None), MoveState.FINISHING, 51),
@@ -170,7 +170,8 @@ def test_an_arrival_is_on_record_from_then_on(
     assert (here.attempt, here.newest, here.position) == (7, 7, 0 if is_deleted else 1)
     assert (here.spec, here.consumer_generation, here.order, here.image) == (NEWER, 4, 30, "snapshot")
     assert (here.requested_at, here.since, here.answered, here.cause) == (event.at, event.at, True, MOVE)
-    assert any(isinstance(one, Spawn) for one in stepped.commands) is (state is MoveState.FINISHING)
+    is_begun = state is MoveState.FINISHING and not here.doubted
+    assert any(isinstance(one, Spawn) for one in stepped.commands) is is_begun
     if is_deleted:
         assert here.selections == (selection(1),)
         return
@@ -181,7 +182,8 @@ def test_an_arrival_is_on_record_from_then_on(
     is_doubted = sequence > 51
     assert (here.doubted, here.reused_from) == (is_doubted, 7 if is_doubted else 0)
     why = "x" if event.given_up else "move.lost" if event.is_query else ""
-    assert here.move.lost_code == ("move.in_doubt" if is_doubted else "move.lost" if has_ended else why)
+    assert is_in_doubt(here) is is_doubted
+    assert here.move.lost_code == ("" if is_doubted else "move.lost" if has_ended else why)
 
 
 @pytest.mark.parametrize("spec", [SPEC, None])

@@ -89,20 +89,6 @@ def test_what_placement_answers_about_a_destination(
 CHECKED: list[Case] = [
     case(*answer(moving(S.PREPARING), 2), "handing_over", "hand-over 1@1", "migrate: migrating"),
     case(*answer(moving(S.PREPARING), 1), "preparing"),
-    case(
-        *answer(moving(S.PREPARING, doubted=True), 2),
-        "destroying/reverting",
-        "end 2@2",
-        "migrate: undoing",
-        context=IN_DOUBT,
-    ),
-    case(
-        *answer(moving(S.PREPARING, doubted=True), 2, done=False),
-        "destroying/reverting",
-        "end 2@2",
-        "migrate: undoing",
-        context=IN_DOUBT,
-    ),
     case(*answer(moving(S.PREPARING), 2, done=False), "claiming/preparing", "migrate: claiming"),
     case(
         *answer(moving(S.PREPARING, move={"to_cell": "c2", "handed_over": True}), 2),
@@ -145,23 +131,10 @@ CHECKED: list[Case] = [
     ),
     case(moving(S.PREPARING), LOST, "claiming/preparing", "migrate: claiming"),
     case(moving(S.PREPARING), replace(LOST, service="s2"), "preparing"),
-    case(
-        moving(S.PREPARING, doubted=True), LATE, "destroying/reverting", "end 2@2", "migrate: undoing", context=IN_DOUBT
-    ),
-    case(
-        moving(S.PREPARING, doubted=True), LOST, "destroying/reverting", "end 2@2", "migrate: undoing", context=IN_DOUBT
-    ),
     case(moving(S.PREPARING, selections=(ON_1, ON_2)), LATE, "reverting", "migrate: undoing"),
     case(moving(S.PREPARING), LATE, "reverting", "migrate: undoing", context=fenced(3)),
     case(*answer(moving(S.HANDING_OVER), 1), "finishing", "spawn 2@2", "migrate: finishing"),
     case(*answer(moving(S.HANDING_OVER), 2), "handing_over"),
-    case(
-        *answer(moving(S.HANDING_OVER, doubted=True), 1),
-        "destroying/reverting",
-        "end 2@2",
-        "migrate: undoing",
-        context=IN_DOUBT,
-    ),
     case(
         *answer(moving(S.HANDING_OVER, move={"to_cell": "c2"}), 1, image="i"),
         "preparing",
@@ -207,25 +180,6 @@ COMMANDED: list[Case] = [
     case(moving(S.FINISHING), runs(2), "resized", "migrate: done"),
     case(moving(S.FINISHING), runs(2, built=False), "finishing"),
     case(
-        moving(S.FINISHING, doubted=True),
-        spawned(2),
-        "resized",
-        "end 2@2",
-        "end 1@1",
-        "migrate: done",
-        context=IN_DOUBT,
-    ),
-    case(
-        moving(S.FINISHING, doubted=True, queried=False),
-        runs(2),
-        "resized",
-        "end 2@2",
-        "end 1@1",
-        "migrate: done",
-        context=IN_DOUBT,
-    ),
-    case(moving(S.FINISHING, doubted=True), runs(2, built=False), "finishing", context=IN_DOUBT),
-    case(
         moving(S.FINISHING, move={"kind": K.LIVE_MIGRATE}),
         spawned(2),
         "destroying/active",
@@ -243,22 +197,6 @@ COMMANDED: list[Case] = [
     case(BUILT, failed(1, n=2), "finishing"),
     case(BUILT, failed(2, n=3), "finishing"),
     case(
-        moving(S.FINISHING, move={"finishing": True}, doubted=True),
-        failed(2),
-        "claiming/preparing",
-        "destroy 2@2",
-        "migrate: claiming",
-        context=IN_DOUBT,
-    ),
-    case(
-        unshelving(S.FINISHING, move={"finishing": True}, doubted=True),
-        failed(2),
-        "destroying/reverting",
-        "end 2@2",
-        "unshelve: undoing",
-        context=IN_DOUBT,
-    ),
-    case(
         unshelving(S.FINISHING, move={"finishing": True}),
         failed(2),
         "claiming/preparing",
@@ -269,14 +207,6 @@ COMMANDED: list[Case] = [
     case(BUILT, GONE, "claiming/preparing", "migrate: claiming"),
     case(BUILT, SOURCE_GONE, "finishing"),
     case(BUILT, replace(GONE, attempt=1), "finishing"),
-    case(
-        unshelving(S.FINISHING, move={"finishing": True}, doubted=True),
-        GONE,
-        "destroying/reverting",
-        "end 2@2",
-        "unshelve: undoing",
-        context=IN_DOUBT,
-    ),
     case(moving(S.FINISHING, move={"finishing": True}, selections=(ON_1, ON_2)), GONE, "reverting", "migrate: undoing"),
 ]
 
@@ -330,8 +260,6 @@ THERE_ALREADY: list[Case] = [
     case(moving(S.RESIZED), LATE, "resized", context=fenced(2)),
     case(in_place(S.RESIZED), LATE, "releasing/active", "resize: confirmed", context=fenced(1)),
     case(moving(S.RESIZED), LATE, "destroying/active", "destroy 1@1", "migrate: confirmed", context=fenced(1)),
-    case(moving(S.RESIZED, doubted=True), LATE, "resized", "end 2@2", "end 1@1", context=IN_DOUBT),
-    case(in_place(S.RESIZED, doubted=True), LATE, "releasing/active", "resize: confirmed", context=IN_DOUBT),
     case(moving(S.RELEASING, S.ACTIVE), e.Released(at=220.0, consumer=MOVE), "active", "migrate: source-gone"),
     case(moving(S.RELEASING, S.ACTIVE), e.Released(at=220.0, consumer=UUID), "releasing/active"),
     case(

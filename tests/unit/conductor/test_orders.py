@@ -86,16 +86,14 @@ HERE, SOURCE = (2, host(2)), (1, host(1))
     ("known", "context", "destroyed", "unless_built"),
     [
         (in_phase(State.ACTIVE, **NO_MOVE), PATIENCE, [], False),
-        (in_phase(State.ACTIVE, queried=True, **NO_MOVE), PATIENCE, [HERE], True),
+        (in_phase(State.ACTIVE, queried=True, **NO_MOVE), PATIENCE, [], False),
         (in_phase(State.BUILDING, **NO_MOVE), PATIENCE, [], False),
         (in_phase(State.BUILDING, queried=True, **NO_MOVE), PATIENCE, [HERE], True),
         (in_phase((State.CLAIMING, State.BUILDING), queried=True, **NO_MOVE), PATIENCE, [], False),
         (in_phase(State.FINISHING), PATIENCE, [], False),
         (in_phase(State.FINISHING, queried=True), PATIENCE, [HERE], True),
         (in_phase(State.RESIZED), PATIENCE, [], False),
-        (in_phase(State.RESIZED, queried=True), PATIENCE, [HERE, SOURCE], True),
-        (in_phase(State.RESIZED, queried=True, here_gone=True), PATIENCE, [SOURCE], True),
-        (in_phase(State.RESIZED, queried=True, source_gone=True), PATIENCE, [HERE], True),
+        (in_phase(State.RESIZED, queried=True), PATIENCE, [], False),
         (in_phase(DELETING), PATIENCE, [HERE, SOURCE], False),
         (in_phase(DELETING, queried=True), PATIENCE, [HERE, SOURCE], False),
         (in_phase(DELETING, doubted=True), BACK, [HERE, SOURCE], False),
@@ -110,7 +108,6 @@ HERE, SOURCE = (2, host(2)), (1, host(1))
         (in_phase(UNDOING), PATIENCE, [HERE], False),
         (in_phase(UNDOING), BACK, [HERE], False),
         (in_phase(UNDOING), PATIENCE, [HERE], False),
-        (in_phase(UNDOING, doubted=True), BACK, [HERE], True),
     ],
 )
 def test_the_machines_that_are_to_be_destroyed(
@@ -232,7 +229,7 @@ def test_orders_are_sent_once_and_before_the_other_messages(
         (in_phase((State.CLAIMING, State.BUILDING), **NO_MOVE), False, 5),
         (in_phase((State.CLAIMING, State.BUILDING), queried=True, **NO_MOVE), True, 5),
         (in_phase(DELETING), False, 5),
-        (in_phase(State.RESIZED), True, 5),
+        (in_phase(State.RESIZED), False, 5),
         (in_phase(State.PREPARING), False, 2000),
     ],
 )

@@ -121,7 +121,7 @@ def outcome(
         (brief(State.FAILED, doubted=True), OURS, UNSURE),
         (brief(State.FAILED, at_host=THERE, doubted=True), OURS, RENUMBERED),
         (brief(State.FAILED, 2, newest=3, doubted=True), OURS, RENUMBERED),
-        (brief(State.BUILDING, 2, doubted=True), OURS, HARMFUL_RUNS),
+        (brief(State.BUILDING, 2, doubted=True), OURS, RENUMBERED),
         (brief(State.ACTIVE, 2, reused_from=2), OURS, HARMFUL_RUNS),
         (brief(State.ACTIVE, 2, reused_from=1), OURS, RENUMBERED),
         (brief(State.ACTIVE, at_host=THERE), OURS, ELSEWHERE),

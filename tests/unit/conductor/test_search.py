@@ -45,7 +45,7 @@ from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
-from tests.unit.conductor.test_transfers import held, leaving
+from tests.unit.conductor.test_transfers import leaving
 from tests.unit.conductor.world import (
     BUILD,
     Conductor,
@@ -156,7 +156,8 @@ async def test_it_is_begun_when_all_have_answered_that_they_have_nothing() -> No
     conductor = Conductor(Services(s1=()), ("s1",))
     assert isinstance(await conductor.take(), Done)
     recorded = await conductor.recorded()
-    assert recorded is not None and recorded.state is State.BUILDING and recorded.doubted
+    assert recorded is not None and recorded.state is State.BUILDING
+    assert (recorded.doubted, recorded.reused_from) == (False, 1)
 
 
 UNSHELVE = CellMove(
@@ -648,7 +649,7 @@ async def test_no_build_leads_to_a_host_that_has_a_machine_which_an_operator_kee
         granted = Claimed(at=2.0, attempt=3, option=0, consumer_generation=9)
         await conductor.engine.take([InstanceEvent(UUID, granted)], source="placement")
     recorded = await conductor.recorded()
-    assert recorded is not None and recorded.doubted
+    assert recorded is not None
     expected = ((State.CLAIMING, State.BUILDING), ["host-2"]) if n == 1 else ((State.RELEASING, State.FAILED), [])
     assert (recorded.phase, [one.host for one in recorded.alternates]) == expected
     codes = [one.code for one in recorded.history if one.host == f"host-{n}"]
@@ -759,6 +760,19 @@ async def test_a_service_without_all_of_its_pages_has_not_answered() -> None:
 # --- The search for machines that a database which was set back may have forgotten holds up nothing else.
 
 
+# It fails in doubt, once all services have answered.
+ENDS = Instance(
+    uuid=UUID,
+    state=State.RELEASING,
+    then=State.FAILED,
+    spec=SPEC,
+    selections=BUILD.selections,
+    attempt=1,
+    doubted=True,
+    since=1.0,
+)
+
+
 async def conductor_of(services: Services, *instances: Instance) -> Conductor:
     conductor = await opened(services, ("s1",))
     await insert(conductor.store, *[replace(one, deadline=1.0) for one in instances])
@@ -791,7 +805,7 @@ class Silent(Services):
 
 async def test_a_service_that_does_not_answer_holds_up_no_other_instance() -> None:
     """Each sweep with such a move waited for it, 10 of each 15 s."""
-    first, second = (replace(held().instance, uuid=f"{UUID[:-1]}{n}") for n in (7, 8))
+    first, second = (replace(ENDS, uuid=f"{UUID[:-1]}{n}") for n in (7, 8))
     conductor = await conductor_of(services := Silent(), first, replace(first, uuid=OTHER, doubted=False))
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         searching = group.create_task(search_forever(conductor.engine, SystemClock()))
@@ -810,7 +824,7 @@ async def test_a_service_that_does_not_answer_holds_up_no_other_instance() -> No
 
 
 async def test_what_has_changed_during_the_search_is_not_requested_any_more() -> None:
-    conductor = await conductor_of(services := Silent(), held().instance)
+    conductor = await conductor_of(services := Silent(), ENDS)
     await conductor.engine.sweep()
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(conductor.engine.search())
@@ -824,7 +838,7 @@ async def test_what_has_changed_during_the_search_is_not_requested_any_more() ->
 
 async def test_a_bounded_number_of_instances_waits_for_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MAX_UNSEARCHED", 2)
-    three = [replace(held().instance, uuid=f"{UUID[:-1]}{n}") for n in range(3)]
+    three = [replace(ENDS, uuid=f"{UUID[:-1]}{n}") for n in range(3)]
     conductor = await conductor_of(services := Silent(), *three)
     await conductor.engine.sweep()
     services.answers.set()
@@ -851,7 +865,7 @@ class Full(Services):
 
 
 async def test_a_full_queue_of_the_schedulers_holds_up_no_other_question() -> None:
-    there, here = leaving().instance, replace(held().instance, uuid=OTHER, doubted=False)
+    there, here = leaving().instance, replace(ENDS, uuid=OTHER, doubted=False)
     questions = [PendingQuestion(one, question_of(one), repeated=False) for one in (there, here)]
     bus = Full()
     requests = PlacementRequests(bus, SystemClock(), 1.0)  # type: ignore[arg-type]

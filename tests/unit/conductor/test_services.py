@@ -30,6 +30,7 @@ from bus.contracts.stages import Stamps
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Listings
+from cell_conductor.domain.doubt import machine_query_of
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.guard import HostOwners
@@ -47,7 +48,7 @@ from tests.unit.conductor.scenario import (
     run,
     spawned,
 )
-from tests.unit.conductor.test_transfers import held
+from tests.unit.conductor.test_transfers import arrived
 from tests.unit.conductor.world import (
     Queried,
     Quiet,
@@ -276,7 +277,8 @@ def test_a_service_whose_hosts_are_not_all_remembered_has_not_listed_all(monkeyp
 
 async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     """A move in doubt was held for as long as a service was down, and for ever by one that is gone."""
-    moved = {UUID: held().instance}
+    query = machine_query_of(arrived().instance)
+    assert query is not None
     keeper = keeper_of()
     await receive(keeper, digest(DOWN))
     services = Services(s1=(), s2=())
@@ -295,11 +297,9 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         forgotten=keeper.forgotten,
         listings=listings,
     )
-    _, waits = await search.find_forgotten(moved)
-    assert waits == {UUID}
+    assert not await search.find_doubted({UUID: query})
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    _, waits = await search.find_forgotten(moved)
-    assert waits == set()
+    assert (await search.find_doubted({UUID: query})).keys() == {UUID}
 
 
 async def kept(keeper: LeaseKeeper) -> None:

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import DESIRES, in_text, of_text
+from cell_conductor.domain.desires import DESIRES, Work, in_text, of_text
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import FIRST_SEQUENCE, MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.domain.orders import orders_of, with_orders
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import TABLE, ByThen, IllegalStep, question_of, rules_of, step
+from cell_conductor.domain.table import DOUBTED, TABLE, ByThen, IllegalStep, question_of, rules_of, step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, request, unbegun
 from tests.unit.conductor.move_scenario import claimed as move_claimed
 from tests.unit.conductor.scenario import (
@@ -47,6 +47,7 @@ from tests.unit.conductor.scenario import (
 
 def test_total_over_states_and_events() -> None:
     assert set(TABLE) == set(State)
+    assert set(DOUBTED) == set(e.EVENTS)
     for state, row in TABLE.items():
         assert set(row) == set(e.EVENTS), state
         follow = {then for known, then in DESIRES if known is state and then is not None}
@@ -203,7 +204,19 @@ def frozen_over(phase: Phase) -> list[bool]:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_what_is_over_has_not_changed(phase: Phase) -> None:
-    wrong = [case for case, was in zip(cases(phase), frozen_over(phase), strict=True) if is_over(*case) is not was]
+    # In doubt a build ended all that it had commanded itself, before it was resolved as a whole; and one that had
+    # failed the machine of its last number, though that may have been given out twice.
+    is_build, has_failed = DESIRES[phase].work is Work.BUILD, DESIRES[phase].condition is Condition.FAILED
+    wrong = [
+        (record, attempt, at)
+        for (record, attempt, at), was in zip(cases(phase), frozen_over(phase), strict=True)
+        if is_over(record, attempt, at)
+        is not (
+            was
+            and not (is_build and record.doubted and attempt != record.attempt)
+            and not (has_failed and 0 < record.reused_from <= attempt == record.attempt)
+        )
+    ]
     assert not wrong, wrong[:3]
 
 

@@ -24,14 +24,15 @@ from bus.contracts.moves import (
     MoveState,
 )
 from bus.contracts.placement import Claim, Release, Revert
+from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
 from cell_conductor.domain import rules
-from cell_conductor.domain.adopt_rules import is_searched
+from cell_conductor.domain.doubt import MachineQuery, machine_query_of
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
-from cell_conductor.search import LOGGED_MOVES
+from cell_conductor.engine import LOGGED_MOVES
 from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import (
     MOVE,
@@ -41,7 +42,6 @@ from tests.unit.conductor.move_scenario import (
     active,
     begun,
     claimed,
-    refused,
     request,
     unbegun,
 )
@@ -313,13 +313,6 @@ def arrived(*, is_query: bool = False) -> Scenario:
     return made
 
 
-def held() -> Scenario:
-    """It is about to be offloaded, in doubt."""
-    made = arrived()
-    made.apply(gone(made.instance, 2))
-    return made
-
-
 def machine(attempt: int, n: int = 3, **fields: object) -> FoundMachine:
     made = FoundMachine(
         instance_uuid=UUID, host_uuid=host(n), host=f"host-{n}", service="s1", attempt=attempt, project_id="p"
@@ -327,8 +320,9 @@ def machine(attempt: int, n: int = 3, **fields: object) -> FoundMachine:
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
-def found(*machines: FoundMachine) -> e.MachineFound:
-    return e.MachineFound(at=1_600.0, machines=machines)
+def found(*machines: FoundMachine) -> e.InstanceSearched:
+    """All services have answered, about all hosts."""
+    return e.InstanceSearched(at=1_600.0, machines=machines, hosts=frozenset(host(n) for n in range(1, 10)))
 
 
 def orders(made: Scenario) -> list[Destroy]:
@@ -338,20 +332,28 @@ def orders(made: Scenario) -> list[Destroy]:
 # --- the next cell was set back
 
 
-@pytest.mark.parametrize("how", ["the claimed host", "another host"])
-def test_a_complete_machine_of_an_arrival_is_the_instances(how: str) -> None:
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("n", [2, 3], ids=["the claimed host", "another host"])
+def test_a_complete_machine_of_an_arrival_is_the_instances(n: int, *, is_built: bool) -> None:
     there = arrived()
-    attempt, n = there.instance.attempt, 2
-    if how == "another host":
-        there.apply(gone(there.instance, 2))
-        attempt, n = attempt + 1, 3
-        there.apply(found(machine(attempt)))
-        assert (there.instance.phase, there.instance.host_uuid) == ((State.DESTROYING, State.REVERTING), host(3))
-        assert (orders(there)[-1].host_uuid, orders(there)[-1].unless_built) == (host(3), True)
-    there.apply(e.Spawned(at=1_601.0, attempt=attempt, host_uuid=host(n), service="s1"))
+    attempt = there.instance.attempt + (n == 3)
+    there.apply(found(machine(attempt, n, built=is_built)))
+    if not is_built:
+        assert (there.instance.state, there.instance.host_uuid) == (State.FINISHING, host(n))
+        assert (orders(there)[-1].host_uuid, orders(there)[-1].unless_built) == (host(n), True)
+        there.apply(e.Spawned(at=1_601.0, attempt=attempt, host_uuid=host(n), service="s1"))
     now = there.instance
     assert (now.state, now.attempt, now.host_uuid, now.doubted) == (State.ACTIVE, attempt, host(n), True)
     assert there.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
+
+
+async def resolved(conductor: Conductor, *moved: Instance) -> dict[str, Instance]:
+    """The records after a search, of those that are certain by then."""
+    await insert(conductor.store, *[replace(one, deadline=1.0) for one in moved])
+    await conductor.engine.sweep()
+    await conductor.engine.search()
+    known = await conductor.engine.known([one.uuid for one in moved])
+    return {uuid: one for uuid, one in known.items() if not one.doubted}
 
 
 @pytest.mark.parametrize("is_built", [False, True])
@@ -359,13 +361,14 @@ async def test_a_move_in_doubt_ends_no_machine_that_an_operator_keeps(is_built: 
     """It became the destination that is given up. The move waits for another word about it."""
     conductor = await opened(Services(s1=(), s2=(machine(9, built=is_built),)), ("s1", "s2"))
     await conductor.keep(3, KEEP)
-    machines, waits = await conductor.search.find_forgotten({UUID: held().instance})
-    assert waits == {UUID} and not machines
+    assert not await resolved(conductor, arrived().instance)
+    sent = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    assert {type(one) for one in sent} <= {MoveEvent}
 
 
 @pytest.mark.parametrize("has", [False, True])
 @pytest.mark.parametrize("how", ["nothing", "silent", "down", "unknown", "unseen", "fenced", "unlisted"])
-async def test_placement_is_requested_once_all_services_have_answered_that_none_is_there(
+async def test_an_arrival_is_offloaded_once_all_services_have_answered_that_none_is_there(
     how: str, *, has: bool
 ) -> None:
     """None that is found counts before, either: another service, or host, may have a later one."""
@@ -377,22 +380,43 @@ async def test_placement_is_requested_once_all_services_have_answered_that_none_
     conductor.fenced = {host(77)} if how == "fenced" else set()
     conductor.down = {"s3"} if how == "down" else ()
     conductor.without_list = {"s4"} if how == "unlisted" else ()  # which hosts it is to look at is not known
-    machines, waits = await conductor.search.find_forgotten({UUID: held().instance})
+    now = (await resolved(conductor, arrived().instance)).get(UUID)
     is_complete = how in ("nothing", "fenced")
-    assert waits == (set() if is_complete and not has else {UUID})
-    assert bool(machines) is (is_complete and has)
+    if not is_complete:
+        assert now is None
+        return
+    assert now is not None and now.phase == ((State.ACTIVE, None) if has else (State.DESTROYING, State.REVERTING))
+    if not has:
+        there = Scenario(now, AFTER)
+        there.apply(gone(now, 2))
+        assert there.instance.phase == (State.RELEASING, State.OFFLOADED)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("silent", ["of its hosts", "another"])
+async def test_a_move_with_a_source_waits_for_other_services_until_the_doubts_limit(
+    silent: str, *, is_over: bool
+) -> None:
+    """Nothing is started from its image: what its two hosts have answered decides then."""
+    services = Services(s1=(), s2=())
+    services.silent = {"s1"} if silent == "of its hosts" else {"s2"}
+    conductor = await opened(services, ("s1", "s2"))
+    conductor.listed |= {host(1), host(2)}
+    moved = replace(checking().instance, doubted=True, since=1.0 if is_over else SystemClock().time())
+    assert moved.move is not None
+    moved = replace(moved, move=replace(moved.move, to_cell=None))
+    now = await resolved(conductor, moved)
+    assert (UUID in now) is (is_over and silent == "another")
 
 
 async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
     services = Services(s1=())
     services.silent = {"s3"}
-    conductor = Conductor(services, ("s1",))
+    conductor = await opened(services, ("s1",))
     conductor.down = {"s3"}
-    await conductor.store.open()
-    moved = {f"{n:08x}-0000-4000-8000-000000000000": held().instance for n in range(LOGGED_MOVES + 3)}
+    moved = [replace(arrived().instance, uuid=f"{n:08x}-0000-4000-8000-000000000000") for n in range(LOGGED_MOVES + 3)]
     with capture_logs() as logged:
-        _, waits = await conductor.search.find_forgotten(moved)
-    assert waits == moved.keys()
+        assert not await resolved(conductor, *moved)
     assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
 
 
@@ -421,18 +445,13 @@ def test_a_claim_in_another_cell_is_given_back_only_if_that_cell_does_not_have_t
     """
     made = make()
     made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
-    match made.instance.state:
-        case State.CLAIMING:
-            made.apply(refused(made.instance.next_attempt))
-        case State.HANDING_OVER:
-            made.end(1, 1, done=False, code="machine.absent")
-        case State.PREPARING:
-            made.end(2, made.instance.attempt)
     for _ in range(2):
-        assert made.instance.phase == (State.PREPARING, None) and question_of(made.instance) is None
+        made.apply(e.TimedOut(at=2_000.0))
+        assert isinstance(question_of(made.instance), MachineQuery)
+        made.apply(found(machine(1, 1)))
+        assert made.instance.phase == (State.PREPARING, None)
         assert (checks(made)[-1].cell, checks(made)[-1].stay) == ("c2", made.instance.stay)
         assert checks(made)[-1].is_query
-        made.apply(e.TimedOut(at=2_000.0))
     made.end(2, made.instance.attempt, done=False, code="move.arrived" if has_arrived else "image.missing")
     if not has_arrived:
         assert isinstance(question_of(made.instance), Revert)
@@ -451,10 +470,8 @@ def test_a_delete_of_what_may_have_left_releases_nothing_in_the_other_cell_befor
     made = make()
     made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
     made.apply(e.DeleteRequested(at=1_500.0, project_id="p"))
-    if made.instance.state is State.CLAIMING:
-        made.apply(refused(made.instance.next_attempt))
     made.apply(e.TimedOut(at=2_000.0))
-    assert made.instance.phase == (State.PREPARING, None) and question_of(made.instance) is None
+    assert made.instance.phase == (State.PREPARING, None) and isinstance(question_of(made.instance), MachineQuery)
     assert made.destroys == [] and checks(made)[-1].stay == made.instance.stay and checks(made)[-1].is_query
     made.end(2, made.instance.attempt, done=False, code="move.arrived" if has_arrived else "image.missing")
     follows = State.DEPARTED if has_arrived else State.DELETED
@@ -550,8 +567,8 @@ def test_one_that_was_resized_in_place_is_not_adopted_with_its_move() -> None:
     assert resized.instance.phase == (State.RESIZED, None) and resized.instance.is_in_place
     resized.instance = replace(resized.instance, doubted=True)
     lost(resized, AFTER_HERE)
-    assert not is_searched(resized.instance)
-    resized.apply(e.MachineFound(at=1_600.0, machines=(machine(5, 3, built=True),)))
+    assert machine_query_of(resized.instance) is None
+    resized.apply(found(machine(5, 3, built=True)))
     assert resized.instance.phase == (State.RELEASING, State.FAILED)
 
 
@@ -573,10 +590,8 @@ def test_a_machine_of_this_stay_is_found_though_the_record_has_numbered_on() -> 
     """It was taken for older than the arrival, and the move was held for good."""
     _, departure = departed()
     back = lost(Scenario(active(), AFTER), AFTER)
-    back.apply(e.MachineFound(at=1_600.0, machines=(machine(departure.newest + 1, 3, built=True),)))
+    back.apply(found(machine(departure.newest + 1, 3, built=True)))
     back.apply(arrives(departure))
-    back.apply(e.Destroyed(at=1_700.0, attempt=back.instance.last_attempt, host_uuid=host(2), service="s1"))
-    assert back.instance.phase == (State.RELEASING, State.OFFLOADED)
     back.apply(found(machine(departure.newest + 1, 3, built=True)))
     assert back.instance.here.host_uuid == host(3)
 

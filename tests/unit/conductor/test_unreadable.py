@@ -69,13 +69,13 @@ async def test_an_instance_that_cannot_be_searched_for_ends_no_search_and_stops_
     waits = record(State.RELEASING, State.FAILED, doubted=True, deadline=1.0)
     others = [replace(waits, uuid=f"{LONE[:-1]}{n}") for n in range(3)]
     await insert(conductor.store, waits, *others)
-    found = conductor.search.find_forgotten
+    found = conductor.search.find_doubted
 
     async def crashes(doubted: Any) -> Any:
         assert UUID not in doubted
         return await found(doubted)
 
-    conductor.search.find_forgotten = crashes  # type: ignore[method-assign]
+    conductor.search.find_doubted = crashes  # type: ignore[method-assign]
     for times in (1, 2):
         assert await conductor.engine.sweep() == 4
         with capture_logs() as logged:

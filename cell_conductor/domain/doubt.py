@@ -1,0 +1,519 @@
+"""A build or a move whose record may be older than the world: the cell's database was set back in the middle of it.
+
+`table.step` judges such a record by `table.DOUBTED` instead of the row of its state. All compute services of the cell
+are queried which machines of the instance they have, and meanwhile nothing is begun, undone or confirmed. By their
+answers the record becomes one of the ordinary table that is true of the world (`resolve`), and what follows, follows
+from that record alone.
+
+The newest complete machine is the instance's. A destination that is not complete is awaited as any other is, by an
+order that spares what is complete (`Destroy.unless_built`). What the answers do not explain holds the record as it is.
+A move to another cell may have left: that cell is asked, too.
+
+An instance at rest is searched for before the next request of it is begun (`take_over_later`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.cell import FoundMachine, Selection
+from bus.contracts.moves import ARRIVED, Condition, MoveKind, MoveState
+
+from . import delete_rules, rules, steps, way_back
+from .adopt_rules import adopt_found, by_worth, forgotten_machines, proved_of, unproved_from
+from .departure_rules import give_away, refuse_other
+from .desires import MAY_BE_THERE, OVER, Ask, Wish, Work, desire_of
+from .events import (
+    ChangeEnded,
+    DeleteRequested,
+    Destroyed,
+    HostRuns,
+    InstanceSearched,
+    MoveRequested,
+    Spawned,
+    SpawnFailed,
+    TimedOut,
+)
+from .instance import Instance, Power, State
+from .move_events import (
+    ENDS_ANOTHER,
+    IN_DOUBT,
+    WHY,
+    MoveEnd,
+    after,
+    answer,
+    answer_other,
+    move_of,
+    refuse_busy,
+    refuse_request,
+    repeat_end,
+)
+from .move_steps import arrived, change, confirm, is_awaited, leave, note, undo
+from .orders import change_of, numbered, step_s
+from .report import is_over
+from .set_back import FORGOTTEN_ATTEMPTS, certain, doubted_from, is_outdated
+from .steps import Step, StepContext
+
+OLDER = "the cell's database was set back to before it was moved"
+
+
+class MachineQuery(Struct, frozen=True):
+    """The query for all machines of an instance in doubt.
+
+    of_move: each service has to have looked at each of its hosts that is not fenced. services: that have to answer
+    beyond the doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as
+    well, however long that takes: the move has no source, and what is released may be started again from its image.
+    """
+
+    since: float
+    of_move: bool = False
+    services: tuple[str, ...] = ()
+    all_of: bool = False
+
+
+def machine_query_of(instance: Instance) -> MachineQuery | None:
+    """The query that a record in doubt waits for, and one of a lost machine before it is released; None: it waits for
+    none. It follows from the record alone.
+    """
+    desire = desire_of(instance)
+    is_ending = desire.asks is Ask.RELEASE and desire.condition is Condition.FAILED and instance.move is None
+    if not is_in_doubt(instance) and not (instance.doubted and is_ending):
+        return None
+    if instance.move is None:
+        return MachineQuery(instance.since)
+    services = tuple(filter(None, (instance.service, instance.source_service)))
+    return MachineQuery(instance.since, of_move=True, services=services, all_of=_is_from_image(instance))
+
+
+def is_in_doubt(instance: Instance) -> bool:
+    """Whether it is judged by `table.DOUBTED`."""
+    return instance.doubted and desire_of(instance).work in (Work.BUILD, Work.MOVE)
+
+
+def _is_from_image(instance: Instance) -> bool:
+    """Whether by the record there is no machine but one that is built from the image, or that is being offloaded."""
+    return move_of(instance).source is None and desire_of(instance).here is not Wish.STAY
+
+
+# --- Until the services have answered
+
+
+def ask(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """The services are queried again. No client waits for them beyond the doubt's limit."""
+    waiting = _hold(instance, event.at, context)
+    if instance.move is None:  # the doubt's limit ends a build (`resolve`)
+        return Step(waiting)
+    if context.set_back.doubted_for_s(instance.since, event.at) < context.doubt_limit_s:
+        return Step(waiting)
+    over = MoveEnd(MoveState.FAILED, IN_DOUBT, WHY)
+    ended = answer(waiting, over, event.at, context)
+    return after(ended, answer_other(ended.instance, over, event.at, context))
+
+
+def _hold(instance: Instance, at: float, context: StepContext) -> Instance:
+    doubted_for_s = context.set_back.doubted_for_s(instance.since, at)
+    wait_s = min(max(context.destroy_retry_s, doubted_for_s), context.destroy_retry_max_s)
+    return replace(instance, deadline=at + wait_s)
+
+
+def ask_now(instance: Instance, event: SpawnFailed | Destroyed, context: StepContext) -> Step:
+    """A host has no machine of a build: it may have one elsewhere. A second service of the same name answers for
+    machines that it has not.
+    """
+    is_ours = instance.move is None and (event.attempt, event.host_uuid) == (instance.attempt, instance.host_uuid)
+    return Step(replace(instance, deadline=event.at) if is_ours else instance)
+
+
+def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
+    """The host of a build has it complete: that is its client's, or was. It stays in doubt at rest, as a later machine
+    may be elsewhere.
+    """
+    is_build = instance.state is State.BUILDING and steps.is_ours(instance, event)
+    return rules.come_up(instance, event, context) if is_build else Step(instance)
+
+
+def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+    """A request about a move that may have ended: the client repeats it when the services have answered."""
+    if instance.move is None:
+        return refuse_other(instance, event, context)
+    move, request = instance.move, event.request
+    if request.kind not in ENDS_ANOTHER or request.request_id in (move.request_id, move.by):
+        return refuse_busy(instance, event, context)
+    again = repeat_end(instance, event, context)
+    return refuse_request(instance, event, context, IN_DOUBT, WHY) if again is None else again
+
+
+def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+    """Every machine of it is destroyed, however far its move may have come. Another cell that may have it is asked
+    first.
+    """
+    if instance.move is None:
+        return delete_rules.delete(instance, event, context)
+    return delete_rules.delete_moving(_furthest(instance), event, context, leaves=_leave)
+
+
+def _leave(instance: Instance, at: float, context: StepContext) -> Step:
+    if _may_have_left(instance):
+        return _ask_next_cell(replace(instance, move=replace(move_of(instance), delete=True)), at, context)
+    return leave(instance, at, context)
+
+
+def _furthest(instance: Instance) -> Instance:
+    """The record as if its destination had been commanded to build: it may have the machine. In another cell none is
+    built before the instance has left this one.
+    """
+    desire = desire_of(instance)
+    if desire.here in MAY_BE_THERE or (instance.is_leaving and desire.asks is not Ask.CLAIM):
+        return instance
+    # A revert that is under way has used the next number: the release comes after it.
+    newest = instance.next_attempt if desire.asks is Ask.REVERT else instance.newest
+    unclaimed = replace(instance, state=State.PREPARING, then=None, newest=newest)
+    if instance.position == 0 or instance.is_leaving:
+        return unclaimed
+    return replace(unclaimed, state=State.FINISHING)
+
+
+# --- Another cell may have it
+
+
+def _may_have_left(instance: Instance) -> bool:
+    """Whether the other cell that it is to leave for may have it by now, and is to be asked: it was, before anything of
+    the instance was given back.
+    """
+    is_to_leave = instance.is_leaving or (move_of(instance).to_cell is not None and bool(instance.alternates))
+    return is_to_leave and desire_of(instance).asks not in (Ask.REVERT, Ask.RELEASE)
+
+
+def _ask_next_cell(instance: Instance, at: float, context: StepContext) -> Step:
+    """Before what is claimed in the other cell is given up, that cell is asked whether the instance has arrived: its
+    departure may be lost here, and in the schedulers' record. A check of the host asks that as well.
+    """
+    if not instance.is_leaving:  # by the record nothing is claimed there
+        instance = replace(instance, position=1, attempt=instance.next_attempt, newest=instance.next_attempt)
+    return change(instance, State.PREPARING, at, context)
+
+
+def _is_asking(instance: Instance) -> bool:
+    return instance.state is State.PREPARING and instance.is_leaving and move_of(instance).is_given_up
+
+
+def follow_next_cell(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
+    """The other cell has the instance: it has left, once more. It has not: the move is undone. If no machine is left at
+    the source, the instance is offloaded with its image; one that was kept under a forgotten name is no reason to end
+    it: it is held.
+    """
+    if not _is_asking(instance) or not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    move = move_of(instance)
+    if event.code == ARRIVED:
+        left = replace(_sure(instance, event.at), move=replace(move, source_gone=False))
+        return give_away(way_back.kept_here(left), event.at, context)
+    if move.delete:
+        return leave(replace(instance, move=replace(move, source_gone=False)), event.at, context)
+    if not move.source_gone:
+        return _undo(instance, event.at, context)
+    if not instance.image:
+        return Step(instance)
+    offloaded = replace(instance, move=replace(move, source=None, source_gone=False))
+    return _undo(offloaded, event.at, context)
+
+
+# --- The services have answered
+
+
+def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
+    """The record becomes what is true of the world by these machines of it. It stays in doubt while they do not show
+    that: one is foreign or not proved.
+    """
+    if instance.move is None:
+        return _resolve_build(instance, event, context)
+    at, move, there = event.at, move_of(instance), _destination_of(instance, event)
+    is_source_gone = _is_source_gone(instance, event)
+    if any(one is there or one in _later(instance, event.machines) for one in event.machines if _is_kept(one, context)):
+        return Step(_hold(instance, at, context))  # until another word about it
+    if move.delete and not _may_have_left(instance):
+        return leave(_furthest(instance), at, context)
+    if move.delete:
+        return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
+    if there is None and _is_from_image(instance) and _is_unexplained(instance, event.machines):
+        return Step(_hold(instance, at, context))
+    if there is None and (later := _later(instance, event.machines)) and not _is_one_machine(instance):
+        taken = max(later, key=by_worth)
+        is_its_own = _is_from_image(instance) or is_source_gone or _is_alternate(instance, taken)
+        if is_its_own and (found := _having(instance, taken)) is not None:
+            return _take(found, taken, at, context, is_source_gone=is_source_gone)
+    if move.to_cell is not None:
+        return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
+    if _is_one_machine(instance):
+        return _go_on(instance, at, context)
+    if there is not None and (there.built or not _is_undone(instance)):
+        return _take(instance, there, at, context, is_source_gone=is_source_gone)
+    if _is_offloaded(instance):
+        return _go_on(instance, at, context)
+    if _is_from_image(instance) and instance.host_uuid in context.fences:
+        return Step(_hold(instance, at, context))  # it may be the only one, which its host is to keep when it is back
+    return _undo(instance, at, context)
+
+
+def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
+    """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is still being built
+    is awaited as any other is. Without one its host is to end the attempt unless it is complete, as the command may
+    come late, and a machine of it that is listed later is kept. The build has failed for its client if its host was
+    silent until the doubt's limit.
+    """
+    at, is_building = event.at, instance.state is State.BUILDING
+    own = [one for one in event.machines if is_building and _is_at(one, instance.attempt, instance.host_uuid)]
+    others = forgotten_machines(instance, event.machines)
+    sure = replace(certain(instance, at), doubted=bool(event.silent), queried=False)
+    best = max((*own, *others), key=by_worth, default=None)
+    if best is not None and best not in own:
+        return _adopt(sure, (*own, *others), at, context)
+    if best is not None and best.built:
+        up = Spawned(at=at, attempt=best.attempt, host_uuid=best.host_uuid, service=best.service)
+        return rules.come_up(steps.at_service(sure, best.service), up, context)
+    if best is None and is_building and instance.here.service in event.silent:
+        reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
+        return rules.give_up_unsure(sure, at, context, reason)
+    sure = replace(sure, doubted=False)
+    if best is not None:
+        return Step(replace(steps.at_service(sure, best.service), deadline=at + instance.build_timeout_s))
+    first = instance.attempt if is_building else instance.next_attempt
+    numbered_anew = replace(instance, reused_from=min(instance.reused_from or first, first))
+    if not is_building:
+        return _go_on(numbered_anew, at, context)
+    asked = replace(_sure(numbered_anew, at), queried=True, deadline=at + context.answer_timeout_s)
+    return Step(asked, again=True)
+
+
+def adopt_lost(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
+    """A record that ends as failed may be older than the world, and a service has a machine of it that it has not."""
+    found = forgotten_machines(instance, event.machines) if machine_query_of(instance) is not None else ()
+    return _adopt(instance, found, event.at, context) if found else Step(instance)
+
+
+def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
+    adopting = replace(instance, reused_from=instance.reused_from or 1, code="", reason="")
+    return adopt_found(adopting, found, at, context)
+
+
+def _is_at(found: FoundMachine, attempt: int, host_uuid: str | None) -> bool:
+    return (found.attempt, found.host_uuid) == (attempt, host_uuid) and not found.foreign
+
+
+def _resolve_leaving(instance: Instance, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
+    """It goes to another cell, and this one has no later machine of it."""
+    move = replace(move_of(instance), source_gone=is_source_gone)
+    if _is_asking(instance):
+        asked = numbered(_hold(replace(instance, move=move), at, context), at)
+        return Step(asked, again=True)
+    if _may_have_left(instance) and desire_of(instance).source not in OVER:
+        given_up = replace(move, lost_code=move.lost_code or IN_DOUBT, lost_reason=move.lost_reason or WHY)
+        return _ask_next_cell(replace(instance, move=given_up, queried=False), at, context)
+    goes_back = desire_of(instance).progress is MoveState.UNDOING
+    if goes_back and is_source_gone and not instance.image:  # as of one whose next cell was asked
+        return Step(_hold(instance, at, context))
+    return _go_on(instance, at, context)
+
+
+def _has_destination(instance: Instance) -> bool:
+    """Whether a host of this cell, which is not the source's, may have been commanded to build it."""
+    return (
+        instance.position > 0
+        and not instance.is_in_place
+        and not instance.is_leaving
+        and instance.state is not State.CLAIMING
+    )
+
+
+def _is_one_machine(instance: Instance) -> bool:
+    """Whether the record goes on with one machine, where it is: its change or its move was decided, and its orders and
+    questions show the rest.
+    """
+    is_here = desire_of(instance).here is Wish.STAY or (instance.is_in_place and instance.state is not State.CLAIMING)
+    return is_here or instance.state is State.REVERTING
+
+
+def _is_undone(instance: Instance) -> bool:
+    """Whether by the record its destination is given up, and its host was commanded to destroy it."""
+    desire = desire_of(instance)
+    return desire.here is Wish.DESTROY and desire.source is Wish.STAY
+
+
+def _is_offloaded(instance: Instance) -> bool:
+    """Whether by the record its only machine is destroyed, or released."""
+    desire = desire_of(instance)
+    return desire.asks is Ask.RELEASE or (desire.here is Wish.DESTROY and desire.source is Wish.UNKNOWN)
+
+
+def _destination_of(instance: Instance, event: InstanceSearched) -> FoundMachine | None:
+    found = [one for one in event.machines if _is_at(one, instance.attempt, instance.host_uuid)]
+    return found[0] if found and _has_destination(instance) else None
+
+
+def _is_source_gone(instance: Instance, event: InstanceSearched) -> bool:
+    move = move_of(instance)
+    if move.source is None:
+        return False
+    place = move.source_attempt, move.source.host_uuid
+    is_there = any((one.attempt, one.host_uuid) == place for one in event.machines)
+    return not is_there and move.source.host_uuid in event.hosts
+
+
+def _is_kept(found: FoundMachine, context: StepContext) -> bool:
+    return (found.host_uuid, found.instance_uuid) in context.kept
+
+
+def _later(instance: Instance, machines: Sequence[FoundMachine]) -> list[FoundMachine]:
+    """The machines that were made by what the database has lost."""
+    is_numbered = instance.position > 0 and not _is_from_image(instance)
+    known = instance.attempt if is_numbered else move_of(instance).book_attempt
+    return [one for one in machines if one.attempt > known and not one.foreign]
+
+
+def _is_unexplained(instance: Instance, machines: Sequence[FoundMachine]) -> bool:
+    """Whether one of these is neither a later one that is proved to be its project's, nor by its record there."""
+    own = (instance.attempt, instance.host_uuid) if _is_expected(instance) else None
+    later = {(one.attempt, one.host_uuid) for one in _later(instance, machines) if proved_of(instance, one) is not None}
+    return any(one.foreign or (one.attempt, one.host_uuid) not in {own, *later} for one in machines)
+
+
+def _is_expected(instance: Instance) -> bool:
+    return _has_destination(instance) or desire_of(instance).here is Wish.DESTROY
+
+
+def _is_alternate(instance: Instance, found: FoundMachine) -> bool:
+    return any(one.host_uuid == found.host_uuid for one in instance.alternates)
+
+
+def _having(instance: Instance, found: FoundMachine) -> Instance | None:
+    """The record with this machine as its destination; None: it is not proved to be its own, or its size not known."""
+    if (allocations := proved_of(instance, found)) is None:
+        return None
+    here = Selection(host_uuid=found.host_uuid, host=found.host, service=found.service, allocations=allocations)
+    return replace(
+        instance,
+        selections=(instance.selections[0], here),
+        position=1,
+        attempt=found.attempt,
+        newest=max(found.attempt, instance.last_attempt),
+        reused_from=instance.reused_from or 1,
+        move=replace(move_of(instance), to_cell=None),
+    )
+
+
+def _sure(instance: Instance, at: float) -> Instance:
+    """The record is certain. What it has forgotten may have given out the numbers that it gives out from now on."""
+    return replace(certain(instance, at), queried=False, reused_from=instance.reused_from or instance.next_attempt)
+
+
+def _take(instance: Instance, found: FoundMachine, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
+    """The destination has its machine. Complete, the move has arrived, and if no machine is left at the source, it was
+    confirmed. Else it is awaited.
+    """
+    sure = steps.at_service(_sure(instance, at), found.service)
+    if found.built and instance.state is State.RESIZED:
+        return _rest(sure, at, context, is_source_gone=is_source_gone)
+    if found.built:
+        return _arrive(sure, at, context, is_source_gone=is_source_gone)
+    earlier = _wanted(sure, at, context)
+    waits = replace(earlier.instance, state=State.FINISHING, then=None, queried=True)
+    return Step(replace(waits, deadline=at + context.destroy_retry_s), earlier.commands, again=True)
+
+
+def follow_spared(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
+    """The destination of a move that is undone, which its host is to end unless it is complete, is complete: it has
+    arrived. Any other is destroyed as it was commanded.
+    """
+    is_spared = instance.queried and steps.is_ours(instance, event) and not instance.is_in_place
+    if not is_spared or (isinstance(event, HostRuns) and not event.built):
+        return rules.confirm_running(instance, event, context)
+    return _arrive(steps.followed(instance, event), event.at, context, is_source_gone=False)
+
+
+def _wanted(instance: Instance, at: float, context: StepContext) -> Step:
+    """The destination is wanted, whatever was to end the move: that has not taken effect."""
+    kept = replace(instance, move=replace(move_of(instance), lost_code="", lost_reason="", finishing=True))
+    return answer_other(kept, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), at, context)
+
+
+def _arrive(instance: Instance, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
+    earlier = _wanted(instance, at, context)
+    there = after(earlier, arrived(note(earlier.instance, "active", at), at, context))
+    if there.instance.state is State.RESIZED and is_source_gone:
+        return after(there, confirm(there.instance, at, context))
+    return there
+
+
+def _rest(instance: Instance, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
+    """A move that has arrived by its record, too. One that waits for its source goes on to do so."""
+    move = move_of(instance)
+    if is_source_gone:
+        stays = way_back.end_without_source(instance, at, context)
+        return after(stays, confirm(way_back.kept_here(stays.instance), at, context))
+    if way_back.is_waiting(instance):
+        return Step(replace(instance, deadline=at + context.destroy_retry_s))
+    return Step(replace(instance, deadline=None if move.auto_confirm_s is None else at + move.auto_confirm_s))
+
+
+def _undo(instance: Instance, at: float, context: StepContext) -> Step:
+    """No complete machine is at the destination, and the move goes back to where it began. The host of the destination
+    is to end it unless it is complete, as the command may come late. The source may have been commanded to hand over;
+    what was claimed may have later numbers than the record, and so has what is released without a source.
+    """
+    move, has_destination = move_of(instance), _has_destination(instance)
+    is_handed_over = move.source is not None and move.kind is not MoveKind.EVACUATE
+    back = replace(move, finishing=has_destination, handed_over=move.handed_over or is_handed_over)
+    newest = instance.newest
+    if move.source is None:
+        newest = instance.last_attempt + FORGOTTEN_ATTEMPTS
+    elif instance.state is State.CLAIMING:  # a copy of the claim may be under way
+        newest = instance.next_attempt
+    sure = replace(_sure(instance, at), newest=newest, move=back)
+    undone = undo(sure, at, context, move.lost_code or IN_DOUBT, move.lost_reason or WHY)
+    if not has_destination:
+        return undone
+    return replace(undone, instance=replace(undone.instance, queried=True), again=True)
+
+
+def _go_on(instance: Instance, at: float, context: StepContext) -> Step:
+    """The record stays as it is. What it waits for is commanded, or asked of placement, once more."""
+    sure = _sure(instance, at)
+    kind, is_asking = change_of(sure), desire_of(sure).asks is not None
+    if sure.state is State.RESIZED:
+        return _rest(sure, at, context, is_source_gone=False)
+    wait_s = context.claim_retry_s if is_asking else context.destroy_retry_s
+    if kind is not None:
+        sure = numbered(sure, at)
+        wait_s = wait_s if sure.state is State.DESTROYING else step_s(move_of(sure), kind, context)
+    return Step(replace(sure, deadline=at + wait_s), again=True)
+
+
+# --- At rest
+
+
+def take_over_later(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
+    """The cell has a machine of it that is later than its record: it was moved before the database was set back. The
+    request is refused, and that machine is the instance's if it is complete and proved to be its own; a client repeats
+    the request. None: there is none, and the request is begun.
+    """
+    own = instance.attempt, instance.host_uuid
+    later = [
+        one
+        for one in (event.found or () if is_outdated(instance, context.set_back) else ())
+        if one.attempt >= instance.attempt
+        and (one.attempt, one.host_uuid) != own
+        and not is_over(instance, one.attempt, one.host_uuid)
+    ]
+    if not later:
+        return None
+    unsure, newest = doubted_from(instance, context.set_back), max(later, key=lambda one: (one.attempt, one.host_uuid))
+    refused = refuse_request(unsure, event, context, IN_DOUBT, f"host {newest.host} has a later machine of it: {OLDER}")
+    if newest.built and newest.attempt > instance.attempt and proved_of(instance, newest):
+        runs = Power.RUNNING if instance.power is Power.SHELVED else instance.power
+        first = unproved_from(instance, context)
+        awake = replace(refused.instance, power=runs, image="", reused_from=first, doubted=False)
+        return after(refused, adopt_found(awake, (newest,), event.at, context))
+    return refused
