@@ -116,7 +116,7 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     if desire.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
     if instance.move is not None and desire.condition is not Condition.FAILED:
-        return delete_moving(instance, event, context)
+        return delete_moving(instance, event, context, leaves=leave)
     if desire.here in WANTED:
         return rules.destroy(doubted_from(instance, context.set_back), event, context)
     # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
@@ -129,12 +129,12 @@ def delete_moving(
     event: DeleteRequested,
     context: StepContext,
     *,
-    leaves: Callable[[Instance, float, StepContext], Step] = leave,
+    leaves: Callable[[Instance, float, StepContext], Step],
 ) -> Step:
     """Every machine of it is destroyed, and then both consumers are released.
 
     While a destination is requested of placement, the conductor awaits the answer: it shows whether the migration holds
-    anything.
+    anything. leaves: begins that, or in doubt asks another cell first.
     """
     move = move_of(instance)
     if move.delete:
