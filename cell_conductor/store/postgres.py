@@ -226,9 +226,10 @@ class PostgresTransaction:
         seen.set_back = replace(seen.set_back, at=set_back_at)
         if not is_elsewhere:
             return None
-        seen.set_back = replace(seen.set_back, at=await self._connection.fetchval(NOTE_SET_BACK))
+        set_back_at = await self._connection.fetchval(NOTE_SET_BACK)
+        seen.set_back = replace(seen.set_back, at=set_back_at)
         doubted = [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK]
-        status: str = await self._connection.execute(DOUBT, doubted, seen.set_back.first_number, seen.set_back.at)
+        status: str = await self._connection.execute(DOUBT, doubted, seen.set_back.first_number, set_back_at)
         return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
