@@ -12,8 +12,8 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from tests.kit import forks, lent
-from tests.kit.distribution import ByFile, in_order
+from tests.kit import forks, lent, sources
+from tests.kit.distribution import READERS, ByFile, in_order, unit_of
 from tests.kit.fixtures import (
     amqp,
     amqp_server,
@@ -99,9 +99,11 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None, object, object]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """The test that leaves a task is reported, and not the one in which it is collected."""
     ended = yield
+    if unit_of(item.nodeid) == READERS[0] and (nextitem is None or unit_of(nextitem.nodeid) != READERS[0]):
+        sources.forget()
     assert (left := unfinished()) == [], f"left on a closed loop: {left}"
     return ended
 

@@ -22,7 +22,6 @@ from tests.kit.sources import (
     OURS,
     ROOT,
     WORKERS,
-    forget,
     imports,
     is_broad,
     is_own,
@@ -45,13 +44,6 @@ MAX_FILE_LINES = 550
 MAX_FUNCTION_LINES = 60
 # Functions of more than 40 lines: at most so many. One more is divided.
 LONG_LINES, MAX_LONG_FUNCTIONS = 40, 23
-
-
-@pytest.fixture(scope="module", autouse=True)
-def read_once() -> Iterator[None]:
-    """The sources are read for the first test that looks at them, and forgotten after the last."""
-    yield
-    forget()
 
 
 def test_files_and_functions_stay_readable() -> None:

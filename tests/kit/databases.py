@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import asyncpg
@@ -195,6 +196,7 @@ async def _closed(connection: asyncpg.Connection) -> None:
     connection.terminate()
 
 
+@cache
 def first_rows(package: str) -> str:
     """The statements of a package's schema that insert rows."""
     return "; ".join(tables.first_rows(tables_of(f"{package}.store.migrations")))

@@ -18,12 +18,6 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-# --- how tests are handed to pytest's processes: what is long first, and a file's tests to one process
-# A file's tests share what its fixtures start, or the runs of the simulation that they look at; two processes with
-# some of them each would do all of it twice. One process begins with the files that never wait, so that the processor
-# has work while the others' tests wait, and two with the files that borrow a broker, so that the others start none
-# (`lent`). A process takes what is left when its own kind is done.
-
 # The files that take longest. One that begins last would have the machine to itself, most of it idle.
 LONGEST = (
     *(
@@ -49,6 +43,16 @@ def rank(path: str) -> tuple[int, int]:
 def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The tests as they are handed out; those of a file stay together and as they were."""
     return sorted(items, key=lambda item: rank(item.nodeid.partition("::")[0]))
+
+
+# Their tests read all sources: one process parses them once.
+READERS = ("tests/test_house.py", "tests/unit/front/test_architecture.py", "tests/unit/front/test_codes.py")
+
+
+def unit_of(nodeid: str) -> str:
+    """What a test is handed out with: the tests of its file, or of all readers."""
+    path = nodeid.partition("::")[0]
+    return READERS[0] if path in READERS else path
 
 
 LEAST_PROCESSES = 4  # with a kind of files each; fewer have none
@@ -83,14 +87,14 @@ def next_of(paths: Sequence[str], process: int, processes: int, borrowing: Calla
 
 
 class ByFile(LoadScopeScheduling):
-    """A unit of work is a file."""
+    """A unit of work is a file, or all readers."""
 
     def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
         super().__init__(config, log)
         self._borrows = cache(partial(borrows, config.rootpath))
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0]
+        return unit_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         processes = list(self.registered_collections)

@@ -47,7 +47,7 @@ from tests.kit.waiting import until
 # --- Behaviour that only a real RabbitMQ can show: it is killed, and it refuses.
 
 
-pytestmark = pytest.mark.rabbitmq
+pytestmark = [pytest.mark.rabbitmq, pytest.mark.usefixtures("few_lanes")]
 PATIENCE_S = 60.0
 # The same as `rabbitmqctl close_all_connections`, once there is one: the broker lists a connection a moment after it
 # has opened it, and each rabbitmqctl takes seconds, on a slow machine many.

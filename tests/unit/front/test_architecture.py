@@ -7,13 +7,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bus.contracts.catalogue import MESSAGES
-from tests.kit.sources import OURS, ROOT, WORKERS, forget, imports, nodes, sources, where, within
+from tests.kit.sources import OURS, ROOT, WORKERS, imports, nodes, sources, where, within
 
 # --- docs/concepts/architecture.md names what exists, and who may import whom is as it describes.
 
@@ -45,13 +44,6 @@ def test_a_place_that_the_table_names_exists(path: str, test: str) -> None:
 
 def test_the_table_names_places_and_tests() -> None:
     assert sum(bool(test) for _, test in NAMED) >= 8 and len(NAMED) >= 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def read_once() -> Iterator[None]:
-    """The sources are read for the first test that looks at them, and forgotten after the last."""
-    yield
-    forget()
 
 
 def test_the_readers_guide_to_the_scheduler_names_every_module() -> None:

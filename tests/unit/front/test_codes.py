@@ -38,13 +38,6 @@ SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`")
 PAGE = re.compile(r'docs/[\w/-]+\.md(?:, "([^"]+)")?')
 
 
-@pytest.fixture(scope="module", autouse=True)
-def read_once() -> Iterator[None]:
-    """The sources are read for the first test that looks at them, and forgotten after the last."""
-    yield
-    sources.forget()
-
-
 def rows() -> dict[str, Code]:
     return {name: one for package in PACKAGES for name, one in table(package).items()}
 
