@@ -20,10 +20,7 @@ from xdist.workermanage import WorkerController
 
 # The files that take longest. One that begins last would have the machine to itself, most of it idle.
 LONGEST = (
-    *(
-        f"tests/drills/test_{name}.py"
-        for name in ("chaos", "real_processes", "up_servers", "failover", "fresh_clone", "up_processes", "dead_service")
-    ),
+    *(f"tests/drills/test_{name}.py" for name in ("chaos", "real_processes", "up", "failover", "fresh_clone")),
     *(
         f"tests/system/test_{name}.py"
         for name in ("command_line", "moves_commands", "audit", "nested", "traces", "permissions", "cells_at_run_time")
