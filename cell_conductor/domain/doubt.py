@@ -231,20 +231,21 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
     if instance.move is None:
         return _resolve_build(instance, event, context)
     at, move, there = event.at, move_of(instance), _destination_of(instance, event)
-    is_source_gone = _is_source_gone(instance, event)
-    if any(one is there or one in _later(instance, event.machines) for one in event.machines if _is_kept(one, context)):
+    is_source_gone, later = _is_source_gone(instance, event), _later(instance, event.machines)
+    if any(one is there or one in later for one in event.machines if _is_kept(one, context)):
         return Step(_hold(instance, at, context))  # until another word about it
     if move.delete and not _may_have_left(instance):
         return leave(_furthest(instance), at, context)
     if move.delete:
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
-    if there is None and _is_from_image(instance) and _is_unexplained(instance, event.machines):
+    newest = max((*later, *(() if there is None else (there,))), key=by_worth, default=None)
+    is_elsewhere = there is None or newest is not there
+    if is_elsewhere and _is_from_image(instance) and _is_unexplained(instance, event.machines):
         return Step(_hold(instance, at, context))
-    if there is None and (later := _later(instance, event.machines)) and not _is_one_machine(instance):
-        taken = max(later, key=by_worth)
-        is_its_own = _is_from_image(instance) or is_source_gone or _is_alternate(instance, taken)
-        if is_its_own and (found := _having(instance, taken)) is not None:
-            return _take(found, taken, at, context, is_source_gone=is_source_gone)
+    if newest is not None and is_elsewhere and not _is_one_machine(instance):
+        is_its_own = _is_from_image(instance) or is_source_gone or _is_alternate(instance, newest)
+        if is_its_own and (found := _having(instance, newest)) is not None:
+            return _take(found, newest, at, context, is_source_gone=is_source_gone)
     if move.to_cell is not None:
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
     if _is_one_machine(instance):

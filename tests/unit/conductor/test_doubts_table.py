@@ -163,6 +163,13 @@ RESOLVED: list[Case] = [
         case(doubted(S.FINISHING), searched(one), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT)
         for one in (on(4, 5, project_id="q"), on(4, 5, foreign=True))
     ),
+    # What is left where it was passed over hides no later one.
+    *(
+        case(before, searched(SOURCE, PART, on(3, 6)), "resized", "migrate: done", context=IN_DOUBT)
+        for before in (doubted(S.PREPARING), doubted(S.FINISHING))
+    ),
+    case(unsure(S.FINISHING), searched(PART, on(3, 6)), "active", "unshelve: done", context=IN_DOUBT),
+    case(unsure(S.FINISHING), searched(PART, on(3, 6, project_id="q")), "finishing", context=IN_DOUBT),
     # One machine, which is changed where it is.
     case(in_place(S.RESIZED, doubted=True, queried=False), searched(SOURCE), "resized", context=IN_DOUBT),
     case(in_place(S.RESIZING, doubted=True), searched(SOURCE), "resizing", "resize 1@1", context=IN_DOUBT),
