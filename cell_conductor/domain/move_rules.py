@@ -474,17 +474,11 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
     """
     move = move_of(instance)
     gone = replace(
-        instance,
+        over(instance, event.at, context),
         state=State.OFFLOADED,
-        then=None,
         power=Power.SHELVED,
         newest=instance.next_attempt,
         consumer_generation=None,
-        selections=(instance.here,),
-        position=0,
-        deadline=None,
-        since=event.at,
-        queried=False,
     )
     if move.kind in _FROM_IMAGE:
         gone = replace(gone, spec=move.spec)

@@ -272,7 +272,7 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def over(instance: Instance, at: float, context: StepContext) -> Instance:
-    """Active, on its present host. One whose move began before a set-back may have been moved again since."""
+    """At rest: active, on its present host. One whose move began before a set-back may have been moved again since."""
     return replace(
         instance,
         doubted=context.set_back.may_lack(move_of(instance).began),

@@ -19,7 +19,7 @@ from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, is_outdated
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
-from tests.unit.conductor.move_scenario import MOVE, OTHER, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, ended, request
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
@@ -617,3 +617,14 @@ def test_an_instance_is_searched_for_once_after_a_set_back(known: Instance) -> N
     refused = replace(request(K.REVERT), at=2000.0, found=())
     assert is_outdated(known, IN_DOUBT.set_back)
     assert not is_outdated(step(known, refused, IN_DOUBT).instance, IN_DOUBT.set_back)
+
+
+def test_an_offload_is_no_proof_that_there_is_no_later_machine() -> None:
+    """The shelving had failed and it was migrated; set back to the snapshot, and the later host's service is down."""
+    now = replace(changing(K.SHELVE, offload=True), doubted=True)
+    now = step(now, replace(searched(HERE), silent=frozenset({"s9"})), IN_DOUBT).instance
+    now = step(now, ended(now, 2, 2, image="i"), IN_DOUBT).instance
+    now = step(now, GONE, IN_DOUBT).instance
+    assert in_text(now.phase) == "releasing/offloaded"
+    at_rest = step(now, answering(now, e.Released(at=9000.0, consumer=UUID)), IN_DOUBT).instance
+    assert at_rest.state is S.OFFLOADED and is_outdated(at_rest, IN_DOUBT.set_back)
