@@ -152,7 +152,8 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     """
     if instance.move is None:
         return delete_rules.delete(instance, event, context)
-    return delete_rules.delete_moving(_furthest(instance), event, context, leaves=_leave)
+    known = instance if move_of(instance).delete else _furthest(instance)
+    return delete_rules.delete_moving(known, event, context, leaves=_leave)
 
 
 def _leave(instance: Instance, at: float, context: StepContext) -> Step:

@@ -375,6 +375,21 @@ def test_what_is_deleted_is_not_continued(before: Instance, phase: str, machines
     assert in_text(step(before, searched(*machines), IN_DOUBT).instance.phase) == phase
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        doubted(S.CLAIMING, S.PREPARING, {"delete": True}),
+        at_source(doubted=True, move={"delete": True}),
+        leaving(S.PREPARING, move={"delete": True}),
+        leaving(S.CLAIMING, S.PREPARING, {"delete": True}),
+    ],
+)
+def test_a_repeated_delete_of_what_is_deleted_in_doubt_is_answered(before: Instance) -> None:
+    """The record became `finishing`, which broke an invariant, or `preparing` at its source, which was then checked."""
+    stepped = step(before, e.DeleteRequested(at=220.0, project_id="p"), IN_DOUBT)
+    assert (stepped.instance.phase, brief(stepped)) == (before.phase, ("build: deleting",))
+
+
 def test_a_doubt_that_is_resolved_numbers_what_it_gives_out_as_unproved() -> None:
     after = step(doubted(S.PREPARING), searched(SOURCE), IN_DOUBT).instance
     assert (after.doubted, after.reused_from) == (False, 5)
