@@ -102,7 +102,11 @@ def _is_from_image(instance: Instance) -> bool:
 
 
 def ask(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The services are queried again. No client waits for them beyond the doubt's limit."""
+    """The services are queried again. No client waits for them beyond the doubt's limit, and no delete at all: one on
+    record waited for placement.
+    """
+    if _is_deleted_here(instance):
+        return leave(_furthest(instance), event.at, context)
     waiting = _hold(instance, event.at, context)
     if instance.move is None:  # the doubt's limit ends a build (`resolve`)
         return Step(waiting)
@@ -154,6 +158,11 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
         return delete_rules.delete(instance, event, context)
     known = instance if move_of(instance).delete else _furthest(instance)
     return delete_rules.delete_moving(known, event, context, leaves=_leave)
+
+
+def _is_deleted_here(instance: Instance) -> bool:
+    """Whether its delete is on record, and no other cell has to be asked before it is carried out."""
+    return instance.move is not None and instance.move.delete and not _may_have_left(instance)
 
 
 def _leave(instance: Instance, at: float, context: StepContext) -> Step:
@@ -233,12 +242,12 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _resolve_build(instance, event, context)
     at, move, there = event.at, move_of(instance), _destination_of(instance, event)
     is_source_gone, later = _is_source_gone(instance, event), _later(instance, event.machines)
-    if any(one is there or one in later for one in event.machines if _is_kept(one, context)):
-        return Step(_hold(instance, at, context))  # until another word about it
-    if move.delete and not _may_have_left(instance):
+    if _is_deleted_here(instance):
         return leave(_furthest(instance), at, context)
     if move.delete:
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
+    if any(one is there or one in later for one in event.machines if _is_kept(one, context)):
+        return Step(_hold(instance, at, context))  # until another word about it
     newest = max((*later, *(() if there is None else (there,))), key=by_worth, default=None)
     is_elsewhere = there is None or newest is not there
     if is_elsewhere and _is_from_image(instance) and _is_unexplained(instance, event.machines):

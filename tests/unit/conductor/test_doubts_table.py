@@ -361,18 +361,23 @@ def test_a_delete_in_doubt_ends_every_machine_that_the_move_may_have_made(
     assert (in_text(stepped.instance.phase), orders) == (phase, destroyed)
 
 
+@pytest.mark.parametrize("context", [IN_DOUBT, LATER_KEPT], ids=["", "kept"])
 @pytest.mark.parametrize("machines", [(SOURCE,), (SOURCE, HERE), (on(3, 5),)], ids=["source", "both", "later"])
 @pytest.mark.parametrize(
     ("before", "phase"),
     [
         (at_source(doubted=True, move={"delete": True}), "destroying/deleted"),
         (doubted(S.CLAIMING, S.PREPARING, {"delete": True}), "destroying/deleted"),
+        (unsure(S.CLAIMING, S.PREPARING, {"delete": True}, position=0, attempt=1), "releasing/deleted"),
         (leaving(S.PREPARING, move={"delete": True}), "preparing"),
     ],
 )
-def test_what_is_deleted_is_not_continued(before: Instance, phase: str, machines: tuple[FoundMachine, ...]) -> None:
-    """Its delete waited for placement when the database was set back."""
-    assert in_text(step(before, searched(*machines), IN_DOUBT).instance.phase) == phase
+def test_what_is_deleted_is_not_continued(
+    before: Instance, phase: str, machines: tuple[FoundMachine, ...], context: StepContext
+) -> None:
+    """Its delete waited for placement when the database was set back. No service is waited for, nor what is kept."""
+    assert in_text(step(before, searched(*machines), context).instance.phase) == phase
+    assert in_text(step(before, e.TimedOut(at=220.0), context).instance.phase) == phase
 
 
 @pytest.mark.parametrize(
