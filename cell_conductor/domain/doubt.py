@@ -264,7 +264,7 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _take(instance, there, at, context, is_source_gone=is_source_gone)
     if _is_offloaded(instance):
         return _go_on(instance, at, context)
-    if _is_from_image(instance) and instance.host_uuid in context.fences:
+    if _is_from_image(instance) and _has_destination(instance) and instance.host_uuid in context.fences:
         return Step(_hold(instance, at, context))  # it may be the only one, which its host is to keep when it is back
     return _undo(instance, at, context)
 

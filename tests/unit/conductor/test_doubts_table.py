@@ -193,6 +193,13 @@ RESOLVED: list[Case] = [
         for event in (searched(), searched(hosts=WITHOUT_2))
     ),
     case(unsure(S.FINISHING), searched(), "finishing", context=FENCED_2),
+    case(
+        unsure(S.CLAIMING, S.PREPARING, position=0, attempt=1),
+        searched(),
+        "releasing/offloaded",
+        "unshelve: undoing",
+        context=fenced(1, context=IN_DOUBT),
+    ),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(), "releasing/offloaded", context=IN_DOUBT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(FOUND), "finishing", "end 5@3", context=IN_DOUBT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(on(3, 5)), "active", "unshelve: done", context=IN_DOUBT),
