@@ -51,7 +51,7 @@ from .move_events import (
     refuse_request,
     repeat_end,
 )
-from .move_steps import arrived, change, confirm, is_awaited, leave, note, undo
+from .move_steps import arrived, change, confirm, is_at_source, is_awaited, leave, note, undo
 from .orders import change_of, numbered, step_s
 from .report import is_over
 from .set_back import FORGOTTEN_ATTEMPTS, certain, doubted_from, is_outdated
@@ -84,7 +84,10 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
         return None
     if instance.move is None:
         return MachineQuery(instance.since)
-    services = tuple(filter(None, (instance.service, instance.source_service)))
+    # The host that an evacuation leaves is off: its service may never be back.
+    is_off = instance.move.kind is MoveKind.EVACUATE
+    here = "" if is_off and is_at_source(instance) else instance.service
+    services = tuple(filter(None, (here, "" if is_off else instance.source_service)))
     return MachineQuery(instance.since, of_move=True, services=services, all_of=_is_from_image(instance))
 
 

@@ -291,6 +291,27 @@ def test_the_answers_of_all_services_resolve_a_doubt(
         assert stepped.instance.deadline is not None
 
 
+FAR = (replace(ON_1, service="s7"), ON_2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "position", "services"),
+    [
+        (K.MIGRATE, 1, ("s1", "s7")),
+        (K.EVACUATE, 1, ("s1",)),
+        (K.MIGRATE, 0, ("s7", "s7")),
+        (K.EVACUATE, 0, ()),
+    ],
+)
+def test_the_service_of_a_dead_source_is_not_awaited_without_a_limit(
+    kind: MoveKind, position: int, services: tuple[str, ...]
+) -> None:
+    """By its client's statement it may never be back; the destination had answered that its machine is complete."""
+    state = (S.FINISHING, None) if position else (S.CLAIMING, S.PREPARING)
+    query = machine_query_of(doubted(*state, {"kind": kind, "source": FAR[0]}, selections=FAR, position=position))
+    assert query is not None and (query.services, query.all_of) == (services, False)
+
+
 @pytest.mark.parametrize("has_image", [True, False])
 @pytest.mark.parametrize("state", [S.REVERTING, S.RESTARTING])
 def test_what_was_to_leave_and_has_no_machine_is_held_without_its_image(state: State, *, has_image: bool) -> None:
