@@ -326,10 +326,11 @@ def _resolve_leaving(instance: Instance, at: float, context: StepContext, *, is_
     if _may_have_left(instance) and desire_of(instance).source not in OVER:
         given_up = replace(move, lost_code=move.lost_code or IN_DOUBT, lost_reason=move.lost_reason or WHY)
         return _ask_next_cell(replace(instance, move=given_up, queried=False), at, context)
-    goes_back = desire_of(instance).progress is MoveState.UNDOING
-    if goes_back and is_source_gone and not instance.image:  # as of one whose next cell was asked
+    if desire_of(instance).progress is not MoveState.UNDOING:
+        return _go_on(instance, at, context)
+    if is_source_gone and not instance.image:  # as of one whose next cell was asked
         return Step(_hold(instance, at, context))
-    return _go_on(instance, at, context)
+    return _go_on(replace(instance, move=replace(move_of(instance), handed_over=True)), at, context)
 
 
 def _has_destination(instance: Instance) -> bool:

@@ -240,8 +240,8 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
     generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
     at_source = replace(instance, **_of_source(move))
     back = replace(at_source, newest=event.attempt, consumer_generation=generation, power=move.power)
-    # The machine of one that was to leave its cell may be gone: its host answers for that.
-    if move.to_cell is None and (not move.handed_over or move.power is not Power.RUNNING):
+    # The machine of one that was stopped to leave its cell may be gone: its host answers for that.
+    if not move.handed_over or (move.to_cell is None and move.power is not Power.RUNNING):
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
         return end_undone(back, event.at, context)
     return change(back, State.RESTARTING, event.at, context)

@@ -320,6 +320,9 @@ def test_what_was_to_leave_and_has_no_machine_is_held_without_its_image(state: S
     before = leaving(state, image="kept" if has_image else "", **back)
     after = step(before, searched(), IN_DOUBT).instance
     assert (after.state, is_in_doubt(after)) == (state, not has_image)
+    if has_image and state is S.REVERTING:  # its host answers that it has none, and it is offloaded
+        reverted = answering(after, e.Reverted(at=320.0, attempt=5, consumer_generation=9))
+        assert step(after, reverted, IN_DOUBT).instance.state is S.RESTARTING
 
 
 @pytest.mark.parametrize(("image", "phase"), [("kept", "releasing/offloaded"), ("", "preparing")])
