@@ -37,7 +37,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import Instance, Power, State
+from .instance import Instance, Move, Power, State
 from .move_events import (
     ENDS_ANOTHER,
     IN_DOUBT,
@@ -448,9 +448,16 @@ def follow_spared(instance: Instance, event: Spawned | HostRuns, context: StepCo
     return _arrive(steps.followed(instance, event), event.at, context, is_source_gone=False)
 
 
+def _handed_over(move: Move) -> bool:
+    """Whether the source may have been commanded to hand over by now, and is started if the move goes back to it."""
+    return move.handed_over or (move.source is not None and move.kind is not MoveKind.EVACUATE)
+
+
 def _wanted(instance: Instance, at: float, context: StepContext) -> Step:
     """The destination is wanted, whatever was to end the move: that has not taken effect."""
-    kept = replace(instance, move=replace(move_of(instance), lost_code="", lost_reason="", finishing=True))
+    move = move_of(instance)
+    kept_move = replace(move, lost_code="", lost_reason="", finishing=True, handed_over=_handed_over(move))
+    kept = replace(instance, move=kept_move)
     return answer_other(kept, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), at, context)
 
 
@@ -479,8 +486,7 @@ def _undo(instance: Instance, at: float, context: StepContext) -> Step:
     what was claimed may have later numbers than the record, and so has what is released without a source.
     """
     move, has_destination = move_of(instance), _has_destination(instance)
-    is_handed_over = move.source is not None and move.kind is not MoveKind.EVACUATE
-    back = replace(move, finishing=has_destination, handed_over=move.handed_over or is_handed_over)
+    back = replace(move, finishing=has_destination, handed_over=_handed_over(move))
     newest = instance.newest
     if move.source is None:
         newest = instance.last_attempt + FORGOTTEN_ATTEMPTS

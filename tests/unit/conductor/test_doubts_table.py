@@ -19,7 +19,7 @@ from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, is_outdated
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
-from tests.unit.conductor.move_scenario import MOVE, OTHER, ended, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, ended, request, seen
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
@@ -531,6 +531,23 @@ def test_a_destination_that_is_complete_after_all_has_arrived(answer_: e.Event) 
     assert (in_text(stepped.instance.phase), brief(stepped)) == ("resized", ("migrate: done",))
     assert step(back, runs(2, built=False), IN_DOUBT).instance.phase == back.phase
     assert step(back, GONE, IN_DOUBT).instance.state is S.REVERTING
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (searched(SOURCE, HERE), request(K.REVERT, request_id=OTHER), seen(), GONE),
+        (searched(SOURCE, PART), GONE),
+    ],
+    ids=["reverted", "ended"],
+)
+def test_the_source_of_a_move_that_went_on_in_doubt_is_started_by_its_way_back(events: tuple[e.Event, ...]) -> None:
+    """By the record, which is from before the hand-over, it had not been stopped."""
+    now = doubted(S.PREPARING, selections=(ON_1, ON_2))
+    for event in (*events, e.Reverted(at=320.0, attempt=5, consumer_generation=9)):
+        stepped = step(now, answering(now, event), IN_DOUBT)
+        now = stepped.instance
+    assert (now.state, brief(stepped)) == (S.RESTARTING, ("start 1@1", "migrate: undoing"))
 
 
 def test_what_may_be_the_only_machine_is_not_given_up_by_a_fence() -> None:
