@@ -261,6 +261,9 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
             return _take(found, newest, at, context, is_source_gone=is_source_gone)
     if move.to_cell is not None:
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
+    is_offloading = instance.state is State.CHANGING and move.offload
+    if is_offloading and _is_missing(event, instance.attempt, instance.host_uuid):
+        return Step(_hold(instance, at, context))  # its image may be kept under a forgotten name
     if _is_one_machine(instance):
         return _go_on(instance, at, context)
     if there is not None and (there.built or not _is_undone(instance)):
@@ -370,11 +373,13 @@ def _destination_of(instance: Instance, event: InstanceSearched) -> FoundMachine
 
 def _is_source_gone(instance: Instance, event: InstanceSearched) -> bool:
     move = move_of(instance)
-    if move.source is None:
-        return False
-    place = move.source_attempt, move.source.host_uuid
-    is_there = any((one.attempt, one.host_uuid) == place for one in event.machines)
-    return not is_there and move.source.host_uuid in event.hosts
+    return move.source is not None and _is_missing(event, move.source_attempt, move.source.host_uuid)
+
+
+def _is_missing(event: InstanceSearched, attempt: int, host_uuid: str | None) -> bool:
+    """Whether the host was looked at, and does not have that machine."""
+    place = attempt, host_uuid
+    return host_uuid in event.hosts and all((one.attempt, one.host_uuid) != place for one in event.machines)
 
 
 def _is_kept(found: FoundMachine, context: StepContext) -> bool:

@@ -89,6 +89,7 @@ KEPT = replace(IN_DOUBT, kept={(host(2), UUID): 2})
 LATER_KEPT = replace(IN_DOUBT, kept={(host(3), UUID): 5})
 FENCED_2 = fenced(2, context=IN_DOUBT)
 SOURCE, HERE, PART = on(1), on(2), on(2, built=False)
+OFFLOADING = replace(changing(K.SHELVE, offload=True), doubted=True)
 END_2, UNDOING = "end 2@2", "migrate: undoing"
 
 RESOLVED: list[Case] = [
@@ -232,6 +233,12 @@ RESOLVED: list[Case] = [
         "releasing/offloaded",
         "unshelve: undoing",
         context=IN_DOUBT,
+    ),
+    # It may be offloaded by now, with an image whose name is forgotten.
+    case(OFFLOADING, searched(), "changing", context=IN_DOUBT),
+    *(
+        case(OFFLOADING, event, "changing", "snapshot 2@2", context=IN_DOUBT)
+        for event in (searched(HERE), searched(hosts=WITHOUT_2))
     ),
     case(
         unsure(S.DESTROYING, S.OFFLOADED, {"kind": K.SHELVE}, position=0, selections=(ON_2,)),
@@ -689,8 +696,7 @@ def test_an_instance_is_searched_for_once_after_a_set_back(known: Instance) -> N
 
 def test_an_offload_is_no_proof_that_there_is_no_later_machine() -> None:
     """The shelving had failed and it was migrated; set back to the snapshot, and the later host's service is down."""
-    now = replace(changing(K.SHELVE, offload=True), doubted=True)
-    now = step(now, replace(searched(HERE), silent=frozenset({"s9"})), IN_DOUBT).instance
+    now = step(OFFLOADING, replace(searched(HERE), silent=frozenset({"s9"})), IN_DOUBT).instance
     now = step(now, ended(now, 2, 2, image="i"), IN_DOUBT).instance
     now = step(now, GONE, IN_DOUBT).instance
     assert in_text(now.phase) == "releasing/offloaded"
