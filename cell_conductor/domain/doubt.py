@@ -9,7 +9,7 @@ The newest complete machine is the instance's. A destination that is not complet
 order that spares what is complete (`Destroy.unless_built`). What the answers do not explain holds the record as it is.
 A move to another cell may have left: that cell is asked, too.
 
-An instance at rest is searched for before the next request of it is begun (`take_over_later`).
+An instance at rest is searched for before the next request of it is begun (`later_machine`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import ARRIVED, Condition, MoveKind, MoveState
 
 from . import delete_rules, rules, steps, way_back
-from .adopt_rules import adopt_found, by_worth, forgotten_machines, proved_of, unproved_from
+from .adopt_rules import adopt_found, by_worth, forgotten_machines, proved_of
 from .departure_rules import give_away, refuse_other
 from .desires import MAY_BE_THERE, OVER, Ask, Wish, Work, desire_of
 from .events import (
@@ -37,7 +37,8 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import Instance, Move, Power, State
+from .instance import Instance, Move, State
+from .later_machine import adopt_moved
 from .move_events import (
     ENDS_ANOTHER,
     IN_DOUBT,
@@ -53,11 +54,8 @@ from .move_events import (
 )
 from .move_steps import arrived, change, confirm, is_at_source, is_awaited, leave, note, undo
 from .orders import change_of, numbered, step_s
-from .report import is_over
-from .set_back import FORGOTTEN_ATTEMPTS, certain, doubted_from, is_outdated
+from .set_back import FORGOTTEN_ATTEMPTS, certain
 from .steps import Step, StepContext
-
-OLDER = "the cell's database was set back to before it was moved"
 
 
 class MachineQuery(Struct, frozen=True):
@@ -252,13 +250,10 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
     if any(one is there or one in later for one in event.machines if _is_kept(one, context)):
         return Step(_hold(instance, at, context))  # until another word about it
     newest = max((*later, *(() if there is None else (there,))), key=by_worth, default=None)
-    is_elsewhere = there is None or newest is not there
-    if is_elsewhere and _is_from_image(instance) and _is_unexplained(instance, event.machines):
-        return Step(_hold(instance, at, context))
-    if newest is not None and is_elsewhere and not _is_one_machine(instance):
-        is_its_own = _is_from_image(instance) or is_source_gone or _is_alternate(instance, newest)
-        if is_its_own and (found := _having(instance, newest)) is not None:
-            return _take(found, newest, at, context, is_source_gone=is_source_gone)
+    if there is None or newest is not there:
+        moved = _follow_later(instance, newest, event, context, is_source_gone=is_source_gone)
+        if moved is not None:
+            return moved
     if move.to_cell is not None:
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
     is_offloading = instance.state is State.CHANGING and move.offload
@@ -273,6 +268,30 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
     if _is_from_image(instance) and _has_destination(instance) and instance.host_uuid in context.fences:
         return Step(_hold(instance, at, context))  # it may be the only one, which its host is to keep when it is back
     return _undo(instance, at, context)
+
+
+def _follow_later(
+    instance: Instance,
+    newest: FoundMachine | None,
+    event: InstanceSearched,
+    context: StepContext,
+    *,
+    is_source_gone: bool,
+) -> Step | None:
+    """A later machine than the destination's is this move's own, or was made after it, by a move that the record has
+    lost. Beside the latter nothing is started, and when it is complete it is the instance's. None: there is none that
+    is proved to be, or the move was confirmed, and starts nothing: the next request finds it.
+    """
+    at, desire, is_from_image = event.at, desire_of(instance), _is_from_image(instance)
+    if is_from_image and _is_unexplained(instance, event.machines):
+        return Step(_hold(instance, at, context))
+    is_confirmed = desire.here is Wish.STAY and desire.source in OVER
+    if newest is None or is_confirmed or (found := _having(instance, newest)) is None:
+        return None
+    is_tried = _is_alternate(instance, newest) and desire.progress is not MoveState.UNDOING
+    if is_from_image or (not _is_one_machine(instance) and (is_source_gone or is_tried)):
+        return _take(found, newest, at, context, is_source_gone=is_source_gone)
+    return adopt_moved(instance, newest, at, context) if newest.built else Step(_hold(instance, at, context))
 
 
 def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
@@ -388,8 +407,7 @@ def _is_kept(found: FoundMachine, context: StepContext) -> bool:
 
 def _later(instance: Instance, machines: Sequence[FoundMachine]) -> list[FoundMachine]:
     """The machines that were made by what the database has lost."""
-    is_numbered = instance.position > 0 and not _is_from_image(instance)
-    known = instance.attempt if is_numbered else move_of(instance).book_attempt
+    known = move_of(instance).book_attempt if _is_from_image(instance) else instance.last_attempt
     return [one for one in machines if one.attempt > known and not one.foreign]
 
 
@@ -515,31 +533,3 @@ def _go_on(instance: Instance, at: float, context: StepContext) -> Step:
         sure = numbered(sure, at)
         wait_s = wait_s if sure.state is State.DESTROYING else step_s(move_of(sure), kind, context)
     return Step(replace(sure, deadline=at + wait_s), again=True)
-
-
-# --- At rest
-
-
-def take_over_later(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
-    """The cell has a machine of it that is later than its record: it was moved before the database was set back. The
-    request is refused, and that machine is the instance's if it is complete and proved to be its own; a client repeats
-    the request. None: there is none, and the request is begun.
-    """
-    own = instance.attempt, instance.host_uuid
-    later = [
-        one
-        for one in (event.found or () if is_outdated(instance, context.set_back) else ())
-        if one.attempt >= instance.attempt
-        and (one.attempt, one.host_uuid) != own
-        and not is_over(instance, one.attempt, one.host_uuid)
-    ]
-    if not later:
-        return None
-    unsure, newest = doubted_from(instance, context.set_back), max(later, key=lambda one: (one.attempt, one.host_uuid))
-    refused = refuse_request(unsure, event, context, IN_DOUBT, f"host {newest.host} has a later machine of it: {OLDER}")
-    if newest.built and newest.attempt > instance.attempt and proved_of(instance, newest):
-        runs = Power.RUNNING if instance.power is Power.SHELVED else instance.power
-        first = unproved_from(instance, context)
-        awake = replace(refused.instance, power=runs, image="", reused_from=first, doubted=False)
-        return after(refused, adopt_found(awake, (newest,), event.at, context))
-    return refused

@@ -24,7 +24,6 @@ from bus.contracts.moves import (
 
 from . import departure_rules, rules, steps, way_back
 from .adopt_rules import is_held
-from .doubt import take_over_later
 from .events import (
     ChangeEnded,
     Claimed,
@@ -40,6 +39,7 @@ from .events import (
     TimedOut,
 )
 from .instance import OVER_QUOTA, Instance, Power, State, why_not_claimed
+from .later_machine import take_over_later
 from .move_events import (
     DELETED,
     DONE,

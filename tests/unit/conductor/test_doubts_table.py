@@ -40,7 +40,7 @@ from tests.unit.conductor.records import (
     restarting,
     unshelving,
 )
-from tests.unit.conductor.scenario import PATIENCE, UUID, answering, claimed, host, missed, spawned
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, answering, claimed, host, missed, spawned
 
 K, S = MoveKind, State
 PARTED = replace(ON_2, allocations={host(2): {"VCPU": 2}, host(9): {"VF": 1}})
@@ -90,6 +90,8 @@ LATER_KEPT = replace(IN_DOUBT, kept={(host(3), UUID): 5})
 FENCED_2 = fenced(2, context=IN_DOUBT)
 SOURCE, HERE, PART = on(1), on(2), on(2, built=False)
 OFFLOADING = replace(changing(K.SHELVE, offload=True), doubted=True)
+RESTARTS = replace(restarting(), doubted=True)
+MOVED = "migrate: failed move.in_doubt"
 END_2, UNDOING = "end 2@2", "migrate: undoing"
 
 RESOLVED: list[Case] = [
@@ -156,7 +158,33 @@ RESOLVED: list[Case] = [
     case(undone(), searched(SOURCE, PART), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT),
     # A later one is there: of an alternate of this move, or of what came after it.
     case(doubted(S.FINISHING), searched(SOURCE, on(3, 5)), "resized", "migrate: done", context=IN_DOUBT),
-    case(doubted(S.FINISHING), searched(SOURCE, on(4, 5)), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT),
+    *(
+        case(before, searched(*machines, on(4, 5)), "claiming/active", *ended_, MOVED, context=IN_DOUBT)
+        for before, ended_ in (
+            (at_source(doubted=True), ()),
+            (doubted(S.PREPARING), ()),
+            (doubted(S.FINISHING), ()),
+            (resized(), ()),
+            (undone(), ()),
+            (undone(**BY_REVERT), ("revert: failed move.in_doubt",)),
+            (doubted(S.REVERTING, move={"handed_over": True}), ()),
+            (leaving(S.HANDING_OVER), ()),
+            (leaving(S.REVERTING), ()),
+        )
+        for machines in ((SOURCE,), (SOURCE, HERE))
+    ),
+    case(undone(), searched(SOURCE, on(3, 5)), "claiming/active", MOVED, context=IN_DOUBT),
+    *(
+        case(before, searched(SOURCE, on(4, 5, built=False)), in_text(before.phase), context=IN_DOUBT)
+        for before in (doubted(S.PREPARING), doubted(S.FINISHING), undone(), doubted(S.REVERTING), RESTARTS)
+    ),
+    case(
+        doubted(S.DESTROYING, S.ACTIVE),
+        searched(SOURCE, HERE, on(4, 5)),
+        "destroying/active",
+        "destroy 1@1",
+        context=IN_DOUBT,
+    ),
     case(
         doubted(S.FINISHING), searched(on(4, 5)), "destroying/active", "destroy 1@1", "migrate: done", context=IN_DOUBT
     ),
@@ -182,8 +210,28 @@ RESOLVED: list[Case] = [
         context=IN_DOUBT,
     ),
     case(replace(changing(K.STOP), doubted=True), searched(HERE), "changing", "stop 2@2", context=IN_DOUBT),
-    case(replace(changing(K.STOP), doubted=True), searched(on(3, 5)), "changing", "stop 2@2", context=IN_DOUBT),
-    case(replace(restarting(), doubted=True), searched(SOURCE), "restarting", "start 1@1", context=IN_DOUBT),
+    case(RESTARTS, searched(SOURCE), "restarting", "start 1@1", context=IN_DOUBT),
+    # It was moved on since: nothing is started beside the later one.
+    *(
+        case(
+            replace(changing(kind), doubted=True),
+            searched(*own, on(3, 5)),
+            "claiming/active",
+            f"{kind}: failed move.in_doubt",
+            context=IN_DOUBT,
+        )
+        for kind in (K.STOP, K.START, K.REBUILD)
+        for own in ((), (HERE,))
+    ),
+    case(RESTARTS, searched(SOURCE, on(3, 5)), "claiming/active", MOVED, context=IN_DOUBT),
+    case(RESTARTS, searched(SOURCE, on(2, 4)), "restarting", "start 1@1", context=IN_DOUBT),
+    case(
+        in_place(S.RESIZING, doubted=True),
+        searched(SOURCE, on(3, 5)),
+        "claiming/active",
+        "resize: failed move.in_doubt",
+        context=IN_DOUBT,
+    ),
     # Without a source: from its image.
     case(unsure(S.FINISHING), searched(HERE), "active", "unshelve: done", context=IN_DOUBT),
     case(unsure(S.DESTROYING, S.REVERTING), searched(HERE), "active", "unshelve: done", context=IN_DOUBT),
@@ -317,6 +365,22 @@ def test_the_service_of_a_dead_source_is_not_awaited_without_a_limit(
     state = (S.FINISHING, None) if position else (S.CLAIMING, S.PREPARING)
     query = machine_query_of(doubted(*state, {"kind": kind, "source": FAR[0]}, selections=FAR, position=position))
     assert query is not None and (query.services, query.all_of) == (services, False)
+
+
+@pytest.mark.parametrize("state", [S.FINISHING, S.REVERTING])
+def test_an_instance_that_was_moved_on_is_where_it_was_moved_to(state: State) -> None:
+    """What the record knows stays, in quarantine; but on a fenced host it is a loss."""
+    before = doubted(state, move={"spec": replace(SPEC, flavor="before")})
+    taking = step(before, searched(SOURCE, HERE, on(4, 5)), IN_DOUBT).instance
+    claim = question_of(taking)
+    assert isinstance(claim, Claim) and (claim.attempt, claim.migration) == (6, None)
+    up = step(taking, e.ClaimRefused(at=221.0, attempt=6, consumer_changed=True), IN_DOUBT).instance
+    assert (up.state, up.host_uuid, up.attempt, up.move, up.power) == (S.ACTIVE, host(4), 5, None, Power.RUNNING)
+    assert up.spec is not None and up.spec.flavor == "before"
+    assert is_outdated(replace(up, since=2000.0), IN_DOUBT.set_back)
+    assert not any(is_over(replace(up, doubted=False), n, host(n)) for n in (1, 2))
+    lost = step(before, searched(SOURCE, on(4, 5)), fenced(1, context=IN_DOUBT)).instance
+    assert [is_over(replace(lost, doubted=False), n, host(n)) for n in (1, 2)] == [True, False]
 
 
 @pytest.mark.parametrize("has_image", [True, False])
