@@ -224,7 +224,15 @@ RESOLVED: list[Case] = [
         for own in ((), (HERE,))
     ),
     case(RESTARTS, searched(SOURCE, on(3, 5)), "claiming/active", MOVED, context=IN_DOUBT),
-    case(RESTARTS, searched(SOURCE, on(2, 4)), "restarting", "start 1@1", context=IN_DOUBT),
+    # What the move itself has left is not later, nor is anything looked for in the place of a machine that is gone.
+    case(
+        replace(RESTARTS, newest=6),
+        searched(SOURCE, on(2, 5, built=False)),
+        "restarting",
+        "start 1@1",
+        context=IN_DOUBT,
+    ),
+    case(replace(changing(K.STOP), doubted=True), searched(), "changing", "stop 2@2", context=IN_DOUBT),
     case(
         in_place(S.RESIZING, doubted=True),
         searched(SOURCE, on(3, 5)),
@@ -252,6 +260,13 @@ RESOLVED: list[Case] = [
     case(unsure(S.RELEASING, S.OFFLOADED), searched(), "releasing/offloaded", context=IN_DOUBT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(FOUND), "finishing", "end 5@3", context=IN_DOUBT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(on(3, 5)), "active", "unshelve: done", context=IN_DOUBT),
+    case(
+        unsure(S.RELEASING, S.OFFLOADED, attempt=6, newest=6),
+        searched(on(3, 5)),
+        "active",
+        "unshelve: done",
+        context=IN_DOUBT,
+    ),
     case(
         unsure(S.RELEASING, S.OFFLOADED),
         searched(replace(FOUND, attempt=9), on(2, 6)),
@@ -379,6 +394,8 @@ def test_an_instance_that_was_moved_on_is_where_it_was_moved_to(state: State) ->
     assert up.spec is not None and up.spec.flavor == "before"
     assert is_outdated(replace(up, since=2000.0), IN_DOUBT.set_back)
     assert not any(is_over(replace(up, doubted=False), n, host(n)) for n in (1, 2))
+    resized_there = in_place(S.RESIZED, move={"spec": replace(SPEC, flavor="before")}, doubted=True, queried=False)
+    assert step(resized_there, searched(on(4, 5)), IN_DOUBT).instance.spec == SPEC
     lost = step(before, searched(SOURCE, on(4, 5)), fenced(1, context=IN_DOUBT)).instance
     assert [is_over(replace(lost, doubted=False), n, host(n)) for n in (1, 2)] == [True, False]
 
