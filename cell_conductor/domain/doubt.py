@@ -52,7 +52,7 @@ from .move_events import (
     refuse_request,
     repeat_end,
 )
-from .move_steps import arrived, change, confirm, is_at_source, is_awaited, leave, note, undo
+from .move_steps import arrived, change, confirm, is_awaited, leave, note, undo
 from .orders import change_of, numbered, step_s
 from .set_back import FORGOTTEN_ATTEMPTS, certain
 from .steps import Step, StepContext
@@ -82,10 +82,10 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
         return None
     if instance.move is None:
         return MachineQuery(instance.since)
-    # The host that an evacuation leaves is off: its service may never be back.
-    is_off = instance.move.kind is MoveKind.EVACUATE
-    here = "" if is_off and is_at_source(instance) else instance.service
-    services = tuple(filter(None, (here, "" if is_off else instance.source_service)))
+    services = tuple(filter(None, (instance.service, instance.source_service)))
+    if instance.move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
+        hosts = instance.alternates if desire.asks is Ask.CLAIM else (instance.here,)
+        services = tuple(one.service for one in hosts)
     return MachineQuery(instance.since, of_move=True, services=services, all_of=_is_from_image(instance))
 
 
