@@ -189,7 +189,9 @@ ELSEWHERE = states_where(lambda row: row.elsewhere)
 IN_DOUBT_AFTER_SET_BACK = states_where(lambda row: row.work is not None)
 # In these an evacuation from the host of its source may have a machine at its destination.
 EVACUATED = states_where(lambda row: row.source is Wish.STAY and row.here in MAY_BE_THERE)
-EVACUATED_IN_DOUBT = states_where(lambda row: row.source is Wish.STAY and row.here is Wish.UNCOMMANDED)
+EVACUATED_IN_DOUBT = states_where(
+    lambda row: row.source is Wish.STAY and (row.here is Wish.UNCOMMANDED or row.asks is Ask.CLAIM)
+)
 
 
 # A report of its host that leaves it out is compared with the record.

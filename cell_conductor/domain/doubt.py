@@ -9,7 +9,7 @@ The newest complete machine is the instance's. A destination that is not complet
 order that spares what is complete (`Destroy.unless_built`). What the answers do not explain holds the record as it is.
 A move to another cell may have left: that cell is asked, too.
 
-An instance at rest is searched for before the next request of it is begun (`take_over_later`).
+An instance at rest is searched for before the next request of it is begun (`later_machine`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import ARRIVED, Condition, MoveKind, MoveState
 
 from . import delete_rules, rules, steps, way_back
-from .adopt_rules import adopt_found, by_worth, forgotten_machines, proved_of, unproved_from
+from .adopt_rules import adopt_found, by_worth, forgotten_machines, proved_of
 from .departure_rules import give_away, refuse_other
 from .desires import MAY_BE_THERE, OVER, Ask, Wish, Work, desire_of
 from .events import (
@@ -37,7 +37,8 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import Instance, Power, State
+from .instance import Instance, Move, State
+from .later_machine import adopt_moved
 from .move_events import (
     ENDS_ANOTHER,
     IN_DOUBT,
@@ -53,11 +54,8 @@ from .move_events import (
 )
 from .move_steps import arrived, change, confirm, is_awaited, leave, note, undo
 from .orders import change_of, numbered, step_s
-from .report import is_over
-from .set_back import FORGOTTEN_ATTEMPTS, certain, doubted_from, is_outdated
+from .set_back import FORGOTTEN_ATTEMPTS, certain
 from .steps import Step, StepContext
-
-OLDER = "the cell's database was set back to before it was moved"
 
 
 class MachineQuery(Struct, frozen=True):
@@ -85,6 +83,9 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     if instance.move is None:
         return MachineQuery(instance.since)
     services = tuple(filter(None, (instance.service, instance.source_service)))
+    if instance.move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
+        hosts = instance.alternates if desire.asks is Ask.CLAIM else (instance.here,)
+        services = tuple(one.service for one in hosts)
     return MachineQuery(instance.since, of_move=True, services=services, all_of=_is_from_image(instance))
 
 
@@ -102,7 +103,11 @@ def _is_from_image(instance: Instance) -> bool:
 
 
 def ask(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The services are queried again. No client waits for them beyond the doubt's limit."""
+    """The services are queried again. No client waits for them beyond the doubt's limit, and no delete at all: one on
+    record waited for placement.
+    """
+    if _is_deleted_here(instance):
+        return leave(_furthest(instance), event.at, context)
     waiting = _hold(instance, event.at, context)
     if instance.move is None:  # the doubt's limit ends a build (`resolve`)
         return Step(waiting)
@@ -152,7 +157,13 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     """
     if instance.move is None:
         return delete_rules.delete(instance, event, context)
-    return delete_rules.delete_moving(_furthest(instance), event, context, leaves=_leave)
+    known = instance if move_of(instance).delete else _furthest(instance)
+    return delete_rules.delete_moving(known, event, context, leaves=_leave)
+
+
+def _is_deleted_here(instance: Instance) -> bool:
+    """Whether its delete is on record, and no other cell has to be asked before it is carried out."""
+    return instance.move is not None and instance.move.delete and not _may_have_left(instance)
 
 
 def _leave(instance: Instance, at: float, context: StepContext) -> Step:
@@ -231,31 +242,56 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
     if instance.move is None:
         return _resolve_build(instance, event, context)
     at, move, there = event.at, move_of(instance), _destination_of(instance, event)
-    is_source_gone = _is_source_gone(instance, event)
-    if any(one is there or one in _later(instance, event.machines) for one in event.machines if _is_kept(one, context)):
-        return Step(_hold(instance, at, context))  # until another word about it
-    if move.delete and not _may_have_left(instance):
+    is_source_gone, later = _is_source_gone(instance, event), _later(instance, event.machines)
+    if _is_deleted_here(instance):
         return leave(_furthest(instance), at, context)
     if move.delete:
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
-    if there is None and _is_from_image(instance) and _is_unexplained(instance, event.machines):
-        return Step(_hold(instance, at, context))
-    if there is None and (later := _later(instance, event.machines)) and not _is_one_machine(instance):
-        taken = max(later, key=by_worth)
-        is_its_own = _is_from_image(instance) or is_source_gone or _is_alternate(instance, taken)
-        if is_its_own and (found := _having(instance, taken)) is not None:
-            return _take(found, taken, at, context, is_source_gone=is_source_gone)
+    if any(one is there or one in later for one in event.machines if _is_kept(one, context)):
+        return Step(_hold(instance, at, context))  # until another word about it
+    newest = max((*later, *(() if there is None else (there,))), key=by_worth, default=None)
+    if there is None or newest is not there:
+        moved = _follow_later(instance, newest, event, context, is_source_gone=is_source_gone)
+        if moved is not None:
+            return moved
     if move.to_cell is not None:
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
+    is_offloading = instance.state is State.CHANGING and move.offload
+    if is_offloading and _is_missing(event, instance.attempt, instance.host_uuid):
+        return Step(_hold(instance, at, context))  # its image may be kept under a forgotten name
     if _is_one_machine(instance):
         return _go_on(instance, at, context)
     if there is not None and (there.built or not _is_undone(instance)):
         return _take(instance, there, at, context, is_source_gone=is_source_gone)
     if _is_offloaded(instance):
         return _go_on(instance, at, context)
-    if _is_from_image(instance) and instance.host_uuid in context.fences:
+    if _is_from_image(instance) and _has_destination(instance) and instance.host_uuid in context.fences:
         return Step(_hold(instance, at, context))  # it may be the only one, which its host is to keep when it is back
     return _undo(instance, at, context)
+
+
+def _follow_later(
+    instance: Instance,
+    newest: FoundMachine | None,
+    event: InstanceSearched,
+    context: StepContext,
+    *,
+    is_source_gone: bool,
+) -> Step | None:
+    """A later machine than the destination's is this move's own, or was made after it, by a move that the record has
+    lost. Beside the latter nothing is started, and when it is complete it is the instance's. None: there is none that
+    is proved to be, or the move was confirmed, and starts nothing: the next request finds it.
+    """
+    at, desire, is_from_image = event.at, desire_of(instance), _is_from_image(instance)
+    if is_from_image and _is_unexplained(instance, event.machines):
+        return Step(_hold(instance, at, context))
+    is_confirmed = desire.here is Wish.STAY and desire.source in OVER
+    if newest is None or is_confirmed or (found := _having(instance, newest)) is None:
+        return None
+    is_tried = _is_alternate(instance, newest) and desire.progress is not MoveState.UNDOING
+    if is_from_image or (not _is_one_machine(instance) and (is_source_gone or is_tried)):
+        return _take(found, newest, at, context, is_source_gone=is_source_gone)
+    return adopt_moved(instance, newest, at, context) if newest.built else Step(_hold(instance, at, context))
 
 
 def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
@@ -312,10 +348,11 @@ def _resolve_leaving(instance: Instance, at: float, context: StepContext, *, is_
     if _may_have_left(instance) and desire_of(instance).source not in OVER:
         given_up = replace(move, lost_code=move.lost_code or IN_DOUBT, lost_reason=move.lost_reason or WHY)
         return _ask_next_cell(replace(instance, move=given_up, queried=False), at, context)
-    goes_back = desire_of(instance).progress is MoveState.UNDOING
-    if goes_back and is_source_gone and not instance.image:  # as of one whose next cell was asked
+    if desire_of(instance).progress is not MoveState.UNDOING:
+        return _go_on(instance, at, context)
+    if is_source_gone and not instance.image:  # as of one whose next cell was asked
         return Step(_hold(instance, at, context))
-    return _go_on(instance, at, context)
+    return _go_on(replace(instance, move=replace(move_of(instance), handed_over=True)), at, context)
 
 
 def _has_destination(instance: Instance) -> bool:
@@ -355,11 +392,13 @@ def _destination_of(instance: Instance, event: InstanceSearched) -> FoundMachine
 
 def _is_source_gone(instance: Instance, event: InstanceSearched) -> bool:
     move = move_of(instance)
-    if move.source is None:
-        return False
-    place = move.source_attempt, move.source.host_uuid
-    is_there = any((one.attempt, one.host_uuid) == place for one in event.machines)
-    return not is_there and move.source.host_uuid in event.hosts
+    return move.source is not None and _is_missing(event, move.source_attempt, move.source.host_uuid)
+
+
+def _is_missing(event: InstanceSearched, attempt: int, host_uuid: str | None) -> bool:
+    """Whether the host was looked at, and does not have that machine."""
+    place = attempt, host_uuid
+    return host_uuid in event.hosts and all((one.attempt, one.host_uuid) != place for one in event.machines)
 
 
 def _is_kept(found: FoundMachine, context: StepContext) -> bool:
@@ -368,8 +407,7 @@ def _is_kept(found: FoundMachine, context: StepContext) -> bool:
 
 def _later(instance: Instance, machines: Sequence[FoundMachine]) -> list[FoundMachine]:
     """The machines that were made by what the database has lost."""
-    is_numbered = instance.position > 0 and not _is_from_image(instance)
-    known = instance.attempt if is_numbered else move_of(instance).book_attempt
+    known = move_of(instance).book_attempt if _is_from_image(instance) else instance.last_attempt
     return [one for one in machines if one.attempt > known and not one.foreign]
 
 
@@ -433,9 +471,16 @@ def follow_spared(instance: Instance, event: Spawned | HostRuns, context: StepCo
     return _arrive(steps.followed(instance, event), event.at, context, is_source_gone=False)
 
 
+def _handed_over(move: Move) -> bool:
+    """Whether the source may have been commanded to hand over by now, and is started if the move goes back to it."""
+    return move.handed_over or (move.source is not None and move.kind is not MoveKind.EVACUATE)
+
+
 def _wanted(instance: Instance, at: float, context: StepContext) -> Step:
     """The destination is wanted, whatever was to end the move: that has not taken effect."""
-    kept = replace(instance, move=replace(move_of(instance), lost_code="", lost_reason="", finishing=True))
+    move = move_of(instance)
+    kept_move = replace(move, lost_code="", lost_reason="", finishing=True, handed_over=_handed_over(move))
+    kept = replace(instance, move=kept_move)
     return answer_other(kept, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), at, context)
 
 
@@ -464,8 +509,7 @@ def _undo(instance: Instance, at: float, context: StepContext) -> Step:
     what was claimed may have later numbers than the record, and so has what is released without a source.
     """
     move, has_destination = move_of(instance), _has_destination(instance)
-    is_handed_over = move.source is not None and move.kind is not MoveKind.EVACUATE
-    back = replace(move, finishing=has_destination, handed_over=move.handed_over or is_handed_over)
+    back = replace(move, finishing=has_destination, handed_over=_handed_over(move))
     newest = instance.newest
     if move.source is None:
         newest = instance.last_attempt + FORGOTTEN_ATTEMPTS
@@ -489,31 +533,3 @@ def _go_on(instance: Instance, at: float, context: StepContext) -> Step:
         sure = numbered(sure, at)
         wait_s = wait_s if sure.state is State.DESTROYING else step_s(move_of(sure), kind, context)
     return Step(replace(sure, deadline=at + wait_s), again=True)
-
-
-# --- At rest
-
-
-def take_over_later(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
-    """The cell has a machine of it that is later than its record: it was moved before the database was set back. The
-    request is refused, and that machine is the instance's if it is complete and proved to be its own; a client repeats
-    the request. None: there is none, and the request is begun.
-    """
-    own = instance.attempt, instance.host_uuid
-    later = [
-        one
-        for one in (event.found or () if is_outdated(instance, context.set_back) else ())
-        if one.attempt >= instance.attempt
-        and (one.attempt, one.host_uuid) != own
-        and not is_over(instance, one.attempt, one.host_uuid)
-    ]
-    if not later:
-        return None
-    unsure, newest = doubted_from(instance, context.set_back), max(later, key=lambda one: (one.attempt, one.host_uuid))
-    refused = refuse_request(unsure, event, context, IN_DOUBT, f"host {newest.host} has a later machine of it: {OLDER}")
-    if newest.built and newest.attempt > instance.attempt and proved_of(instance, newest):
-        runs = Power.RUNNING if instance.power is Power.SHELVED else instance.power
-        first = unproved_from(instance, context)
-        awake = replace(refused.instance, power=runs, image="", reused_from=first, doubted=False)
-        return after(refused, adopt_found(awake, (newest,), event.at, context))
-    return refused

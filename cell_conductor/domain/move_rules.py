@@ -24,7 +24,6 @@ from bus.contracts.moves import (
 
 from . import departure_rules, rules, steps, way_back
 from .adopt_rules import is_held
-from .doubt import take_over_later
 from .events import (
     ChangeEnded,
     Claimed,
@@ -40,6 +39,7 @@ from .events import (
     TimedOut,
 )
 from .instance import OVER_QUOTA, Instance, Power, State, why_not_claimed
+from .later_machine import take_over_later
 from .move_events import (
     DELETED,
     DONE,
@@ -474,17 +474,11 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
     """
     move = move_of(instance)
     gone = replace(
-        instance,
+        over(instance, event.at, context),
         state=State.OFFLOADED,
-        then=None,
         power=Power.SHELVED,
         newest=instance.next_attempt,
         consumer_generation=None,
-        selections=(instance.here,),
-        position=0,
-        deadline=None,
-        since=event.at,
-        queried=False,
     )
     if move.kind in _FROM_IMAGE:
         gone = replace(gone, spec=move.spec)

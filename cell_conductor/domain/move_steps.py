@@ -272,7 +272,7 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def over(instance: Instance, at: float, context: StepContext) -> Instance:
-    """Active, on its present host. One whose move began before a set-back may have been moved again since."""
+    """At rest: active, on its present host. One whose move began before a set-back may have been moved again since."""
     return replace(
         instance,
         doubted=context.set_back.may_lack(move_of(instance).began),
@@ -446,12 +446,13 @@ def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
     """Whether an evacuation from this host has commanded a destination, which may run the instance by now: the fence
     stays until the record gives up the source, or the destination has answered that nothing of it is left there.
 
-    A doubted record may have forgotten that it did.
+    A doubted record may have forgotten that it did, and that it had claimed one.
     """
     move = instance.move
     may_run = instance.phase in EVACUATED or (instance.phase in EVACUATED_IN_DOUBT and instance.doubted)
     is_going = move is not None and move.kind is MoveKind.EVACUATE and may_run
-    return is_going and instance.source_host_uuid == host_uuid
+    # Before a destination is claimed it is still at its source.
+    return is_going and (instance.source_host_uuid or instance.host_uuid) == host_uuid
 
 
 def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:

@@ -346,7 +346,7 @@ DOUBTED: Mapping[type[Event], Cell] = {
     DeleteRequested: Rule(doubt.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
     Spawned: Rule(doubt.come_up, (State.ACTIVE,)),
     SpawnFailed: Rule(doubt.ask_now),
-    TimedOut: Rule(doubt.ask),
+    TimedOut: Rule(doubt.ask, (State.DESTROYING, State.RELEASING)),
     Destroyed: Rule(doubt.ask_now),
     HostRuns: Rule(doubt.come_up, (State.ACTIVE,)),
     MoveRequested: Rule(doubt.refuse),

@@ -238,10 +238,10 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
     """The instance holds its source again: it is started there if it was commanded to stop."""
     move = move_of(instance)
     generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
-    at_source = replace(instance, **_of_source(move))
+    at_source = replace(instance, **of_source(move))
     back = replace(at_source, newest=event.attempt, consumer_generation=generation, power=move.power)
-    # The machine of one that was to leave its cell may be gone: its host answers for that.
-    if move.to_cell is None and (not move.handed_over or move.power is not Power.RUNNING):
+    # The machine of one that was stopped to leave its cell may be gone: its host answers for that.
+    if not move.handed_over or (move.to_cell is None and move.power is not Power.RUNNING):
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
         return end_undone(back, event.at, context)
     return change(back, State.RESTARTING, event.at, context)
@@ -265,14 +265,14 @@ def _end_before_back(
     """The move, and the request that ends it (None: not yet), have their ends before the instance is back. For clients
     it is where it will be: on its former host, as it was there, and not where it is given up.
     """
-    of_source = _of_source(move_of(instance))
-    ended = answer(replace(instance, **of_source), ending, at, context)
+    back = of_source(move_of(instance))
+    ended = answer(replace(instance, **back), ending, at, context)
     if other is not None:
         ended = after(ended, answer_other(ended.instance, other, at, context))
-    return Step(replace(ended.instance, **{name: getattr(instance, name) for name in of_source}), ended.commands)
+    return Step(replace(ended.instance, **{name: getattr(instance, name) for name in back}), ended.commands)
 
 
-def _of_source(move: Move) -> dict[str, Any]:
+def of_source(move: Move) -> dict[str, Any]:
     """What an instance is on the source of its move; nothing else where it has none."""
     if move.source is None:
         return {}

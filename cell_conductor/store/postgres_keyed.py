@@ -20,7 +20,9 @@ from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
 # As `domain.move_steps.is_evacuated_from`.
 NEEDED = f"""
 SELECT EXISTS (SELECT FROM fence_losses WHERE host_uuid = $1) OR EXISTS (
-    SELECT FROM instances WHERE source_host_uuid = $1 AND record #>> '{{move,kind}}' = 'evacuate' AND (
+    SELECT FROM instances
+    WHERE (source_host_uuid = $1 OR (source_host_uuid IS NULL AND host_uuid = $1))
+    AND record #>> '{{move,kind}}' = 'evacuate' AND (
         state IN ({in_sql(EVACUATED)})
         OR (state IN ({in_sql(EVACUATED_IN_DOUBT)}) AND record ->> 'doubted' = 'true')))
 """

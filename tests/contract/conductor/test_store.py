@@ -317,12 +317,18 @@ async def test_a_fence_stays_while_an_evacuation_from_its_host_may_run_elsewhere
     await instances.fences.put(replace(FENCE, version=2))
     await instances.fences.put(replace(FENCE, state=FenceState.LIFTING))
     assert not await instances.fences.lift(HOST, 3, 9.0)
-    undone = (State.DESTROYING, State.REVERTING)
-    for (state, then), doubted in ((undone, False), ((State.PREPARING, None), True), ((State.REVERTING, None), False)):
+    claiming = replace(evacuated, state=State.CLAIMING, then=State.PREPARING, doubted=True)
+    for record in (
+        replace(evacuated, state=State.DESTROYING, then=State.REVERTING),
+        replace(evacuated, state=State.PREPARING, doubted=True),
+        claiming,
+        replace(claiming, position=0, attempt=1),
+        replace(evacuated, state=State.REVERTING),
+    ):
         async with instances.transaction() as transaction:
             await transaction.lock([A])
-            await transaction.update([replace(evacuated, state=state, then=then, doubted=doubted)])
-        assert await instances.fences.lift(HOST, 3, 9.0) is (state is State.REVERTING), state
+            await transaction.update([record])
+        assert await instances.fences.lift(HOST, 3, 9.0) is (record.state is State.REVERTING), record.phase
 
 
 async def test_a_fence_that_is_to_be_lifted_is_no_proof_and_takes_losses(instances: InstanceStore) -> None:

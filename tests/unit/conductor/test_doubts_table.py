@@ -19,7 +19,7 @@ from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, is_outdated
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
-from tests.unit.conductor.move_scenario import MOVE, OTHER, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, ended, request, seen
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
@@ -40,7 +40,7 @@ from tests.unit.conductor.records import (
     restarting,
     unshelving,
 )
-from tests.unit.conductor.scenario import PATIENCE, UUID, answering, claimed, host, missed, spawned
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, answering, claimed, host, missed, selection, spawned
 
 K, S = MoveKind, State
 PARTED = replace(ON_2, allocations={host(2): {"VCPU": 2}, host(9): {"VF": 1}})
@@ -89,6 +89,9 @@ KEPT = replace(IN_DOUBT, kept={(host(2), UUID): 2})
 LATER_KEPT = replace(IN_DOUBT, kept={(host(3), UUID): 5})
 FENCED_2 = fenced(2, context=IN_DOUBT)
 SOURCE, HERE, PART = on(1), on(2), on(2, built=False)
+OFFLOADING = replace(changing(K.SHELVE, offload=True), doubted=True)
+RESTARTS = replace(restarting(), doubted=True)
+MOVED = "migrate: failed move.in_doubt"
 END_2, UNDOING = "end 2@2", "migrate: undoing"
 
 RESOLVED: list[Case] = [
@@ -155,7 +158,33 @@ RESOLVED: list[Case] = [
     case(undone(), searched(SOURCE, PART), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT),
     # A later one is there: of an alternate of this move, or of what came after it.
     case(doubted(S.FINISHING), searched(SOURCE, on(3, 5)), "resized", "migrate: done", context=IN_DOUBT),
-    case(doubted(S.FINISHING), searched(SOURCE, on(4, 5)), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT),
+    *(
+        case(before, searched(*machines, on(4, 5)), "claiming/active", *ended_, MOVED, context=IN_DOUBT)
+        for before, ended_ in (
+            (at_source(doubted=True), ()),
+            (doubted(S.PREPARING), ()),
+            (doubted(S.FINISHING), ()),
+            (resized(), ()),
+            (undone(), ()),
+            (undone(**BY_REVERT), ("revert: failed move.in_doubt",)),
+            (doubted(S.REVERTING, move={"handed_over": True}), ()),
+            (leaving(S.HANDING_OVER), ()),
+            (leaving(S.REVERTING), ()),
+        )
+        for machines in ((SOURCE,), (SOURCE, HERE))
+    ),
+    case(undone(), searched(SOURCE, on(3, 5)), "claiming/active", MOVED, context=IN_DOUBT),
+    *(
+        case(before, searched(SOURCE, on(4, 5, built=False)), in_text(before.phase), context=IN_DOUBT)
+        for before in (doubted(S.PREPARING), doubted(S.FINISHING), undone(), doubted(S.REVERTING), RESTARTS)
+    ),
+    case(
+        doubted(S.DESTROYING, S.ACTIVE),
+        searched(SOURCE, HERE, on(4, 5)),
+        "destroying/active",
+        "destroy 1@1",
+        context=IN_DOUBT,
+    ),
     case(
         doubted(S.FINISHING), searched(on(4, 5)), "destroying/active", "destroy 1@1", "migrate: done", context=IN_DOUBT
     ),
@@ -163,6 +192,13 @@ RESOLVED: list[Case] = [
         case(doubted(S.FINISHING), searched(one), "destroying/reverting", END_2, UNDOING, context=IN_DOUBT)
         for one in (on(4, 5, project_id="q"), on(4, 5, foreign=True))
     ),
+    # What is left where it was passed over hides no later one.
+    *(
+        case(before, searched(SOURCE, PART, on(3, 6)), "resized", "migrate: done", context=IN_DOUBT)
+        for before in (doubted(S.PREPARING), doubted(S.FINISHING))
+    ),
+    case(unsure(S.FINISHING), searched(PART, on(3, 6)), "active", "unshelve: done", context=IN_DOUBT),
+    case(unsure(S.FINISHING), searched(PART, on(3, 6, project_id="q")), "finishing", context=IN_DOUBT),
     # One machine, which is changed where it is.
     case(in_place(S.RESIZED, doubted=True, queried=False), searched(SOURCE), "resized", context=IN_DOUBT),
     case(in_place(S.RESIZING, doubted=True), searched(SOURCE), "resizing", "resize 1@1", context=IN_DOUBT),
@@ -174,8 +210,36 @@ RESOLVED: list[Case] = [
         context=IN_DOUBT,
     ),
     case(replace(changing(K.STOP), doubted=True), searched(HERE), "changing", "stop 2@2", context=IN_DOUBT),
-    case(replace(changing(K.STOP), doubted=True), searched(on(3, 5)), "changing", "stop 2@2", context=IN_DOUBT),
-    case(replace(restarting(), doubted=True), searched(SOURCE), "restarting", "start 1@1", context=IN_DOUBT),
+    case(RESTARTS, searched(SOURCE), "restarting", "start 1@1", context=IN_DOUBT),
+    # It was moved on since: nothing is started beside the later one.
+    *(
+        case(
+            replace(changing(kind), doubted=True),
+            searched(*own, on(3, 5)),
+            "claiming/active",
+            f"{kind}: failed move.in_doubt",
+            context=IN_DOUBT,
+        )
+        for kind in (K.STOP, K.START, K.REBUILD)
+        for own in ((), (HERE,))
+    ),
+    case(RESTARTS, searched(SOURCE, on(3, 5)), "claiming/active", MOVED, context=IN_DOUBT),
+    # What the move itself has left is not later, nor is anything looked for in the place of a machine that is gone.
+    case(
+        replace(RESTARTS, newest=6),
+        searched(SOURCE, on(2, 5, built=False)),
+        "restarting",
+        "start 1@1",
+        context=IN_DOUBT,
+    ),
+    case(replace(changing(K.STOP), doubted=True), searched(), "changing", "stop 2@2", context=IN_DOUBT),
+    case(
+        in_place(S.RESIZING, doubted=True),
+        searched(SOURCE, on(3, 5)),
+        "claiming/active",
+        "resize: failed move.in_doubt",
+        context=IN_DOUBT,
+    ),
     # Without a source: from its image.
     case(unsure(S.FINISHING), searched(HERE), "active", "unshelve: done", context=IN_DOUBT),
     case(unsure(S.DESTROYING, S.REVERTING), searched(HERE), "active", "unshelve: done", context=IN_DOUBT),
@@ -186,9 +250,23 @@ RESOLVED: list[Case] = [
         for event in (searched(), searched(hosts=WITHOUT_2))
     ),
     case(unsure(S.FINISHING), searched(), "finishing", context=FENCED_2),
+    case(
+        unsure(S.CLAIMING, S.PREPARING, position=0, attempt=1),
+        searched(),
+        "releasing/offloaded",
+        "unshelve: undoing",
+        context=fenced(1, context=IN_DOUBT),
+    ),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(), "releasing/offloaded", context=IN_DOUBT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(FOUND), "finishing", "end 5@3", context=IN_DOUBT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(on(3, 5)), "active", "unshelve: done", context=IN_DOUBT),
+    case(
+        unsure(S.RELEASING, S.OFFLOADED, attempt=6, newest=6),
+        searched(on(3, 5)),
+        "active",
+        "unshelve: done",
+        context=IN_DOUBT,
+    ),
     case(
         unsure(S.RELEASING, S.OFFLOADED),
         searched(replace(FOUND, attempt=9), on(2, 6)),
@@ -218,6 +296,12 @@ RESOLVED: list[Case] = [
         "releasing/offloaded",
         "unshelve: undoing",
         context=IN_DOUBT,
+    ),
+    # It may be offloaded by now, with an image whose name is forgotten.
+    case(OFFLOADING, searched(), "changing", context=IN_DOUBT),
+    *(
+        case(OFFLOADING, event, "changing", "snapshot 2@2", context=IN_DOUBT)
+        for event in (searched(HERE), searched(hosts=WITHOUT_2))
     ),
     case(
         unsure(S.DESTROYING, S.OFFLOADED, {"kind": K.SHELVE}, position=0, selections=(ON_2,)),
@@ -277,6 +361,47 @@ def test_the_answers_of_all_services_resolve_a_doubt(
         assert stepped.instance.deadline is not None
 
 
+FAR = (replace(ON_1, service="s7"), ON_2, replace(selection(3), service="s3"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "position", "services"),
+    [
+        (K.MIGRATE, 1, ("s1", "s7")),
+        (K.EVACUATE, 1, ("s1",)),
+        (K.MIGRATE, 0, ("s7", "s7")),
+        (K.EVACUATE, 0, ("s1", "s3")),
+    ],
+)
+def test_the_service_of_a_dead_source_is_not_awaited_without_a_limit(
+    kind: MoveKind, position: int, services: tuple[str, ...]
+) -> None:
+    """By its client's statement it may never be back. A destination that is claimed by the record may run by now, on
+    any of the hosts that it was to be tried on.
+    """
+    state = (S.FINISHING, None) if position else (S.CLAIMING, S.PREPARING)
+    query = machine_query_of(doubted(*state, {"kind": kind, "source": FAR[0]}, selections=FAR, position=position))
+    assert query is not None and (query.services, query.all_of) == (services, False)
+
+
+@pytest.mark.parametrize("state", [S.FINISHING, S.REVERTING])
+def test_an_instance_that_was_moved_on_is_where_it_was_moved_to(state: State) -> None:
+    """What the record knows stays, in quarantine; but on a fenced host it is a loss."""
+    before = doubted(state, move={"spec": replace(SPEC, flavor="before")})
+    taking = step(before, searched(SOURCE, HERE, on(4, 5)), IN_DOUBT).instance
+    claim = question_of(taking)
+    assert isinstance(claim, Claim) and (claim.attempt, claim.migration) == (6, None)
+    up = step(taking, e.ClaimRefused(at=221.0, attempt=6, consumer_changed=True), IN_DOUBT).instance
+    assert (up.state, up.host_uuid, up.attempt, up.move, up.power) == (S.ACTIVE, host(4), 5, None, Power.RUNNING)
+    assert up.spec is not None and up.spec.flavor == "before"
+    assert is_outdated(replace(up, since=2000.0), IN_DOUBT.set_back)
+    assert not any(is_over(replace(up, doubted=False), n, host(n)) for n in (1, 2))
+    resized_there = in_place(S.RESIZED, move={"spec": replace(SPEC, flavor="before")}, doubted=True, queried=False)
+    assert step(resized_there, searched(on(4, 5)), IN_DOUBT).instance.spec == SPEC
+    lost = step(before, searched(SOURCE, on(4, 5)), fenced(1, context=IN_DOUBT)).instance
+    assert [is_over(replace(lost, doubted=False), n, host(n)) for n in (1, 2)] == [True, False]
+
+
 @pytest.mark.parametrize("has_image", [True, False])
 @pytest.mark.parametrize("state", [S.REVERTING, S.RESTARTING])
 def test_what_was_to_leave_and_has_no_machine_is_held_without_its_image(state: State, *, has_image: bool) -> None:
@@ -285,6 +410,9 @@ def test_what_was_to_leave_and_has_no_machine_is_held_without_its_image(state: S
     before = leaving(state, image="kept" if has_image else "", **back)
     after = step(before, searched(), IN_DOUBT).instance
     assert (after.state, is_in_doubt(after)) == (state, not has_image)
+    if has_image and state is S.REVERTING:  # its host answers that it has none, and it is offloaded
+        reverted = answering(after, e.Reverted(at=320.0, attempt=5, consumer_generation=9))
+        assert step(after, reverted, IN_DOUBT).instance.state is S.RESTARTING
 
 
 @pytest.mark.parametrize(("image", "phase"), [("kept", "releasing/offloaded"), ("", "preparing")])
@@ -354,18 +482,38 @@ def test_a_delete_in_doubt_ends_every_machine_that_the_move_may_have_made(
     assert (in_text(stepped.instance.phase), orders) == (phase, destroyed)
 
 
+@pytest.mark.parametrize("context", [IN_DOUBT, LATER_KEPT], ids=["", "kept"])
 @pytest.mark.parametrize("machines", [(SOURCE,), (SOURCE, HERE), (on(3, 5),)], ids=["source", "both", "later"])
 @pytest.mark.parametrize(
     ("before", "phase"),
     [
         (at_source(doubted=True, move={"delete": True}), "destroying/deleted"),
         (doubted(S.CLAIMING, S.PREPARING, {"delete": True}), "destroying/deleted"),
+        (unsure(S.CLAIMING, S.PREPARING, {"delete": True}, position=0, attempt=1), "releasing/deleted"),
         (leaving(S.PREPARING, move={"delete": True}), "preparing"),
     ],
 )
-def test_what_is_deleted_is_not_continued(before: Instance, phase: str, machines: tuple[FoundMachine, ...]) -> None:
-    """Its delete waited for placement when the database was set back."""
-    assert in_text(step(before, searched(*machines), IN_DOUBT).instance.phase) == phase
+def test_what_is_deleted_is_not_continued(
+    before: Instance, phase: str, machines: tuple[FoundMachine, ...], context: StepContext
+) -> None:
+    """Its delete waited for placement when the database was set back. No service is waited for, nor what is kept."""
+    assert in_text(step(before, searched(*machines), context).instance.phase) == phase
+    assert in_text(step(before, e.TimedOut(at=220.0), context).instance.phase) == phase
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        doubted(S.CLAIMING, S.PREPARING, {"delete": True}),
+        at_source(doubted=True, move={"delete": True}),
+        leaving(S.PREPARING, move={"delete": True}),
+        leaving(S.CLAIMING, S.PREPARING, {"delete": True}),
+    ],
+)
+def test_a_repeated_delete_of_what_is_deleted_in_doubt_is_answered(before: Instance) -> None:
+    """The record became `finishing`, which broke an invariant, or `preparing` at its source, which was then checked."""
+    stepped = step(before, e.DeleteRequested(at=220.0, project_id="p"), IN_DOUBT)
+    assert (stepped.instance.phase, brief(stepped)) == (before.phase, ("build: deleting",))
 
 
 def test_a_doubt_that_is_resolved_numbers_what_it_gives_out_as_unproved() -> None:
@@ -473,6 +621,23 @@ def test_a_destination_that_is_complete_after_all_has_arrived(answer_: e.Event) 
     assert (in_text(stepped.instance.phase), brief(stepped)) == ("resized", ("migrate: done",))
     assert step(back, runs(2, built=False), IN_DOUBT).instance.phase == back.phase
     assert step(back, GONE, IN_DOUBT).instance.state is S.REVERTING
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (searched(SOURCE, HERE), request(K.REVERT, request_id=OTHER), seen(), GONE),
+        (searched(SOURCE, PART), GONE),
+    ],
+    ids=["reverted", "ended"],
+)
+def test_the_source_of_a_move_that_went_on_in_doubt_is_started_by_its_way_back(events: tuple[e.Event, ...]) -> None:
+    """By the record, which is from before the hand-over, it had not been stopped."""
+    now = doubted(S.PREPARING, selections=(ON_1, ON_2))
+    for event in (*events, e.Reverted(at=320.0, attempt=5, consumer_generation=9)):
+        stepped = step(now, answering(now, event), IN_DOUBT)
+        now = stepped.instance
+    assert (now.state, brief(stepped)) == (S.RESTARTING, ("start 1@1", "migrate: undoing"))
 
 
 def test_what_may_be_the_only_machine_is_not_given_up_by_a_fence() -> None:
@@ -610,3 +775,13 @@ def test_an_instance_is_searched_for_once_after_a_set_back(known: Instance) -> N
     refused = replace(request(K.REVERT), at=2000.0, found=())
     assert is_outdated(known, IN_DOUBT.set_back)
     assert not is_outdated(step(known, refused, IN_DOUBT).instance, IN_DOUBT.set_back)
+
+
+def test_an_offload_is_no_proof_that_there_is_no_later_machine() -> None:
+    """The shelving had failed and it was migrated; set back to the snapshot, and the later host's service is down."""
+    now = step(OFFLOADING, replace(searched(HERE), silent=frozenset({"s9"})), IN_DOUBT).instance
+    now = step(now, ended(now, 2, 2, image="i"), IN_DOUBT).instance
+    now = step(now, GONE, IN_DOUBT).instance
+    assert in_text(now.phase) == "releasing/offloaded"
+    at_rest = step(now, answering(now, e.Released(at=9000.0, consumer=UUID)), IN_DOUBT).instance
+    assert at_rest.state is S.OFFLOADED and is_outdated(at_rest, IN_DOUBT.set_back)

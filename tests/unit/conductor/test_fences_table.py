@@ -233,6 +233,8 @@ def test_an_evacuation_is_undone_for_want_of_a_proof(before: State, after: Insta
 
 
 EVACUATED = at(AWAY, State.FINISHING, kind=MoveKind.EVACUATE)
+CLAIMS_NEXT = at(EVACUATED, (State.CLAIMING, State.PREPARING))
+CLAIMS = (CLAIMS_NEXT, replace(CLAIMS_NEXT, position=0, attempt=1))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +246,8 @@ EVACUATED = at(AWAY, State.FINISHING, kind=MoveKind.EVACUATE)
         (at(EVACUATED, State.FINISHING, kind=MoveKind.MIGRATE), SOURCE, False),
         (at(EVACUATED, State.PREPARING), SOURCE, False),
         (replace(at(EVACUATED, State.PREPARING), doubted=True), SOURCE, True),
+        *((replace(one, doubted=True), SOURCE, True) for one in CLAIMS),
+        *((one, SOURCE, False) for one in CLAIMS),
         (replace(at(EVACUATED, (State.DESTROYING, State.ACTIVE)), doubted=True), SOURCE, False),
         (BUILT, SOURCE, False),
     ],

@@ -282,7 +282,7 @@ def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
             " changing resizing destroying/offloaded releasing/offloaded",
         ),
         (desires.EVACUATED, "destroying/reverting finishing resized"),
-        (desires.EVACUATED_IN_DOUBT, "preparing handing_over"),
+        (desires.EVACUATED_IN_DOUBT, "claiming/preparing preparing handing_over"),
         (
             desires.EXPECTED_HERE,
             "active resized destroying/deleted destroying/reverting destroying/offloaded",
