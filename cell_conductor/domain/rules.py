@@ -386,7 +386,14 @@ def _next(instance: Instance, at: float, context: StepContext) -> Step:
     instance = _without_closed(instance, at, context)
     if not instance.alternates:
         return _give_up(instance, at, context, code=NO_HOST, reason=summary_of(instance))
-    return Step(steps.claiming(instance, State.BUILDING, at, context), (steps.destroy_here(instance, context),))
+    left = steps.claiming(instance, State.BUILDING, at, context)
+    return Step(left, (_end_left(left, context),))
+
+
+def _end_left(left: Instance, context: StepContext) -> Destroy:
+    """The order to destroy what the attempt has left; but what is complete stays unless the record proves it over."""
+    is_proved = is_over(left, left.attempt, left.here.host_uuid)
+    return steps.destroy_at(left, left.here, left.attempt, context, unless_built=not is_proved)
 
 
 def closed_to(instance: Instance, context: StepContext) -> Closed | None:
@@ -413,8 +420,8 @@ def _without_closed(instance: Instance, at: float, context: StepContext) -> Inst
 
 
 def _give_up(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
-    over = replace(instance, code=code, reason=steps.cut(reason))
-    return Step(steps.releasing(over, State.FAILED, at, context), (steps.destroy_here(instance, context),))
+    over = steps.releasing(replace(instance, code=code, reason=steps.cut(reason)), State.FAILED, at, context)
+    return Step(over, (_end_left(over, context),))
 
 
 def give_up_unsure(instance: Instance, at: float, context: StepContext, reason: str) -> Step:
