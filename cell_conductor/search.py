@@ -244,21 +244,24 @@ class MachineSearch:
 
     async def find_doubted(self, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
         """What all services have of instances in doubt, of those about which all have answered that have to. Beyond the
-        doubt's limit these are the services that the query names, or for a build those that are up.
+        doubt's limit these are the services that the query names.
+
+        One that has not looked at each of its hosts that is not fenced has not answered.
         """
         if not queries:
             return {}
         asked = await self._asked()
         searched = await self.find(queries, asked, thorough=True)
-        up, fenced = self._up_now() or set(), set(self._fenced())
         # Of one that has not listed all its hosts it is not known which it is to look at: it began just now, as this
         # conductor may have, after a restore for example.
         unseen = {*searched.missing, *self._listings.unlisted(asked or ())}
-        unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - searched.hosts - fenced)
+        looked_at = searched.hosts | set(self._fenced())
+        unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - looked_at)
         at, found = self._clock.time(), dict[str, InstanceSearched]()
         for uuid, query in queries.items():
-            missing = unseen if query.of_move else set(searched.missing)
-            awaited = missing if query.all_of or self._is_awaiting(query.since) else set(query.services) or up
+            service, host = query.here or ("", "")
+            missing = unseen | {service} if service in (asked or ()) and host not in looked_at else unseen
+            awaited = missing if query.all_of or self._is_awaiting(query.since) else set(query.services)
             if asked is not None and not missing & awaited:
                 machines, silent = searched.of(uuid, in_part=True) or (), frozenset(missing)
                 found[uuid] = InstanceSearched(at=at, machines=machines, hosts=searched.hosts, silent=silent)

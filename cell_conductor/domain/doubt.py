@@ -63,13 +63,13 @@ OLDER = "the cell's database was set back to before it was moved"
 class MachineQuery(Struct, frozen=True):
     """The query for all machines of an instance in doubt.
 
-    of_move: each service has to have looked at each of its hosts that is not fenced. services: that have to answer
-    beyond the doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as
-    well, however long that takes: the move has no source, and what is released may be started again from its image.
+    here: the service and the host of a build, which is to have looked at it. services: that have to answer beyond the
+    doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as well,
+    however long that takes: the move has no source, and what is released may be started again from its image.
     """
 
     since: float
-    of_move: bool = False
+    here: tuple[str, str] | None = None
     services: tuple[str, ...] = ()
     all_of: bool = False
 
@@ -83,9 +83,10 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     if not is_in_doubt(instance) and not (instance.doubted and is_ending):
         return None
     if instance.move is None:
-        return MachineQuery(instance.since)
+        is_built = instance.state is State.BUILDING
+        return MachineQuery(instance.since, here=(instance.here.service, instance.here.host_uuid) if is_built else None)
     services = tuple(filter(None, (instance.service, instance.source_service)))
-    return MachineQuery(instance.since, of_move=True, services=services, all_of=_is_from_image(instance))
+    return MachineQuery(instance.since, services=services, all_of=_is_from_image(instance))
 
 
 def is_in_doubt(instance: Instance) -> bool:
@@ -261,8 +262,8 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
 def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
     """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is still being built
     is awaited as any other is. Without one its host is to end the attempt unless it is complete, as the command may
-    come late, and a machine of it that is listed later is kept. The build has failed for its client if its host was
-    silent until the doubt's limit.
+    come late, and a machine of it that is listed later is kept. The build has failed for its client if a service was
+    silent until the doubt's limit, which may have one.
     """
     at, is_building = event.at, instance.state is State.BUILDING
     own = [one for one in event.machines if is_building and _is_at(one, instance.attempt, instance.host_uuid)]
@@ -274,8 +275,8 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
     if best is not None and best.built:
         up = Spawned(at=at, attempt=best.attempt, host_uuid=best.host_uuid, service=best.service)
         return rules.come_up(steps.at_service(sure, best.service), up, context)
-    if best is None and is_building and instance.here.service in event.silent:
-        reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
+    if best is None and event.silent:
+        reason = f"the cell's database was set back, and silent since were {', '.join(sorted(event.silent))}"
         return rules.give_up_unsure(sure, at, context, reason)
     sure = replace(sure, doubted=False)
     if best is not None:

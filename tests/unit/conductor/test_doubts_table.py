@@ -409,11 +409,13 @@ BUILDS: list[Case] = [
     case(building(), searched(on(3, 5, foreign=True)), "building", END_2, context=IN_DOUBT),
     case(building(), searched(replace(HERE, foreign=True)), "building", END_2, context=IN_DOUBT),
     case(building(), searched(on(1, 1)), "building", END_2, context=IN_DOUBT),
-    case(building(), OTHERS_SILENT, "building", END_2, context=IN_DOUBT),
     case(CLAIMS, searched(HERE), "claiming/building", context=IN_DOUBT),
-    case(CLAIMS, SILENT, "claiming/building", context=IN_DOUBT),
-    # Its host was silent until the doubt's limit.
-    case(building(), SILENT, "releasing/failed", context=IN_DOUBT),
+    # A service was silent until the doubt's limit: it may have one.
+    *(
+        case(before, event, "releasing/failed", context=IN_DOUBT)
+        for before in (building(), CLAIMS)
+        for event in (SILENT, OTHERS_SILENT)
+    ),
     # One word.
     case(building(), spawned(2), "active", "build: active", context=IN_DOUBT),
     case(building(), runs(2), "active", "build: active", context=IN_DOUBT),
