@@ -164,8 +164,8 @@ def by_worth(one: FoundMachine) -> tuple[bool, int, str]:
 
 
 def adopt_found(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
-    """The others stay, in quarantine (`reused_from`)."""
-    best = max(found, key=by_worth)
+    """One that is proved to be the instance's, if any is. The others stay, in quarantine (`reused_from`)."""
+    best = max(found, key=lambda one: (proved_of(instance, one) is not None, *by_worth(one)))
     if (allocations := proved_of(instance, best)) is None:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=False)

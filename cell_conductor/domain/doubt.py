@@ -260,8 +260,8 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
 
 
 def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
-    """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is still being built
-    is awaited as any other is. Without one its host is to end the attempt unless it is complete, as the command may
+    """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is not proved to be
+    counts where nothing else is. One that is still being built is awaited as any other is. Without one its host is to end the attempt unless it is complete, as the command may
     come late, and a machine of it that is listed later is kept. The build has failed for its client if a service was
     silent until the doubt's limit, which may have one.
     """
@@ -269,9 +269,10 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
     own = [one for one in event.machines if is_building and _is_at(one, instance.attempt, instance.host_uuid)]
     others = forgotten_machines(instance, event.machines)
     sure = replace(certain(instance, at), doubted=bool(event.silent), queried=False)
-    best = max((*own, *others), key=by_worth, default=None)
+    proved = [one for one in others if proved_of(instance, one) is not None]
+    best = max((*own, *proved) or others, key=by_worth, default=None)
     if best is not None and best not in own:
-        return _adopt(sure, (*own, *others), at, context)
+        return _adopt(sure, (best,), at, context)
     if best is not None and best.built:
         up = Spawned(at=at, attempt=best.attempt, host_uuid=best.host_uuid, service=best.service)
         return rules.come_up(steps.at_service(sure, best.service), up, context)

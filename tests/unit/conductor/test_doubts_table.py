@@ -404,6 +404,12 @@ BUILDS: list[Case] = [
     case(building(), searched(on(3, 1)), "claiming/active", context=IN_DOUBT),
     case(CLAIMS, searched(on(3, 1)), "claiming/active", context=IN_DOUBT),
     case(building(), searched(on(3, 5, project_id="q")), "releasing/failed", context=IN_DOUBT),
+    *(
+        case(building(), searched(own, on(3, 5, project_id=project)), phase, *announced, context=IN_DOUBT)
+        for own, phase, announced in ((HERE, "active", ("build: active",)), (PART, "building", ()))
+        for project in ("q", None)
+    ),
+    case(building(), searched(on(3, 5), on(4, 6, project_id="q")), "claiming/active", context=IN_DOUBT),
     # None has one: its host has the last word, or what it claims is claimed.
     case(building(), searched(), "building", END_2, context=IN_DOUBT),
     case(building(), searched(on(3, 5, foreign=True)), "building", END_2, context=IN_DOUBT),
