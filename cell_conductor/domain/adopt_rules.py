@@ -31,7 +31,7 @@ from .events import (
     Spawned,
 )
 from .instance import MACHINE_EXISTS, Instance, State
-from .report import Unexplained, followed_by
+from .report import Unexplained, followed_by, is_untried
 from .rules import DESTROY_CODES
 from .set_back import FORGOTTEN_ATTEMPTS, numbered_on
 from .steps import Step, StepContext, announce
@@ -41,12 +41,17 @@ MAX_SELECTIONS = 10  # of one record, as of one request
 
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
     """The machines among these that the record does not have: on hosts that it has not tried, or of later attempts. Nor
-    has it the one on its own host once it was given up because that host was silent.
+    has it the one on its own host once it was given up because that host was silent, nor one of a first attempt that it
+    has never commanded.
     """
     is_known = instance.code != rules.OUTCOME_UNKNOWN
     tried = {selection.host_uuid for selection in instance.selections[: instance.position + is_known]}
     own = [one for one in found if not one.foreign]
-    return tuple(one for one in own if one.attempt > instance.attempt or one.host_uuid not in tried)
+    return tuple(
+        one
+        for one in own
+        if one.attempt > instance.attempt or one.host_uuid not in tried or is_untried(instance, one.attempt)
+    )
 
 
 def start_or_adopt(instance: Instance, event: BuildRequested, context: StepContext) -> Step:

@@ -9,11 +9,13 @@ from bus.contracts.cell import Destroy
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.fences import losses_of
+from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.report import is_over
-from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, brief
 from cell_conductor.domain.table import step
-from tests.unit.conductor.scenario import host, selection, spawned
-from tests.unit.conductor.test_doubts_table import FENCED_2, HOSTS, building, runs, searched
+from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, brief
+from tests.unit.conductor.scenario import S1_SILENT, UUID, host, selection, spawned
+from tests.unit.conductor.scenario import on as on_services
+from tests.unit.conductor.test_doubts_table import FENCED_2, HOSTS, building, on, runs, searched
 
 LOST = e.ServiceLost(at=225.0, service="s1", code="x")
 LATE = e.TimedOut(at=230.0)
@@ -43,3 +45,11 @@ def test_a_certain_build_destroys_what_it_has_left() -> None:
     fenced = step(asked, e.HostFenced(at=230.0, host_uuid=host(2)), FENCED_2).instance
     assert in_text(fenced.phase) == "claiming/building"
     assert [one.attempt for one in losses_of(asked, fenced, host(2), 230.0)] == [2]
+
+
+def test_a_machine_on_a_first_host_that_was_passed_over_is_another_records() -> None:
+    """The database was set back, the build came again, and its first host was closed; it was set back once more."""
+    passed = step(Instance(uuid=UUID), on_services("s1", "s2"), replace(IN_DOUBT, down=S1_SILENT)).instance
+    assert (in_text(passed.phase), passed.untried) == ("claiming/building", 1)
+    after = step(replace(passed, doubted=True), searched(on(1)), IN_DOUBT).instance
+    assert in_text(after.phase) == "claiming/active"
