@@ -261,9 +261,9 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
 
 def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
     """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is not proved to be
-    counts where nothing else is. One that is still being built is awaited as any other is. Without one its host is to end the attempt unless it is complete, as the command may
-    come late, and a machine of it that is listed later is kept. The build has failed for its client if a service was
-    silent until the doubt's limit, which may have one.
+    counts where nothing else is. One that is still being built is awaited as any other is. Without one its host is to
+    end the attempt unless it is complete, as the command may come late, and a machine of it that is listed later is
+    kept. The build has failed for its client if a service was silent until the doubt's limit, which may have one.
     """
     at, is_building = event.at, instance.state is State.BUILDING
     own = [one for one in event.machines if is_building and _is_at(one, instance.attempt, instance.host_uuid)]
@@ -275,15 +275,16 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
         return _adopt(sure, (best,), at, context)
     if best is not None and best.built:
         up = Spawned(at=at, attempt=best.attempt, host_uuid=best.host_uuid, service=best.service)
-        return rules.come_up(steps.at_service(sure, best.service), up, context)
+        active = rules.come_up(steps.at_service(sure, best.service), up, context)
+        return replace(active, instance=replace(active.instance, doubted=sure.doubted))
     if best is None and event.silent:
         reason = f"the cell's database was set back, and silent since were {', '.join(sorted(event.silent))}"
         return rules.give_up_unsure(sure, at, context, reason)
-    sure = replace(sure, doubted=False)
-    if best is not None:
-        return Step(replace(steps.at_service(sure, best.service), deadline=at + instance.build_timeout_s))
     first = instance.attempt if is_building else instance.next_attempt
     numbered_anew = replace(instance, reused_from=min(instance.reused_from or first, first))
+    if best is not None:
+        goes_on = replace(certain(numbered_anew if event.silent else instance, at), queried=False)
+        return Step(replace(steps.at_service(goes_on, best.service), deadline=at + instance.build_timeout_s))
     if not is_building:
         return _go_on(numbered_anew, at, context)
     asked = replace(_sure(numbered_anew, at), queried=True, deadline=at + context.answer_timeout_s)

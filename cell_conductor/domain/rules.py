@@ -32,7 +32,7 @@ from .events import (
 )
 from .fences import Closed
 from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
-from .report import is_later, is_over
+from .report import is_later, is_over, is_renumbered
 from .set_back import doubted_from, numbered_on
 from .steps import Step, StepContext
 
@@ -116,7 +116,8 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built.
 
-    An older attempt is destroyed, never doubled.
+    An older attempt is destroyed, never doubled. What was begun, or went on, after a set-back stays doubted at rest:
+    not all services may have answered, and a later machine may be elsewhere.
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
@@ -124,6 +125,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
+    is_unsure = instance.state is State.BUILDING and is_renumbered(instance, instance.attempt)
     up = replace(
         _with_attempt(instance, "active", at=event.at, reason=remark),
         stamps=_stamped(instance, event),
@@ -135,6 +137,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         since=event.at,
         answered=True,
         queried=False,
+        doubted=instance.doubted or is_unsure,
     )
     return steps.announce(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.cut(remark)))
 

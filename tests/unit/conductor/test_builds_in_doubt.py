@@ -9,13 +9,14 @@ from bus.contracts.cell import Destroy
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.fences import losses_of
-from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import is_over
+from cell_conductor.domain.set_back import is_outdated
 from cell_conductor.domain.table import step
 from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, brief
 from tests.unit.conductor.scenario import S1_SILENT, UUID, host, selection, spawned
 from tests.unit.conductor.scenario import on as on_services
-from tests.unit.conductor.test_doubts_table import FENCED_2, HOSTS, building, on, runs, searched
+from tests.unit.conductor.test_doubts_table import FENCED_2, HERE, HOSTS, PART, building, on, runs, searched
 
 LOST = e.ServiceLost(at=225.0, service="s1", code="x")
 LATE = e.TimedOut(at=230.0)
@@ -53,3 +54,26 @@ def test_a_machine_on_a_first_host_that_was_passed_over_is_another_records() -> 
     assert (in_text(passed.phase), passed.untried) == ("claiming/building", 1)
     after = step(replace(passed, doubted=True), searched(on(1)), IN_DOUBT).instance
     assert in_text(after.phase) == "claiming/active"
+
+
+@pytest.mark.parametrize(
+    ("answered", "is_sure"),
+    [
+        (searched(HERE), True),
+        (searched(PART), True),
+        (replace(searched(HERE), silent=frozenset({"s9"})), False),
+        (replace(searched(PART), silent=frozenset({"s9"})), False),
+        (searched(), False),
+    ],
+)
+@pytest.mark.parametrize("reused_from", [0, 1])
+def test_a_build_that_went_on_is_searched_for_before_its_next_request(
+    answered: e.InstanceSearched, reused_from: int, *, is_sure: bool
+) -> None:
+    """A silent service had its client's machine, which would have stayed in quarantine."""
+    now = step(building(reused_from=reused_from), answered, IN_DOUBT).instance
+    if now.state is State.BUILDING:
+        is_sure = is_sure and not reused_from
+        now = step(now, spawned(2), IN_DOUBT).instance
+    assert now.state is State.ACTIVE
+    assert is_outdated(replace(now, since=9000.0), IN_DOUBT.set_back) is not is_sure
