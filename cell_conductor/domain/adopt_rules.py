@@ -59,7 +59,7 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
 
     A machine on its first host that is of its first attempt, and of none later, is no other machine: the command there
     is repeated, and answered; unless the record has had attempts, whose claims were released, or the build was given
-    up, and is not commanded. A query that no search has answered is awaited again.
+    up, or would pass its first host over, and is not commanded. A query that no search has answered is awaited again.
     """
     if event.is_query and event.found is None:
         return Step(instance)
@@ -68,7 +68,7 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     is_held = event.given_up is None and not instance.last_attempt
     is_newest = all(one.attempt <= event.attempt for one in event.found or ())
     is_new = is_held and is_newest and any((one.attempt, one.host_uuid) == first for one in event.found or ())
-    if not event.found or is_new:
+    if not event.found or (is_new and rules.closed_to(requested, context) is None):
         return rules.start_build(instance, event, context)
     adopted = replace(numbered_on(requested, context.set_back, event), reused_from=1)
     return adopt_found(adopted, event.found, event.at, context)

@@ -32,6 +32,7 @@ from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, ON_3, Case, after
 from tests.unit.conductor.scenario import (
     MADE,
     PATIENCE,
+    S1_SILENT,
     SET_BACK_AT,
     SPEC,
     TIMED_OUT,
@@ -92,6 +93,11 @@ STARTS: list[Case] = [
     case(ABSENT, build(found=()), "building", "spawn 1@1", "build: building"),
     case(ABSENT, build(found=(ON_HOST_3,)), "claiming/active"),
     case(ABSENT, build(found=(FIRST,)), "building", "spawn 1@1", "build: building"),
+    # Nor is it passed over because the service that the request has it by is down, or its host is fenced.
+    *(
+        case(ABSENT, replace(on("s1", "s2"), found=(replace(FIRST, service="s9"),)), "claiming/active", context=context)
+        for context in (replace(PATIENCE, down=S1_SILENT), fenced(1))
+    ),
     case(ABSENT, build(found=(replace(FIRST, attempt=2),)), "claiming/active"),
     case(ABSENT, build(found=(replace(FIRST, host_uuid=host(2)),)), "claiming/active"),
     # What its first attempt has left is not built again while the cell has a later one: its claim is that one's.
