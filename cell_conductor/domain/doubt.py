@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import FoundMachine, Selection
@@ -32,6 +31,7 @@ from .events import (
     Destroyed,
     HostRuns,
     InstanceSearched,
+    MachineQuery,
     MoveRequested,
     Spawned,
     SpawnFailed,
@@ -60,20 +60,6 @@ from .steps import Step, StepContext
 OLDER = "the cell's database was set back to before it was moved"
 
 
-class MachineQuery(Struct, frozen=True):
-    """The query for all machines of an instance in doubt.
-
-    here: the service and the host of a build, which is to have looked at it. services: that have to answer beyond the
-    doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as well,
-    however long that takes: the move has no source, and what is released may be started again from its image.
-    """
-
-    since: float
-    here: tuple[str, str] | None = None
-    services: tuple[str, ...] = ()
-    all_of: bool = False
-
-
 def machine_query_of(instance: Instance) -> MachineQuery | None:
     """The query that a record in doubt waits for, and one of a lost machine before it is released; None: it waits for
     none. It follows from the record alone.
@@ -87,6 +73,14 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
         return MachineQuery(instance.since, here=(instance.here.service, instance.here.host_uuid) if is_built else None)
     services = tuple(filter(None, (instance.service, instance.source_service)))
     return MachineQuery(instance.since, services=services, all_of=_is_from_image(instance))
+
+
+def is_asked(instance: Instance, event: InstanceSearched, context: StepContext) -> bool:
+    """Whether these answers are to the query that the record waits for, since the last set-back: another record may
+    have come in its place meanwhile, which more services have to answer for.
+    """
+    query = machine_query_of(instance)
+    return query is not None and event.query == query and context.set_back.is_of(event.era)
 
 
 def is_in_doubt(instance: Instance) -> bool:
@@ -293,7 +287,7 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
 
 def adopt_lost(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
     """A record that ends as failed may be older than the world, and a service has a machine of it that it has not."""
-    found = forgotten_machines(instance, event.machines) if machine_query_of(instance) is not None else ()
+    found = forgotten_machines(instance, event.machines)
     return _adopt(instance, found, event.at, context) if found else Step(instance)
 
 

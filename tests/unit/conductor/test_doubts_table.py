@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from msgspec.structs import replace
@@ -12,7 +13,7 @@ from bus.contracts.moves import MoveEvent, MoveKind
 from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
-from cell_conductor.domain.doubt import MachineQuery, is_in_doubt, machine_query_of
+from cell_conductor.domain.doubt import is_in_doubt, machine_query_of
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.report import is_over
@@ -81,7 +82,8 @@ def on(n: int, attempt: int | None = None, **other: Any) -> FoundMachine:
 
 
 def searched(*machines: FoundMachine, hosts: frozenset[str] = HOSTS) -> e.InstanceSearched:
-    return e.InstanceSearched(at=220.0, machines=machines, hosts=hosts)
+    """All services have answered, as they were asked by whatever record this is."""
+    return e.InstanceSearched(at=220.0, query=ANY, era=IN_DOUBT.set_back.first_number, machines=machines, hosts=hosts)
 
 
 WITHOUT_2 = HOSTS - {host(2)}
@@ -273,7 +275,7 @@ def test_the_answers_of_all_services_resolve_a_doubt(
         assert is_in_doubt(stepped.instance) is is_asking
         assert is_asking or stepped.instance.reused_from > 0
     if is_in_doubt(stepped.instance):
-        assert isinstance(question_of(stepped.instance), MachineQuery)
+        assert isinstance(question_of(stepped.instance), e.MachineQuery)
         assert stepped.instance.deadline is not None
 
 
