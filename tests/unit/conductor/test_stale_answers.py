@@ -17,6 +17,7 @@ from cell_conductor.domain.doubt import is_in_doubt, machine_query_of
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.table import step
 from cell_conductor.engine import Unsearched
+from cell_conductor.handlers import RETRIES
 from tests.unit.conductor.move_scenario import MOVE
 from tests.unit.conductor.records import IN_DOUBT, record
 from tests.unit.conductor.scenario import UUID
@@ -128,3 +129,24 @@ async def test_a_request_is_not_taken_with_an_answer_from_before_another_set_bac
     assert await conductor.recorded() == before
     await conductor.request(message)
     assert await conductor.recorded() != before
+
+
+async def test_a_build_that_was_begun_a_moment_ago_is_not_ended() -> None:
+    """With its last delivery, as one service was silent. That answered a moment later, before the host had taken the
+    command: the next one was to end what had just begun.
+    """
+    services = Services(s1=(), s2=())
+    services.silent = {"s2"}
+    conductor = Conductor(services, ("s1", "s2"))
+    await conductor.take(attempt=RETRIES)
+    services.silent = set()
+    known = await conductor.recorded()
+    assert known is not None and (known.state, is_in_doubt(known)) == (S.BUILDING, True)
+    assert not conductor.engine._search_due.is_set()
+    async with conductor.store.transaction() as transaction:
+        await transaction.lock([UUID])
+        await transaction.update([replace(known, deadline=1.0)])
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    known = await conductor.recorded()
+    assert known is not None and not is_in_doubt(known)
