@@ -154,8 +154,8 @@ def test_it_holds(plan: Callable[[int], Plan], seed: int) -> None:
 def moves_unsearched() -> Iterator[None]:
     """Moves are begun after a restore as if nothing had been forgotten."""
 
-    async def before(_search: MachineSearch, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
-        return {one.uuid: Searched() for one in requests}
+    async def before(search: MachineSearch, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
+        return {one.uuid: Searched(era=search._store.set_back.first_number) for one in requests}
 
     with patch.object(MachineSearch, "before", before):
         yield
