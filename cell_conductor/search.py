@@ -263,7 +263,8 @@ class MachineSearch:
         for uuid, query in queries.items():
             service, host = query.here or ("", "")
             missing = unseen | {service} if service in (asked or ()) and host not in looked_at else unseen
-            awaited = missing if query.all_of or self._is_awaiting(query.since) else set(query.services)
+            named = {*query.services, *(self._up_now() or () if query.of_up else ())}
+            awaited = missing if query.all_of or self._is_awaiting(query.since) else named
             if asked is not None and not missing & awaited:
                 found[uuid] = InstanceSearched(
                     at=at,

@@ -251,13 +251,15 @@ class MachineQuery(Struct, frozen=True):
 
     here: the service and the host of a build, which is to have looked at it. services: that have to answer beyond the
     doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as well,
-    however long that takes: the move has no source, and what is released may be started again from its image.
+    however long that takes: the move has no source, and what is released may be started again from its image. of_up:
+    those that are up have to: of an instance that is lost, for whose claim no request waits.
     """
 
     since: float
     here: tuple[str, str] | None = None
     services: tuple[str, ...] = ()
     all_of: bool = False
+    of_up: bool = False
 
 
 class InstanceSearched(Event, frozen=True, kw_only=True):

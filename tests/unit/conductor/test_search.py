@@ -37,6 +37,7 @@ from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.events import Claimed, InstanceEvent
 from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, Keeper, Lease, LeaseState, LeaseTable
+from cell_conductor.domain.rules import OUTCOME_UNKNOWN
 from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
@@ -502,6 +503,25 @@ async def test_a_build_waits_for_no_service_beyond_the_limit_of_its_doubt(
     known = await conductor.recorded()
     assert known is not None and known.phase == ((State.RELEASING, State.FAILED) if is_over else before.phase)
     assert known.doubted and not services.of_placement
+
+
+@pytest.mark.parametrize(
+    ("code", "silent", "is_released"), [("x", "s2", False), ("x", "s3", True), (OUTCOME_UNKNOWN, "s2", True)]
+)
+async def test_beyond_that_limit_a_claim_is_released_by_what_waits_for_it(
+    code: str, silent: str, *, is_released: bool
+) -> None:
+    """A client waits for the end of its build. An instance that was lost is one that a service which is up may have."""
+    services = Services(s1=(), s2=(), s3=())
+    services.silent = {silent}
+    conductor = Conductor(services, ("s1", "s2"))
+    conductor.down = {"s3"} if silent == "s3" else ()
+    await conductor.store.open()
+    over = replace(claims_again(SystemClock().time() - 7200.0), state=State.RELEASING, then=State.FAILED, code=code)
+    await insert(conductor.store, over)
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    assert bool(services.of_placement) is is_released
 
 
 async def test_another_set_back_begins_the_wait_for_services_that_are_down_anew() -> None:
