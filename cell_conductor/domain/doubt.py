@@ -69,8 +69,8 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     if not is_in_doubt(instance) and not (instance.doubted and is_ending):
         return None
     if instance.move is None:
-        here = (instance.here.service, instance.here.host_uuid) if instance.state is State.BUILDING else None
-        return MachineQuery(instance.since, here=here, of_up=is_ending and instance.code != rules.OUTCOME_UNKNOWN)
+        own = (instance.here.service, instance.here.host_uuid) if instance.state is State.BUILDING else None
+        return MachineQuery(instance.since, here=own, of_up=is_ending and instance.code != rules.OUTCOME_UNKNOWN)
     services = tuple(filter(None, (instance.service, instance.source_service)))
     return MachineQuery(instance.since, services=services, all_of=_is_from_image(instance))
 
