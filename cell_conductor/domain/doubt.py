@@ -273,7 +273,11 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
         return replace(active, instance=replace(active.instance, doubted=sure.doubted))
     if best is None and event.silent:
         reason = f"the cell's database was set back, and silent since were {', '.join(sorted(event.silent))}"
-        return rules.give_up_unsure(sure, at, context, reason)
+        given_up = rules.give_up_unsure(sure, at, context, reason)
+        if not is_building or instance.here.service in event.silent:
+            return given_up
+        last = steps.destroy_at(instance, instance.here, instance.attempt, context, unless_built=True)
+        return replace(given_up, commands=(*given_up.commands, last))
     first = instance.attempt if is_building else instance.next_attempt
     numbered_anew = replace(instance, reused_from=min(instance.reused_from or first, first))
     if best is not None:

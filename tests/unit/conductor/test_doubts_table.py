@@ -420,9 +420,13 @@ BUILDS: list[Case] = [
     case(CLAIMS, searched(HERE), "claiming/building", context=IN_DOUBT),
     # A service was silent until the doubt's limit: it may have one.
     *(
-        case(before, event, "releasing/failed", context=IN_DOUBT)
-        for before in (building(), CLAIMS)
-        for event in (SILENT, OTHERS_SILENT)
+        case(before, event, "releasing/failed", *ended, context=IN_DOUBT)
+        for before, event, ended in (
+            (building(), SILENT, ()),
+            (building(), OTHERS_SILENT, (END_2,)),
+            (CLAIMS, SILENT, ()),
+            (CLAIMS, OTHERS_SILENT, ()),
+        )
     ),
     # One word.
     case(building(), spawned(2), "active", "build: active", context=IN_DOUBT),
