@@ -28,13 +28,14 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
-from .domain.doubt import MachineQuery, is_in_doubt, machine_query_of
+from .domain.doubt import is_in_doubt, machine_query_of
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
     InstanceEvent,
     InstanceSearched,
     MachineFound,
+    MachineQuery,
     MoveRequested,
     TimedOut,
 )

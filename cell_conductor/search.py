@@ -26,8 +26,7 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import why_not_adoptable, why_not_its_machine
 from .domain.breaker import Listings
-from .domain.doubt import MachineQuery
-from .domain.events import InstanceEvent, InstanceSearched, SourceAnswered, is_begun_by
+from .domain.events import InstanceEvent, InstanceSearched, MachineQuery, SourceAnswered, is_begun_by
 from .domain.instance import Instance
 from .domain.leases import Lease
 from .domain.way_back import SourceQuery, answer_about
@@ -41,13 +40,15 @@ LOGGED_SERVICES = 10
 
 class Searched(Struct, frozen=True):
     """machines: by instance. missing: services that were asked and have not answered; "": it is not known yet which are
-    up. hosts: that were looked at, of a thorough search. unexplained: the machines that no record explains.
+    up. hosts: that were looked at, of a thorough search. unexplained: the machines that no record explains. era: of the
+    database when they were asked (`SetBack.first_number`).
     """
 
     machines: Mapping[str, Sequence[FoundMachine]] = {}
     missing: tuple[str, ...] = ()
     hosts: AbstractSet[str] = frozenset()
     unexplained: Sequence[UnexplainedRecord] = ()
+    era: int = 0
 
     def of(self, uuid: str, *, to_delete: bool = False, in_part: bool = False) -> tuple[FoundMachine, ...] | None:
         """The machines of this instance; None: a service has not answered that may have another one, and one of several
@@ -139,11 +140,12 @@ class MachineSearch:
         """The search for the instance of each of these requests, before they are taken."""
         outdated = {one.uuid for one in requests if is_begun_by(one.event)}
         lost = {one.uuid for one in requests if not is_begun_by(one.event)}
-        asked = await self._asked()
+        era, asked = self._store.set_back.first_number, await self._asked()
         searched, complete = await asyncio.gather(
             self.find(lost, asked if self._is_awaiting(0.0) else self._up_now()), self.find(outdated, asked)
         )
-        return dict.fromkeys(lost, searched) | dict.fromkeys(outdated, complete)
+        found = dict.fromkeys(lost, searched) | dict.fromkeys(outdated, complete)
+        return {uuid: replace(one, era=era) for uuid, one in found.items()}
 
     async def _asked(self) -> set[str] | None:
         """The services that a search asks, all of which have to answer before anything is begun, released or given by
@@ -244,24 +246,34 @@ class MachineSearch:
 
     async def find_doubted(self, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
         """What all services have of instances in doubt, of those about which all have answered that have to. Beyond the
-        doubt's limit these are the services that the query names, or for a build those that are up.
+        doubt's limit these are the services that the query names.
+
+        One that has not looked at each of its hosts that is not fenced has not answered.
         """
         if not queries:
             return {}
-        asked = await self._asked()
+        era, asked = self._store.set_back.first_number, await self._asked()
         searched = await self.find(queries, asked, thorough=True)
-        up, fenced = self._up_now() or set(), set(self._fenced())
         # Of one that has not listed all its hosts it is not known which it is to look at: it began just now, as this
         # conductor may have, after a restore for example.
         unseen = {*searched.missing, *self._listings.unlisted(asked or ())}
-        unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - searched.hosts - fenced)
+        looked_at = searched.hosts | set(self._fenced())
+        unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - looked_at)
         at, found = self._clock.time(), dict[str, InstanceSearched]()
         for uuid, query in queries.items():
-            missing = unseen if query.of_move else set(searched.missing)
-            awaited = missing if query.all_of or self._is_awaiting(query.since) else set(query.services) or up
+            service, host = query.here or ("", "")
+            missing = unseen | {service} if service in (asked or ()) and host not in looked_at else unseen
+            named = {*query.services, *(self._up_now() or () if query.of_up else ())}
+            awaited = missing if query.all_of or self._is_awaiting(query.since) else named
             if asked is not None and not missing & awaited:
-                machines, silent = searched.of(uuid, in_part=True) or (), frozenset(missing)
-                found[uuid] = InstanceSearched(at=at, machines=machines, hosts=searched.hosts, silent=silent)
+                found[uuid] = InstanceSearched(
+                    at=at,
+                    query=query,
+                    era=era,
+                    machines=searched.of(uuid, in_part=True) or (),
+                    hosts=searched.hosts,
+                    silent=frozenset(missing),
+                )
         return found
 
     async def find_decided(

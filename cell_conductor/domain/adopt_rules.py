@@ -31,7 +31,7 @@ from .events import (
     Spawned,
 )
 from .instance import MACHINE_EXISTS, Instance, State
-from .report import Unexplained, followed_by
+from .report import Unexplained, followed_by, is_untried
 from .rules import DESTROY_CODES
 from .set_back import FORGOTTEN_ATTEMPTS, numbered_on
 from .steps import Step, StepContext, announce
@@ -41,12 +41,17 @@ MAX_SELECTIONS = 10  # of one record, as of one request
 
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
     """The machines among these that the record does not have: on hosts that it has not tried, or of later attempts. Nor
-    has it the one on its own host once it was given up because that host was silent.
+    has it the one on its own host once it was given up because that host was silent, nor one of a first attempt that it
+    has never commanded.
     """
     is_known = instance.code != rules.OUTCOME_UNKNOWN
     tried = {selection.host_uuid for selection in instance.selections[: instance.position + is_known]}
     own = [one for one in found if not one.foreign]
-    return tuple(one for one in own if one.attempt > instance.attempt or one.host_uuid not in tried)
+    return tuple(
+        one
+        for one in own
+        if one.attempt > instance.attempt or one.host_uuid not in tried or is_untried(instance, one.attempt)
+    )
 
 
 def start_or_adopt(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
@@ -54,7 +59,7 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
 
     A machine on its first host that is of its first attempt, and of none later, is no other machine: the command there
     is repeated, and answered; unless the record has had attempts, whose claims were released, or the build was given
-    up, and is not commanded. A query that no search has answered is awaited again.
+    up, or would pass its first host over, and is not commanded. A query that no search has answered is awaited again.
     """
     if event.is_query and event.found is None:
         return Step(instance)
@@ -63,7 +68,7 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     is_held = event.given_up is None and not instance.last_attempt
     is_newest = all(one.attempt <= event.attempt for one in event.found or ())
     is_new = is_held and is_newest and any((one.attempt, one.host_uuid) == first for one in event.found or ())
-    if not event.found or is_new:
+    if not event.found or (is_new and rules.closed_to(requested, context) is None):
         return rules.start_build(instance, event, context)
     adopted = replace(numbered_on(requested, context.set_back, event), reused_from=1)
     return adopt_found(adopted, event.found, event.at, context)
@@ -164,8 +169,8 @@ def by_worth(one: FoundMachine) -> tuple[bool, int, str]:
 
 
 def adopt_found(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
-    """The others stay, in quarantine (`reused_from`)."""
-    best = max(found, key=by_worth)
+    """One that is proved to be the instance's, if any is. The others stay, in quarantine (`reused_from`)."""
+    best = max(found, key=lambda one: (proved_of(instance, one) is not None, *by_worth(one)))
     if (allocations := proved_of(instance, best)) is None:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=False)

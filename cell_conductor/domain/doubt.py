@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import FoundMachine, Selection
@@ -32,6 +31,7 @@ from .events import (
     Destroyed,
     HostRuns,
     InstanceSearched,
+    MachineQuery,
     MoveRequested,
     Spawned,
     SpawnFailed,
@@ -58,20 +58,6 @@ from .set_back import FORGOTTEN_ATTEMPTS, certain
 from .steps import Step, StepContext
 
 
-class MachineQuery(Struct, frozen=True):
-    """The query for all machines of an instance in doubt.
-
-    of_move: each service has to have looked at each of its hosts that is not fenced. services: that have to answer
-    beyond the doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as
-    well, however long that takes: the move has no source, and what is released may be started again from its image.
-    """
-
-    since: float
-    of_move: bool = False
-    services: tuple[str, ...] = ()
-    all_of: bool = False
-
-
 def machine_query_of(instance: Instance) -> MachineQuery | None:
     """The query that a record in doubt waits for, and one of a lost machine before it is released; None: it waits for
     none. It follows from the record alone.
@@ -81,12 +67,21 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     if not is_in_doubt(instance) and not (instance.doubted and is_ending):
         return None
     if instance.move is None:
-        return MachineQuery(instance.since)
+        own = (instance.here.service, instance.here.host_uuid) if instance.state is State.BUILDING else None
+        return MachineQuery(instance.since, here=own, of_up=is_ending and instance.code != rules.OUTCOME_UNKNOWN)
     services = tuple(filter(None, (instance.service, instance.source_service)))
     if instance.move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
         hosts = instance.alternates if desire.asks is Ask.CLAIM else (instance.here,)
         services = tuple(one.service for one in hosts)
-    return MachineQuery(instance.since, of_move=True, services=services, all_of=_is_from_image(instance))
+    return MachineQuery(instance.since, services=services, all_of=_is_from_image(instance))
+
+
+def is_asked(instance: Instance, event: InstanceSearched, context: StepContext) -> bool:
+    """Whether these answers are to the query that the record waits for, since the last set-back: another record may
+    have come in its place meanwhile, which more services have to answer for.
+    """
+    query = machine_query_of(instance)
+    return query is not None and event.query == query and context.set_back.is_of(event.era)
 
 
 def is_in_doubt(instance: Instance) -> bool:
@@ -295,29 +290,35 @@ def _follow_later(
 
 
 def _resolve_build(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
-    """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is still being built
-    is awaited as any other is. Without one its host is to end the attempt unless it is complete, as the command may
-    come late, and a machine of it that is listed later is kept. The build has failed for its client if its host was
-    silent until the doubt's limit.
+    """Its newest complete machine is the instance's, and the others stay, in quarantine. One that is not proved to be
+    counts where nothing else is. One that is still being built is awaited as any other is. Without one its host is to
+    end the attempt unless it is complete, as the command may come late, and a machine of it that is listed later is
+    kept. The build has failed for its client if a service was silent until the doubt's limit, which may have one.
     """
     at, is_building = event.at, instance.state is State.BUILDING
     own = [one for one in event.machines if is_building and _is_at(one, instance.attempt, instance.host_uuid)]
     others = forgotten_machines(instance, event.machines)
     sure = replace(certain(instance, at), doubted=bool(event.silent), queried=False)
-    best = max((*own, *others), key=by_worth, default=None)
+    proved = [one for one in others if proved_of(instance, one) is not None]
+    best = max((*own, *proved) or others, key=by_worth, default=None)
     if best is not None and best not in own:
-        return _adopt(sure, (*own, *others), at, context)
+        return _adopt(sure, (best,), at, context)
     if best is not None and best.built:
         up = Spawned(at=at, attempt=best.attempt, host_uuid=best.host_uuid, service=best.service)
-        return rules.come_up(steps.at_service(sure, best.service), up, context)
-    if best is None and is_building and instance.here.service in event.silent:
-        reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
-        return rules.give_up_unsure(sure, at, context, reason)
-    sure = replace(sure, doubted=False)
-    if best is not None:
-        return Step(replace(steps.at_service(sure, best.service), deadline=at + instance.build_timeout_s))
+        active = rules.come_up(steps.at_service(sure, best.service), up, context)
+        return replace(active, instance=replace(active.instance, doubted=sure.doubted))
+    if best is None and event.silent:
+        reason = f"the cell's database was set back, and silent since were {', '.join(sorted(event.silent))}"
+        given_up = rules.give_up_unsure(sure, at, context, reason)
+        if not is_building or instance.here.service in event.silent:
+            return given_up
+        last = steps.destroy_at(instance, instance.here, instance.attempt, context, unless_built=True)
+        return replace(given_up, commands=(*given_up.commands, last))
     first = instance.attempt if is_building else instance.next_attempt
     numbered_anew = replace(instance, reused_from=min(instance.reused_from or first, first))
+    if best is not None:
+        goes_on = replace(certain(numbered_anew if event.silent else instance, at), queried=False)
+        return Step(replace(steps.at_service(goes_on, best.service), deadline=at + instance.build_timeout_s))
     if not is_building:
         return _go_on(numbered_anew, at, context)
     asked = replace(_sure(numbered_anew, at), queried=True, deadline=at + context.answer_timeout_s)
@@ -326,7 +327,7 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
 
 def adopt_lost(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
     """A record that ends as failed may be older than the world, and a service has a machine of it that it has not."""
-    found = forgotten_machines(instance, event.machines) if machine_query_of(instance) is not None else ()
+    found = forgotten_machines(instance, event.machines)
     return _adopt(instance, found, event.at, context) if found else Step(instance)
 
 

@@ -24,9 +24,9 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild.
 
     given_up: why the message's retries are exhausted, or are about to be; None: they are not. found: machines that the
-    cell's services have of it, if it is doubted (None: they were not queried). is_part: not all of them
-    have answered. is_query: nothing is to be begun; the
-    scheduler queries the state of the build, of which its newest event has the number `sequence`.
+    cell's services have of it, if it is doubted (None: they were not queried), in this era of the database
+    (`SetBack.first_number`). is_part: not all of them have answered. is_query: nothing is to be begun; the scheduler
+    queries the state of the build, of which its newest event has the number `sequence`.
     """
 
     spec: InstanceSpec
@@ -40,6 +40,7 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     limits: dict[str, int] = {}
     given_up: Refusal | None = None
     found: tuple[FoundMachine, ...] | None = None
+    era: int = 0
     is_part: bool = False
     attempt: int = 1
     is_query: bool = False
@@ -50,12 +51,13 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
     """The instance is to be deleted.
 
     found: machines that the cell's services have of it, if the database was set back or replaced and has no record of
-    it (None: they were not queried). begun, stay: as in CellDelete.
+    it (None: they were not queried). era: as of a build. begun, stay: as in CellDelete.
     """
 
     cause: str = ""
     project_id: str = ""
     found: tuple[FoundMachine, ...] | None = None
+    era: int = 0
     begun: bool = False
     stay: int = 0
 
@@ -149,11 +151,12 @@ class RevertRefused(Answer, frozen=True, kw_only=True):
 
 class MoveRequested(Event, frozen=True, kw_only=True):
     """A request about the instance. found: machines that the cell's services have of it, if its record may be outdated
-    (None: they were not queried).
+    (None: they were not queried). era: as of a build.
     """
 
     request: CellMove
     found: tuple[FoundMachine, ...] | None = None
+    era: int = 0
     cause: str = ""
     given_up: Refusal | None = None
     is_query: bool = False
@@ -243,13 +246,31 @@ class MachineFound(Event, frozen=True, kw_only=True):
     machine: FoundMachine
 
 
-class InstanceSearched(Event, frozen=True, kw_only=True):
-    """The cell's services were queried about an instance in doubt (`doubt.MachineQuery`), and all of them have answered
-    that have to.
+class MachineQuery(Struct, frozen=True):
+    """The query for all machines of an instance in doubt.
 
-    machines: that they have of it. hosts: that they have looked at. silent: services that have not answered.
+    here: the service and the host of a build, which is to have looked at it. services: that have to answer beyond the
+    doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as well,
+    however long that takes: the move has no source, and what is released may be started again from its image. of_up:
+    those that are up have to: of an instance that is lost, for whose claim no request waits.
     """
 
+    since: float
+    here: tuple[str, str] | None = None
+    services: tuple[str, ...] = ()
+    all_of: bool = False
+    of_up: bool = False
+
+
+class InstanceSearched(Event, frozen=True, kw_only=True):
+    """The cell's services were queried about an instance in doubt, and all of them have answered that have to.
+
+    query: what was asked. era: of the database when it was (`SetBack.first_number`). machines: that they have of it.
+    hosts: that they have looked at. silent: services that have not answered.
+    """
+
+    query: MachineQuery
+    era: int = 0
     machines: tuple[FoundMachine, ...] = ()
     hosts: AbstractSet[str] = frozenset()
     silent: AbstractSet[str] = frozenset()

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
@@ -14,7 +15,7 @@ from bus.contracts.operations import FenceState
 
 from .instance import FENCED, NOT_TRIED, Instance
 from .leases import Lease
-from .report import is_over, rescan_of
+from .report import is_left, is_over, rescan_of
 
 
 class Fence(Struct, frozen=True, kw_only=True):
@@ -76,7 +77,11 @@ class RunningAfterFence(Struct, frozen=True):
 
 
 def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:
-    """The machines of an instance that this host may have by the previous record, and that the new record gave up."""
+    """The machines of an instance that this host may have by the previous record, and that the new record gave up.
+
+    That of an attempt which a build has left is one, whatever its number: the fence answers for its host.
+    """
+    proof = replace(after, doubted=False, reused_from=0) if is_left(after) else after
     machines = []
     if before.host_uuid == host_uuid:
         machines.append((before.attempt, before.here.service))
@@ -85,7 +90,7 @@ def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> t
     return tuple(
         Loss(host_uuid=host_uuid, instance_uuid=before.uuid, attempt=attempt, service=service, at=at)
         for attempt, service in machines
-        if is_over(after, attempt, host_uuid)
+        if is_over(proof, attempt, host_uuid)
     )
 
 

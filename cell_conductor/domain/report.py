@@ -15,7 +15,7 @@ from msgspec import Struct
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, Running
 from bus.contracts.moves import Condition
 
-from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, desire_of, in_text
+from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
 from .instance import FENCED, MACHINE_EXISTS, Brief, Instance, State
 
@@ -34,7 +34,7 @@ def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
     holds for the first attempt of a record that has passed over its first host, and for an attempt that a set-back
     record does not have. A record that was set back in the middle of a move numbers its attempts anew: an earlier
     number proves nothing. Nor does a number given out after a set-back, of an attempt that is neither the current one
-    nor the source.
+    nor the source, or that a build has left.
     A build that was refused because of a machine that may be another project's proves nothing about that machine, even
     after the build's own delete: an operator decides about it.
     """
@@ -95,7 +95,13 @@ def is_unsure(record: Facts, attempt: int, host_uuid: str) -> bool:
     """
     is_given_up = desire_of(record).condition is Condition.FAILED and record.code != FENCED
     is_here = (attempt, host_uuid) == (record.attempt, record.host_uuid)
-    return is_given_up and is_here and is_renumbered(record, attempt)
+    return (is_given_up or is_left(record)) and is_here and is_renumbered(record, attempt)
+
+
+def is_left(record: Facts) -> bool:
+    """Whether a build has left its current attempt, and waits for the claim of the next one."""
+    desire = desire_of(record)
+    return desire.work is Work.BUILD and desire.here is Wish.GONE
 
 
 def rescan_id(record: Facts) -> str:

@@ -32,7 +32,7 @@ from .events import (
 )
 from .fences import Closed
 from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
-from .report import is_later, is_over
+from .report import is_later, is_over, is_renumbered
 from .set_back import doubted_from, numbered_on
 from .steps import Step, StepContext
 
@@ -116,7 +116,8 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built.
 
-    An older attempt is destroyed, never doubled.
+    An older attempt is destroyed, never doubled. What was begun, or went on, after a set-back stays doubted at rest:
+    not all services may have answered, and a later machine may be elsewhere.
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
@@ -124,6 +125,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
+    is_unsure = instance.state is State.BUILDING and is_renumbered(instance, instance.attempt)
     up = replace(
         _with_attempt(instance, "active", at=event.at, reason=remark),
         stamps=_stamped(instance, event),
@@ -135,6 +137,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         since=event.at,
         answered=True,
         queried=False,
+        doubted=instance.doubted or is_unsure,
     )
     return steps.announce(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.cut(remark)))
 
@@ -386,7 +389,14 @@ def _next(instance: Instance, at: float, context: StepContext) -> Step:
     instance = _without_closed(instance, at, context)
     if not instance.alternates:
         return _give_up(instance, at, context, code=NO_HOST, reason=summary_of(instance))
-    return Step(steps.claiming(instance, State.BUILDING, at, context), (steps.destroy_here(instance, context),))
+    left = steps.claiming(instance, State.BUILDING, at, context)
+    return Step(left, (_end_left(left, context),))
+
+
+def _end_left(left: Instance, context: StepContext) -> Destroy:
+    """The order to destroy what the attempt has left; but what is complete stays unless the record proves it over."""
+    is_proved = is_over(left, left.attempt, left.here.host_uuid)
+    return steps.destroy_at(left, left.here, left.attempt, context, unless_built=not is_proved)
 
 
 def closed_to(instance: Instance, context: StepContext) -> Closed | None:
@@ -413,8 +423,8 @@ def _without_closed(instance: Instance, at: float, context: StepContext) -> Inst
 
 
 def _give_up(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
-    over = replace(instance, code=code, reason=steps.cut(reason))
-    return Step(steps.releasing(over, State.FAILED, at, context), (steps.destroy_here(instance, context),))
+    over = steps.releasing(replace(instance, code=code, reason=steps.cut(reason)), State.FAILED, at, context)
+    return Step(over, (_end_left(over, context),))
 
 
 def give_up_unsure(instance: Instance, at: float, context: StepContext, reason: str) -> Step:

@@ -84,12 +84,14 @@ def is_outdated(record: Instance, set_back: SetBack) -> bool:
 
 
 def is_unsearched(instance: Instance, event: Event, set_back: SetBack, unexplained: Collection[str] = ()) -> bool:
-    """Whether the cell's services are to be queried about the instance before a request is taken, and were not: it may
-    begin, or end, what the database has no record of.
+    """Whether the cell's services are to be queried about the instance before a request is taken, and were not since
+    the database was set back: it may begin, or end, what the database has no record of.
 
     unexplained: instances of which a host has a machine that no record explains.
     """
-    if not isinstance(event, BuildRequested | DeleteRequested | MoveRequested) or event.found is not None:
+    if not isinstance(event, BuildRequested | DeleteRequested | MoveRequested):
+        return False
+    if event.found is not None and set_back.is_of(event.era):
         return False
     if isinstance(event, MoveRequested):
         return is_begun_by(event) and is_outdated(instance, set_back)

@@ -31,7 +31,6 @@ from . import (
     way_back,
 )
 from .desires import DESIRES, Ask, Wish, desire_of
-from .doubt import MachineQuery, machine_query_of
 from .events import (
     Answer,
     BuildRequested,
@@ -47,6 +46,7 @@ from .events import (
     InstanceArrives,
     InstanceSearched,
     MachineFound,
+    MachineQuery,
     MoveQueried,
     MoveRequested,
     Released,
@@ -65,7 +65,6 @@ from .orders import change_of, change_order, numbered, orders_of, with_orders
 from .report import is_over
 from .set_back import forgotten_attempts
 from .steps import Step, StepContext
-from .way_back import SourceQuery, source_query_of
 
 
 class IllegalStep(BrokenInvariant):
@@ -404,7 +403,7 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
         return Step(instance)
-    if isinstance(event, Answer) and not is_answered_by(instance, event):
+    if isinstance(event, Answer | InstanceSearched) and not is_answered_by(instance, event, context):
         return Step(instance)  # it comes late, or is of a request that a database which was set back has forgotten
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
@@ -413,16 +412,15 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     return stepped
 
 
-Question: TypeAlias = Claim | Release | Revert | SourceQuery | MachineQuery
+Question: TypeAlias = Claim | Release | Revert | way_back.SourceQuery | MachineQuery
 
 
 def question_of(instance: Instance) -> Question | None:
     """The request to placement, or to compute services, while the instance is in this state. It follows from the record
     alone, so a crash at any moment leads to the very same request.
     """
-    if doubt.is_in_doubt(instance):
-        return machine_query_of(instance)
-    if (query := source_query_of(instance)) is not None:
+    query = doubt.machine_query_of(instance) if doubt.is_in_doubt(instance) else way_back.source_query_of(instance)
+    if query is not None:
         return query
     asks, move = desire_of(instance).asks, instance.move
     if asks is Ask.CLAIM:
@@ -447,10 +445,12 @@ def question_of(instance: Instance) -> Question | None:
     return None
 
 
-def is_answered_by(instance: Instance, answer: Answer) -> bool:
-    """Whether it answers what is asked of placement now. Another conductor may have asked before it was paused."""
+def is_answered_by(instance: Instance, answer: Answer | InstanceSearched, context: StepContext) -> bool:
+    """Whether it answers what is asked now. Another conductor may have asked before it was paused."""
+    if isinstance(answer, InstanceSearched):
+        return doubt.is_asked(instance, answer, context)
     question = question_of(instance)
-    if question is None or isinstance(question, SourceQuery | MachineQuery):
+    if question is None or isinstance(question, way_back.SourceQuery | MachineQuery):
         return False
     return (answer.consumer or instance.uuid, answer.attempt) == (question.consumer, question.attempt or 0)
 

@@ -15,7 +15,7 @@ from bus.contracts.operations import AdminState
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.desires import desire_of
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnexplainedKind, is_unsure
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.domain.hosts import tree
 from compute_sim.domain.reserved import with_reserved
@@ -485,8 +485,8 @@ def _is_old_copy(world: World, one: RunningFact) -> bool:
 
 
 def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
-    """Whether a second service of the name has answered for a build in doubt: what the first one built is kept in
-    quarantine, and listed. A record that is in a backup as it is now is doubted, too.
+    """Whether a second service of the name has answered for a build in doubt, or one that was numbered anew has failed:
+    what is complete there is kept in quarantine, and listed. A record that is in a backup as it is now is doubted, too.
     """
     found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
     return any(
@@ -506,9 +506,9 @@ def _is_untold_and_listed(world: World, one: RunningFact) -> bool:
 
 
 def _has_failed_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:
-    is_current = (record.host_uuid, record.attempt) == (one.host_uuid, one.attempt)
     has_second = record.selections != () and record.here.service in world.duplicates
-    return is_current and record.state is State.FAILED and record.doubted and has_second
+    is_unproved = record.state is State.FAILED and is_unsure(record, one.attempt, one.host_uuid)
+    return is_unproved and (has_second or not record.doubted)
 
 
 def _has_gone_on_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:

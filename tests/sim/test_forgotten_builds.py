@@ -11,8 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.moves import MoveKind
-from cell_conductor.domain.doubt import MachineQuery
-from cell_conductor.domain.events import InstanceEvent, InstanceSearched
+from cell_conductor.domain.events import InstanceEvent, InstanceSearched, MachineQuery
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN
 from cell_conductor.search import MachineSearch, Searched
 from compute_sim.domain.faults import Faults
@@ -155,8 +154,8 @@ def test_it_holds(plan: Callable[[int], Plan], seed: int) -> None:
 def moves_unsearched() -> Iterator[None]:
     """Moves are begun after a restore as if nothing had been forgotten."""
 
-    async def before(_search: MachineSearch, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
-        return {one.uuid: Searched() for one in requests}
+    async def before(search: MachineSearch, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
+        return {one.uuid: Searched(era=search._store.set_back.first_number) for one in requests}
 
     with patch.object(MachineSearch, "before", before):
         yield
@@ -178,7 +177,10 @@ def test_an_offload_without_a_search_is_found() -> None:
     """The next request would find the machine."""
 
     async def find_nothing(search: MachineSearch, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
-        return {uuid: InstanceSearched(at=search._clock.time(), hosts=Everywhere()) for uuid in queries}
+        at, era = search._clock.time(), search._store.set_back.first_number
+        return {
+            uuid: InstanceSearched(at=at, query=query, era=era, hosts=Everywhere()) for uuid, query in queries.items()
+        }
 
     with moves_unsearched(), patch.object(MachineSearch, "find_doubted", find_nothing):
         assert run(unshelvings_forgotten(OFFLOADED_BESIDE)).breach == "never_two_running"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from msgspec.structs import replace
@@ -32,6 +33,7 @@ from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, ON_3, Case, after
 from tests.unit.conductor.scenario import (
     MADE,
     PATIENCE,
+    S1_SILENT,
     SET_BACK_AT,
     SPEC,
     TIMED_OUT,
@@ -67,7 +69,7 @@ def found(*machines: FoundMachine, by: str = "") -> e.MachineFound | e.InstanceS
     """An operator gives a machine to it, or all services have answered."""
     if by:
         return e.MachineFound(at=220.0, machine=(machines or (ON_HOST_3,))[0])
-    return e.InstanceSearched(at=220.0, machines=machines or (ON_HOST_3,))
+    return e.InstanceSearched(at=220.0, query=ANY, machines=machines or (ON_HOST_3,))
 
 
 def failing(**other: Any) -> Instance:
@@ -92,6 +94,11 @@ STARTS: list[Case] = [
     case(ABSENT, build(found=()), "building", "spawn 1@1", "build: building"),
     case(ABSENT, build(found=(ON_HOST_3,)), "claiming/active"),
     case(ABSENT, build(found=(FIRST,)), "building", "spawn 1@1", "build: building"),
+    # Nor is it passed over because the service that the request has it by is down, or its host is fenced.
+    *(
+        case(ABSENT, replace(on("s1", "s2"), found=(replace(FIRST, service="s9"),)), "claiming/active", context=context)
+        for context in (replace(PATIENCE, down=S1_SILENT), fenced(1))
+    ),
     case(ABSENT, build(found=(replace(FIRST, attempt=2),)), "claiming/active"),
     case(ABSENT, build(found=(replace(FIRST, host_uuid=host(2)),)), "claiming/active"),
     # What its first attempt has left is not built again while the cell has a later one: its claim is that one's.
@@ -263,6 +270,8 @@ BUILDS = {**ANSWERED, "state": S.BUILDING, "deadline": 171.0}
 def test_a_step_of_an_adoption_changes_this_of_its_record(
     before: Instance, event: e.Event, changes: dict[str, Any]
 ) -> None:
+    if isinstance(event, e.InstanceSearched):
+        event = replace(event, era=MADE.set_back.first_number)
     got = step(before, event, MADE).instance
     assert replace(got, history=(), reason="") == replace(after(before, changes), history=(), reason="")
 

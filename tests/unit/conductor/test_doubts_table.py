@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from msgspec.structs import replace
@@ -12,7 +13,7 @@ from bus.contracts.moves import MoveEvent, MoveKind
 from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
-from cell_conductor.domain.doubt import MachineQuery, is_in_doubt, machine_query_of
+from cell_conductor.domain.doubt import is_in_doubt, machine_query_of
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.report import is_over
@@ -81,7 +82,8 @@ def on(n: int, attempt: int | None = None, **other: Any) -> FoundMachine:
 
 
 def searched(*machines: FoundMachine, hosts: frozenset[str] = HOSTS) -> e.InstanceSearched:
-    return e.InstanceSearched(at=220.0, machines=machines, hosts=hosts)
+    """All services have answered, as they were asked by whatever record this is."""
+    return e.InstanceSearched(at=220.0, query=ANY, era=IN_DOUBT.set_back.first_number, machines=machines, hosts=hosts)
 
 
 WITHOUT_2 = HOSTS - {host(2)}
@@ -357,7 +359,7 @@ def test_the_answers_of_all_services_resolve_a_doubt(
         assert is_in_doubt(stepped.instance) is is_asking
         assert is_asking or stepped.instance.reused_from > 0
     if is_in_doubt(stepped.instance):
-        assert isinstance(question_of(stepped.instance), MachineQuery)
+        assert isinstance(question_of(stepped.instance), e.MachineQuery)
         assert stepped.instance.deadline is not None
 
 
@@ -552,16 +554,28 @@ BUILDS: list[Case] = [
     case(building(), searched(on(3, 1)), "claiming/active", context=IN_DOUBT),
     case(CLAIMS, searched(on(3, 1)), "claiming/active", context=IN_DOUBT),
     case(building(), searched(on(3, 5, project_id="q")), "releasing/failed", context=IN_DOUBT),
+    *(
+        case(building(), searched(own, on(3, 5, project_id=project)), phase, *announced, context=IN_DOUBT)
+        for own, phase, announced in ((HERE, "active", ("build: active",)), (PART, "building", ()))
+        for project in ("q", None)
+    ),
+    case(building(), searched(on(3, 5), on(4, 6, project_id="q")), "claiming/active", context=IN_DOUBT),
     # None has one: its host has the last word, or what it claims is claimed.
     case(building(), searched(), "building", END_2, context=IN_DOUBT),
     case(building(), searched(on(3, 5, foreign=True)), "building", END_2, context=IN_DOUBT),
     case(building(), searched(replace(HERE, foreign=True)), "building", END_2, context=IN_DOUBT),
     case(building(), searched(on(1, 1)), "building", END_2, context=IN_DOUBT),
-    case(building(), OTHERS_SILENT, "building", END_2, context=IN_DOUBT),
     case(CLAIMS, searched(HERE), "claiming/building", context=IN_DOUBT),
-    case(CLAIMS, SILENT, "claiming/building", context=IN_DOUBT),
-    # Its host was silent until the doubt's limit.
-    case(building(), SILENT, "releasing/failed", context=IN_DOUBT),
+    # A service was silent until the doubt's limit: it may have one.
+    *(
+        case(before, event, "releasing/failed", *ended, context=IN_DOUBT)
+        for before, event, ended in (
+            (building(), SILENT, ()),
+            (building(), OTHERS_SILENT, (END_2,)),
+            (CLAIMS, SILENT, ()),
+            (CLAIMS, OTHERS_SILENT, ()),
+        )
+    ),
     # One word.
     case(building(), spawned(2), "active", "build: active", context=IN_DOUBT),
     case(building(), runs(2), "active", "build: active", context=IN_DOUBT),

@@ -37,6 +37,7 @@ from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.events import Claimed, InstanceEvent
 from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, Keeper, Lease, LeaseState, LeaseTable
+from cell_conductor.domain.rules import OUTCOME_UNKNOWN
 from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
@@ -480,24 +481,47 @@ def claims_again(since: float) -> Instance:
     )
 
 
-@pytest.mark.parametrize(
-    ("silent", "age_s", "is_asked"),
-    [("s2", 7200.0, False), ("s2", 60.0, False), ("s3", 7200.0, True), ("s3", 60.0, False)],
-    ids=["up, beyond the limit", "up", "down, beyond the limit", "down"],
-)
-async def test_the_limit_of_a_doubt_bounds_only_the_wait_for_services_that_are_down(
-    silent: str, age_s: float, *, is_asked: bool
+@pytest.mark.parametrize("state", [State.BUILDING, State.CLAIMING])
+@pytest.mark.parametrize("silent", ["s1", "s2", "s3"], ids=["its own", "another", "one that is down"])
+@pytest.mark.parametrize(("age_s", "is_over"), [(7200.0, True), (60.0, False)])
+async def test_a_build_waits_for_no_service_beyond_the_limit_of_its_doubt(
+    silent: str, age_s: float, *, is_over: bool, state: State
 ) -> None:
-    """A host that answered late had an alternate claimed, while a service that was up had its machine."""
+    """A host that answered late had an alternate claimed, while a service that was up had its machine; and one whose
+    driver was unavailable for good was waited for without a limit.
+    """
     services = Services(s1=(), s2=(), s3=())
     services.silent = {silent}
     conductor = Conductor(services, ("s1", "s2"))
     conductor.down = {"s3"}
     await conductor.store.open()
-    await insert(conductor.store, claims_again(SystemClock().time() - age_s))
+    before = claims_again(SystemClock().time() - age_s)
+    before = replace(before, state=state, then=State.BUILDING if state is State.CLAIMING else None)
+    await insert(conductor.store, before)
     assert await conductor.engine.sweep() == 1
     await conductor.engine.search()
-    assert bool(services.of_placement) is is_asked
+    known = await conductor.recorded()
+    assert known is not None and known.phase == ((State.RELEASING, State.FAILED) if is_over else before.phase)
+    assert known.doubted and not services.of_placement
+
+
+@pytest.mark.parametrize(
+    ("code", "silent", "is_released"), [("x", "s2", False), ("x", "s3", True), (OUTCOME_UNKNOWN, "s2", True)]
+)
+async def test_beyond_that_limit_a_claim_is_released_by_what_waits_for_it(
+    code: str, silent: str, *, is_released: bool
+) -> None:
+    """A client waits for the end of its build. An instance that was lost is one that a service which is up may have."""
+    services = Services(s1=(), s2=(), s3=())
+    services.silent = {silent}
+    conductor = Conductor(services, ("s1", "s2"))
+    conductor.down = {"s3"} if silent == "s3" else ()
+    await conductor.store.open()
+    over = replace(claims_again(SystemClock().time() - 7200.0), state=State.RELEASING, then=State.FAILED, code=code)
+    await insert(conductor.store, over)
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    assert bool(services.of_placement) is is_released
 
 
 async def test_another_set_back_begins_the_wait_for_services_that_are_down_anew() -> None:

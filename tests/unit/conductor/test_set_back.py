@@ -115,12 +115,14 @@ QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, begun=True)
         (TOMB, QUERY, NEVER, True),
         (KNOWN, QUERY, BACK, False),
         (UNKNOWN, replace(QUERY, found=()), NEVER, False),
-        (UNKNOWN, replace(DELETE, found=()), BACK, False),
+        (UNKNOWN, replace(DELETE, found=(), era=BACK.first_number), BACK, False),
+        (UNKNOWN, replace(DELETE, found=()), BACK, True),
         (KNOWN, DELETE, BACK, False),
         (UNKNOWN, BEFORE, BACK, True),
         (KNOWN, BEFORE, BACK, True),
         (UNKNOWN, AFTER, BACK, False),
-        (UNKNOWN, replace(BEFORE, found=()), BACK, False),
+        (UNKNOWN, replace(BEFORE, found=(), era=BACK.first_number), BACK, False),
+        (UNKNOWN, replace(BEFORE, found=()), BACK, True),
         (UNKNOWN, spawned(), BACK, False),
     ],
 )
@@ -164,7 +166,7 @@ def test_an_instance_at_rest_may_have_been_moved_since_the_backup(
     assert is_outdated(record, set_back) is outdated
     for request in (MOVES, AFTER):
         assert is_unsearched(record, request, set_back) is outdated
-        assert not is_unsearched(record, replace(request, found=()), set_back)
+        assert not is_unsearched(record, replace(request, found=(), era=set_back.first_number), set_back)
     for event in (e.MoveQueried, e.InstanceArrives):
         assert not is_unsearched(record, event(at=1.0, request=MOVES.request), set_back)
 

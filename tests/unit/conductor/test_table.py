@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import DESIRES, Work, in_text, of_text
+from cell_conductor.domain.desires import DESIRES, Wish, Work, in_text, of_text
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import FIRST_SEQUENCE, MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.domain.orders import orders_of, with_orders
@@ -205,16 +205,17 @@ def frozen_over(phase: Phase) -> list[bool]:
 @pytest.mark.parametrize("phase", PHASES)
 def test_what_is_over_has_not_changed(phase: Phase) -> None:
     # In doubt a build ended all that it had commanded itself, before it was resolved as a whole; and one that had
-    # failed the machine of its last number, though that may have been given out twice.
+    # failed, or left its host, the machine of its last number, though that may have been given out twice.
     is_build, has_failed = DESIRES[phase].work is Work.BUILD, DESIRES[phase].condition is Condition.FAILED
+    has_left = is_build and DESIRES[phase].here is Wish.GONE
     wrong = [
         (record, attempt, at)
         for (record, attempt, at), was in zip(cases(phase), frozen_over(phase), strict=True)
         if is_over(record, attempt, at)
         is not (
             was
-            and not (is_build and record.doubted and attempt != record.attempt)
-            and not (has_failed and 0 < record.reused_from <= attempt == record.attempt)
+            and not (is_build and record.doubted and (has_left or attempt != record.attempt))
+            and not ((has_failed or has_left) and 0 < record.reused_from <= attempt == record.attempt)
         )
     ]
     assert not wrong, wrong[:3]

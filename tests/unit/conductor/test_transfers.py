@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import ANY
 
 import pytest
 from msgspec.structs import replace
@@ -27,7 +28,7 @@ from bus.contracts.placement import Claim, Release, Revert
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
 from cell_conductor.domain import rules
-from cell_conductor.domain.doubt import MachineQuery, machine_query_of
+from cell_conductor.domain.doubt import machine_query_of
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
@@ -322,7 +323,8 @@ def machine(attempt: int, n: int = 3, **fields: object) -> FoundMachine:
 
 def found(*machines: FoundMachine) -> e.InstanceSearched:
     """All services have answered, about all hosts."""
-    return e.InstanceSearched(at=1_600.0, machines=machines, hosts=frozenset(host(n) for n in range(1, 10)))
+    hosts = frozenset(host(n) for n in range(1, 10))
+    return e.InstanceSearched(at=1_600.0, query=ANY, era=AFTER.set_back.first_number, machines=machines, hosts=hosts)
 
 
 def orders(made: Scenario) -> list[Destroy]:
@@ -447,7 +449,7 @@ def test_a_claim_in_another_cell_is_given_back_only_if_that_cell_does_not_have_t
     made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
     for _ in range(2):
         made.apply(e.TimedOut(at=2_000.0))
-        assert isinstance(question_of(made.instance), MachineQuery)
+        assert isinstance(question_of(made.instance), e.MachineQuery)
         made.apply(found(machine(1, 1)))
         assert made.instance.phase == (State.PREPARING, None)
         assert (checks(made)[-1].cell, checks(made)[-1].stay) == ("c2", made.instance.stay)
@@ -471,7 +473,7 @@ def test_a_delete_of_what_may_have_left_releases_nothing_in_the_other_cell_befor
     made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
     made.apply(e.DeleteRequested(at=1_500.0, project_id="p"))
     made.apply(e.TimedOut(at=2_000.0))
-    assert made.instance.phase == (State.PREPARING, None) and isinstance(question_of(made.instance), MachineQuery)
+    assert made.instance.phase == (State.PREPARING, None) and isinstance(question_of(made.instance), e.MachineQuery)
     assert made.destroys == [] and checks(made)[-1].stay == made.instance.stay and checks(made)[-1].is_query
     made.end(2, made.instance.attempt, done=False, code="move.arrived" if has_arrived else "image.missing")
     follows = State.DEPARTED if has_arrived else State.DELETED

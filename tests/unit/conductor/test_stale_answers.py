@@ -1,0 +1,152 @@
+"""Answers of compute services about a record that has changed meanwhile, or of a database that was set back since."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.contracts.base import Message
+from bus.contracts.cell import CellDelete, FindMachines
+from bus.contracts.moves import CellMove, MoveKind
+from cell_conductor.domain.doubt import is_in_doubt, machine_query_of
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.table import step
+from cell_conductor.engine import Unsearched
+from cell_conductor.handlers import RETRIES
+from tests.unit.conductor.move_scenario import MOVE
+from tests.unit.conductor.records import IN_DOUBT, record
+from tests.unit.conductor.scenario import UUID
+from tests.unit.conductor.test_doubts_table import OTHERS_SILENT, SOURCE, doubted, leaving, unsure
+from tests.unit.conductor.world import BUILD, Conductor, Services, insert, opened
+
+S = State
+
+
+def test_an_answer_to_another_query_resolves_nothing() -> None:
+    """It was asked for a record of an earlier stay, beyond the limit of its doubt. An arrival replaced that record,
+    whose query waits for all services: the silent one had the machine, and its claim was released.
+    """
+    arrived, left = unsure(S.FINISHING), leaving(S.RELEASING, S.DEPARTED, since=1.0)
+    answered = replace(OTHERS_SILENT, query=machine_query_of(left))
+    assert step(arrived, answered, IN_DOUBT).instance is arrived
+    assert not is_in_doubt(step(arrived, replace(answered, query=machine_query_of(arrived)), IN_DOUBT).instance)
+    assert step(arrived, replace(OTHERS_SILENT, era=1), IN_DOUBT).instance is arrived
+
+
+class Later(SystemClock):
+    """A second later: a set-back is known by its time in ms."""
+
+    def time(self) -> float:
+        return super().time() + 1.0
+
+
+async def set_back_again(conductor: Conductor, *, is_recognised: bool) -> None:
+    """It is recognised by the sweep, or by the transaction that would apply the answer."""
+    conductor.table.place += 1
+    conductor.table.clock = Later()
+    if is_recognised:
+        await conductor.engine.sweep()
+
+
+class Meanwhile(Services):
+    """Something happens while the services are asked for the first time."""
+
+    happens: Callable[[], Awaitable[None]] | None = None
+
+    async def request_all(self, messages: Sequence[Any], *args: Any, **named: Any) -> Any:
+        if self.happens is not None and any(isinstance(one, FindMachines) for one in messages):
+            happens, self.happens = self.happens, None
+            await happens()
+        return await super().request_all(messages, *args, **named)
+
+
+async def searched_meanwhile(services: Meanwhile, before: Instance, happens: Callable[[Conductor], Any]) -> Instance:
+    conductor = await opened(services, ("s1",))
+    conductor.down = ("s2",)
+    await insert(conductor.store, replace(before, deadline=1.0))
+    await conductor.engine.sweep()
+
+    async def happen() -> None:
+        await happens(conductor)
+
+    services.happens = happen
+    await conductor.engine.search()
+    assert services.happens is None, "it was asked"
+    known = await conductor.recorded()
+    assert known is not None
+    return known
+
+
+async def test_a_record_is_replaced_by_an_arrival_while_the_services_are_asked() -> None:
+    arrived = unsure(S.FINISHING)
+
+    async def arrives(conductor: Conductor) -> None:
+        async with conductor.store.transaction() as transaction:
+            await transaction.lock([UUID])
+            await transaction.update([arrived])
+
+    left = leaving(S.RELEASING, S.DEPARTED, since=1.0)
+    assert is_in_doubt(await searched_meanwhile(Meanwhile(s1=()), left, arrives))
+
+
+@pytest.mark.parametrize("is_recognised", [True, False])
+async def test_an_answer_from_before_another_set_back_resolves_nothing(*, is_recognised: bool) -> None:
+    happens = partial(set_back_again, is_recognised=is_recognised)
+    before = doubted(S.FINISHING, since=1.0)
+    assert is_in_doubt(await searched_meanwhile(Meanwhile(s1=(SOURCE,)), before, happens))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        BUILD,
+        CellDelete(instance_uuid=UUID, project_id="p", begun=True),
+        CellMove(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.STOP),
+    ],
+    ids=["build", "delete", "move"],
+)
+@pytest.mark.parametrize("is_recognised", [True, False])
+async def test_a_request_is_not_taken_with_an_answer_from_before_another_set_back(
+    message: Message, *, is_recognised: bool
+) -> None:
+    """It is searched for once more with its next delivery."""
+    services = Meanwhile(s1=())
+    conductor = await opened(services, ("s1",))
+    if isinstance(message, CellMove):
+        await insert(conductor.store, record(S.ACTIVE, since=1.0))
+    conductor.table.place += 1
+    await conductor.engine.sweep()
+    before = await conductor.recorded()
+
+    services.happens = partial(set_back_again, conductor, is_recognised=is_recognised)
+    with pytest.raises(Unsearched):
+        await conductor.request(message)
+    assert await conductor.recorded() == before
+    await conductor.request(message)
+    assert await conductor.recorded() != before
+
+
+async def test_a_build_that_was_begun_a_moment_ago_is_not_ended() -> None:
+    """With its last delivery, as one service was silent. That answered a moment later, before the host had taken the
+    command: the next one was to end what had just begun.
+    """
+    services = Services(s1=(), s2=())
+    services.silent = {"s2"}
+    conductor = Conductor(services, ("s1", "s2"))
+    await conductor.take(attempt=RETRIES)
+    services.silent = set()
+    known = await conductor.recorded()
+    assert known is not None and (known.state, is_in_doubt(known)) == (S.BUILDING, True)
+    assert not conductor.engine._search_due.is_set()
+    async with conductor.store.transaction() as transaction:
+        await transaction.lock([UUID])
+        await transaction.update([replace(known, deadline=1.0)])
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    known = await conductor.recorded()
+    assert known is not None and not is_in_doubt(known)
