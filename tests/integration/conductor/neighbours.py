@@ -35,11 +35,12 @@ from bus.persistence.relay import Relay
 from bus.port import Transport
 from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit.waiting import until
-from tests.unit.conductor.world import engine_of, hosts_of, requests_of, search_of
+from tests.unit.conductor.world import engine_of, hosts_of, listing, requests_of, search_of
 
 CELL = "c1"
 WAIT_S = 60.0
@@ -210,7 +211,11 @@ class Cell:
         self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
         self.searches: list[asyncio.Task[None]] = []
         stack.push_async_callback(_cancel, self.searches)
-        self.search = search_of(self.store, self.bus, clock=self.clock, config=self.config, up=lambda: ("s1",))
+        listings = Listings()
+        listings.note(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
+        self.search = search_of(
+            self.store, self.bus, clock=self.clock, config=self.config, up=lambda: ("s1",), listings=listings
+        )
         self.engine = self.new_engine()
         requests = requests_of(self.engine, self.clock, search=self.search)
         self.hosts = hosts_of(
