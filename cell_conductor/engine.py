@@ -416,7 +416,7 @@ class Engine:
                 " than its record has. `berth services forget` states that a service is gone for good, `berth hosts"
                 " fence` that a host is off",
             )
-        return found
+        return {uuid: one for uuid, one in found.items() if self._store.set_back.is_of(one.era)}
 
     async def known(self, instances: Collection[str]) -> Mapping[str, Instance]:
         """The records of these instances, once a change of them that is being committed is on record."""

@@ -70,9 +70,10 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
         own = (instance.here.service, instance.here.host_uuid) if instance.state is State.BUILDING else None
         return MachineQuery(instance.since, here=own, of_up=is_ending and instance.code != rules.OUTCOME_UNKNOWN)
     services = tuple(filter(None, (instance.service, instance.source_service)))
+    claimed = instance.alternates if desire.asks is Ask.CLAIM and instance.move.to_cell is None else ()
+    services = (*services, *(one.service for one in claimed))
     if instance.move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
-        hosts = instance.alternates if desire.asks is Ask.CLAIM else (instance.here,)
-        services = tuple(one.service for one in hosts)
+        services = tuple(one.service for one in claimed or (instance.here,))
     return MachineQuery(instance.since, services=services, all_of=_is_from_image(instance))
 
 
@@ -244,7 +245,8 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
     if any(one is there or one in later for one in event.machines if _is_kept(one, context)):
         return Step(_hold(instance, at, context))  # until another word about it
-    newest = max((*later, *(() if there is None else (there,))), key=by_worth, default=None)
+    latest = max(later, key=lambda one: (proved_of(instance, one) is not None, *by_worth(one)), default=None)
+    newest = max(filter(None, (latest, there)), key=by_worth, default=None)
     if there is None or newest is not there:
         moved = _follow_later(instance, newest, event, context, is_source_gone=is_source_gone)
         if moved is not None:
@@ -260,7 +262,8 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _take(instance, there, at, context, is_source_gone=is_source_gone)
     if _is_offloaded(instance):
         return _go_on(instance, at, context)
-    if _is_from_image(instance) and _has_destination(instance) and instance.host_uuid in context.fences:
+    is_unseen = is_source_gone and instance.host_uuid not in event.hosts
+    if _has_destination(instance) and (instance.host_uuid in context.fences if _is_from_image(instance) else is_unseen):
         return Step(_hold(instance, at, context))  # it may be the only one, which its host is to keep when it is back
     return _undo(instance, at, context)
 
@@ -281,8 +284,12 @@ def _follow_later(
     if is_from_image and _is_unexplained(instance, event.machines):
         return Step(_hold(instance, at, context))
     is_confirmed = desire.here is Wish.STAY and desire.source in OVER
-    if newest is None or is_confirmed or (found := _having(instance, newest)) is None:
+    if newest is None or is_confirmed:
         return None
+    if (found := _having(instance, newest)) is None:  # another project's, or it may be its own
+        assert instance.spec is not None
+        is_anothers = newest.project_id not in (None, instance.spec.project_id)
+        return None if is_anothers else Step(_hold(instance, at, context))
     is_tried = _is_alternate(instance, newest) and desire.progress is not MoveState.UNDOING
     if is_from_image or (not _is_one_machine(instance) and (is_source_gone or is_tried)):
         return _take(found, newest, at, context, is_source_gone=is_source_gone)
@@ -526,6 +533,8 @@ def _undo(instance: Instance, at: float, context: StepContext) -> Step:
 def _go_on(instance: Instance, at: float, context: StepContext) -> Step:
     """The record stays as it is. What it waits for is commanded, or asked of placement, once more."""
     sure = _sure(instance, at)
+    if sure.state is State.REVERTING:
+        sure = replace(sure, move=replace(move_of(sure), handed_over=_handed_over(move_of(sure))))
     kind, is_asking = change_of(sure), desire_of(sure).asks is not None
     if sure.state is State.RESIZED:
         return _rest(sure, at, context, is_source_gone=False)

@@ -125,7 +125,11 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
-    is_unsure = instance.state is State.BUILDING and is_renumbered(instance, instance.attempt)
+    is_unsure = (
+        instance.state is State.BUILDING
+        and is_renumbered(instance, instance.attempt)
+        and context.set_back.may_lack(instance.requested_at)
+    )
     up = replace(
         _with_attempt(instance, "active", at=event.at, reason=remark),
         stamps=_stamped(instance, event),
@@ -275,7 +279,7 @@ def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> St
 
 def drop(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end as deleted."""
-    if event.consumer_changed:
+    if event.consumer_changed and not instance.doubted:
         return _end_deleted(instance, event.at, context)
     return Step(steps.releasing(instance, State.DELETED, event.at, context))
 

@@ -371,7 +371,7 @@ FAR = (replace(ON_1, service="s7"), ON_2, replace(selection(3), service="s3"))
     [
         (K.MIGRATE, 1, ("s1", "s7")),
         (K.EVACUATE, 1, ("s1",)),
-        (K.MIGRATE, 0, ("s7", "s7")),
+        (K.MIGRATE, 0, ("s7", "s7", "s1", "s3")),
         (K.EVACUATE, 0, ("s1", "s3")),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,9 @@ from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete, FindMachines
 from bus.contracts.moves import CellMove, MoveKind
 from cell_conductor.domain.doubt import is_in_doubt, machine_query_of
+from cell_conductor.domain.events import InstanceSearched, MachineQuery
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.rules import LOST
 from cell_conductor.domain.table import step
 from cell_conductor.engine import Unsearched
 from cell_conductor.handlers import RETRIES
@@ -22,6 +24,7 @@ from tests.unit.conductor.move_scenario import MOVE
 from tests.unit.conductor.records import IN_DOUBT, record
 from tests.unit.conductor.scenario import UUID
 from tests.unit.conductor.test_doubts_table import OTHERS_SILENT, SOURCE, doubted, leaving, unsure
+from tests.unit.conductor.test_search import claims_again, machine
 from tests.unit.conductor.world import BUILD, Conductor, Services, insert, opened
 
 S = State
@@ -150,3 +153,24 @@ async def test_a_build_that_was_begun_a_moment_ago_is_not_ended() -> None:
     await conductor.engine.search()
     known = await conductor.recorded()
     assert known is not None and not is_in_doubt(known)
+
+
+async def test_a_claim_is_not_released_by_a_search_of_before_a_set_back() -> None:
+    services = Services(s1=(), s2=(replace(machine(), attempt=2),))
+    conductor = await opened(services, ("s1", "s2"))
+    await insert(
+        conductor.store, replace(claims_again(SystemClock().time()), state=S.RELEASING, then=S.FAILED, code=LOST)
+    )
+    find = conductor.search.find_doubted
+
+    async def late(queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
+        found = await find(queries)
+        assert found[UUID].machines
+        conductor.table.place += 1
+        assert await conductor.engine.sweep() == 0
+        return found
+
+    conductor.search.find_doubted = late  # type: ignore[method-assign]
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    assert services.of_placement == []
