@@ -26,7 +26,7 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import why_not_adoptable, why_not_its_machine
 from .domain.breaker import Listings
-from .domain.events import InstanceEvent, InstanceSearched, MachineQuery, SourceAnswered, is_begun_by
+from .domain.events import Awaited, InstanceEvent, InstanceSearched, MachineQuery, SourceAnswered, is_begun_by
 from .domain.instance import Instance
 from .domain.leases import Lease
 from .domain.way_back import SourceQuery, answer_about
@@ -261,10 +261,10 @@ class MachineSearch:
         unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - looked_at)
         at, found = self._clock.time(), dict[str, InstanceSearched]()
         for uuid, query in queries.items():
-            service, host = query.here or ("", "")
-            missing = unseen | {service} if service in (asked or ()) and host not in looked_at else unseen
-            named = {*query.services, *(self._up_now() or () if query.of_up else ())}
-            awaited = missing if query.all_of or self._is_awaiting(query.since) else named
+            missing = set(unseen)
+            if query.awaited is Awaited.NONE:
+                missing.update(one for one, host in query.places if one in (asked or ()) and host not in looked_at)
+            awaited = missing if self._is_awaiting(query.since) else self._awaited_on(query, missing)
             if asked is not None and not missing & awaited:
                 found[uuid] = InstanceSearched(
                     at=at,
@@ -275,6 +275,18 @@ class MachineSearch:
                     silent=frozenset(missing),
                 )
         return found
+
+    def _awaited_on(self, query: MachineQuery, missing: AbstractSet[str]) -> AbstractSet[str]:
+        """The services, among others, that have to answer beyond the doubt's limit."""
+        match query.awaited:
+            case Awaited.NONE:
+                return frozenset()
+            case Awaited.OF_PLACES:
+                return {service for service, _ in query.places}
+            case Awaited.ALL:
+                return missing
+            case Awaited.UP:
+                return self._up_now() or frozenset()
 
     async def find_decided(
         self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]

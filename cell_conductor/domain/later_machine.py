@@ -60,4 +60,4 @@ def adopt_moved(instance: Instance, found: FoundMachine, at: float, context: Ste
 def _adopt(instance: Instance, found: FoundMachine, at: float, context: StepContext) -> Step:
     runs = Power.RUNNING if instance.power is Power.SHELVED else instance.power
     awake = replace(instance, power=runs, image="", reused_from=unproved_from(instance, context))
-    return adopt_found(awake, (found,), at, context)
+    return adopt_found(awake, found, at, context)

@@ -383,7 +383,8 @@ def test_the_service_of_a_dead_source_is_not_awaited_without_a_limit(
     """
     state = (S.FINISHING, None) if position else (S.CLAIMING, S.PREPARING)
     query = machine_query_of(doubted(*state, {"kind": kind, "source": FAR[0]}, selections=FAR, position=position))
-    assert query is not None and (query.services, query.all_of) == (services, False)
+    assert query is not None and query.awaited is e.Awaited.OF_PLACES
+    assert tuple(service for service, _ in query.places) == services
 
 
 @pytest.mark.parametrize("state", [S.FINISHING, S.REVERTING])
