@@ -262,8 +262,9 @@ class MachineSearch:
         at, found = self._clock.time(), dict[str, InstanceSearched]()
         for uuid, query in queries.items():
             missing = set(unseen)
-            if query.awaited is Awaited.NONE:
-                missing.update(one for one, host in query.places if one in (asked or ()) and host not in looked_at)
+            if query.awaited is Awaited.NONE:  # no fence answers for a machine that may be complete
+                gone = self._forgotten()
+                missing.update(one for one, host in query.places if one not in gone and host not in searched.hosts)
             awaited = missing if self._is_awaiting(query.since) else self._awaited_on(query, missing)
             if asked is not None and not missing & awaited:
                 found[uuid] = InstanceSearched(
