@@ -246,7 +246,7 @@ class MachineSearch:
 
     async def find_doubted(self, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
         """What all services have of instances in doubt, of those about which all have answered that have to. Beyond the
-        doubt's limit these are the services that the query names.
+        doubt's limit these are the services that the query names, of a move about its own hosts alone.
 
         One that has not looked at each of its hosts that is not fenced has not answered.
         """
@@ -265,7 +265,10 @@ class MachineSearch:
             if query.awaited is Awaited.NONE:  # no fence answers for a machine that may be complete
                 gone = self._forgotten()
                 missing.update(one for one, host in query.places if one not in gone and host not in searched.hosts)
-            awaited = missing if self._is_awaiting(query.since) else self._awaited_on(query, missing)
+            awaited = missing
+            if not self._is_awaiting(query.since):
+                silent = {one for one, host in query.places if one in searched.missing or host not in looked_at}
+                awaited = self._awaited_on(query.awaited, missing, silent)
             if asked is not None and not missing & awaited:
                 found[uuid] = InstanceSearched(
                     at=at,
@@ -277,17 +280,19 @@ class MachineSearch:
                 )
         return found
 
-    def _awaited_on(self, query: MachineQuery, missing: AbstractSet[str]) -> AbstractSet[str]:
-        """The services, among others, that have to answer beyond the doubt's limit."""
-        match query.awaited:
+    def _awaited_on(self, awaited: Awaited, missing: set[str], silent: set[str]) -> set[str]:
+        """The services among the missing that have to answer beyond the doubt's limit. silent: those about the record's
+        own places.
+        """
+        match awaited:
             case Awaited.NONE:
-                return frozenset()
+                return set()
             case Awaited.OF_PLACES:
-                return {service for service, _ in query.places}
+                return silent
+            case Awaited.UP:
+                return self._up_now() or set()
             case Awaited.ALL:
                 return missing
-            case Awaited.UP:
-                return self._up_now() or frozenset()
 
     async def find_decided(
         self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]

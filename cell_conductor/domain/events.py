@@ -251,7 +251,7 @@ class Awaited(StrEnum):
     """The services that have to answer about a record in doubt beyond the doubt's limit, however long that takes."""
 
     NONE = "none"  # a build ends
-    OF_PLACES = "of_places"  # those of the hosts of a move, though they are down
+    OF_PLACES = "of_places"  # those of a move's own hosts about these, though they are down
     ALL = "all"  # the move has no source, and what is released may be started again from its image
     UP = "up"  # those that are up: no request waits for the claim of an instance that is lost
 
