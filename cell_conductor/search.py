@@ -265,10 +265,15 @@ class MachineSearch:
             if query.awaited is Awaited.NONE:  # no fence answers for a machine that may be complete
                 gone = self._forgotten()
                 missing.update(one for one, host in query.places if one not in gone and host not in searched.hosts)
-            awaited = missing
-            if not self._is_awaiting(query.since):
-                silent = {one for one, host in query.places if one in searched.missing or host not in looked_at}
-                awaited = self._awaited_on(query.awaited, missing, silent)
+            beyond: dict[Awaited, AbstractSet[str]] = {
+                Awaited.NONE: frozenset(),
+                Awaited.OF_PLACES: {
+                    one for one, host in query.places if one in searched.missing or host not in looked_at
+                },
+                Awaited.UP: self._up_now() or frozenset(),
+                Awaited.ALL: missing,
+            }
+            awaited = missing if self._is_awaiting(query.since) else beyond[query.awaited]
             if asked is not None and not missing & awaited:
                 found[uuid] = InstanceSearched(
                     at=at,
@@ -279,20 +284,6 @@ class MachineSearch:
                     silent=frozenset(missing),
                 )
         return found
-
-    def _awaited_on(self, awaited: Awaited, missing: set[str], silent: set[str]) -> set[str]:
-        """The services among the missing that have to answer beyond the doubt's limit. silent: those about the record's
-        own places.
-        """
-        match awaited:
-            case Awaited.NONE:
-                return set()
-            case Awaited.OF_PLACES:
-                return silent
-            case Awaited.UP:
-                return self._up_now() or set()
-            case Awaited.ALL:
-                return missing
 
     async def find_decided(
         self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]

@@ -68,10 +68,11 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     is_held = event.given_up is None and not instance.last_attempt
     is_newest = all(one.attempt <= event.attempt for one in event.found or ())
     is_new = is_held and is_newest and any((one.attempt, one.host_uuid) == first for one in event.found or ())
-    if not event.found or (is_new and rules.closed_to(requested, context) is None):
+    best = best_of(requested, event.found or ())
+    if best is None or (is_new and rules.closed_to(requested, context) is None):
         return rules.start_build(instance, event, context)
     adopted = replace(numbered_on(requested, context.set_back, event), reused_from=1)
-    return adopt_found(adopted, best_of(adopted, event.found), event.at, context)
+    return adopt_found(adopted, best, event.at, context)
 
 
 def why_not_adoptable(instance: Instance | None) -> str:
@@ -168,9 +169,9 @@ def by_worth(one: FoundMachine) -> tuple[bool, int, str]:
     return one.built, one.attempt, one.host_uuid
 
 
-def best_of(instance: Instance, found: Sequence[FoundMachine]) -> FoundMachine:
+def best_of(instance: Instance, found: Sequence[FoundMachine]) -> FoundMachine | None:
     """Which of these is taken for the instance's own: one that is proved to be, if any is."""
-    return max(found, key=lambda one: (proved_of(instance, one) is not None, *by_worth(one)))
+    return max(found, key=lambda one: (proved_of(instance, one) is not None, *by_worth(one)), default=None)
 
 
 def adopt_found(instance: Instance, best: FoundMachine, at: float, context: StepContext) -> Step:

@@ -243,8 +243,7 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
     if any((one.host_uuid, instance.uuid) in context.kept for one in filter(None, (there, *later))):
         return Step(_hold(instance, at, context))  # until another word of its operator
-    latest = best_of(instance, later) if later else None
-    newest = max(filter(None, (latest, there)), key=by_worth, default=None)
+    newest = max(filter(None, (best_of(instance, later), there)), key=by_worth, default=None)
     if there is None or newest is not there:
         moved = _follow_later(instance, newest, event, context, is_source_gone=is_source_gone)
         if moved is not None:
@@ -309,9 +308,8 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
         for one in event.machines
         if is_building and _is_at(one, instance.attempt, instance.host_uuid)
     ]
-    found = (*own, *forgotten_machines(instance, event.machines))
     sure = replace(certain(instance, at), doubted=bool(event.silent), queried=False)
-    best = best_of(instance, found) if found else None
+    best = best_of(instance, (*own, *forgotten_machines(instance, event.machines)))
     if best is not None and best not in own:
         return _adopt(sure, best, at, context)
     if best is not None and best.built:
@@ -338,8 +336,8 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
 
 def adopt_lost(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
     """A record that ends as failed may be older than the world, and a service has a machine of it that it has not."""
-    found = forgotten_machines(instance, event.machines)
-    return _adopt(instance, best_of(instance, found), event.at, context) if found else Step(instance)
+    best = best_of(instance, forgotten_machines(instance, event.machines))
+    return Step(instance) if best is None else _adopt(instance, best, event.at, context)
 
 
 def _adopt(instance: Instance, found: FoundMachine, at: float, context: StepContext) -> Step:

@@ -37,9 +37,9 @@ def take_over_later(instance: Instance, event: MoveRequested, context: StepConte
         and (one.attempt, one.host_uuid) != own
         and not is_over(instance, one.attempt, one.host_uuid)
     ]
-    if not later:
+    if (best := best_of(instance, later)) is None:
         return None
-    unsure, best = doubted_from(instance, context.set_back), best_of(instance, later)
+    unsure = doubted_from(instance, context.set_back)
     refused = refuse_request(unsure, event, context, IN_DOUBT, f"host {best.host} has a later machine of it: {OLDER}")
     if best.built and best.attempt > instance.attempt and proved_of(instance, best) is not None:
         unsure = replace(refused.instance, doubted=len(later) > 1)  # another one may be later still
