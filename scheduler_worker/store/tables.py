@@ -288,7 +288,7 @@ async def decide_columns(decisions: Sequence[BuildUpdate]) -> Columns:
 
 async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
     """The columns of UPDATE."""
-    return await _columns(lambda one: (*_values(_updated(one)), timeline_text(one.timeline)), updates)
+    return await _columns(lambda one: (*_values(_updated(one.build)), timeline_text(one.timeline)), updates)
 
 
 async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -> Columns:
@@ -303,7 +303,7 @@ def _of(record: str, *names: str) -> list[str]:
 
 _inserted = attrgetter(*_of("build", *ACCEPTED), *_of("request", "flavor", "name"), "request")
 _decided = attrgetter(*_of("build", *DECIDED), "funnel", *_of("build", "run"))
-_updated = attrgetter(*_of("build", *DECIDED, *CHANGED))
+_updated = attrgetter(*DECIDED, *CHANGED)
 
 
 def _insert_row(new: NewBuild) -> tuple[Any, ...]:
