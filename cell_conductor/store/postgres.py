@@ -143,8 +143,9 @@ FALSE_TRUE = ("false", "true")  # of JSON
 def _brief(row: Sequence[Any]) -> Brief:
     state, then = of_text(row[1])
     # Not cast by the statement: one that is of another type would fail it for all.
-    untried, doubted, reused_from = int(row[10]), bool(FALSE_TRUE.index(row[11])), int(row[12])
-    return Brief(row[0], state, *row[2:10], untried, doubted, reused_from, *row[13:], then)
+    read = int(row[10]), bool(FALSE_TRUE.index(row[11])), int(row[12])
+    fields = (*row[2:10], *read, *row[13:], then)
+    return Brief(row[0], state, *fields)
 
 
 def _instance(row: Sequence[Any]) -> Instance:
