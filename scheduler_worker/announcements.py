@@ -174,7 +174,9 @@ class AnnouncementHandler:
             await self._on_fences([one for one in fences if one.cell == self._cell])
         flushed = self._store.flushed(losses)
         self._note(applied)
-        early, done = {id(one.event) for one in applied if one.verdict == EARLY}, Done(after=flushed)
+        done = Done(after=flushed)
+        if not (early := {id(one.event) for one in applied if one.verdict == EARLY}):
+            return [done] * len(batch)
         return [NOT_YET if id(received.message) in early else done for received in batch]
 
     def _note(self, applied: Sequence[AppliedEvent]) -> None:

@@ -181,7 +181,8 @@ ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "cod
 MOVE = ", ".join(MOVES)
 ANNOUNCED = ("request_id", *_REACHED, "history", "command")
 
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+_encode = _encoder.encode
 _timelines = msgspec.json.Decoder(TimelineEntry)
 build_request = msgspec.json.Decoder(BuildRequest).decode
 # Columns of JSON. NULL or '': the record has its default.
@@ -325,7 +326,7 @@ def _values(fields: Sequence[object]) -> list[Any]:
 
 def timeline_text(lines: Sequence[TimelineEntry]) -> str:
     """Timeline lines as they are appended."""
-    return "".join(_encode(line).decode() + "\n" for line in lines)
+    return _encoder.encode_lines(lines).decode()
 
 
 def clean(text: str) -> str:
