@@ -210,7 +210,7 @@ class Engine:
             metrics.SWEPT.labels(instance.state).inc()
             log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)
         with metrics.BATCH_SECONDS.labels("sweep").time():
-            await self._ask_placement(due_questions(due, recorded.instances, again=due.keys()))
+            await self._ask_placement(due_questions(due, recorded, again=due.keys()))
         return len(due)
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
@@ -244,7 +244,7 @@ class Engine:
             # A message that was seen before: the conductor that took it then may have died before it could send the
             # request.
             again = set() if len(fresh) == len(incoming) else {a.uuid for a in incoming} - {a.uuid for a in fresh}
-            return due_questions(known, recorded.instances, again=again)
+            return due_questions(known, recorded, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
 
     @staticmethod
@@ -290,7 +290,8 @@ class Engine:
         await transaction.update(changed)
         await transaction.send_later(outgoing)
         stepped_on = {uuid: one for uuid, one in now.items() if uuid not in failed}
-        return Transition(stepped_on, outgoing, steps, ended, ended_by.losses)
+        asked = {uuid: question for uuid, one in stepped_on.items() if (question := question_of(one)) is not None}
+        return Transition(stepped_on, asked, outgoing, steps, ended, ended_by.losses)
 
     def _stepped(
         self,

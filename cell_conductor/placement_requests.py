@@ -55,7 +55,7 @@ class PendingQuestion(Struct, frozen=True):
 
 
 def due_questions(
-    before: Mapping[str, Instance], after: Mapping[str, Instance], *, again: Collection[str]
+    before: Mapping[str, Instance], recorded: Transition, *, again: Collection[str]
 ) -> list[PendingQuestion]:
     """The questions that are due: new ones, and those of `again` once more.
 
@@ -64,11 +64,8 @@ def due_questions(
     the command is on its way.
     """
     found: list[PendingQuestion] = []
-    for uuid, instance in after.items():
-        message = question_of(instance)
-        if message is None:
-            continue
-        known = before.get(uuid)
+    for uuid, message in recorded.questions.items():
+        instance, known = recorded.instances[uuid], before.get(uuid)
         is_begun = isinstance(message, MachineQuery) and instance.state is State.BUILDING
         is_new = known is None or question_of(known) != message
         if (is_new and not is_begun) or uuid in again:
@@ -228,10 +225,11 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
 
 class Transition(Struct, frozen=True):
     """The changes that one transaction makes to its instances, the messages that it sends, and the lines to log after
-    the commit.
+    the commit. questions: of those of its instances that have one.
     """
 
     instances: Mapping[str, Instance]
+    questions: Mapping[str, Question]
     outgoing: list[OutboxMessage]
     steps: Counter[tuple[State, str]]
     ended: list[Instance]
@@ -253,7 +251,7 @@ def may_be_redone(recorded: Transition, known: Mapping[str, Instance]) -> bool:
     """
     if any(one.queried and recorded.instances.get(uuid) is not one for uuid, one in known.items()):
         return False
-    if any(question_of(instance) is not None for instance in recorded.instances.values()):
+    if recorded.questions:
         return False
     outgoing = [addressed.message for addressed in recorded.outgoing]
     if any(isinstance(one, MoveEvent) and (one.terminal or one.departure is not None) for one in outgoing):

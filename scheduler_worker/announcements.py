@@ -7,6 +7,7 @@ its own: placement may be away, and what cells announce waits for no answer of i
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 
 import structlog
@@ -173,16 +174,19 @@ class AnnouncementHandler:
             await self._on_fences([one for one in fences if one.cell == self._cell])
         flushed = self._store.flushed(losses)
         self._note(applied)
-        early = {id(one.event) for one in applied if one.verdict == EARLY}
-        return [NOT_YET if id(received.message) in early else Done(after=flushed) for received in batch]
+        done = Done(after=flushed)
+        if not (early := {id(one.event) for one in applied if one.verdict == EARLY}):
+            return [done] * len(batch)
+        return [NOT_YET if id(received.message) in early else done for received in batch]
 
     def _note(self, applied: Sequence[AppliedEvent]) -> None:
+        for verdict, count in Counter([one.verdict for one in applied]).items():
+            metrics.ANNOUNCED.labels(verdict).inc(count)
         for one in applied:
-            metrics.ANNOUNCED.labels(one.verdict).inc()
-            uuid = one.event.instance_uuid
             if one.departed:
-                log.info("instance.departed", instance=uuid, cell=self._cell, to=one.departed)
+                log.info("instance.departed", instance=one.event.instance_uuid, cell=self._cell, to=one.departed)
             if one.verdict not in (ANNOUNCED, EARLY, LATE):
+                uuid = one.event.instance_uuid
                 log.warning("announcement.ignored", why=one.verdict, cell=self._cell, instance=uuid)
         builds = [one.event for one in applied if one.verdict == ANNOUNCED and isinstance(one.event, BuildEvent)]
         metrics.count_ended(builds)

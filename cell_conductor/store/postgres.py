@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import chain
 from typing import Any, TypeVar
 
 import asyncpg
 import structlog
-from msgspec import DecodeError, convert
+from msgspec import DecodeError
 from msgspec.structs import replace
 
 from bus.contracts.base import reason_of
@@ -91,8 +90,8 @@ SELECT uuid, state, host_uuid,
     attempt, since, newest, source_host_uuid,
     coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
     source_attempt,
-    CASE WHEN record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' THEN record #>> '{{history,0,attempt}}'
-        ELSE '0' END AS untried,
+    CASE WHEN record #>> '{{history,0,outcome}}' = '{NOT_TRIED}'
+        THEN coalesce(record #>> '{{history,0,attempt}}', '') ELSE '0' END AS untried,
     coalesce(record ->> 'doubted', 'false') AS doubted, coalesce(record ->> 'reused_from', '0') AS reused_from,
     CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
     coalesce(k.hosts, '{{}}') AS kept
@@ -138,11 +137,15 @@ DELETE FROM instances WHERE uuid IN (
 """
 
 
+FALSE_TRUE = ("false", "true")  # of JSON
+
+
 def _brief(row: Sequence[Any]) -> Brief:
     state, then = of_text(row[1])
     # Not cast by the statement: one that is of another type would fail it for all.
-    fields = row[2:10], convert(row[10:13], tuple[int, bool, int], strict=False), row[13:]
-    return replace(Brief(row[0], state, *chain.from_iterable(fields)), then=then)
+    read = int(row[10]), bool(FALSE_TRUE.index(row[11])), int(row[12])
+    fields = (*row[2:10], *read, *row[13:], then)
+    return Brief(row[0], state, *fields)
 
 
 def _instance(row: Sequence[Any]) -> Instance:

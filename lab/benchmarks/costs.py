@@ -58,17 +58,29 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 class Used(Struct, frozen=True, kw_only=True):
-    """The resources that each process has used, and when that was read."""
+    """The resources that each process but the client has used."""
 
     cpu_s: dict[str, float]
     wake_ups: dict[str, int]
+
+
+class Client(Struct, frozen=True):
+    """The CPU that this process has used, and when that was read."""
+
+    cpu_s: float
     at_s: float
+
+    @classmethod
+    def now(cls) -> Client:
+        """Its reading."""
+        return cls(time.process_time(), time.monotonic())
 
 
 class Reading(Struct, frozen=True, kw_only=True):
     """Where every counter stands. outside: transactions, flushes of the database, flushes of the broker."""
 
     used: Used
+    client: Client
     metrics: dict[str, Counter[str]]
     outside: tuple[float, float, float]
     statements: Statements | None
@@ -77,7 +89,8 @@ class Reading(Struct, frozen=True, kw_only=True):
 class Instruments:
     """Reads what every process has used, before and after a load; the difference is what the load cost.
 
-    The figures of the processes are read next to the load: reading the others makes them work.
+    The client's are read next to the load, then those of the processes: reading what follows makes the client work,
+    and reading the others makes the processes work.
     """
 
     def __init__(self, servers: RealServers, processes: WorkerProcesses, *, counts_statements: bool) -> None:
@@ -89,14 +102,15 @@ class Instruments:
         """All counters, before a load."""
         outside, statements = await self._read_outside()
         metrics = await self._read_metrics()
-        return Reading(outside=outside, statements=statements, metrics=metrics, used=self._used())
+        used = self._used()
+        return Reading(outside=outside, statements=statements, metrics=metrics, used=used, client=Client.now())
 
     async def since(self, before: Reading, boots: int) -> Costs:
         """The cost of each of so many boots since then."""
-        used = self._used()
+        client, used = Client.now(), self._used()
         metrics = await self._read_metrics()
         outside, statements = await self._read_outside()
-        now = Reading(outside=outside, statements=statements, metrics=metrics, used=used)
+        now = Reading(outside=outside, statements=statements, metrics=metrics, used=used, client=client)
         return _difference(before, now, boots, {name: probe.memory_mb(pid) for name, pid in self._pids().items()})
 
     def _pids(self) -> dict[str, int]:
@@ -106,9 +120,8 @@ class Instruments:
     def _used(self) -> Used:
         pids = self._pids()
         return Used(
-            cpu_s={name: probe.cpu_s(pid) for name, pid in pids.items()} | {"client": time.process_time()},
+            cpu_s={name: probe.cpu_s(pid) for name, pid in pids.items()},
             wake_ups={name: probe.wake_ups(pid) for name, pid in pids.items()},
-            at_s=time.monotonic(),
         )
 
     async def _read_metrics(self) -> dict[str, Counter[str]]:
@@ -132,6 +145,7 @@ class Instruments:
 
 def _difference(before: Reading, now: Reading, boots: int, memory_mb: Mapping[str, float]) -> Costs:
     cpu = {name: (used - before.used.cpu_s[name]) / boots for name, used in now.used.cpu_s.items()}
+    cpu["client"] = (now.client.cpu_s - before.client.cpu_s) / boots
     wake_ups = {name: (count - before.used.wake_ups[name]) / boots for name, count in now.used.wake_ups.items()}
     metrics = {name: counted - before.metrics[name] for name, counted in now.metrics.items()}
     published, items, claims = (sum(one[name] for one in metrics.values()) for name in COUNTED)
@@ -159,7 +173,7 @@ def _difference(before: Reading, now: Reading, boots: int, memory_mb: Mapping[st
         conflict_rate=round(sum(one[name] for one in metrics.values() for name in LOST) / max(claims, 1), 4),
         statements_per_boot=None if spent is None else round(sum(calls for calls, _ in spent.values()), 3),
         statements=spent,
-        seconds_per_boot=round((now.used.at_s - before.used.at_s) / boots, 5),
+        seconds_per_boot=round((now.client.at_s - before.client.at_s) / boots, 5),
     )
 
 

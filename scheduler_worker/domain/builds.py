@@ -176,7 +176,7 @@ def announced_build(build: RecordedBuild, event: BuildEvent) -> tuple[RecordedBu
 
 def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
     """Whether an announcement brings nothing but its number: the answer to a query, of a build that is as it was."""
-    return after == replace(before, sequence=after.sequence)
+    return after.state is before.state and after == replace(before, sequence=after.sequence)
 
 
 def is_early(build: RecordedBuild, event: BuildEvent) -> bool:

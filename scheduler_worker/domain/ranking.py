@@ -286,7 +286,7 @@ class Ranking:
         for score_, _, position in rotation.draw(OTHER_SERVICE_WALK):
             row = int(self.view.rows[position])
             out = row in excluded or row in self._full
-            if not out and (found := self._found(position, score_, limit=1)):
+            if not out and (found := self._found(position, row, score_, limit=1)):
                 return [found]
         return []
 
@@ -303,17 +303,17 @@ class Ranking:
             drawn.append(entry)
             if row in excluded:
                 continue
-            if found := self._found(position, entry[0], limit=limit):
+            if found := self._found(position, row, entry[0], limit=limit):
                 return found
             drawn.pop()  # full by now, and in this round it can only become fuller
         return None
 
-    def _found(self, position: int, score_: float, *, limit: int) -> RankedHost | None:
-        """The host at a position of the view, if it still fits."""
-        book, row = self.view.book, int(self.view.rows[position])
+    def _found(self, position: int, row: int, score_: float, *, limit: int) -> RankedHost | None:
+        """The host at a position of the view, which is this row of the book, if it still fits."""
+        book = self.view.book
         if not (found := options_on(book, self.spec, row, limit=limit)):
             return None
-        service = self.view.table.services[int(self._services[position])].name
+        service = self.view.table.services[self._services.item(position)].name
         return RankedHost(book.uuid_of(row), row, position, -score_, found, service)
 
     def _best_heap(self) -> HostHeap | None:

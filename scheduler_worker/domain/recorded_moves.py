@@ -399,18 +399,19 @@ class Announcements:
         an earlier one.
         """
         applied = self._apply(event, cell, waited=waited)
-        departure = event.departure if isinstance(event, MoveEvent) else None
-        build = self.builds.get(event.instance_uuid)
-        if build is None or departure is None or not is_owner(cell, departure.stay, build):
+        if not isinstance(event, MoveEvent) or event.departure is None:
             return applied
-        assert isinstance(event, MoveEvent)
+        build = self.builds.get(event.instance_uuid)
+        if build is None or not is_owner(cell, event.departure.stay, build):
+            return applied
         self._transfer(build, event)
-        return AppliedEvent(ANNOUNCED, event, departure.cell)
+        return AppliedEvent(ANNOUNCED, event, event.departure.cell)
 
     def _apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool) -> AppliedEvent:
-        build = self.builds.get(event.instance_uuid)
-        move = self._move_of(event)
-        request = move if isinstance(event, MoveEvent) else build
+        build, move = self.builds.get(event.instance_uuid), None
+        request: RecordedBuild | RecordedMove | None = build
+        if isinstance(event, MoveEvent):
+            request = move = self._move_of(event)
         if build is None or request is None:
             return AppliedEvent("unknown", event)
         if request.cell != cell:
@@ -423,12 +424,12 @@ class Announcements:
             return AppliedEvent(EARLY, event)
         else:
             after, announced = announced_build(build, event)
+            if announced is not None and announced.stamps is not None:
+                announced = replace(announced, stamps=replace(announced.stamps, announced=self._now))
         if announced is None:
             # It changes nothing, but the timeline shows it. A repeated entry is shown once.
             self._add(build, timeline_of(replace(event, cell=cell), len(event.history), self._now))
             return AppliedEvent(LATE, event)
-        if isinstance(announced, BuildEvent) and announced.stamps is not None:
-            announced = replace(announced, stamps=replace(announced.stamps, announced=self._now))
         is_shown = move is not None or not is_known(build, after)
         self._add(after, timeline_of(announced, len(request.history), self._now) if is_shown else ())
         if move is not None:
@@ -446,9 +447,9 @@ class Announcements:
         self._add(after, (left,))
         self.messages += [OutboxMessage(after.cell or "", command, event.request_id) for command in commands]
 
-    def _move_of(self, event: BuildEvent | MoveEvent) -> RecordedMove | None:
+    def _move_of(self, event: MoveEvent) -> RecordedMove | None:
         """The request that an event is about, if it is one about the event's instance."""
-        move = self.moves.get(event.request_id) if isinstance(event, MoveEvent) else None
+        move = self.moves.get(event.request_id)
         return move if move is not None and move.instance_uuid == event.instance_uuid else None
 
     def _add(self, build: RecordedBuild, lines: Sequence[TimelineEntry]) -> None:

@@ -181,7 +181,8 @@ ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "cod
 MOVE = ", ".join(MOVES)
 ANNOUNCED = ("request_id", *_REACHED, "history", "command")
 
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+_encode = _encoder.encode
 _timelines = msgspec.json.Decoder(TimelineEntry)
 build_request = msgspec.json.Decoder(BuildRequest).decode
 # Columns of JSON. NULL or '': the record has its default.
@@ -288,7 +289,7 @@ async def decide_columns(decisions: Sequence[BuildUpdate]) -> Columns:
 
 async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
     """The columns of UPDATE."""
-    return await _columns(lambda one: (*_values(_updated(one)), timeline_text(one.timeline)), updates)
+    return await _columns(lambda one: (*_values(_updated(one.build)), timeline_text(one.timeline)), updates)
 
 
 async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -> Columns:
@@ -303,7 +304,7 @@ def _of(record: str, *names: str) -> list[str]:
 
 _inserted = attrgetter(*_of("build", *ACCEPTED), *_of("request", "flavor", "name"), "request")
 _decided = attrgetter(*_of("build", *DECIDED), "funnel", *_of("build", "run"))
-_updated = attrgetter(*_of("build", *DECIDED, *CHANGED))
+_updated = attrgetter(*DECIDED, *CHANGED)
 
 
 def _insert_row(new: NewBuild) -> tuple[Any, ...]:
@@ -325,7 +326,7 @@ def _values(fields: Sequence[object]) -> list[Any]:
 
 def timeline_text(lines: Sequence[TimelineEntry]) -> str:
     """Timeline lines as they are appended."""
-    return "".join(_encode(line).decode() + "\n" for line in lines)
+    return _encoder.encode_lines(lines).decode()
 
 
 def clean(text: str) -> str:

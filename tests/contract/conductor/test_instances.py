@@ -625,6 +625,7 @@ OUR_MACHINE = Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "newer")
         '{"reused_from": "many"}',
         '{"reused_from": 1e99}',
         '{"history": [{"outcome": "not_tried", "attempt": {}}]}',
+        '{"history": [{"outcome": "not_tried"}]}',
         '{"sequence": 1e300}',
         '"x"',
         "[]",

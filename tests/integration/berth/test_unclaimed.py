@@ -32,8 +32,8 @@ from cell_conductor.domain.events import MoveRequested
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, is_over
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import step
-from cell_conductor.placement_requests import PlacementRequests, due_questions
+from cell_conductor.domain.table import question_of, step
+from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import Safety
@@ -260,8 +260,9 @@ async def test_what_the_audit_has_claimed_can_be_moved(restored: Restored) -> No
     moving = step(record.instance, MoveRequested(at=clock.time(), request=request), context).instance
     async with requests_to(restored.book.store, clock, restored.rng) as placement:
         for _ in range(2):  # refused for its old generation, then with the book's
-            [question] = due_questions({}, {uuid: moving}, again=())
-            [answer] = await placement.ask([question])
+            asked = question_of(moving)
+            assert asked is not None
+            [answer] = await placement.ask([PendingQuestion(moving, asked)])
             moving = step(moving, answer.event, context).instance
     assert moving.state is State.PREPARING
     assert await restored.book.allocations() == {

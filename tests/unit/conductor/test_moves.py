@@ -207,7 +207,7 @@ def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
     refusal = made.apply(request(MoveKind.STOP, request_id=OTHER))
     assert announced(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.resized")]
     outgoing = [OutboxMessage("c", message, UUID) for message in refusal.commands]
-    assert not may_be_redone(Transition({UUID: refusal.instance}, outgoing, Counter(), []), {})
+    assert not may_be_redone(Transition({UUID: refusal.instance}, {}, outgoing, Counter(), []), {})
 
 
 def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:
