@@ -66,7 +66,13 @@ async def list_letters(
 
 
 @dead_letters.command()
-async def show(settings: Settings, queue: Queue, letter_id: str, bus: BusName = API, as_json: AsJson = False) -> None:
+async def show(
+    settings: Settings,
+    queue: Queue,
+    letter_id: Annotated[str, typer.Argument(help="Its id, as `list QUEUE` prints it.")],
+    bus: BusName = API,
+    as_json: AsJson = False,
+) -> None:
     """Show one dead letter whole. Its body may hold secrets."""
     found = await _on(Site(settings), bus, lambda transport: letters.list_dead(transport, queue, MAX_SHOWN))
     letter = next((letter for letter in found if letter.id == letter_id), None)

@@ -212,7 +212,7 @@ async def list_services(
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
         page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-    headers = ["service", "cell", "state", "hosts", "enabled", "last seen", "why"]
+    headers = ["service", "cell", "state", "hosts", "enabled", "announced", "why"]
     print_rows(page.services, as_json, headers, _service_row)
     return Exit.NO if any(not one.up for one in page.services) else 0
 
@@ -402,7 +402,7 @@ def show_forgotten_service(one: ServiceForgotten) -> None:
 
 
 def _service_row(one: ServiceRecord) -> list[str | Text]:
-    seen = f"{one.last_seen_s:.0f} s ago" if one.announced else "not announced"
+    seen = f"{one.last_seen_s:.0f} s ago" if one.announced else "no"
     state = Text("up", "green") if one.up else Text("down", "red")
     why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
     return [one.name, one.cell, state, str(one.hosts), str(one.enabled), seen, why]

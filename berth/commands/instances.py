@@ -415,6 +415,7 @@ def show_tracks(tracks: Sequence[Track], out: Console) -> None:
         where = f" on {event.host} in {event.cell}" if event is not None and event.host else ""
         where += f", zone {event.zone}" if where and event is not None and event.zone else ""
         why = f": {event.reason}" if event is not None and event.reason and track.state != "active" else ""
+        why += f" ({event.code})" if why and event is not None and event.code else ""
         if event in explained and event is not None:
             why = f": {event.code}, explained below"
         took = f" in {1000 * track.latency_s:.0f} ms" if track.latency_s is not None else ""

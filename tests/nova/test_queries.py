@@ -1,5 +1,5 @@
 """Each RequestSpec of Nova's own unit tests, and each that functional tests asked with (`asked_specs.jsonl`), gives the
-query string that Nova gives it.
+query string that Nova gives it; and each payload of a notification is the one that Nova writes.
 
 Nova's side is made by `capture_queries.py` in a Python that has Nova and Placement (`BERTH_NOVA_PYTHON`, or the
 virtualenv `.berth/nova`); without one these tests are skipped. Each spec is asked in several worlds: settings,
@@ -19,6 +19,7 @@ import pytest
 
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.view import Unsatisfiable
+from scheduler_worker.nova.notifications import payload_of
 from scheduler_worker.nova.request_spec import NotDecided, parse_request_spec
 from scheduler_worker.nova.resource_request import (
     PrefilterSettings,
@@ -26,6 +27,7 @@ from scheduler_worker.nova.resource_request import (
     resource_request,
     translated,
 )
+from tests.kit.nova_peer import PYTHON, needs_nova
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -111,3 +113,28 @@ def test_each_query_string_is_novas(captured: dict[str, Any]) -> None:
     total = len(captured["cases"])
     print(f"{total - len(different)} of {total} equal ({captured['specs']} specs): {dict(counts)}")  # noqa: T201
     assert not different, json.dumps(different[:3], indent=1, default=str)
+
+
+# --- Notifications.
+
+
+def plain(value: Any) -> Any:
+    """Without what a payload has no use for: which fields were changed. Sets are written in any order."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items() if key != "nova_object.changes"}
+    return (
+        sorted(value, key=str)
+        if isinstance(value, list) and all(isinstance(one, int) for one in value)
+        else ([plain(one) for one in value] if isinstance(value, list) else value)
+    )
+
+
+@needs_nova
+def test_payloads_are_novas_own() -> None:
+    command = [PYTHON, HERE / "write_notifications.py"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+    assert run.returncode == 0, run.stderr[-2_000:]
+    written = json.loads(run.stdout)
+    assert len(written) >= 10
+    for spec, payload in written:
+        assert plain(payload_of(spec)) == plain(payload)

@@ -32,7 +32,7 @@ from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.values import ABOVE_CELLS, is_in_units
 from placement_worker.store.postgres_rows import PostgresBookRows, PostgresBookTransaction
-from tests.kit.unit_rules import amounts_and_units
+from tests.kit.claims import amounts_and_units
 
 from .conftest import Book, claim
 

@@ -269,3 +269,18 @@ def test_an_explanation_of_several_builds_comes_once() -> None:
     lines = shown(lambda console: show_tracks([failed(1), failed(2)], console), width=200).splitlines()
     assert [line for line in lines if "None of 7" in line] == ["2 x None of 7 hosts can take it"]
     assert sum("no_valid_host, explained below" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("state", ["refused", "failed"])
+def test_a_build_that_ended_without_a_funnel_shows_its_code(state: str) -> None:
+    """Only `--json` had the code of a refused build, and the page of codes is searched by it."""
+    event = BuildEvent(
+        instance_uuid=str(uuid.UUID(int=1)),
+        project_id="p",
+        state=BuildState(state),
+        sequence=2,
+        code="flavor.unknown",
+        reason="there is no flavor nope",
+    )
+    track = Track(event.instance_uuid, "nope", 0.0, state=state, last=event)
+    assert "there is no flavor nope (flavor.unknown)" in shown(lambda console: show_tracks([track], console), width=200)

@@ -19,7 +19,7 @@ from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, is_in_units
 from placement_worker.operations.audit import Doubled, excess_of
-from tests.kit.unit_rules import amounts_and_units
+from tests.kit.claims import amounts_and_units
 
 # --- the claim decision as tables: every outcome, fencing, idempotency, the over-capacity escape, swaps
 
