@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.consuming.outcome import GIVEN_UP, Done, Received, Wait
-from bus.contracts.base import Meta
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState
-from bus.contracts.cell import CellBuildQuery
+from bus.consuming.outcome import Done, Received, Wait
+from bus.contracts.base import Meta, Refusal
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete
 from bus.contracts.moves import CellMove, MoveKind, MoveRequest
-from bus.contracts.placement import ReleaseRun
+from bus.contracts.objects import (
+    CellState,
+    FenceRecord,
+    HostDecision,
+    ObjectChange,
+    ObjectKind,
+    ObjectsChange,
+    ObjectsChanged,
+)
+from bus.contracts.operations import AdminState
+from bus.contracts.placement import (
+    ClaimAll,
+    ClaimAllResult,
+    ClaimOutcome,
+    ClaimResult,
+    LocatePage,
+    LocateRequest,
+    ReleaseRun,
+)
+from bus.faults import Fault
+from lab.simulation.loop import SimClock
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import pending_build
-from scheduler_worker.domain.builds import Gang, NewBuild, RecordedBuild
-from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.domain.requests import LETTERS, RETRIES, RequestDelivery, delivery_of
+from scheduler_worker.domain.builds import Gang, NewBuild, RecordedBuild, SinceBuild, effects
+from scheduler_worker.domain.object_rules import changed_object
+from scheduler_worker.domain.objects import ChangeAuthor
+from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove
+from scheduler_worker.domain.requests import RETRIES, RequestDelivery, delivery_of
+from scheduler_worker.domain.unanswered import messages_to_cell, open_build
+from scheduler_worker.keepers import CHECK_S, CHECKED_FOR_S, CellKeeper
+from scheduler_worker.objects import ObjectRegistry
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.kit.sent import Sent
+from tests.kit.virtual_time import on_virtual_time
+from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_deletes import hold, nowhere
-from tests.unit.scheduler.test_placing import Cluster, cluster
-from tests.unit.scheduler.test_without_an_answer import Site, accepted, site, taken
+from tests.unit.scheduler.test_placing import cluster
+from tests.unit.scheduler.test_without_an_answer import Site, accepted, move_of, site
 
 __all__ = ["cluster", "site"]  # fixtures
 
@@ -170,8 +204,6 @@ async def test_a_build_that_waited_for_placement_and_whose_record_is_lost_has_it
     for rows in (table.records, table.recorded, table.requested):
         rows.pop(request.instance_uuid)  # the database crashed before its commit was on disk
     site.cluster.port.unavailable = False
-    for at in range(6):
-        site.cluster.hosts.book.apply([])
     site.cluster.hosts.give_up("c1")
     site.cluster.hosts.give_up("c2")
     site.handler._warmup._since_s = -1000.0
@@ -180,3 +212,141 @@ async def test_a_build_that_waited_for_placement_and_whose_record_is_lost_has_it
     build = await site.build_of(request.instance_uuid)
     assert (build.state, build.code) == (BuildState.FAILED, "no_valid_host")
     assert len(site.emitted(ReleaseRun)) == 1, "the claim that is on its way is granted, and held for good"
+
+
+# --- A gang of which enough have started before: only the members of this pass are counted.
+
+
+async def test_a_member_that_is_placed_after_enough_of_its_gang_have_started_is_built(site: Site) -> None:
+    """Two of three were dispatched, and the third was tried again alone, because its claim's host was not announced.
+    Now it is: a build without a gang is built there. This one was only queried about, which begins nothing, as if one
+    of three had a host; its cell ends it.
+    """
+    requests = [site.cluster.hosts.request() for _ in range(3)]
+    gang = Gang(uuid=requests[0].instance_uuid, size=3, min_count=2)
+    third = requests[2]
+    record = RecordedBuild(
+        instance_uuid=third.instance_uuid, project_id=third.project_id, state=BuildState.ACCEPTED, sequence=1,
+        digest=b"1", run="mine",
+    )  # fmt: skip
+    begun = [
+        replace(record, instance_uuid=one.instance_uuid, state=BuildState.SCHEDULED, sequence=2, cell="c1")
+        for one in requests[:2]
+    ]
+    news = [NewBuild(request=one, build=two, gang=gang) for one, two in zip(requests, [*begun, record], strict=True)]
+    async with site.store.unit() as unit:
+        await unit.insert(news, 0.0)
+    hold(site.cluster, third, run="mine")
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    site.cluster.port.submit_gangs = refused_gangs  # type: ignore[method-assign]
+    await site.handler.resume({third.instance_uuid: 0})
+    assert (await site.build_of(third.instance_uuid)).state is BuildState.SCHEDULED
+    assert (len(site.emitted(CellBuild)), len(site.emitted(CellBuildQuery))) == (1, 0)
+
+
+async def refused_gangs(gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
+    changed = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    return [ClaimAllResult(results=(changed,) * len(one.claims)) for one in gangs]
+
+
+# --- The command to delete: the copy that is sent first knows less than the one that is sent again.
+
+
+def test_a_delete_names_the_stay_of_the_instance_as_its_repeat_does() -> None:
+    """A cell that was set back to where the instance had left it learns by the stay that it has come back. The first
+    command had none, so it answered with a departure that is no news, until a scheduler repeated the delete.
+    """
+    uuid = "00000000-0000-4000-8000-000000000001"
+    build = RecordedBuild(
+        instance_uuid=uuid, project_id="p", state=BuildState.DELETING, sequence=9, cell="c1",
+        instance=SinceBuild(stay=3),
+    )  # fmt: skip
+    (sent,) = [one.message for one in effects(BuildState.ACTIVE, build, 1.0)]
+    asked = open_build(build)
+    assert asked is not None
+    (again,) = messages_to_cell(asked, MoveContext(build=build), SchedulerConfig(), 1.0)
+    assert isinstance(sent, CellDelete) and isinstance(again, CellDelete)
+    assert (sent.stay, again.stay) == (3, 3)
+
+
+# --- A cell that was removed, and gets a build later than a scheduler looks after it.
+
+
+class Wanted:
+    """Stands for the links to the cells."""
+
+    def __init__(self) -> None:
+        self.cells: set[str] = set()
+
+    def want(self, cells: Mapping[str, object]) -> None:
+        self.cells = set(cells)
+
+
+@on_virtual_time
+async def test_a_removed_cell_is_linked_again_whenever_a_build_is_given_to_it() -> None:
+    """Placement was away for longer than two minutes. When it was back, the claim of a build that had waited was found
+    in the cell, which was empty when it was removed: its command stays in the outbox until a scheduler starts again.
+    """
+    clock, links = SimClock(), Wanted()
+    hosts = Hosts([PLENTY] * 2, cells=["c1", "c2"])
+    store = MemoryBuilds(MemoryBuildTable(clock).session())
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock, cells=("c1", "c2"))
+    await registry.open()
+    body = {"state": CellState.REMOVED.value, "reason": "it left"}
+    change = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.CELL, name="c2", body=body),), who="ann")
+    changed = await registry.change(change, "m1")
+    assert isinstance(changed, ObjectsChanged)
+    keeper = CellKeeper(registry, store, links, ("c1", "c2"), clock=clock)  # type: ignore[arg-type]
+    task = asyncio.create_task(keeper.run())
+    await clock.sleep(CHECKED_FOR_S + 2 * CHECK_S)
+    assert links.cells == {"c1"}
+    request = hosts.request()
+    build = RecordedBuild(
+        instance_uuid=request.instance_uuid, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c2"
+    )
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=request, build=build)], clock.time())
+    await clock.sleep(CHECKED_FOR_S)
+    task.cancel()
+    await asyncio.wait([task])
+    assert links.cells == {"c1", "c2"}
+
+
+async def test_a_build_that_waited_is_given_to_the_removed_cell_of_its_claim(site: Site) -> None:
+    """The other half of the one before: it holds on the present code."""
+    request = await accepted(site)
+    site.cluster.hosts.table.disabled_cells = frozenset({"c2"})
+    hold(site.cluster, request, on=4, run="r")
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    await site.handler.resume({request.instance_uuid: 0})
+    assert (await site.build_of(request.instance_uuid)).cell == "c2"
+
+
+# --- An evacuation that comes to a scheduler which has not loaded the fence yet.
+
+
+async def test_an_evacuation_is_not_refused_by_a_scheduler_that_has_not_loaded_the_fence(site: Site) -> None:
+    """The fence is on record, and acknowledged by its cell: another scheduler has answered the operator. "No host" is
+    decided on the newest state; "not fenced" was decided on an older one, for good.
+    """
+    uuid = await site.runs("c1")
+    host = site.cluster.hosts.uuids[0]
+    fence = FenceRecord(host="h0", cell="c1", version=1, acknowledged=1)
+    decision = HostDecision(host="h0", state=AdminState.FENCED, reason="off")
+    async with site.store.operation() as unit:
+        await unit.lock_objects()
+        await unit.write_objects(
+            [
+                changed_object(ObjectKind.HOST, host, None, decision),
+                changed_object(ObjectKind.FENCE, host, None, fence),
+            ],
+            ChangeAuthor("ann", "off", 1.0),
+        )
+
+    async def locate(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        return [LocatePage(members={}, hosts={uuid: (host,)}) for _ in requests]
+
+    site.cluster.port.locate = locate  # type: ignore[method-assign]
+    (outcome,) = (await site.moves.process([move_of(uuid, MoveKind.EVACUATE, 0, site.cluster.hosts.rng)])).values()
+    assert not (isinstance(outcome, Done) and isinstance(outcome.reply, Refusal)), outcome
