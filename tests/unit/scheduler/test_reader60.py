@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -23,7 +23,7 @@ from bus.contracts.objects import (
     ObjectsChange,
     ObjectsChanged,
 )
-from bus.contracts.operations import AdminState
+from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import (
     ClaimAll,
     ClaimAllResult,
@@ -35,14 +35,18 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault
 from lab.simulation.loop import SimClock
+from scheduler_worker.changes import ChangeHandler, RefusedCommands
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import pending_build
 from scheduler_worker.domain.builds import Gang, NewBuild, RecordedBuild, SinceBuild, effects
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.object_rules import changed_object
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove
 from scheduler_worker.domain.requests import RETRIES, RequestDelivery, delivery_of
+from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.unanswered import messages_to_cell, open_build
+from scheduler_worker.fleet import Warmup
 from scheduler_worker.keepers import CHECK_S, CHECKED_FOR_S, CellKeeper
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
@@ -350,3 +354,69 @@ async def test_an_evacuation_is_not_refused_by_a_scheduler_that_has_not_loaded_t
     site.cluster.port.locate = locate  # type: ignore[method-assign]
     (outcome,) = (await site.moves.process([move_of(uuid, MoveKind.EVACUATE, 0, site.cluster.hosts.rng)])).values()
     assert not (isinstance(outcome, Done) and isinstance(outcome.reply, Refusal)), outcome
+
+
+# --- Whether a service that is up may have a host: a host is forgotten only if all services are known here.
+
+
+async def no_cells(_: Collection[str]) -> None:
+    """Placement has no dead service of these hosts."""
+
+
+async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_announced_it_yet(site: Site) -> None:
+    """The scheduler that had just started had not heard that the host's service is up, and took the fence, which any
+    other one refuses (`host.service_up`): an instance that is evacuated from a running host runs twice. A command to
+    forget the host asks whether every service is known here.
+    """
+    hosts, store = site.cluster.hosts, site.store
+    selector = Selector(
+        hosts.book,
+        HostTable(),
+        hosts.config,
+        flavors=hosts.selector.flavors,
+        filters=hosts.selector.filters,
+        weighings=[],
+    )
+    registry = ObjectRegistry(store, selector, hosts.config, clock=site.cluster.clock, cells=("c1",))
+    await registry.open()
+    handler = ChangeHandler(
+        registry,
+        selector,
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        refused=RefusedCommands(store),
+        find_cells=no_cells,
+        warmup=Warmup(selector, clock=site.cluster.clock),
+    )
+    fence = SetAdminState(host=hosts.uuids[0], state=AdminState.FENCED, reason="mistyped", by="ann")
+    (outcome,) = await handler([Received(fence, Meta(id="m1", reply_to="client.reply.x"), "api", "scheduler.changes")])
+    assert not isinstance(outcome, Done), outcome
+
+
+# --- Which objects are newer: a revision is a number that a database which was set back gives again.
+
+
+async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: Site) -> None:
+    """A standby was promoted without the last change, and the first change after that got its number. A scheduler that
+    had loaded the lost one keeps it: a host that is fenced on no record, or one that is fenced and takes builds.
+    """
+    clock, hosts, store = site.cluster.clock, site.cluster.hosts, site.store
+    here, there = (
+        ObjectRegistry(store, one.selector, hosts.config, clock=clock, cells=("c1", "c2"))
+        for one in (hosts, Hosts([PLENTY] * 6, cells=["c1"] * 3 + ["c2"] * 3, config=hosts.config))
+    )
+    await here.open()
+    await there.open()
+    before = store._table.objects
+
+    def decided(host: int) -> ObjectsChange:
+        body = {"host": f"h{host}", "state": AdminState.DISABLED.value}
+        return ObjectsChange(
+            changes=(ObjectChange(kind=ObjectKind.HOST, name=hosts.uuids[host], body=body),), who="ann"
+        )
+
+    assert isinstance(await here.change(decided(0), "m1"), ObjectsChanged)
+    store._table.objects = before
+    assert isinstance(await there.change(decided(1), "m2"), ObjectsChanged)
+    await here.reload()
+    assert [hosts.table.decision_of(uuid) is not None for uuid in hosts.uuids[:2]] == [False, True]
