@@ -420,3 +420,33 @@ async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: 
     assert isinstance(await there.change(decided(1), "m2"), ObjectsChanged)
     await here.reload()
     assert [hosts.table.decision_of(uuid) is not None for uuid in hosts.uuids[:2]] == [False, True]
+
+
+# --- The timeline of an instance: what a client requests of it in vain is appended for ever.
+
+
+async def test_the_timeline_of_an_instance_is_bounded_whatever_its_client_requests(site: Site) -> None:
+    """Each refused request is a line of up to a reason's length, in the row that every announcement rewrites and every
+    page of builds reads whole: some ten thousand of them are more than a message may have, and no page with it is read.
+    """
+    uuid, rng, times = await site.runs("c1"), site.cluster.hosts.rng, 2000
+    for _ in range(0, times, 200):
+        moves = [
+            PendingMove(
+                position=at,
+                request=MoveRequest(
+                    request_id=new_uuid(rng),
+                    instance_uuid=uuid,
+                    project_id="p",
+                    kind=MoveKind.RESIZE,
+                    flavor="no.such",
+                ),
+                taken_at=0.0,
+                delivery=RequestDelivery(),
+            )
+            for at in range(200)
+        ]
+        outcomes = await site.moves.process(moves)
+        assert {one.reply.code for one in outcomes.values() if isinstance(one, Done)} == {"flavor.unknown"}  # type: ignore[union-attr]
+    found = await site.store.builds_named([uuid])
+    assert len(found[uuid].timeline) < times
