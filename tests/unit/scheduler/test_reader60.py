@@ -39,6 +39,7 @@ from scheduler_worker.changes import ChangeHandler, RefusedCommands
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import pending_build
 from scheduler_worker.domain.builds import Gang, NewBuild, RecordedBuild, SinceBuild, effects
+from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.object_rules import changed_object
 from scheduler_worker.domain.objects import ChangeAuthor
@@ -450,3 +451,41 @@ async def test_the_timeline_of_an_instance_is_bounded_whatever_its_client_reques
         assert {one.reply.code for one in outcomes.values() if isinstance(one, Done)} == {"flavor.unknown"}  # type: ignore[union-attr]
     found = await site.store.builds_named([uuid])
     assert len(found[uuid].timeline) < times
+
+
+# --- May this move be carried out? It is asked twice, and only the first answer leads to hosts.
+
+
+async def test_a_resize_whose_flavor_is_made_while_its_records_are_locked_is_not_dispatched_without_hosts(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the lock it was refused, so no hosts were chosen; under the lock it may be carried out, and its instance
+    has not changed: its cell was commanded to resize it on none.
+    """
+    uuid, selector = await site.runs("c1"), site.cluster.hosts.selector
+    operation, began = site.store.operation, 0
+
+    def with_new_flavor() -> object:
+        nonlocal began
+        began += 1
+        if began == 2:
+            flavors = {**selector.config.flavors, "new": selector.config.flavors["m1.large"]}
+            selector.configure(
+                replace(selector.config, flavors=flavors),
+                flavors={name: parse(name, one) for name, one in flavors.items()},
+                filters=selector.filters,
+                weighings=[],
+                revision=2,
+            )
+        return operation()
+
+    monkeypatch.setattr(site.store, "operation", with_new_flavor)
+    resize = MoveRequest(
+        request_id=new_uuid(site.cluster.hosts.rng),
+        instance_uuid=uuid,
+        project_id="p",
+        kind=MoveKind.RESIZE,
+        flavor="new",
+    )
+    await site.moves.process([PendingMove(position=0, request=resize, taken_at=0.0, delivery=RequestDelivery())])
+    assert [one for one in site.emitted(CellMove) if isinstance(one, CellMove) and not one.selections] == []
