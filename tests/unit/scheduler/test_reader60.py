@@ -12,7 +12,16 @@ from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Received, Wait
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete
+from bus.contracts.cell import (
+    CellBuild,
+    CellBuildQuery,
+    CellDelete,
+    ComputeHosts,
+    HostReport,
+    ServiceDown,
+    ServicesDigest,
+)
+from bus.contracts.drains import DrainTarget
 from bus.contracts.moves import CellMove, MoveKind, MoveRequest
 from bus.contracts.objects import (
     CellState,
@@ -47,6 +56,7 @@ from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove
 from scheduler_worker.domain.requests import RETRIES, RequestDelivery, delivery_of
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.unanswered import messages_to_cell, open_build
+from scheduler_worker.drain_plan import DrainHolders
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.keepers import CHECK_S, CHECKED_FOR_S, CellKeeper
 from scheduler_worker.objects import ObjectRegistry
@@ -489,3 +499,32 @@ async def test_a_resize_whose_flavor_is_made_while_its_records_are_locked_is_not
     )
     await site.moves.process([PendingMove(position=0, request=resize, taken_at=0.0, delivery=RequestDelivery())])
     assert [one for one in site.emitted(CellMove) if isinstance(one, CellMove) and not one.selections] == []
+
+
+# --- Which hosts a cell, or a service, has: what is announced here is not all of them.
+
+
+@pytest.mark.parametrize("second", ["is up and not announced here yet", "died before this scheduler started"])
+async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_announced_here(site: Site, second: str) -> None:
+    """The drain of the cell began with one of its two hosts, and ended as `drain.done` while the other one was full: an
+    operator switches it off. To forget a service, or a host, the book and the cell's digest are asked.
+    """
+    hosts, clock = Hosts([PLENTY] * 2), site.cluster.clock
+    table, now_s = HostTable(), clock.monotonic()
+    selector = Selector(
+        hosts.book, table, hosts.config, flavors=hosts.selector.flavors, filters=hosts.selector.filters, weighings=[]
+    )
+    there = (HostReport(uuid=hosts.uuids[0], name="h0"),)
+    table.apply(ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True), now_s)
+    is_up = second.startswith("is up")
+    down = () if is_up else (ServiceDown(service="s2", epoch=1, code="service.dead", reason="no heartbeat"),)
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, up=1 + is_up, down=down), now_s)
+    holders = DrainHolders(
+        site.store,
+        selector,
+        site.cluster,
+        None,  # type: ignore[arg-type]
+        warmup=Warmup(selector, clock=clock),
+    )
+    found = holders.hosts_of("c1", DrainTarget.CELL, None)
+    assert isinstance(found, Refusal) or {one.uuid for one in found[1]} == set(hosts.uuids)
