@@ -44,7 +44,7 @@ from scheduler_worker.domain.builds import (
     effects,
 )
 from scheduler_worker.domain.deletes import UNKNOWN, DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
-from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
+from scheduler_worker.domain.gangs import left_of_gangs
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import Selector
@@ -91,7 +91,7 @@ class SchedulingEngine:
         if deletes:
             of_deletes, deleted = await self._delete(deletes)
         to_place: list[PendingBuild] = []
-        withdrawn = withdrawn_by_gang(builds, admissions, deleted)
+        gangs = left_of_gangs(builds, admissions, deleted)
         for taken, admission in zip(builds, admissions, strict=True):
             pending = taken
             if isinstance(admission, Continue):
@@ -101,7 +101,9 @@ class SchedulingEngine:
             elif pending.instance_uuid in deleted:
                 outcomes[pending.position] = pending.accepted
             else:
-                to_place.append(without_withdrawn(pending, withdrawn) if withdrawn else pending)
+                if pending.gang is not None and pending.gang.uuid in gangs:
+                    pending = replace(pending, gang=gangs[pending.gang.uuid])
+                to_place.append(pending)
         if to_place:
             outcomes |= await self._dispatcher.dispatch(to_place)
         return outcomes, of_deletes

@@ -57,14 +57,13 @@ class Answered(Struct, frozen=True, kw_only=True):
     """Nothing more is to be done for it.
 
     label: for the metrics. messages: published with it: its event, if no other of this request will follow, and the
-    releases of what another delivery may have claimed since its record ended. withdrawn: a delete has ended it, or
-    will: its gang does not wait for it.
+    releases of what another delivery may have claimed since its record ended. build: its record, which was there.
     """
 
     outcome: Outcome
     label: str = ""
     messages: Sequence[OutboxMessage] = ()
-    withdrawn: bool = False
+    build: RecordedBuild | None = None
 
 
 # The consequence of a pending build's record.
@@ -133,16 +132,14 @@ def admit_known(pending: PendingBuild, build: RecordedBuild | None) -> Admission
     if not build.digest and build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
-        return Answered(outcome=repeated, label="deleted", withdrawn=True)
+        return Answered(outcome=repeated, label="deleted", build=build)
     if build.digest != pending.digest:
         return _clash(pending)
     if build.state is BuildState.ACCEPTED:
         return Continue(build.run)
     if build.state is BuildState.REFUSED:
         return Answered(outcome=Done(reply=Refusal(code=build.code, reason=build.reason)))
-    withdrawn = build.state in (BuildState.DELETING, BuildState.DELETED)
-    messages = releases_of(build, pending.run)
-    return Answered(outcome=repeated, label="repeated", messages=messages, withdrawn=withdrawn)
+    return Answered(outcome=repeated, label="repeated", messages=releases_of(build, pending.run), build=build)
 
 
 def clash(event: OutboxMessage, why: Refusal) -> Answered:

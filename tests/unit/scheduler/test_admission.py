@@ -85,8 +85,8 @@ REPEATED = {"label": "repeated", "reply": ACCEPTED}
         (BuildState.SCHEDULED, {}, REPEATED | {"ends": True}),
         (BuildState.ACTIVE, {}, REPEATED | {"ends": True}),
         (BuildState.FAILED, {}, REPEATED | {"ends": True}),
-        (BuildState.DELETING, {}, REPEATED | {"ends": True, "withdrawn": True}),
-        (BuildState.DELETED, {}, REPEATED | {"ends": True, "withdrawn": True}),
+        (BuildState.DELETING, {}, REPEATED | {"ends": True}),
+        (BuildState.DELETED, {}, REPEATED | {"ends": True}),
         (
             BuildState.REFUSED,
             {"code": "group.unknown", "reason": "why"},
@@ -97,9 +97,9 @@ REPEATED = {"label": "repeated", "reply": ACCEPTED}
         (
             BuildState.REFUSED,
             {"digest": b"", "code": "instance.unknown"},
-            {"label": "deleted", "reply": ACCEPTED, "withdrawn": True},
+            {"label": "deleted", "reply": ACCEPTED},
         ),
-        (BuildState.DELETING, {"digest": b""}, {"label": "deleted", "reply": ACCEPTED, "withdrawn": True}),
+        (BuildState.DELETING, {"digest": b""}, {"label": "deleted", "reply": ACCEPTED}),
         (BuildState.REFUSED, {"digest": b"", "code": "instance.unknown", "project_id": "q"}, "request.duplicate"),
     ],
 )
@@ -120,7 +120,8 @@ def test_how_a_request_goes_on_that_is_on_record(
         assert found == clash(refused_build(UUID, "p", why, 1000.0), why)
         assert (found.outcome, found.label) == (Done(reply=why), "duplicate")
         return
-    assert (found.label, found.withdrawn) == (answer.get("label", ""), answer.get("withdrawn", False))
+    assert found.label == answer.get("label", "")
+    assert found.build is (known if found.label else None)
     released = releases_of(known, pending.run) if known is not None and answer.get("ends") else []
     assert list(found.messages) == released
     if "waits" in answer:
