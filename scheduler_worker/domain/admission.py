@@ -29,7 +29,6 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.requests import (
     DIGEST_BYTES,
-    RETRIES,
     TOO_OLD,
     RequestDelivery,
     digest_of,
@@ -70,15 +69,16 @@ class Answered(Struct, frozen=True, kw_only=True):
 Admission = Start | Continue | Answered
 
 
-def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | Outcome:
-    """A build whose time is over, as it is processed; its outcome if it is left by its requester.
+def admit_unwanted(pending: PendingBuild, *, is_recorded: bool, is_held: bool) -> PendingBuild | Outcome:
+    """A build that `is_unwanted`, as it is processed; its outcome if it is left by its requester.
 
-    may_be_begun: it is on record, or an instance of it holds what it may have claimed: its record is lost, and where
-    that claim is it is built, or runs already. Another one ends with its event.
+    is_held: an instance of it holds what it may have claimed. Then its record is lost: where that claim is it is built,
+    or runs already, and one that is refused now is left to the cell of it. Another one ends with its event.
     """
     delivery = pending.delivery
-    if may_be_begun:
-        return replace(pending, delivery=delivery.going_on())
+    if is_recorded or is_held:
+        why = delivery.why if is_recorded else delivery.why or pending.refusal
+        return replace(pending, refusal=None, delivery=replace(delivery.going_on(), why=why))
     return Done() if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
 
 
@@ -114,9 +114,11 @@ def admit(
 def is_clash_of_first(
     pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, RecordedBuild]
 ) -> bool:
-    """Whether the first member of this one's gang is on record, or in this batch, with other content."""
+    """Whether the first member of this one's gang is on record, or in this batch, with other content. Of a gang that is
+    taken up from the record it may be purged.
+    """
     assert pending.gang is not None
-    first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
+    first, on_record = firsts.get(pending.gang.uuid, pending), known.get(pending.gang.uuid)
     return first.digest != pending.digest or (on_record is not None and on_record.digest not in (pending.digest, b""))
 
 
@@ -186,6 +188,11 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         return self.gang is not None and self.gang.uuid != self.instance_uuid
 
     @property
+    def is_unwanted(self) -> bool:
+        """Whether it is not to be begun any more, while an earlier delivery of it may have begun it."""
+        return self.delivery.is_late() or (self.refusal is not None and bool(self.attempt))
+
+    @property
     def instance_uuid(self) -> str:
         """The instance that it requests."""
         return self.request.instance_uuid
@@ -217,6 +224,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
                 terminal=refusal is not None,
                 code=refusal.code if refusal else "",
                 reason=refusal.reason if refusal else "",
+                attempt=self.attempt if refusal else 0,
                 run=self.run,
             ),
             timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
@@ -251,17 +259,17 @@ def pending_build(received: Received, delivery: RequestDelivery, *, now: float, 
     )
 
 
-def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> PendingBuild:
-    """A build as it is on record, which no delivery of its message carries on. tries: as often as this was done."""
+def pending_again(new: NewBuild, position: int, *, now: float) -> PendingBuild:
+    """A build as it is on record, which no delivery of its message carries on."""
     return PendingBuild(
         position=position,
         request=new.request,
         digest=new.build.digest,
         requested_at=new.created_at,
         taken_at=now,
-        delivery=RequestDelivery(attempt=tries, has_letter=False, last=tries >= RETRIES),
         gang=new.gang,
         run=new.build.run,
+        attempt=FIRST_ATTEMPT,
     )
 
 
