@@ -15,7 +15,7 @@ from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState, member_uuids
 from bus.contracts.cell import CellBuildQuery
 from bus.contracts.moves import MoveKind, MoveState
-from bus.contracts.placement import ReleaseRun
+from bus.contracts.placement import ClaimOutcome, ClaimResult, ReleaseRun
 from bus.faults import BrokenInvariant, Transient
 from scheduler_worker import unanswered
 from scheduler_worker.domain import unanswered as domain
@@ -344,13 +344,17 @@ async def test_a_refused_build_costs_no_question_where_no_delivery_of_it_was_bef
     assert sorted(released) == sorted(member_uuids(later))
 
 
-async def test_a_refused_build_of_which_placement_refuses_to_tell_what_it_holds_releases_nothing(site: Site) -> None:
-    """The handler had crashed, and with the dead letter once more: it had no end."""
+@pytest.mark.parametrize("why", ["it is refused", "its time is over"])
+async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_releases_nothing(site: Site, why: str) -> None:
+    """Of one whose time was over the handler crashed, and with its dead letter once more: it had no end."""
     site.handler._warmup._since_s = -1000.0
     site.cluster.port.refused = "request.invalid"
-    request = site.cluster.hosts.request(flavor="deleted.since")
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    is_refused = why == "it is refused"
+    request = site.cluster.hosts.request(flavor="deleted.since" if is_refused else "m1.small")
     for attempt, code in ((1, "claim.stranded"), (RETRIES, None)):
-        came = Received(request, Meta(id="m", attempt=attempt), "api", "scheduler.requests")
+        meta = Meta(id="m", attempt=attempt)
+        came = Received(request, meta, "api", "scheduler.requests", left_s=lambda: 1.0 if is_refused else -1.0)
         (outcome,) = await site.handler([came])
         assert outcome.code == code if isinstance(outcome, Retry) else code is None
         assert (await site.build_of(request.instance_uuid)).state is BuildState.ACCEPTED
