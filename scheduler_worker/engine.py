@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from bus.consuming.outcome import Done, Outcome, Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildState, member_uuids
+from bus.faults import RequestRefused
 from bus.persistence.unit_of_work import OptimisticFirst
 from bus.turns import InParts
 from scheduler_worker import metrics
@@ -31,7 +32,7 @@ from scheduler_worker.domain.admission import (
     PendingBuild,
     Start,
     admit,
-    admit_expired,
+    admit_unwanted,
     is_clash_of_first,
     pending_again,
 )
@@ -44,7 +45,7 @@ from scheduler_worker.domain.builds import (
     effects,
 )
 from scheduler_worker.domain.deletes import UNKNOWN, DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
-from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
+from scheduler_worker.domain.gangs import left_of_gangs
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import Selector
@@ -91,7 +92,7 @@ class SchedulingEngine:
         if deletes:
             of_deletes, deleted = await self._delete(deletes)
         to_place: list[PendingBuild] = []
-        withdrawn = withdrawn_by_gang(builds, admissions, deleted)
+        gangs = left_of_gangs(builds, admissions, deleted)
         for taken, admission in zip(builds, admissions, strict=True):
             pending = taken
             if isinstance(admission, Continue):
@@ -101,7 +102,9 @@ class SchedulingEngine:
             elif pending.instance_uuid in deleted:
                 outcomes[pending.position] = pending.accepted
             else:
-                to_place.append(without_withdrawn(pending, withdrawn) if withdrawn else pending)
+                if pending.gang is not None and pending.gang.uuid in gangs:
+                    pending = replace(pending, gang=gangs[pending.gang.uuid])
+                to_place.append(pending)
         if to_place:
             outcomes |= await self._dispatcher.dispatch(to_place)
         return outcomes, of_deletes
@@ -154,39 +157,50 @@ class SchedulingEngine:
             for uuid, pending in part
         }
 
-    async def not_left(self, expired: Mapping[int, PendingBuild]) -> dict[int, PendingBuild | Outcome]:
-        """Requests whose time is over, as they are processed; the outcome of one that is not: its time was over before
-        it was begun, and its requester has left it, or whether it was begun is not known yet.
+    async def not_left(self, unwanted: Mapping[int, PendingBuild]) -> dict[int, PendingBuild | Outcome]:
+        """Requests that are not to be begun any more, as they are processed; the outcome of one that is not: its time
+        was over before it was begun, and its requester has left it, or whether it was begun is not known yet.
         """
         async with self._store.unit() as unit:
-            begun = set(await unit.read([one.instance_uuid for one in expired.values()]))
-        unknown = {at: one for at, one in expired.items() if one.instance_uuid not in begun}
+            known = await unit.read([one.instance_uuid for one in unwanted.values()])
+        found: dict[int, PendingBuild | Outcome] = {
+            at: admit_unwanted(one, is_recorded=True, is_held=False)
+            for at, one in unwanted.items()
+            if one.instance_uuid in known
+        }
+        unknown = {at: one for at, one in unwanted.items() if at not in found}
         try:
-            begun |= await self._may_have_claimed(list(unknown.values()))
+            held = await self._may_have_claimed(list(unknown.values()))
         except PlacementUnavailable as fault:
-            return {at: waits(fault) if at in unknown else one for at, one in expired.items()}
-        return {at: admit_expired(one, may_be_begun=one.instance_uuid in begun) for at, one in expired.items()}
+            return found | dict.fromkeys(unknown, waits(fault))
+        return found | {
+            at: admit_unwanted(one, is_recorded=False, is_held=one.instance_uuid in held) for at, one in unknown.items()
+        }
 
     async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> set[str]:
-        """The requests of these of which an instance holds what they may have claimed."""
+        """The requests of these of which an instance holds what they may have claimed; all of them where placement
+        refuses to tell, for good: then each ends as one whose claim is of no known cell (`unknown_after`).
+        """
         looks = {
             one.instance_uuid: [(uuid, one.request.project_id) for uuid in member_uuids(one.request)] for one in builds
         }
-        held = await self._held.of_builds({key for keys in looks.values() for key in keys})
+        try:
+            held = await self._held.of_builds({key for keys in looks.values() for key in keys})
+        except RequestRefused:
+            return set(looks)
         return {uuid for uuid, keys in looks.items() if not held.keys().isdisjoint(keys)}
 
-    async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
+    async def accepted_before(self, instances: Collection[str]) -> list[list[PendingBuild]]:
         """Builds that are on record and that no message carries on, as they are processed: one in a list, and all
-        members of a gang together. instances: {instance: how often this was done before}. Raises Transient.
+        members of a gang together. Raises Transient.
         """
         now = self._clock.time()
         requests: dict[str, list[PendingBuild]] = {}
         for new in await self._store.requests_of(list(instances)):
             uuid = new.build.instance_uuid
             members = requests.setdefault(uuid if new.gang is None else new.gang.uuid, [])
-            members.append(pending_again(new, len(members), tries=instances.get(uuid, 0), now=now))
-        # Where the record that stands for a gang is purged, those of its other members are too, in a moment.
-        return [members for members in requests.values() if not members[0].is_later_member]
+            members.append(pending_again(new, len(members), now=now))
+        return list(requests.values())
 
     async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
         async with self._store.unit() as unit:

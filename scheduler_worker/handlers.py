@@ -22,7 +22,7 @@ from scheduler_worker.domain.admission import PendingBuild, in_passes, members_o
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.gangs import outcome_of_gang
 from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.domain.requests import RequestDelivery, delivery_of
+from scheduler_worker.domain.requests import RequestDelivery, delivery_of, taken_up
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
@@ -85,8 +85,10 @@ class RequestHandler:
             return any(isinstance(one, Wait) for one in outcomes.values())
 
         async def waits(members: Sequence[PendingBuild]) -> bool:
+            tries = max(instances.get(one.instance_uuid, 0) for one in members)
+            delivery = taken_up(tries, is_warming_up=self._warmup.is_on())
             try:
-                return await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid)
+                return await self._or_end(partial(process, members), delivery, members[0].instance_uuid)
             except Transient as fault:
                 log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
                 return True
@@ -141,8 +143,8 @@ class RequestHandler:
             if isinstance(received.message, MoveRequest)
         ]
         outcomes: dict[int, Outcome] = {}
-        expired = {position: one for position, one in requests.items() if one.delivery.is_late()}
-        for position, request in (await self._engine.not_left(expired) if expired else {}).items():
+        unwanted = {position: one for position, one in requests.items() if one.is_unwanted}
+        for position, request in (await self._engine.not_left(unwanted) if unwanted else {}).items():
             if isinstance(request, PendingBuild):
                 requests[position] = request
             else:

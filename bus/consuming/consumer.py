@@ -432,6 +432,8 @@ class Consumer:
             self._batch_interval.end_batch(done - began, len(asked), done, more=self._is_full())
         waiting[:] = [item for item, one in zip(asked, outcomes, strict=True) if isinstance(one, Wait)]
         if waits:
+            for item in waiting:
+                item.ask_again()
             asked = [item for item, one in zip(asked, outcomes, strict=True) if not isinstance(one, Wait)]
             outcomes = [one for one in outcomes if not isinstance(one, Wait)]
         await self._apply_outcomes(asked, outcomes)
@@ -513,6 +515,8 @@ class Consumer:
                 log.exception("consumer.crashed", queue=self.queue, cause=received[0].meta.cause)
                 return [GiveUp(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
             log.warning("consumer.split", queue=self.queue, items=len(items), error=type(error).__name__)
+        for item in items:
+            item.ask_again()
         return [(await self._ask([item]))[0] for item in items]
 
     async def _end_with(self, broken: BrokenInvariant) -> None:

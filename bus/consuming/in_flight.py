@@ -175,6 +175,11 @@ class InFlightMessage:
         self.received = received
         self.until = until
 
+    def ask_again(self) -> None:
+        """The handler has had it, and may have begun it: its next call is no first delivery."""
+        if isinstance(self.received, Received):
+            self.received = structs.replace(self.received, redelivered=True)
+
 
 ITEMS_AS_A_BATCH = 25.0  # this many items cost as much as the batch itself
 GAP = 3.0  # in multiples of the duration of a batch without items

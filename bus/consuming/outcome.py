@@ -67,6 +67,7 @@ def endless_s() -> float:
 class Received(Struct, frozen=True):
     """One message as a handler gets it: parsed, within its bounds, and with its metadata.
 
+    redelivered: a handler may have had it before, in another process or in this one, where it waited or crashed.
     exhausted: the message was delivered so often without a result that the broker is about to give it up. A handler
     that must announce the end to a client does so now, and does nothing else, because handling the message may have
     ended earlier processes. given_up: the code of a dead letter, which states why another queue gave it up; empty when

@@ -29,7 +29,6 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.requests import (
     DIGEST_BYTES,
-    RETRIES,
     TOO_OLD,
     RequestDelivery,
     digest_of,
@@ -57,29 +56,29 @@ class Answered(Struct, frozen=True, kw_only=True):
     """Nothing more is to be done for it.
 
     label: for the metrics. messages: published with it: its event, if no other of this request will follow, and the
-    releases of what another delivery may have claimed since its record ended. withdrawn: a delete has ended it, or
-    will: its gang does not wait for it.
+    releases of what another delivery may have claimed since its record ended. build: its record, which was there.
     """
 
     outcome: Outcome
     label: str = ""
     messages: Sequence[OutboxMessage] = ()
-    withdrawn: bool = False
+    build: RecordedBuild | None = None
 
 
 # The consequence of a pending build's record.
 Admission = Start | Continue | Answered
 
 
-def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | Outcome:
-    """A build whose time is over, as it is processed; its outcome if it is left by its requester.
+def admit_unwanted(pending: PendingBuild, *, is_recorded: bool, is_held: bool) -> PendingBuild | Outcome:
+    """A build that `is_unwanted`, as it is processed; its outcome if it is left by its requester.
 
-    may_be_begun: it is on record, or an instance of it holds what it may have claimed: its record is lost, and where
-    that claim is it is built, or runs already. Another one ends with its event.
+    is_held: an instance of it holds what it may have claimed. Then its record is lost: where that claim is it is built,
+    or runs already, and one that is refused now is left to the cell of it. Another one ends with its event.
     """
     delivery = pending.delivery
-    if may_be_begun:
-        return replace(pending, delivery=delivery.going_on())
+    if is_recorded or is_held:
+        why = delivery.why if is_recorded else delivery.why or pending.refusal
+        return replace(pending, refusal=None, delivery=replace(delivery.going_on(), why=why))
     return Done() if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
 
 
@@ -115,9 +114,11 @@ def admit(
 def is_clash_of_first(
     pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, RecordedBuild]
 ) -> bool:
-    """Whether the first member of this one's gang is on record, or in this batch, with other content."""
+    """Whether the first member of this one's gang is on record, or in this batch, with other content. Of a gang that is
+    taken up from the record it may be purged.
+    """
     assert pending.gang is not None
-    first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
+    first, on_record = firsts.get(pending.gang.uuid, pending), known.get(pending.gang.uuid)
     return first.digest != pending.digest or (on_record is not None and on_record.digest not in (pending.digest, b""))
 
 
@@ -133,16 +134,14 @@ def admit_known(pending: PendingBuild, build: RecordedBuild | None) -> Admission
     if not build.digest and build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
-        return Answered(outcome=repeated, label="deleted", withdrawn=True)
+        return Answered(outcome=repeated, label="deleted", build=build)
     if build.digest != pending.digest:
         return _clash(pending)
     if build.state is BuildState.ACCEPTED:
         return Continue(build.run)
     if build.state is BuildState.REFUSED:
         return Answered(outcome=Done(reply=Refusal(code=build.code, reason=build.reason)))
-    withdrawn = build.state in (BuildState.DELETING, BuildState.DELETED)
-    messages = releases_of(build, pending.run)
-    return Answered(outcome=repeated, label="repeated", messages=messages, withdrawn=withdrawn)
+    return Answered(outcome=repeated, label="repeated", messages=releases_of(build, pending.run), build=build)
 
 
 def clash(event: OutboxMessage, why: Refusal) -> Answered:
@@ -189,6 +188,11 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         return self.gang is not None and self.gang.uuid != self.instance_uuid
 
     @property
+    def is_unwanted(self) -> bool:
+        """Whether it is not to be begun any more, while an earlier delivery of it may have begun it."""
+        return self.delivery.is_late() or (self.refusal is not None and bool(self.attempt))
+
+    @property
     def instance_uuid(self) -> str:
         """The instance that it requests."""
         return self.request.instance_uuid
@@ -220,6 +224,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
                 terminal=refusal is not None,
                 code=refusal.code if refusal else "",
                 reason=refusal.reason if refusal else "",
+                attempt=self.attempt if refusal else 0,
                 run=self.run,
             ),
             timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
@@ -254,17 +259,17 @@ def pending_build(received: Received, delivery: RequestDelivery, *, now: float, 
     )
 
 
-def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> PendingBuild:
-    """A build as it is on record, which no delivery of its message carries on. tries: as often as this was done."""
+def pending_again(new: NewBuild, position: int, *, now: float) -> PendingBuild:
+    """A build as it is on record, which no delivery of its message carries on."""
     return PendingBuild(
         position=position,
         request=new.request,
         digest=new.build.digest,
         requested_at=new.created_at,
         taken_at=now,
-        delivery=RequestDelivery(attempt=tries, has_letter=False, last=tries >= RETRIES),
         gang=new.gang,
         run=new.build.run,
+        attempt=FIRST_ATTEMPT,
     )
 
 

@@ -210,9 +210,7 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
         assert after.cell is not None, after
         # A build that its cell has not announced may not have come there yet. One without a cell before is another
         # record's, which was dispatched.
-        begun = before is not BuildState.SCHEDULED
-        delete = CellDelete(instance_uuid=uuid, project_id=after.project_id, begun=begun)
-        return [OutboxMessage(after.cell, delete, uuid)]
+        return [OutboxMessage(after.cell, delete_of(after, begun=before is not BuildState.SCHEDULED), uuid)]
     ends_well = after.state is BuildState.DELETED
     event = BuildEvent(
         instance_uuid=uuid,
@@ -236,6 +234,11 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
     if after.attempt and not _is_over(before, after):
         return [to_clients, *releases_of(after, reader)]
     return [to_clients]
+
+
+def delete_of(build: RecordedBuild, *, begun: bool) -> CellDelete:
+    """The command to its cell to delete an instance, in its present stay there."""
+    return CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun, stay=build.now.stay)
 
 
 def releases_of(build: RecordedBuild, *readers: str) -> list[OutboxMessage]:

@@ -23,7 +23,6 @@ from bus.contracts.build import (
     DeleteRequest,
     TimelineEntry,
 )
-from bus.contracts.cell import CellDelete
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     DELETED,
@@ -35,6 +34,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     ProjectsBuild,
     RecordedBuild,
+    delete_of,
     effects,
 )
 from scheduler_worker.domain.requests import RequestDelivery, refused_build
@@ -188,8 +188,8 @@ def answer_unknown(
         if _is_anothers(build, project):  # no event: those about an instance are its owner's
             plan.outcomes[one.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
             if cell is not None:
-                delete = CellDelete(instance_uuid=uuid, project_id=project, begun=True)
-                plan.messages.append(OutboxMessage(cell, delete, uuid))
+                theirs = _tombstone(one.request, author).build  # what has no record is in no stay that is known
+                plan.messages.append(OutboxMessage(cell, delete_of(theirs, begun=True), uuid))
         elif cell is None:
             why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
             plan.outcomes[one.position] = Done(reply=why)

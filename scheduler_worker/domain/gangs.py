@@ -7,13 +7,13 @@ the gang; the others go on while they are at least `min_count`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Outcome
-from bus.contracts.build import BuildAccepted
+from bus.contracts.build import BuildAccepted, BuildState
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, GroupPolicy
 from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.admission import Admission, Answered, PendingBuild
@@ -28,6 +28,7 @@ from scheduler_worker.domain.placement import (
 )
 
 LEFT_OUT = "gang.left_out"
+WITHDRAWN = (BuildState.DELETING, BuildState.DELETED)  # a delete has ended it, or will: its gang does not wait for it
 
 
 def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
@@ -120,31 +121,29 @@ def claimable(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
     return [members for members in gangs if all(one.choice is not None for one in members)]
 
 
-def withdrawn_by_gang(
-    builds: Sequence[PendingBuild], admissions: Sequence[Admission], deleted: Iterable[str]
-) -> dict[str, int]:
-    """{gang: how many members a delete has taken out of it}."""
-    gone, counted = set(deleted), dict[str, int]()
+def left_of_gangs(
+    builds: Sequence[PendingBuild], admissions: Sequence[Admission], deleted: Collection[str]
+) -> dict[str, Gang | None]:
+    """{gang: what is left of it to start}, of each that a delete has taken members out of, or of which some were
+    dispatched before. None: enough of it have started, so each of the others is a build for itself.
+    """
+    left: dict[str, Gang] = {}
     for pending, admission in zip(builds, admissions, strict=True):
-        is_withdrawn = isinstance(admission, Answered) and admission.withdrawn
-        if pending.gang is not None and (is_withdrawn or pending.instance_uuid in gone):
-            counted[pending.gang.uuid] = counted.get(pending.gang.uuid, 0) + 1
-    return counted
+        if pending.gang is None:
+            continue
+        gang = left.get(pending.gang.uuid, pending.gang)
+        build = admission.build if isinstance(admission, Answered) else None
+        if pending.instance_uuid in deleted or (build is not None and build.state in WITHDRAWN):
+            left[gang.uuid] = replace(gang, size=gang.size - 1, min_count=min(gang.min_count, gang.size - 1))
+        elif build is not None and build.cell is not None:
+            left[gang.uuid] = replace(gang, size=gang.size - 1, min_count=max(gang.min_count - 1, 0))
+    return {uuid: gang if gang.min_count else None for uuid, gang in left.items()}
 
 
 def merged(states: Sequence[PlacementState], newer: Iterable[PlacementState]) -> list[PlacementState]:
     """The states in their order, as they are by now."""
     after = {one.request.instance_uuid: one for one in newer}
     return [after.get(one.request.instance_uuid, one) for one in states]
-
-
-def without_withdrawn(pending: PendingBuild, withdrawn_of: Mapping[str, int]) -> PendingBuild:
-    """A build whose gang starts without the members that were withdrawn: it needs no more than are left."""
-    gang = pending.gang
-    if gang is None or gang.uuid not in withdrawn_of:
-        return pending
-    left = gang.size - withdrawn_of[gang.uuid]
-    return replace(pending, gang=replace(gang, size=left, min_count=min(gang.min_count, left)))
 
 
 def outcome_of_gang(members: Sequence[PendingBuild], outcomes: Mapping[int, Outcome]) -> Outcome:

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, TimelineEntry
-from bus.contracts.cell import CellDelete
 from bus.contracts.moves import (
     ARRIVED,
     NOT_ARRIVED,
@@ -40,6 +39,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
     SinceBuild,
     announced_build,
+    delete_of,
     is_early,
     is_known,
 )
@@ -254,12 +254,10 @@ def transferred(
             arrival=arrival,
         )
         commands.append(query)
-    if build.state is BuildState.DELETING:
-        commands.append(
-            CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, stay=departure.stay + 1)
-        )
     instance = replace(build.now, stay=departure.stay + 1)
     there = replace(build, cell=cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
+    if build.state is BuildState.DELETING:
+        commands.append(delete_of(there, begun=False))
     return move, there, commands
 
 

@@ -193,10 +193,10 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
     attempt: how often its queue has had it retried. is_first: no delivery of it was before, so none has claimed for
     it (another copy of it that has is delivered again, and reads its end). has_letter: if its handling crashes its
     queue gives it up, and its letter ends it; a letter has none. last: it is not retried any more; it ends now. why:
-    it ends with this, unless it is on record and goes on (None: it does not end). has_requester: one waits for an
-    answer, and knows that a request whose time is over may be carried out. is_late: whether its time is over,
-    whenever it is asked. is_old: it was sent so long ago that its record may be purged. awaits_hosts: this process
-    has just started, so hosts that were not announced yet may still be, and "no host" would be a guess.
+    it ends with this, on record or not (None: it does not end). has_requester: one waits for an answer, and knows that
+    a request whose time is over may be carried out. is_late: whether its time is over, whenever it is asked. is_old:
+    it was sent so long ago that its record may be purged. awaits_hosts: this process has just started, so hosts that
+    were not announced yet may still be, and "no host" would be a guess.
     """
 
     attempt: int = 0
@@ -224,8 +224,8 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
         return self.why or (EXPIRED_WAITING if self.is_late() else None)
 
     def going_on(self) -> RequestDelivery:
-        """Of what is on record: it is carried on by this delivery."""
-        return replace(self, why=None, is_late=never)
+        """Of what is on record, or was: that its time is over does not end it any more."""
+        return replace(self, is_late=never)
 
     def crashed(self) -> RequestDelivery:
         """Of one without a letter, whose handling has crashed: it ends now."""
@@ -240,23 +240,31 @@ def waits(fault: Transient) -> Wait:
 LAST = RequestDelivery(attempt=RETRIES, last=True)
 
 
+def taken_up(attempt: int, *, is_warming_up: bool, last: bool = False) -> RequestDelivery:
+    """The delivery of a request that is on record and that no message carries on. attempt: as often as this was done.
+    is_warming_up: this process has started a moment ago. last: it ends now, however often that was.
+    """
+    last = last or attempt >= RETRIES
+    return RequestDelivery(
+        attempt=attempt, is_first=False, has_letter=False, last=last, awaits_hosts=is_warming_up and not last
+    )
+
+
 def delivery_of(received: Received, *, is_warming_up: bool = False, kept_since: float = 0.0) -> RequestDelivery:
-    """The delivery of a request that has just been taken. is_warming_up: this process has started a moment ago.
-    kept_since: the records of requests that were sent before may have been purged (seconds since the epoch).
+    """The delivery of a request that has just been taken. is_warming_up: as `taken_up` has it. kept_since: the records
+    of requests that were sent before may have been purged (seconds since the epoch).
     """
     is_letter = received.queue == LETTERS
     why = given_up_of(received) or (GIVEN_UP_BY_BROKER if is_letter else None)
-    last = why is not None or received.meta.attempt >= RETRIES
-    return RequestDelivery(
-        attempt=received.meta.attempt,
+    is_expired = why is EXPIRED_WAITING
+    return replace(
+        taken_up(received.meta.attempt, is_warming_up=is_warming_up, last=why is not None),
         is_first=not (received.redelivered or received.meta.attempt or is_letter),
         has_letter=not is_letter,
-        last=last,
-        why=why,
+        why=None if is_expired else why,
         has_requester=received.meta.reply_to is not None,
-        is_late=_always if why is EXPIRED_WAITING else received.is_late,
+        is_late=_always if is_expired else received.is_late,
         is_old=0 < received.meta.sent_at < kept_since,
-        awaits_hosts=is_warming_up and not last,
     )
 
 

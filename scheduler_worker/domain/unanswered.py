@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
-from bus.contracts.cell import CellDelete
 from bus.contracts.moves import CellMoveQuery
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import OPEN, RecordedBuild
+from scheduler_worker.domain.builds import OPEN, RecordedBuild, delete_of
 from scheduler_worker.domain.decisions import build_query
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
@@ -176,7 +175,7 @@ def messages_to_cell(
         return _about_move(known.move, known)
     assert build is not None
     if request.kind == DELETE:
-        return (_delete(build, begun=True),)
+        return (delete_of(build, begun=True),)
     assert requested is not None
     return (build_query(requested, build, at, config),)
 
@@ -196,13 +195,8 @@ def _about_move(move: RecordedMove, known: MoveContext) -> tuple[Message, ...]:
     if build.state not in (BuildState.DELETING, BuildState.DELETED):
         return (command or query,)
     if command is not None and command.arrival is not None:
-        return command, _delete(build, begun=False)
-    return _delete(build, begun=True), query
-
-
-def _delete(build: RecordedBuild, *, begun: bool) -> CellDelete:
-    stay = build.now.stay
-    return CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun, stay=stay)
+        return command, delete_of(build, begun=False)
+    return delete_of(build, begun=True), query
 
 
 def silence(watched: Watched, now_s: float, *, known: bool) -> tuple[str, str]:

@@ -20,8 +20,8 @@ from scheduler_worker.domain.admission import (
     PendingBuild,
     Start,
     admit,
-    admit_expired,
     admit_known,
+    admit_unwanted,
     clash,
     in_passes,
     is_clash_of_first,
@@ -85,8 +85,8 @@ REPEATED = {"label": "repeated", "reply": ACCEPTED}
         (BuildState.SCHEDULED, {}, REPEATED | {"ends": True}),
         (BuildState.ACTIVE, {}, REPEATED | {"ends": True}),
         (BuildState.FAILED, {}, REPEATED | {"ends": True}),
-        (BuildState.DELETING, {}, REPEATED | {"ends": True, "withdrawn": True}),
-        (BuildState.DELETED, {}, REPEATED | {"ends": True, "withdrawn": True}),
+        (BuildState.DELETING, {}, REPEATED | {"ends": True}),
+        (BuildState.DELETED, {}, REPEATED | {"ends": True}),
         (
             BuildState.REFUSED,
             {"code": "group.unknown", "reason": "why"},
@@ -97,9 +97,9 @@ REPEATED = {"label": "repeated", "reply": ACCEPTED}
         (
             BuildState.REFUSED,
             {"digest": b"", "code": "instance.unknown"},
-            {"label": "deleted", "reply": ACCEPTED, "withdrawn": True},
+            {"label": "deleted", "reply": ACCEPTED},
         ),
-        (BuildState.DELETING, {"digest": b""}, {"label": "deleted", "reply": ACCEPTED, "withdrawn": True}),
+        (BuildState.DELETING, {"digest": b""}, {"label": "deleted", "reply": ACCEPTED}),
         (BuildState.REFUSED, {"digest": b"", "code": "instance.unknown", "project_id": "q"}, "request.duplicate"),
     ],
 )
@@ -120,7 +120,8 @@ def test_how_a_request_goes_on_that_is_on_record(
         assert found == clash(refused_build(UUID, "p", why, 1000.0), why)
         assert (found.outcome, found.label) == (Done(reply=why), "duplicate")
         return
-    assert (found.label, found.withdrawn) == (answer.get("label", ""), answer.get("withdrawn", False))
+    assert found.label == answer.get("label", "")
+    assert found.build is (known if found.label else None)
     released = releases_of(known, pending.run) if known is not None and answer.get("ends") else []
     assert list(found.messages) == released
     if "waits" in answer:
@@ -146,27 +147,50 @@ def test_a_later_member_is_refused_beside_its_first_without_an_event() -> None:
     assert admit(later, {one.instance_uuid: one for one in gang}, [later.instance_uuid], {}) == Start()
 
 
+EXHAUSTED, UNKNOWN = (Refusal(code=code, reason="") for code in ("delivery.exhausted", "flavor.unknown"))
+
+
 @pytest.mark.parametrize(
-    ("begun", "is_late", "has_requester", "why"),
+    ("begun", "is_late", "has_requester", "ended", "why"),
     [
-        (True, True, True, None),
-        (True, True, False, None),
-        (False, True, True, "left"),
-        (False, True, False, EXPIRED_WAITING),
-        (False, False, True, None),
+        ("recorded", True, True, {}, None),
+        ("recorded", True, False, {}, None),
+        ("held", True, False, {}, None),
+        ("", True, True, {}, "left"),
+        ("", True, False, {}, EXPIRED_WAITING),
+        ("", False, True, {}, None),
+        # What no scheduler could handle ends, late or not; what is refused now does not count against a record.
+        ("recorded", True, True, {"why": EXHAUSTED}, EXHAUSTED),
+        ("held", True, True, {"why": EXHAUSTED, "refusal": UNKNOWN}, EXHAUSTED),
+        ("", True, False, {"why": EXHAUSTED}, EXHAUSTED),
+        ("recorded", False, False, {"refusal": UNKNOWN}, None),
+        ("held", False, False, {"refusal": UNKNOWN}, UNKNOWN),
+        ("held", True, False, {"refusal": UNKNOWN}, UNKNOWN),
     ],
 )
-def test_a_request_whose_time_is_over_goes_on_if_it_may_be_begun(
-    begun: bool, is_late: bool, has_requester: bool, why: Any
+def test_a_request_that_is_not_to_be_begun_goes_on_if_it_may_be_begun(
+    begun: str, is_late: bool, has_requester: bool, ended: dict[str, Refusal], why: Any
 ) -> None:
-    delivery = RequestDelivery(is_late=lambda: is_late, has_requester=has_requester, why=None)
-    pending = taken(delivery=delivery)
-    found = admit_expired(pending, may_be_begun=begun)
+    delivery = RequestDelivery(is_late=lambda: is_late, has_requester=has_requester, why=ended.get("why"))
+    pending = replace(taken(delivery=delivery), refusal=ended.get("refusal"))
+    found = admit_unwanted(pending, is_recorded=begun == "recorded", is_held=begun == "held")
     if why == "left":
         assert found == Done()
     else:
-        assert isinstance(found, PendingBuild) and found.delivery.why == why
+        assert isinstance(found, PendingBuild) and (found.delivery.why, found.refusal) == (why, None)
         assert found.delivery.is_late() is (is_late and not begun)
+
+
+def test_a_refused_build_is_looked_for_where_an_earlier_delivery_may_have_begun_it() -> None:
+    found = [
+        replace(taken(), refusal=refusal, attempt=attempt).is_unwanted
+        for refusal in (None, UNKNOWN)
+        for attempt in (0, 1)
+    ]
+    assert found == [False, False, False, True]
+    refused = replace(taken(), refusal=UNKNOWN, attempt=1)
+    assert admit_unwanted(refused, is_recorded=False, is_held=False) == refused
+    assert refused.first_record(Author("s", 1.0)).build.attempt == 1
 
 
 def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 from uuid import UUID, uuid5
 
 import msgspec
@@ -13,24 +15,35 @@ from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Outcome, Received, Retry, Wait
 from bus.contracts.base import Meta, Refusal, encode
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
-from bus.contracts.cell import Selection
+from bus.contracts.cell import CellBuild, CellBuildQuery, Selection
 from bus.contracts.deploy import NetworkRequest
-from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption, GroupPolicy, ServerGroup
+from bus.contracts.placement import (
+    MAX_GANG_PROVIDERS,
+    MAX_MEMBERS,
+    Claim,
+    ClaimAll,
+    ClaimAllResult,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    GroupPolicy,
+    ServerGroup,
+)
+from bus.faults import Fault
 from scheduler_worker.domain.admission import Admission, Answered, PendingBuild, Start, members_of, pending_build
-from scheduler_worker.domain.builds import Author, Gang
+from scheduler_worker.domain.builds import Author, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude
 from scheduler_worker.domain.gangs import (
     by_gang,
     claimable,
     largest_first,
+    left_of_gangs,
     merged,
     needed,
     outcome_of_gang,
     with_gang_results,
     with_shared_findings,
-    withdrawn_by_gang,
     within_bounds,
-    without_withdrawn,
 )
 from scheduler_worker.domain.placement import (
     GangIncomplete,
@@ -42,9 +55,14 @@ from scheduler_worker.domain.placement import (
     PlacementUnavailable,
     initial_state,
 )
-from scheduler_worker.domain.requests import RequestDelivery
+from scheduler_worker.domain.requests import RETRIES, RequestDelivery
 from scheduler_worker.domain.view import Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
+from tests.unit.scheduler.test_deletes import hold, nowhere
+from tests.unit.scheduler.test_placing import cluster
+from tests.unit.scheduler.test_without_an_answer import Site, site
+
+__all__ = ["cluster", "site"]  # fixtures
 
 UUID_, OTHER = (f"00000000-0000-4000-8000-00000000000{n}" for n in "12")
 REQUEST = BuildRequest(instance_uuid=UUID_, project_id="p", flavor="m1.small")
@@ -236,36 +254,48 @@ def test_a_gang_needs_its_least_number_or_all_that_no_delete_has_taken_out(
     assert needed(Gang(uuid=UUID_, size=size, min_count=least), found) == count
 
 
-@pytest.mark.parametrize(
-    ("withdrawn", "size", "least"), [({}, 4, 3), ({"another": 2}, 4, 3), ({UUID_: 1}, 3, 3), ({UUID_: 2}, 2, 2)]
+def on_record(state: BuildState, cell: str | None = None) -> Answered:
+    build = RecordedBuild(instance_uuid=UUID_, project_id="p", state=state, sequence=1, cell=cell)
+    return Answered(outcome=Done(), build=build)
+
+
+GONE, STARTED, ENDED = (
+    on_record(state, cell)
+    for state, cell in ((BuildState.DELETED, None), (BuildState.ACTIVE, "c1"), (BuildState.FAILED, None))
 )
-def test_a_gang_starts_without_the_members_that_were_withdrawn(
-    withdrawn: dict[str, int], size: int, least: int
-) -> None:
-    member, *_ = members_of(taken(replace(REQUEST, count=4, min_count=3)), start=0)
-    left = without_withdrawn(member, withdrawn)
-    assert left == replace(member, gang=Gang(uuid=UUID_, size=size, min_count=least))
-    alone = taken(REQUEST)
-    assert without_withdrawn(alone, withdrawn) == alone
 
 
 @pytest.mark.parametrize(
-    ("second", "deleted", "count"),
+    ("others", "deleted", "left"),
     [
-        (Start(), (), 0),
-        (Answered(outcome=Done()), (), 0),
-        (Answered(outcome=Done(), withdrawn=True), (), 1),
-        (Start(), (1,), 1),
-        (Start(), (0, 1), 2),
-        (Answered(outcome=Done(), withdrawn=True), (0, 1, 2), 3),
+        ([Start(), Start()], (), "all"),
+        ([Answered(outcome=Done()), ENDED], (), "all"),
+        ([GONE, Start()], (), (3, 3)),
+        ([on_record(BuildState.DELETING, "c1"), Start()], (), (3, 3)),
+        ([Start(), Start()], (1,), (3, 3)),
+        ([GONE, Start()], (1,), (3, 3)),
+        ([GONE, Start()], (0, 2), (1, 1)),
+        # What has started need not start again, and where enough have, each of the others is a build for itself.
+        ([STARTED, Start()], (), (3, 2)),
+        ([STARTED, GONE], (), (2, 2)),
+        ([GONE, STARTED], (), (2, 2)),
+        ([STARTED, STARTED], (), (2, 1)),
+        ([STARTED, STARTED], (3,), (1, 1)),
+        ([STARTED, on_record(BuildState.FAILED, "c1")], (0,), (1, 1)),
     ],
 )
-def test_the_members_that_a_delete_has_taken_out(second: Admission, deleted: tuple[int, ...], count: int) -> None:
-    gang = members_of(taken(replace(REQUEST, count=3)), start=0)
+def test_what_is_left_of_a_gang_to_start(others: list[Admission], deleted: tuple[int, ...], left: Any) -> None:
+    gang = members_of(taken(replace(REQUEST, count=4, min_count=3)), start=0)
     alone = taken(replace(REQUEST, instance_uuid=OTHER))
     gone = [OTHER, *(gang[at].instance_uuid for at in deleted)]
-    admissions = [Start(), second, Start(), Answered(outcome=Done(), withdrawn=True)]
-    assert withdrawn_by_gang([*gang, alone], admissions, gone) == ({UUID_: count} if count else {})
+    found = left_of_gangs([*gang, alone], [Start(), *others, Start(), GONE], gone)
+    assert found == ({} if left == "all" else {UUID_: Gang(uuid=UUID_, size=left[0], min_count=left[1])})
+
+
+def test_a_gang_of_which_enough_have_started_is_none_any_more() -> None:
+    gang = members_of(taken(replace(REQUEST, count=4, min_count=2)), start=0)
+    assert left_of_gangs(gang, [STARTED, STARTED, Start(), Start()], ()) == {UUID_: None}
+    assert left_of_gangs(gang, [STARTED, STARTED, STARTED, Start()], ()) == {UUID_: None}
 
 
 def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
@@ -320,3 +350,75 @@ def test_a_build_fences_its_claims_if_one_was_sent(claims: int) -> None:
     around = Author(who="s", at=1.0)
     ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around)
     assert isinstance(decided, DecidedBuild) and decided.decision.build.attempt == claims
+
+
+# --- Members of a gang that are taken up from their records: how often is counted of the first one alone.
+
+
+async def gang_of_two(site: Site, first_state: BuildState | None) -> tuple[BuildRequest, BuildRequest]:
+    """first_state: None: the record of the first member has been purged."""
+    first, second = (nowhere(site.cluster) for _ in range(2))
+    gang = Gang(uuid=first.instance_uuid, size=2, min_count=1)
+    record = RecordedBuild(
+        instance_uuid=second.instance_uuid, project_id=second.project_id, state=BuildState.ACCEPTED, sequence=1,
+        digest=b"1", run="mine",
+    )  # fmt: skip
+    news = [NewBuild(request=second, build=record, gang=gang)]
+    if first_state is not None:
+        ended = replace(record, instance_uuid=first.instance_uuid, state=first_state, sequence=4, terminal=True)
+        news.append(NewBuild(request=first, build=ended, gang=gang))
+    async with site.store.unit() as unit:
+        await unit.insert(news, 0.0)
+    hold(site.cluster, second, on=-1, run="mine")  # on a host of no known cell
+    return first, second
+
+
+async def test_a_later_member_of_a_gang_whose_first_has_ended_ends_when_it_was_tried_often_enough(site: Site) -> None:
+    _, second = await gang_of_two(site, BuildState.DELETED)
+    for tries in range(3 * RETRIES):
+        assert await site.handler.resume({second.instance_uuid: tries}) == set()
+    build = await site.build_of(second.instance_uuid)
+    assert (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+
+
+async def test_a_later_member_of_a_gang_whose_first_was_purged_is_taken_up_again(site: Site) -> None:
+    _, second = await gang_of_two(site, None)
+    for tries in range(3 * RETRIES):
+        assert await site.handler.resume({second.instance_uuid: tries}) == set()
+    build = await site.build_of(second.instance_uuid)
+    assert (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+
+
+# --- A gang of which enough have started before: only the members of this pass are counted.
+
+
+async def test_a_member_that_is_placed_after_enough_of_its_gang_have_started_is_built(site: Site) -> None:
+    """Two of three were dispatched, and the third was tried again alone, because its claim's host was not announced.
+    Now it is: a build without a gang is built there. This one was only queried about, which begins nothing, as if one
+    of three had a host; its cell ends it.
+    """
+    requests = [site.cluster.hosts.request() for _ in range(3)]
+    gang = Gang(uuid=requests[0].instance_uuid, size=3, min_count=2)
+    third = requests[2]
+    record = RecordedBuild(
+        instance_uuid=third.instance_uuid, project_id=third.project_id, state=BuildState.ACCEPTED, sequence=1,
+        digest=b"1", run="mine",
+    )  # fmt: skip
+    begun = [
+        replace(record, instance_uuid=one.instance_uuid, state=BuildState.SCHEDULED, sequence=2, cell="c1")
+        for one in requests[:2]
+    ]
+    news = [NewBuild(request=one, build=two, gang=gang) for one, two in zip(requests, [*begun, record], strict=True)]
+    async with site.store.unit() as unit:
+        await unit.insert(news, 0.0)
+    hold(site.cluster, third, run="mine")
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    site.cluster.port.submit_gangs = refused_gangs  # type: ignore[method-assign]
+    await site.handler.resume({third.instance_uuid: 0})
+    assert (await site.build_of(third.instance_uuid)).state is BuildState.SCHEDULED
+    assert (len(site.emitted(CellBuild)), len(site.emitted(CellBuildQuery))) == (1, 0)
+
+
+async def refused_gangs(gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
+    changed = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    return [ClaimAllResult(results=(changed,) * len(one.claims)) for one in gangs]

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.outcome import EXPIRED, GIVEN_UP, Done, Outcome, Received, Wait
-from bus.contracts.base import Meta
-from bus.contracts.build import BuildRequest, BuildState
+from bus.consuming.outcome import EXPIRED, GIVEN_UP, Done, Outcome, Received, Retry, Wait
+from bus.contracts.base import Meta, Refusal
+from bus.contracts.build import BuildRequest, BuildState, member_uuids
+from bus.contracts.cell import CellBuildQuery
 from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.placement import ClaimOutcome, ClaimResult, ReleaseRun
 from bus.faults import BrokenInvariant, Transient
 from scheduler_worker import unanswered
 from scheduler_worker.domain import unanswered as domain
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.recorded_moves import RecordedMove
-from scheduler_worker.domain.requests import RequestDelivery, delivery_of
+from scheduler_worker.domain.requests import RETRIES, delivery_of
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
@@ -31,8 +34,9 @@ from tests.kit.sent import Sent
 from tests.unit.scheduler.test_deletes import hold
 from tests.unit.scheduler.test_moves import keep_up
 from tests.unit.scheduler.test_placing import Cluster, cluster
+from tests.unit.scheduler.test_without_an_answer import Site, accepted, site
 
-__all__ = ["cluster"]  # a fixture
+__all__ = ["cluster", "site"]  # fixtures
 
 
 def engine_of(cluster: Cluster) -> SchedulingEngine:
@@ -89,8 +93,8 @@ class Broken:
         self._accepted, self._fault = accepted, fault
         self.ended: list[str] = []
 
-    async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
-        return [[replace(self._accepted, delivery=RequestDelivery(has_letter=False))]]
+    async def accepted_before(self, instances: Collection[str]) -> list[list[PendingBuild]]:
+        return [[self._accepted]]
 
     async def process(
         self, builds: Sequence[PendingBuild], _deletes: object
@@ -125,10 +129,10 @@ class Stalling:
     """An engine whose placement does not answer about the first of two builds."""
 
     def __init__(self, *builds: PendingBuild) -> None:
-        self._builds = [replace(one, delivery=RequestDelivery(has_letter=False)) for one in builds]
+        self._builds = builds
         self.processed: list[str] = []
 
-    async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
+    async def accepted_before(self, instances: Collection[str]) -> list[list[PendingBuild]]:
         return [[one] for one in self._builds]
 
     async def process(
@@ -280,3 +284,135 @@ async def test_builds_that_no_cell_has_come_to_their_turn_however_many_they_are(
     for _ in range(40):
         await looks.look()
     assert len(resumed) == 11
+
+
+# --- A build that is refused at once: it ends without a look at what its instance holds.
+
+
+@pytest.mark.parametrize("why", ["its flavor was deleted", "it is old"])
+async def test_a_build_that_is_refused_while_its_instance_holds_a_claim_is_left_to_the_cell_of_that(
+    site: Site, why: str
+) -> None:
+    """Its record is lost, and its claim or its machine is not. A letter, an expired one, and one that no host can take
+    look at that; a refusal did not: no query, no release, and the claim stays for good.
+    """
+    site.handler._warmup._since_s = -1000.0  # while it is on, it is retried
+    request = site.cluster.hosts.request(flavor="deleted.since" if why == "its flavor was deleted" else "m1.small")
+    hold(site.cluster, request, cell="c2")
+    sent_at = 1.0 if why == "it is old" else site.cluster.clock.time()
+    came = Received(request, Meta(id="m", attempt=1, sent_at=sent_at), "api", "scheduler.requests", redelivered=True)
+    (outcome,) = await site.handler([came])
+    assert isinstance(outcome, Done)
+    build = await site.build_of(request.instance_uuid)
+    assert (build.state, build.cell) == (BuildState.SCHEDULED, "c2")
+    assert len(site.emitted(CellBuildQuery)) == 1
+
+
+async def test_a_redelivered_build_that_is_refused_has_what_its_first_delivery_may_have_claimed_released(
+    site: Site,
+) -> None:
+    """The record of the first delivery was lost, and its claim is on its way. Every other end of a redelivered build
+    has the claims of its run released, or fenced.
+    """
+    request = site.cluster.hosts.request(flavor="deleted.since")
+    came = Received(request, Meta(id="m", attempt=1), "api", "scheduler.requests", redelivered=True)
+    (outcome,) = await site.handler([came])
+    assert isinstance(outcome, Done)
+    assert (await site.build_of(request.instance_uuid)).terminal
+    assert len(site.emitted(ReleaseRun)) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_refused_build_costs_no_question_where_no_delivery_of_it_was_before(site: Site, count: int) -> None:
+    """And where one was, it waits for the answer, of all its members."""
+    site.cluster.port.unavailable = True
+    first, later = (site.cluster.hosts.request(flavor="deleted.since", count=count) for _ in range(2))
+    came = [
+        Received(first, Meta(id="m1"), "api", "scheduler.requests"),
+        Received(later, Meta(id="m2"), "api", "scheduler.requests", redelivered=True),
+    ]
+    done, waiting = await site.handler(came)
+    assert isinstance(done, Done) and isinstance(done.reply, Refusal) and done.reply.code == "flavor.unknown"
+    assert isinstance(waiting, Wait) and site.emitted(ReleaseRun) == []
+    site.cluster.port.unavailable = False
+    (done,) = await site.handler(came[1:])
+    assert isinstance(done, Done) and isinstance(done.reply, Refusal) and done.reply.code == "flavor.unknown"
+    for one in (first, later):
+        build = await site.build_of(one.instance_uuid)
+        assert (build.state, build.code) == (BuildState.REFUSED, "flavor.unknown")
+    released = [one.consumer for one in site.emitted(ReleaseRun) if isinstance(one, ReleaseRun)]
+    assert sorted(released) == sorted(member_uuids(later))
+
+
+@pytest.mark.parametrize("why", ["it is refused", "its time is over"])
+async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_releases_nothing(site: Site, why: str) -> None:
+    """Of one whose time was over the handler crashed, and with its dead letter once more: it had no end."""
+    site.handler._warmup._since_s = -1000.0
+    site.cluster.port.refused = "request.invalid"
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    is_refused = why == "it is refused"
+    request = site.cluster.hosts.request(flavor="deleted.since" if is_refused else "m1.small")
+    for attempt, code in ((1, "claim.stranded"), (RETRIES, None)):
+        meta = Meta(id="m", attempt=attempt)
+        came = Received(request, meta, "api", "scheduler.requests", left_s=lambda: 1.0 if is_refused else -1.0)
+        (outcome,) = await site.handler([came])
+        assert outcome.code == code if isinstance(outcome, Retry) else code is None
+        assert (await site.build_of(request.instance_uuid)).state is BuildState.ACCEPTED
+    await site.handler.resume({request.instance_uuid: RETRIES})
+    build = await site.build_of(request.instance_uuid)
+    assert (build.state, build.code, site.emitted(ReleaseRun)) == (BuildState.FAILED, "claim.stranded", [])
+
+
+# --- A request that several processes could not handle, and whose time is over too.
+
+
+async def test_an_exhausted_build_ends_also_where_its_time_is_over(site: Site) -> None:
+    """On record, and late: what had ended its schedulers was forgotten, and it was handled once more."""
+    request = await accepted(site)
+    came = Received(
+        request, Meta(id="m"), "api", "scheduler.requests", redelivered=True, exhausted=True, left_s=lambda: -1.0
+    )
+    pending = pending_build(came, delivery_of(came), now=0.0, flavors=site.cluster.hosts.selector)
+    going_on = (await site.engine.not_left({0: pending}))[0]
+    assert not isinstance(going_on, Done)
+    assert pending.delivery.why is not None
+    assert going_on.delivery.why == pending.delivery.why  # type: ignore[union-attr]
+
+
+# --- A message that has waited is no first delivery any more.
+
+
+async def test_a_build_that_waited_for_placement_and_whose_record_is_lost_has_its_claim_released(site: Site) -> None:
+    """The consumer calls the handler with it once more after a `Wait`. Placement, whose database was away, carries the
+    claim of the first call out after the end.
+    """
+    request = site.cluster.hosts.request()
+    came = Received(request, Meta(id="m"), "api", "scheduler.requests")
+    site.cluster.port.unavailable = True
+    (outcome,) = await site.handler([came])
+    assert isinstance(outcome, Wait) and site.cluster.claims
+    table = site.store._table
+    for rows in (table.records, table.recorded, table.requested):
+        rows.pop(request.instance_uuid)  # the database crashed before its commit was on disk
+    site.cluster.port.unavailable = False
+    site.cluster.hosts.give_up("c1")
+    site.cluster.hosts.give_up("c2")
+    site.handler._warmup._since_s = -1000.0
+    (outcome,) = await site.handler([replace(came, redelivered=True)])
+    assert isinstance(outcome, Done)
+    build = await site.build_of(request.instance_uuid)
+    assert (build.state, build.code) == (BuildState.FAILED, "no_valid_host")
+    assert len(site.emitted(ReleaseRun)) == 1, "the claim that is on its way is granted, and held for good"
+
+
+# --- Builds that are taken up from their records while hosts may not be announced yet.
+
+
+async def test_a_build_that_is_taken_up_from_its_record_waits_for_hosts_while_a_scheduler_warms_up(site: Site) -> None:
+    """`awaits_hosts` is of a delivery; one from the record has none, so that "no host" was a guess."""
+    request = await accepted(site)
+    site.cluster.hosts.selector.table = HostTable()  # nothing is announced yet
+    for since_s, state in ((None, BuildState.ACCEPTED), (-1000.0, BuildState.FAILED)):
+        site.handler._warmup._since_s = since_s
+        await site.handler.resume({request.instance_uuid: 0})
+        assert (await site.build_of(request.instance_uuid)).state is state

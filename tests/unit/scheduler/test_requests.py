@@ -57,7 +57,7 @@ def received(queue: str = "scheduler.requests", **more: Any) -> Received:
         ({"sent_at": AT - 1}, {"is_old": True}),
         ({"sent_at": AT}, {}),
         ({"queue": LETTERS}, {"has_letter": False, "last": True, "why": "delivery.given_up"}),
-        ({"queue": LETTERS, "given_up": EXPIRED}, {"has_letter": False, "last": True, "why": EXPIRED, "late": True}),
+        ({"queue": LETTERS, "given_up": EXPIRED}, {"has_letter": False, "last": True, "late": True}),
         ({"queue": LETTERS, "given_up": "x.y"}, {"has_letter": False, "last": True, "why": "delivery.given_up"}),
         ({"exhausted": True}, {"last": True, "why": "delivery.exhausted"}),
         ({"left_s": lambda: -0.1}, {"late": True}),

@@ -18,7 +18,7 @@ from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy, Serv
 from bus.faults import DatabaseUnavailable
 from scheduler_worker import metrics
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.admission import members_of, pending_again
+from scheduler_worker.domain.admission import members_of
 from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decision_round import ANOTHERS, FENCED, DecisionRound
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, not_placed
@@ -32,7 +32,7 @@ from scheduler_worker.domain.placement import (
     initial_state,
 )
 from scheduler_worker.domain.ranking import Spread
-from scheduler_worker.domain.requests import RETRIES
+from scheduler_worker.domain.requests import RETRIES, taken_up
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
@@ -236,11 +236,10 @@ def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attem
 
 
 def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
-    new = taken(BUILD_REQUEST).first_record(Author("s", 1.0))
     assert [
-        (one.attempt, one.has_letter, one.last)
-        for one in (pending_again(new, 0, tries=tries, now=1.0).delivery for tries in (0, RETRIES - 1, RETRIES))
-    ] == [(0, False, False), (RETRIES - 1, False, False), (RETRIES, False, True)]
+        (one.attempt, one.has_letter, one.last, one.awaits_hosts)
+        for one in (taken_up(tries, is_warming_up=True) for tries in (0, RETRIES - 1, RETRIES))
+    ] == [(0, False, False, True), (RETRIES - 1, False, False, True), (RETRIES, False, True, False)]
 
 
 @pytest.mark.parametrize(("host", "waits"), [("nowhere", True), ("nowhere", False)])

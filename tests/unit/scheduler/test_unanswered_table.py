@@ -11,7 +11,7 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuildQuery, CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import CellMove, CellMoveQuery, Departure, MoveKind, MoveState
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
+from scheduler_worker.domain.builds import RecordedBuild, SinceBuild, effects
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.domain.unanswered import (
     BUILD,
@@ -234,3 +234,23 @@ def test_a_silent_request_says_of_which_cell_since_when_and_whether_there_is_suc
     code, reason = silence(watched, 900.0, known=True)
     assert code == CELL_SILENT and all(part in reason for part in ("c1", "4 times", "800 s"))
     assert silence(watched, 900.0, known=False)[0] == CELL_UNKNOWN
+
+
+# --- The command to delete: the copy that is sent first knows less than the one that is sent again.
+
+
+def test_a_delete_names_the_stay_of_the_instance_as_its_repeat_does() -> None:
+    """A cell that was set back to where the instance had left it learns by the stay that it has come back. The first
+    command had none, so it answered with a departure that is no news, until a scheduler repeated the delete.
+    """
+    uuid = "00000000-0000-4000-8000-000000000001"
+    build = RecordedBuild(
+        instance_uuid=uuid, project_id="p", state=BuildState.DELETING, sequence=9, cell="c1",
+        instance=SinceBuild(stay=3),
+    )  # fmt: skip
+    (sent,) = [one.message for one in effects(BuildState.ACTIVE, build, 1.0)]
+    asked = open_build(build)
+    assert asked is not None
+    (again,) = messages_to_cell(asked, MoveContext(build=build), SchedulerConfig(), 1.0)
+    assert isinstance(sent, CellDelete) and isinstance(again, CellDelete)
+    assert (sent.stay, again.stay) == (3, 3)
