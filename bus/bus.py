@@ -312,7 +312,7 @@ class Requester:
             async with asyncio.timeout(timeout_s) as limit:
                 await self._open(limit)
                 if not limit.expired():
-                    await self._exchange(messages, causes, ids, pending, timeout_s)
+                    await self._exchange(messages, causes, ids, pending, limit.when())
         except TimeoutError:
             pass  # what is missing is counted below
         finally:
@@ -350,19 +350,18 @@ class Requester:
         causes: Sequence[str],
         ids: Sequence[str],
         pending: _PendingRequests,
-        timeout_s: float,
+        until: float | None,
     ) -> None:
         """Publish the requests until the broker accepts them: the other side may be starting, and requests may be
-        repeated.
+        repeated. until: the time of the event loop at which the requester stops waiting.
         """
-        deadline = self._clock.time() + timeout_s
 
         async def publish_unanswered() -> None:
             waiter = Waiter()
             for index, message in enumerate(messages):
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
-                    self._post(message, causes[index], ids[index], deadline, waiter, pending.spans.get(index))
+                    self._post(message, causes[index], ids[index], until, waiter, pending.spans.get(index))
             pending.unconfirmed = True
             try:
                 await waiter.wait()
@@ -383,25 +382,22 @@ class Requester:
         message: Message,
         cause: str,
         correlation_id: str,
-        deadline: float,
+        until: float | None,
         waiter: Waiter,
         span: Span | None,
     ) -> None:
-        now = self._clock.time()
-        left_s = max(deadline - now, 0.001)
         row = BY_TYPE[type(message)]
         meta = Meta(
             id=correlation_id,
             cause=cause,
-            sent_at=now,
+            sent_at=self._clock.time(),
             reply_to=self._queue,
             correlation_id=correlation_id,
-            patience_s=left_s,
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
         )
         mode = Mode(True, row.persistent, row.mandatory)
         packed = pack(message, meta)
-        self._publisher.post(*destination(message), mode, packed, waiter, left_s)
+        self._publisher.post(*destination(message), mode, packed, waiter, until)
 
     def _on_delivery(self, delivery: Delivery) -> None:
         for read in self._codec.read(delivery, "reply"):
