@@ -19,9 +19,11 @@ from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable, RequestTimeout, RequestUnconfirmed
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.group_flush import GroupFlush
-from bus.port import BusUnavailable, Outgoing
+from bus.port import BusUnavailable, NotSent, Outgoing
 from bus.publishing import SLOW_CONFIRM_S, BusLimits, Waiter
 from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, WRITE_TIMEOUT_S, Acks
+from bus.rabbitmq.session import Session
+from bus.topology import QueueNames
 from bus.wire import BATCH, PATIENCE
 from tests.contract.rig import boot
 from tests.kit.virtual_time import on_virtual_time
@@ -487,18 +489,35 @@ class Reluctant(MemoryTransport):
 @on_virtual_time
 async def test_a_request_is_of_use_for_as_long_as_its_requester_waits() -> None:
     """A command that its operator had given up was carried out, and undid what another one had decided since: what
-    passed until the reply queue was open, or behind other messages, was granted again; so was a clock that was set back.
+    passed until the reply queue was open, or behind other messages, was granted again; as was what a clock went back.
     """
     clock = SetBack()
     transport = Reluctant(MemoryBroker(clock), clock)
-    limits = BusLimits(batch_items=2)
-    bus = Bus(API, transport, process="t", clock=clock, rng=random.Random(1), limits=limits)
+    bus = Bus(API, transport, process="t", clock=clock, rng=random.Random(1), limits=BusLimits(batch_items=2))
     await bus.open()
     ends = clock.monotonic() + 10.0
     answers = await bus.request_all([BuildQuery()] * 3, BuildPage, timeout_s=10.0, causes=[""] * 3)
     assert [type(one) for one in answers] == [RequestUnconfirmed] * 3
     assert transport.ends == pytest.approx([ends] * 10, abs=0.001), "twice those of a batch, and of one behind it"
     await bus.close()
+
+
+class Connection:
+    """An aio-pika connection, as far as a session asks before it opens a channel."""
+
+    def __init__(self) -> None:
+        self.transport = self.connection = self
+        self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+@on_virtual_time
+async def test_a_message_waits_for_the_end_of_an_alarm_as_long_as_its_requester_does() -> None:
+    """It left after it, as late as 30 seconds, with all the time that its requester had had."""
+    session = Session(Connection(), QueueNames(""))  # type: ignore[arg-type]
+    session._alarmed("low on memory")
+    with pytest.raises(NotSent):
+        await session.publish(Outgoing(exchange="", routing_key="q", body=b"{}", expiration_s=5.0))
+    assert asyncio.get_running_loop().time() == pytest.approx(5.0)
 
 
 @on_virtual_time
