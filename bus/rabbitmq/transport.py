@@ -222,8 +222,10 @@ class RabbitTransport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        getters = [] if self._getter is None else [self._getter]
-        await asyncio.gather(*(one.flush() for one in (*self._subscriptions, *getters)))
+        flushes = [subscription.flush() for subscription in self._subscriptions]
+        if self._getter is not None:
+            flushes.append(self._getter.flush())
+        await asyncio.gather(*flushes)
         sessions = [one for one in (self._session, self._reply_session) if one is not None]
         self._session = self._reply_session = None
         await asyncio.gather(*(session.close() for session in sessions))
