@@ -22,7 +22,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta, encode, reason_of, tag
 from bus.contracts.catalogue import BY_TYPE, FORBIDDEN, MESSAGES, REPLIES, may_come_under, routing_key, why_not_under
 from bus.contracts.queues import QUEUES
 from bus.json_values import NUL_REASON, has_more_values, has_nul
-from bus.key_trust import KEEPING, published_key
+from bus.key_trust import published_key
 from bus.port import Delivery, Outgoing
 from bus.topology import FOREIGN
 
@@ -80,10 +80,9 @@ WRONG_KEY = "message.wrong_key"
 REPLY_TO = "message.reply_to"
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
-_OF_CLIENTS = frozenset(row.name for row in QUEUES if row.keeps_keys)
+_WITH_THEIRS = frozenset(queue.name for row in QUEUES if row.has_clients for queue in row.queues)
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
 _MAX_REPLY_VALUES = {tag_of(row.reply): row.max_reply_values for row in MESSAGES if row.reply is not None}
-_WITH_THEIRS = _OF_CLIENTS | {row.name for row in QUEUES if any(key in _OF_CLIENTS for _, key in row.bindings)}
 # The texts of these requests come into records; placement checks every name by itself.
 _OUTSIDE = {"client", "operator"}
 _BY_OTHERS = {row.message for row in MESSAGES if row.owner == "scheduler_worker" and _OUTSIDE & {*row.publishers}}
@@ -202,7 +201,7 @@ class Codec:
     def __init__(self, kinds: Sequence[type[Message]], *, queue: str = "") -> None:
         self._queue = queue
         self._is_theirs = queue in _WITH_THEIRS
-        self._most_bytes = MAX_CLIENT_BYTES if self._is_theirs else MAX_BODY_BYTES
+        self._most_bytes = most_bytes(queue)
         self._most_values = MAX_CLIENT_VALUES if self._is_theirs else _MAX_VALUES.get(queue, 0)
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
         self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
@@ -356,8 +355,8 @@ def _with_suggestion(reason: str, fields: Sequence[str]) -> str:
 
 
 def most_bytes(queue: str) -> int:
-    """The bound of a body in a queue (its local name)."""
-    return MAX_CLIENT_BYTES if queue in KEEPING else MAX_BODY_BYTES
+    """The bound of a body in a queue (its local name), beyond which it is neither kept nor read."""
+    return MAX_CLIENT_BYTES if queue in _WITH_THEIRS else MAX_BODY_BYTES
 
 
 def kind_of(name: str) -> type[Message] | None:
