@@ -231,11 +231,10 @@ class Bus:
         # together.
         in_batches = row.batch_key and not mode.probes_first
         exchange, key = (row.exchange, row.batch_key) if in_batches else destination(message)
-        has_two_keys = mode.probes_first
-        if has_two_keys and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
+        if mode.probes_first and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
             return
         self.publisher.post(exchange, key, mode, packed, waiter, line=line)
-        if has_two_keys:
+        if mode.probes_first:
             # A new id, because the id distinguishes the broker's answers on this connection.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
             self.publisher.post(exchange, row.batch_key, BATCHED, again, waiter, line=line)
@@ -268,7 +267,7 @@ class _PendingRequests:
         self.spans = spans
         self.answers: list[Message | None] = [None] * count
         self.missing = count
-        self.unconfirmed = False  # published, and the broker has not answered yet
+        self.confirms = Waiter()  # those that the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def answer(self, index: int, reply: Message) -> None:
@@ -357,18 +356,12 @@ class Requester:
         """
 
         async def publish_unanswered() -> None:
-            waiter = Waiter()
+            waiter = pending.confirms = Waiter()
             for index, message in enumerate(messages):
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     self._post(message, causes[index], ids[index], until, waiter, pending.spans.get(index))
-            pending.unconfirmed = True
-            try:
-                await waiter.wait()
-            except Exception:
-                pending.unconfirmed = False  # the broker has answered, or is unavailable
-                raise
-            pending.unconfirmed = False
+            await waiter.wait()
             await pending.done
 
         def log_failure(error: BaseException, _failures: int) -> None:
@@ -427,7 +420,7 @@ def _spans(messages: Sequence[Message], causes: Sequence[str]) -> dict[int, Span
 
 
 def _result(answer: Message | None, reply: type[R], timeout_s: float, pending: _PendingRequests) -> R | Fault:
-    if answer is None and pending.unconfirmed:
+    if answer is None and pending.confirms.pending:
         return RequestUnconfirmed(f"the broker confirmed nothing within {timeout_s} s")
     if answer is None:
         return RequestTimeout(f"no reply within {timeout_s} s")

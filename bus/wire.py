@@ -229,14 +229,7 @@ class Codec:
         too_large = self._too_large(delivery.body, delivery.type, is_batch=delivery.content_type == BATCH)
         if delivery.content_type == BATCH and not too_large:
             return self._read_batch(delivery, new_id, key)
-        meta, problem = _meta(delivery, new_id)
-        if not _may_be_answered(meta):
-            return [self._unanswerable(delivery.body, meta, key)]
-        if too_large:
-            return [self._malformed(delivery.body, TOO_LARGE, too_large, meta, key)]
-        if problem:
-            return [self._malformed(delivery.body, INVALID, problem, meta, key)]
-        return [self._read_one(delivery.body, meta, delivery.type, key)]
+        return [self._read_whole(delivery, new_id, key, TOO_LARGE, too_large)]
 
     def _too_large(self, body: bytes, named: str | None, *, is_batch: bool) -> str:
         """Why a body is not read; "": it is. The values of a batch of workers are as many as its bytes allow."""
@@ -258,7 +251,7 @@ class Codec:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return self._read_apart(delivery, new_id, key)
         except RecursionError:
-            return [self._malformed_batch(delivery, MALFORMED, "nested too deeply", new_id, key)]
+            return [self._read_whole(delivery, new_id, key, MALFORMED, "nested too deeply")]
         return self._read_apart(delivery, new_id, key)
 
     def _read_apart(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
@@ -266,18 +259,22 @@ class Codec:
         try:
             items = _decode_raw(delivery.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return [self._malformed_batch(delivery, MALFORMED, reason_of(error), new_id, key)]
+            return [self._read_whole(delivery, new_id, key, MALFORMED, reason_of(error))]
         if len(items) > MAX_BATCH_ITEMS:
             reason = f"the batch has {len(items)} items, {MAX_BATCH_ITEMS} are allowed"
-            return [self._malformed_batch(delivery, TOO_LARGE, reason, new_id, key)]
+            return [self._read_whole(delivery, new_id, key, TOO_LARGE, reason)]
         return [self._read_item(item, f"{_id(delivery, new_id)}.{number}", key) for number, item in enumerate(items)]
 
-    def _malformed_batch(self, delivery: Delivery, code: str, reason: str, new_id: str, key: str) -> Malformed:
-        """A body marked as a batch that is none. Its properties name the reply queue, as those of a single message."""
-        meta, _ = _meta(delivery, new_id)
+    def _read_whole(self, delivery: Delivery, new_id: str, key: str, code: str, reason: str) -> Read | Malformed:
+        """A body as one message, with the properties as its metadata. reason: why it is unreadable; "": it may be
+        readable.
+        """
+        meta, problem = _meta(delivery, new_id)
         if not _may_be_answered(meta):
             return self._unanswerable(delivery.body, meta, key)
-        return self._malformed(delivery.body, code, reason, meta, key)
+        if reason or problem:
+            return self._malformed(delivery.body, code if reason else INVALID, reason or problem, meta, key)
+        return self._read_one(delivery.body, meta, delivery.type, key)
 
     def _read_item(self, item: _RawItem, new_id: str, key: str) -> Read | Malformed:
         body = bytes(item.body)

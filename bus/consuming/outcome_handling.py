@@ -344,8 +344,7 @@ class RetryUntilAvailable:
     """The calls of one consumer. Each of its batches may wait for a server that it depends on."""
 
     def __init__(self, bus: Bus, row: str) -> None:
-        self.queue = row
-        self._row = row
+        self.queue = self._row = row
         self._bus = bus
         self._retrying = Retrying(UNTIL_AVAILABLE, bus.clock, bus.rng)
         self._since: dict[object, float] = {}  # of each call that waits

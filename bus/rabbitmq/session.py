@@ -18,7 +18,7 @@ from pamqp.commands import Queue
 
 from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, NotSent, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
-from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, PublishChannel
+from bus.rabbitmq.channels import CLOSE_TIMEOUT_S, CONFIRM_TIMEOUT_S, PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import has_ended, listen_for_alarms
 from bus.server_url import Endpoint
@@ -38,7 +38,6 @@ log = structlog.get_logger("bus.rabbitmq")
 CONNECT_TIMEOUT_S = 10.0
 # An answer to a declaration or a get may take this long on a broker that is busy syncing disks.
 RPC_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 5.0
 # Silence of the broker is noticed within about three of these.
 HEARTBEAT_S = 10
 
