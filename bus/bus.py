@@ -389,8 +389,7 @@ class Requester:
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
         )
         mode = Mode(True, row.persistent, row.mandatory)
-        packed = pack(message, meta)
-        self._publisher.post(*destination(message), mode, packed, waiter, until)
+        self._publisher.post(*destination(message), mode, pack(message, meta), waiter, until)
 
     def _on_delivery(self, delivery: Delivery) -> None:
         for read in self._codec.read(delivery, "reply"):

@@ -143,12 +143,13 @@ class Session:
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm. Raises NotSent: nothing has left. In an alarm nothing is written that the
         broker does not read: each message that is sent again when it was late would be one more in the connection. One
-        that expires waits for no longer than that.
+        that expires waits for the end of an alarm for no longer than that.
         """
         publisher = self._publisher
         if publisher is None or self._unsent or self.blocked or not publisher.usable:
             self._unsent += 1  # messages that come meanwhile wait behind this one
-            wait_s = CONFIRM_TIMEOUT_S if message.expiration_s is None else min(CONFIRM_TIMEOUT_S, message.expiration_s)
+            left_s = message.expiration_s if self.blocked else None
+            wait_s = CONFIRM_TIMEOUT_S if left_s is None else min(CONFIRM_TIMEOUT_S, left_s)
             try:
                 with translated():
                     async with asyncio.timeout(wait_s):
