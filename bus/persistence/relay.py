@@ -440,7 +440,7 @@ class Relay:
     async def _sweep(self) -> None:
         left = dict(self._left)  # what is left meanwhile, again or at first, waits for the next sweep
         while not await self._sweep_batch(left):
-            pass
+            pass  # more may be left
 
     async def _sweep_batch(self, left: dict[int, str]) -> bool:
         """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that
