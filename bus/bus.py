@@ -231,11 +231,10 @@ class Bus:
         # together.
         in_batches = row.batch_key and not mode.probes_first
         exchange, key = (row.exchange, row.batch_key) if in_batches else destination(message)
-        has_two_keys = mode.probes_first
-        if has_two_keys and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
+        if mode.probes_first and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
             return
         self.publisher.post(exchange, key, mode, packed, waiter, line=line)
-        if has_two_keys:
+        if mode.probes_first:
             # A new id, because the id distinguishes the broker's answers on this connection.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
             self.publisher.post(exchange, row.batch_key, BATCHED, again, waiter, line=line)
@@ -268,7 +267,7 @@ class _PendingRequests:
         self.spans = spans
         self.answers: list[Message | None] = [None] * count
         self.missing = count
-        self.unconfirmed = False  # published, and the broker has not answered yet
+        self.confirms = Waiter()  # those that the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def answer(self, index: int, reply: Message) -> None:
@@ -312,7 +311,7 @@ class Requester:
             async with asyncio.timeout(timeout_s) as limit:
                 await self._open(limit)
                 if not limit.expired():
-                    await self._exchange(messages, causes, ids, pending, timeout_s)
+                    await self._exchange(messages, causes, ids, pending, limit.when())
         except TimeoutError:
             pass  # what is missing is counted below
         finally:
@@ -350,26 +349,19 @@ class Requester:
         causes: Sequence[str],
         ids: Sequence[str],
         pending: _PendingRequests,
-        timeout_s: float,
+        until: float | None,
     ) -> None:
         """Publish the requests until the broker accepts them: the other side may be starting, and requests may be
-        repeated.
+        repeated. until: the time of the event loop at which the requester stops waiting.
         """
-        deadline = self._clock.time() + timeout_s
 
         async def publish_unanswered() -> None:
-            waiter = Waiter()
+            waiter = pending.confirms = Waiter()
             for index, message in enumerate(messages):
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
-                    self._post(message, causes[index], ids[index], deadline, waiter, pending.spans.get(index))
-            pending.unconfirmed = True
-            try:
-                await waiter.wait()
-            except Exception:
-                pending.unconfirmed = False  # the broker has answered, or is unavailable
-                raise
-            pending.unconfirmed = False
+                    self._post(message, causes[index], ids[index], until, waiter, pending.spans.get(index))
+            await waiter.wait()
             await pending.done
 
         def log_failure(error: BaseException, _failures: int) -> None:
@@ -383,25 +375,21 @@ class Requester:
         message: Message,
         cause: str,
         correlation_id: str,
-        deadline: float,
+        until: float | None,
         waiter: Waiter,
         span: Span | None,
     ) -> None:
-        now = self._clock.time()
-        left_s = max(deadline - now, 0.001)
         row = BY_TYPE[type(message)]
         meta = Meta(
             id=correlation_id,
             cause=cause,
-            sent_at=now,
+            sent_at=self._clock.time(),
             reply_to=self._queue,
             correlation_id=correlation_id,
-            patience_s=left_s,
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
         )
         mode = Mode(True, row.persistent, row.mandatory)
-        packed = pack(message, meta)
-        self._publisher.post(*destination(message), mode, packed, waiter, left_s)
+        self._publisher.post(*destination(message), mode, pack(message, meta), waiter, until)
 
     def _on_delivery(self, delivery: Delivery) -> None:
         for read in self._codec.read(delivery, "reply"):
@@ -431,7 +419,7 @@ def _spans(messages: Sequence[Message], causes: Sequence[str]) -> dict[int, Span
 
 
 def _result(answer: Message | None, reply: type[R], timeout_s: float, pending: _PendingRequests) -> R | Fault:
-    if answer is None and pending.unconfirmed:
+    if answer is None and pending.confirms.pending:
         return RequestUnconfirmed(f"the broker confirmed nothing within {timeout_s} s")
     if answer is None:
         return RequestTimeout(f"no reply within {timeout_s} s")

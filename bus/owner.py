@@ -44,7 +44,7 @@ async def _mark(transport: Transport, bus: str, role: str, deployment: str) -> N
     except BusMarked as error:
         hint = OWN_DATABASE if role == DEPLOYMENT else ""
         raise BusOwnedByAnother(
-            f"bus {bus!r} belongs to another deployment: the database of its {role} is {error.owner}, and that of this "
+            f"bus {bus!r} belongs to another deployment: the database of its {role} is {error}, and that of this "
             f"one is {deployment}; give this deployment another virtual host or prefix, restore its database, or, once "
             f"no worker of the other runs, take the bus over with `berth bus release {bus}`{hint}"
         ) from error

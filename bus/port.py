@@ -89,11 +89,6 @@ class BusMarked(BusError):
 
     code = "bus.marked"
 
-    @property
-    def owner(self) -> str:
-        """The owner of the mark."""
-        return str(self)
-
 
 # The header that carries `Outgoing.also`, which RabbitMQ calls CC; deliveries contain it.
 CC = "CC"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -134,8 +135,14 @@ KEPT_LINKS = 256  # beyond these a link exists while it has messages to send: cl
 class _Entry(Struct):
     packed: Packed
     waiter: Waiter
-    expiration_s: float | None
+    until: float | None  # the time of the event loop until which its requester waits; None: there is none
     alone: str = ""  # the routing key under which it leaves alone, besides its link's
+
+    def leaving(self, now: float) -> Packed:
+        """The message as it leaves: whoever reads it counts from its arrival, so what has passed is subtracted."""
+        if self.until is None:
+            return self.packed
+        return structs.replace(self.packed, meta=structs.replace(self.packed.meta, patience_s=self.until - now))
 
 
 class _Link:
@@ -201,18 +208,19 @@ class _Link:
 
     def message(self, entries: Sequence[_Entry], *, probes: bool) -> Outgoing:
         """Return the broker message that carries these entries."""
-        waits = [entry.expiration_s for entry in entries]
-        expiration_s = None if None in waits else max(wait for wait in waits if wait is not None)
+        now = asyncio.get_running_loop().time()
+        untils = [math.inf if entry.until is None else entry.until for entry in entries]
         options = {
             "persistent": self.mode.persistent,
             "mandatory": self.mode.mandatory or probes,
-            "expiration_s": expiration_s,
+            "expiration_s": None if math.inf in untils else max(0.0, max(untils) - now),
         }
         if alone := entries[0].alone:
             return single(entries[0].packed, self.exchange, alone, also=self.key, **options)
+        leaving = [entry.leaving(now) for entry in entries]
         if len(entries) == 1:
-            return single(entries[0].packed, self.exchange, self.key, **options)
-        return batch([entry.packed for entry in entries], self.exchange, self.key, **options)
+            return single(leaving[0], self.exchange, self.key, **options)
+        return batch(leaving, self.exchange, self.key, **options)
 
 
 class Publisher:
@@ -246,14 +254,15 @@ class Publisher:
         mode: Mode,
         packed: Packed,
         waiter: Waiter,
-        expires_s: float | None = None,
+        until: float | None = None,
         line: Hashable = None,
     ) -> None:
-        """Send one message in the next turn of the event loop, or later. Await `wait_for_capacity` first. line: the
-        line in which it waits on a link that batches; the lines have their turns.
+        """Send one message in the next turn of the event loop, or later. Await `wait_for_capacity` first. until: the
+        time of the event loop until which its requester waits. line: the line in which it waits on a link that batches;
+        the lines have their turns.
         """
         link = self._link(exchange, key, mode)
-        link.entries.put(None if mode.probes_first else line, _Entry(packed, waiter, expires_s))
+        link.entries.put(None if mode.probes_first else line, _Entry(packed, waiter, until))
         waiter.pending += 1
         self.waiting += 1
         link.flights.wake()

@@ -22,7 +22,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta, encode, reason_of, tag
 from bus.contracts.catalogue import BY_TYPE, FORBIDDEN, MESSAGES, REPLIES, may_come_under, routing_key, why_not_under
 from bus.contracts.queues import QUEUES
 from bus.json_values import NUL_REASON, has_more_values, has_nul
-from bus.key_trust import KEEPING, published_key
+from bus.key_trust import published_key
 from bus.port import Delivery, Outgoing
 from bus.topology import FOREIGN
 
@@ -80,10 +80,9 @@ WRONG_KEY = "message.wrong_key"
 REPLY_TO = "message.reply_to"
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
-_OF_CLIENTS = frozenset(row.name for row in QUEUES if row.keeps_keys)
+_WITH_THEIRS = frozenset(queue.name for row in QUEUES if row.has_clients for queue in row.queues)
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
 _MAX_REPLY_VALUES = {tag_of(row.reply): row.max_reply_values for row in MESSAGES if row.reply is not None}
-_WITH_THEIRS = _OF_CLIENTS | {row.name for row in QUEUES if any(key in _OF_CLIENTS for _, key in row.bindings)}
 # The texts of these requests come into records; placement checks every name by itself.
 _OUTSIDE = {"client", "operator"}
 _BY_OTHERS = {row.message for row in MESSAGES if row.owner == "scheduler_worker" and _OUTSIDE & {*row.publishers}}
@@ -202,7 +201,7 @@ class Codec:
     def __init__(self, kinds: Sequence[type[Message]], *, queue: str = "") -> None:
         self._queue = queue
         self._is_theirs = queue in _WITH_THEIRS
-        self._most_bytes = MAX_CLIENT_BYTES if self._is_theirs else MAX_BODY_BYTES
+        self._most_bytes = most_bytes(queue)
         self._most_values = MAX_CLIENT_VALUES if self._is_theirs else _MAX_VALUES.get(queue, 0)
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
         self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
@@ -230,14 +229,7 @@ class Codec:
         too_large = self._too_large(delivery.body, delivery.type, is_batch=delivery.content_type == BATCH)
         if delivery.content_type == BATCH and not too_large:
             return self._read_batch(delivery, new_id, key)
-        meta, problem = _meta(delivery, new_id)
-        if not _may_be_answered(meta):
-            return [self._unanswerable(delivery.body, meta, key)]
-        if too_large:
-            return [self._malformed(delivery.body, TOO_LARGE, too_large, meta, key)]
-        if problem:
-            return [self._malformed(delivery.body, INVALID, problem, meta, key)]
-        return [self._read_one(delivery.body, meta, delivery.type, key)]
+        return [self._read_whole(delivery, new_id, key, TOO_LARGE, too_large)]
 
     def _too_large(self, body: bytes, named: str | None, *, is_batch: bool) -> str:
         """Why a body is not read; "": it is. The values of a batch of workers are as many as its bytes allow."""
@@ -259,7 +251,7 @@ class Codec:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return self._read_apart(delivery, new_id, key)
         except RecursionError:
-            return [self._malformed_batch(delivery, MALFORMED, "nested too deeply", new_id, key)]
+            return [self._read_whole(delivery, new_id, key, MALFORMED, "nested too deeply")]
         return self._read_apart(delivery, new_id, key)
 
     def _read_apart(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
@@ -267,18 +259,22 @@ class Codec:
         try:
             items = _decode_raw(delivery.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return [self._malformed_batch(delivery, MALFORMED, reason_of(error), new_id, key)]
+            return [self._read_whole(delivery, new_id, key, MALFORMED, reason_of(error))]
         if len(items) > MAX_BATCH_ITEMS:
             reason = f"the batch has {len(items)} items, {MAX_BATCH_ITEMS} are allowed"
-            return [self._malformed_batch(delivery, TOO_LARGE, reason, new_id, key)]
+            return [self._read_whole(delivery, new_id, key, TOO_LARGE, reason)]
         return [self._read_item(item, f"{_id(delivery, new_id)}.{number}", key) for number, item in enumerate(items)]
 
-    def _malformed_batch(self, delivery: Delivery, code: str, reason: str, new_id: str, key: str) -> Malformed:
-        """A body marked as a batch that is none. Its properties name the reply queue, as those of a single message."""
-        meta, _ = _meta(delivery, new_id)
+    def _read_whole(self, delivery: Delivery, new_id: str, key: str, code: str, reason: str) -> Read | Malformed:
+        """A body as one message, with the properties as its metadata. reason: why it is unreadable; "": it may be
+        readable.
+        """
+        meta, problem = _meta(delivery, new_id)
         if not _may_be_answered(meta):
             return self._unanswerable(delivery.body, meta, key)
-        return self._malformed(delivery.body, code, reason, meta, key)
+        if reason or problem:
+            return self._malformed(delivery.body, code if reason else INVALID, reason or problem, meta, key)
+        return self._read_one(delivery.body, meta, delivery.type, key)
 
     def _read_item(self, item: _RawItem, new_id: str, key: str) -> Read | Malformed:
         body = bytes(item.body)
@@ -356,8 +352,8 @@ def _with_suggestion(reason: str, fields: Sequence[str]) -> str:
 
 
 def most_bytes(queue: str) -> int:
-    """The bound of a body in a queue (its local name)."""
-    return MAX_CLIENT_BYTES if queue in KEEPING else MAX_BODY_BYTES
+    """The bound of a body in a queue (its local name), beyond which it is neither kept nor read."""
+    return MAX_CLIENT_BYTES if queue in _WITH_THEIRS else MAX_BODY_BYTES
 
 
 def kind_of(name: str) -> type[Message] | None:

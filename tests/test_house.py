@@ -405,7 +405,7 @@ ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
 )
 # They carry a message's time to the broker and from there; the last ones that of a call of Nova.
 CARRIERS = {
-    "bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py",
+    "bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py", "bus/rabbitmq/session.py",
     "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/relay.py", "scheduler_worker/nova/rpc_server.py",
 }  # fmt: skip
 

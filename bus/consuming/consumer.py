@@ -149,9 +149,8 @@ class Consumer:
     @property
     def ready(self) -> bool:
         """Whether the consumer makes progress (for /readyz)."""
-        if not self.started or not self._bus.transport.connected:
-            return False
-        return self._until_available.waited_s < NOT_READY_AFTER_S
+        is_connected = self.started and self._bus.transport.connected
+        return is_connected and self._until_available.waited_s < NOT_READY_AFTER_S
 
     @property
     def started(self) -> bool:
@@ -350,7 +349,7 @@ class Consumer:
             return 0
         in_flight = InFlightDelivery(delivery, arrival.lane, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
-        opened = self._suspects if in_flight.is_suspect else self._items
+        opened = self._suspects if in_flight.tries >= SUSPECT_FROM else self._items
         exhausted = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
         given_up = letters_code(delivery) if self._row.takes_letters else ""
         for read in reads:
@@ -470,13 +469,12 @@ class Consumer:
 
     def _flushed(self, items: Sequence[InFlightMessage], after: asyncio.Future[None]) -> None:
         self._unflushed.discard(after)
-        lost = after.cancelled() or after.exception() is not None
-        if lost:
-            reason = "cancelled" if after.cancelled() else str(after.exception() or "")
-            log.warning("consumer.not_flushed", queue=self.queue, items=len(items), reason=reason)
+        error = asyncio.CancelledError("cancelled") if after.cancelled() else after.exception()
+        if error is not None:
+            log.warning("consumer.not_flushed", queue=self.queue, items=len(items), reason=str(error))
         for item in items:
             if item.in_flight in self._in_hand:  # otherwise a drain has requeued it
-                item.in_flight.again |= lost
+                item.in_flight.again |= error is not None
                 self._close(item)
 
     def _close(self, item: InFlightMessage) -> None:

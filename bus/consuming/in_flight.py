@@ -144,11 +144,6 @@ class InFlightDelivery:
         self.rejected = False
         self.again = False
 
-    @property
-    def is_suspect(self) -> bool:
-        """Whether the delivery was tried so often without a result that it may have ended its consumers."""
-        return self.tries >= SUSPECT_FROM
-
     def settle(self) -> None:
         """Record that one of its messages is settled."""
         self.open -= 1

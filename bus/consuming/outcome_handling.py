@@ -80,6 +80,7 @@ class OutcomeHandler:
         self._until_available = until_available
         self._on_malformed = on_malformed
         self._clients = ClientLetters(bus)
+        self._client_log, self._lost_log = LogInterval(bus.clock), LogInterval(bus.clock)
 
     async def apply(
         self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]
@@ -158,7 +159,8 @@ class OutcomeHandler:
     def _may_be_lost(self, message: OutcomeMessage, error: Exception) -> bool:
         """Whether a message is not sent again after this error."""
         if message.is_reply and isinstance(error, BusError):  # it must not hold up the queue
-            log.info("consumer.reply_lost", queue=self.queue, code=error.code)
+            if lost := self._lost_log.count():
+                log.info("consumer.reply_lost", queue=self.queue, code=error.code, lost=lost)
             return True
         letter = message.letter
         if letter is None or not isinstance(error, PublishRefused):
@@ -246,12 +248,15 @@ class OutcomeHandler:
 
     def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> OutcomeMessage:
         received, delivery = item.received, item.in_flight.delivery
-        log.warning("consumer.dead_letter", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
         packed, size = _packed(received, delivery.type or "")
         packed = structs.replace(
             packed, meta=structs.replace(packed.meta, reply_to=None), headers={EXCHANGE: delivery.exchange}
         )
-        return self._letter(item, packed, size, code, reason, given_up=delivery.exchange == GIVEN_UP)
+        letter = self._letter(item, packed, size, code, reason, given_up=delivery.exchange == GIVEN_UP)
+        if letters := self._client_log.count() if letter.is_clients else 1:
+            queue, cause = self.queue, received.meta.cause
+            log.warning("consumer.dead_letter", queue=queue, code=code, reason=reason, cause=cause, letters=letters)
+        return letter
 
     def _letter(
         self, item: InFlightMessage, packed: Packed, size: int, code: str, reason: str, *, given_up: bool = False
@@ -339,8 +344,7 @@ class RetryUntilAvailable:
     """The calls of one consumer. Each of its batches may wait for a server that it depends on."""
 
     def __init__(self, bus: Bus, row: str) -> None:
-        self.queue = row
-        self._row = row
+        self.queue = self._row = row
         self._bus = bus
         self._retrying = Retrying(UNTIL_AVAILABLE, bus.clock, bus.rng)
         self._since: dict[object, float] = {}  # of each call that waits

@@ -439,9 +439,8 @@ class Relay:
 
     async def _sweep(self) -> None:
         left = dict(self._left)  # what is left meanwhile, again or at first, waits for the next sweep
-        is_all = False
-        while not is_all:
-            is_all = await self._sweep_batch(left)
+        while not await self._sweep_batch(left):
+            pass  # more may be left
 
     async def _sweep_batch(self, left: dict[int, str]) -> bool:
         """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that

@@ -18,7 +18,7 @@ from pamqp.commands import Queue
 
 from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, NotSent, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
-from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, PublishChannel
+from bus.rabbitmq.channels import CLOSE_TIMEOUT_S, CONFIRM_TIMEOUT_S, PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import has_ended, listen_for_alarms
 from bus.server_url import Endpoint
@@ -38,7 +38,6 @@ log = structlog.get_logger("bus.rabbitmq")
 CONNECT_TIMEOUT_S = 10.0
 # An answer to a declaration or a get may take this long on a broker that is busy syncing disks.
 RPC_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 5.0
 # Silence of the broker is noticed within about three of these.
 HEARTBEAT_S = 10
 
@@ -143,14 +142,17 @@ class Session:
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm. Raises NotSent: nothing has left. In an alarm nothing is written that the
-        broker does not read: each message that is sent again when it was late would be one more in the connection.
+        broker does not read: each message that is sent again when it was late would be one more in the connection. One
+        that expires waits for the end of an alarm for no longer than that.
         """
         publisher = self._publisher
         if publisher is None or self._unsent or self.blocked or not publisher.usable:
             self._unsent += 1  # messages that come meanwhile wait behind this one
+            left_s = message.expiration_s if self.blocked else None
+            wait_s = CONFIRM_TIMEOUT_S if left_s is None else min(CONFIRM_TIMEOUT_S, left_s)
             try:
                 with translated():
-                    async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                    async with asyncio.timeout(wait_s):
                         publisher = await self._open_publisher()
             except BusUnavailable as error:
                 raise NotSent(str(error)) from error

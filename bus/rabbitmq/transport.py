@@ -17,7 +17,7 @@ from bus.clock import SystemClock
 from bus.contracts.queues import QueueRow
 from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, NotSent, Outgoing, QueueLocked, call_back
 from bus.rabbitmq.address import parse_bus_url
-from bus.rabbitmq.channels import Acks, RabbitDelivery
+from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import hand_over_at_once, has_ended, install
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session
@@ -222,16 +222,13 @@ class RabbitTransport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        session, self._session = self._session, None
-        if session is not None:
-            for subscription in self._subscriptions:
-                await subscription.flush()
-            if self._getter is not None:
-                await self._getter.flush()
-            await session.close()
-        session, self._reply_session = self._reply_session, None
-        if session is not None:
-            await session.close()
+        flushes = [subscription.flush() for subscription in self._subscriptions]
+        if self._getter is not None:
+            flushes.append(self._getter.flush())
+        await asyncio.gather(*flushes)
+        sessions = [one for one in (self._session, self._reply_session) if one is not None]
+        self._session = self._reply_session = None
+        await asyncio.gather(*(session.close() for session in sessions))
         self._subscriptions.clear()
 
     async def declare_shared(self) -> None:
@@ -286,7 +283,9 @@ class RabbitTransport:
         """Publish and wait for the broker's confirm."""
         session = self._current()
         if not message.exchange and self._names.key("", message.routing_key).startswith(DIRECT_REPLY):
-            session = await self._reply_connection(session)
+            with translated():  # many wait for one attempt to connect, which may be in vain for each
+                async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                    session = await self._reply_connection(session)
         await session.publish(message)
 
     async def consume(

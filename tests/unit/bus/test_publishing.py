@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from contextlib import suppress
 
@@ -18,9 +19,12 @@ from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable, RequestTimeout, RequestUnconfirmed
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.group_flush import GroupFlush
-from bus.port import BusUnavailable, Outgoing
+from bus.port import BusUnavailable, NotSent, Outgoing
 from bus.publishing import SLOW_CONFIRM_S, BusLimits, Waiter
 from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, WRITE_TIMEOUT_S, Acks
+from bus.rabbitmq.session import Session
+from bus.topology import QueueNames
+from bus.wire import BATCH, PATIENCE
 from tests.contract.rig import boot
 from tests.kit.virtual_time import on_virtual_time
 
@@ -448,6 +452,72 @@ async def test_a_request_without_a_confirm_is_distinguished_from_one_without_a_r
         await bus.request(BuildQuery(), BuildPage, timeout_s=0.3)
     assert type(found.value) is fault and found.value.code == "request.timeout"
     await bus.close()
+
+
+class SetBack(SystemClock):
+    """The clock of a machine that is set back by an hour."""
+
+    is_set_back = False
+
+    def time(self) -> float:
+        return super().time() - 3600.0 * self.is_set_back
+
+
+class Reluctant(MemoryTransport):
+    """A reply queue is open after three seconds. Two messages are refused late, and then none is confirmed."""
+
+    def __init__(self, broker: MemoryBroker, clock: SetBack) -> None:
+        super().__init__(broker, API)
+        self.clock = clock
+        self.ends: list[float] = []  # of each broker message: when it is of no use any more
+
+    async def declare_reply_queue(self, name: str) -> None:
+        await asyncio.sleep(3.0)
+        await super().declare_reply_queue(name)
+
+    async def publish(self, message: Outgoing) -> None:
+        items = json.loads(message.body) if message.content_type == BATCH else [{"meta": message.headers}]
+        patience_s = [one["meta"].get("patience_s", one["meta"].get(PATIENCE, 0) / 1000) for one in items]
+        self.ends += [self.clock.monotonic() + left_s for left_s in (message.expiration_s or 0.0, *patience_s)]
+        await asyncio.sleep(0.3)
+        self.clock.is_set_back = True
+        if len(self.ends) <= 5:
+            raise BusUnavailable("away")
+        await asyncio.Event().wait()
+
+
+@on_virtual_time
+async def test_a_request_is_of_use_for_as_long_as_its_requester_waits() -> None:
+    """A command that its operator had given up was carried out, and undid what another one had decided since: what
+    passed until the reply queue was open, or behind other messages, was granted again; as was what a clock went back.
+    """
+    clock = SetBack()
+    transport = Reluctant(MemoryBroker(clock), clock)
+    bus = Bus(API, transport, process="t", clock=clock, rng=random.Random(1), limits=BusLimits(batch_items=2))
+    await bus.open()
+    ends = clock.monotonic() + 10.0
+    answers = await bus.request_all([BuildQuery()] * 3, BuildPage, timeout_s=10.0, causes=[""] * 3)
+    assert [type(one) for one in answers] == [RequestUnconfirmed] * 3
+    assert transport.ends == pytest.approx([ends] * 10, abs=0.001), "twice those of a batch, and of one behind it"
+    await bus.close()
+
+
+class Connection:
+    """An aio-pika connection, as far as a session asks before it opens a channel."""
+
+    def __init__(self) -> None:
+        self.transport = self.connection = self
+        self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+@on_virtual_time
+async def test_a_message_waits_for_the_end_of_an_alarm_as_long_as_its_requester_does() -> None:
+    """It left after it, as late as 30 seconds, with all the time that its requester had had."""
+    session = Session(Connection(), QueueNames(""))  # type: ignore[arg-type]
+    session._alarmed("low on memory")
+    with pytest.raises(NotSent):
+        await session.publish(Outgoing(exchange="", routing_key="q", body=b"{}", expiration_s=5.0))
+    assert asyncio.get_running_loop().time() == pytest.approx(5.0)
 
 
 @on_virtual_time

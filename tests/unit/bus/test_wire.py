@@ -22,7 +22,7 @@ from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import InventoryUpdate
-from bus.contracts.queues import LANES, RETURN, lane_of
+from bus.contracts.queues import BY_QUEUE, LANES, RETURN, lane_of
 from bus.json_values import NUL_REASON, has_more_values
 from bus.key_trust import BROKERS_OWN
 from bus.port import Outgoing
@@ -168,6 +168,7 @@ def test_reasons_name_the_path_and_never_the_content() -> None:
     ids=["requests of clients", "those that were given up", "events"],
 )
 def test_item_16_a_body_past_the_bound_is_not_read(codec: wire.Codec, bound: int) -> None:
+    assert {wire.most_bytes(queue.name) for queue in BY_QUEUE[codec._queue].queues} == {bound}, "nor kept in memory"
     for content_type, most in ((None, bound), (wire.BATCH, wire.MAX_BATCH_BYTES)):
         (got,) = codec.read(arrived(b" " * (most + 1), content_type=content_type), "new")
         assert isinstance(got, wire.Malformed) and got.code == wire.TOO_LARGE and str(most) in got.reason
