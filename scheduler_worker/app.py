@@ -85,10 +85,10 @@ def build(
     parts = _parts(service, env, config, cells, store=store, book=book, table=table)
     relay = _relay(parts)
     follower = Follower(parts.api, parts.selector.book, process=env.process, clock=env.clock)
-    engine, moves = _engines(parts, follower)
+    registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
+    engine, moves = _engines(parts, follower, registry)
     _add_store_and_replica(parts, relay, follower)
     announce_presence(service, env, parts.api, "scheduler")
-    registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
     drains = _add_drains(parts, registry, moves, follower)
     forgetter = Forgetter(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, forgetter)
@@ -210,7 +210,9 @@ def _relay(parts: SchedulerParts) -> Relay:
     return relay
 
 
-def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngine, MoveEngine]:
+def _engines(
+    parts: SchedulerParts, follower: Follower, registry: ObjectRegistry
+) -> tuple[SchedulingEngine, MoveEngine]:
     """The engine of builds and deletes, and the engine of moves."""
     env, config = parts.env, parts.config
     engine = SchedulingEngine(
@@ -230,6 +232,7 @@ def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngin
         follower,
         clock=env.clock,
         rng=random.Random(f"moves {env.process}"),
+        reload=registry.reload,
         process=parts.process,
     )
     return engine, moves

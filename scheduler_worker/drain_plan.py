@@ -41,7 +41,7 @@ from scheduler_worker.domain.drains import (
     is_migration,
 )
 from scheduler_worker.domain.placement import PlacementUnavailable, answered
-from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
+from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, RequestKey, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import in_use
@@ -177,12 +177,12 @@ class DrainHolders:
 
     async def _known(self, uuids: Iterable[str]) -> dict[str, MoveContext]:
         """The records of these instances, and of the requests with these ids. No request is made under them."""
-        found: dict[str, MoveContext] = {}
+        found: dict[RequestKey, MoveContext] = {}
         ordered = sorted(uuids)
         for start in range(0, len(ordered), PAGE):
             async with self._store.operation() as unit:
-                found |= await unit.known({uuid: uuid for uuid in ordered[start : start + PAGE]})
-        return {uuid: replace(one, names_instance=False) for uuid, one in found.items()}
+                found |= await unit.known([(uuid, uuid) for uuid in ordered[start : start + PAGE]])
+        return {uuid: replace(one, names_instance=False) for (uuid, _), one in found.items()}
 
     async def _holders(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeHolder]]:
         """By the book. Raises PlacementUnavailable, or RequestRefused."""
@@ -345,7 +345,7 @@ class DrainPlanner:
         self, instances: Sequence[HeldInstance], kind: MoveKind, drained: Mapping[str, str], choices: _Choices
     ) -> list[PlannedMove]:
         pending = [_pending(one, kind, self._clock.time()) for one in instances]
-        contexts = {request.request.request_id: one.known for request, one in zip(pending, instances, strict=True)}
+        contexts = {request.key: one.known for request, one in zip(pending, instances, strict=True)}
         pages = await self._moves.locate(pending, contexts)
         planned: list[PlannedMove] = []
         choices.hold()

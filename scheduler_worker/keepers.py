@@ -45,7 +45,7 @@ from scheduler_worker.domain.fences import (
     pause_s,
 )
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, known_cells, removed_cells
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove, RequestKey
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
@@ -358,25 +358,25 @@ class EvacuationTask:
         found: list[OpenRequest] = []
         async with self._store.operation() as unit:
             on_fenced: dict[str, FencedHost] = {}
-            for uuid, known in (await unit.known({uuid: uuid for uuid in uuids})).items():
+            for (uuid, _), known in (await unit.known([(uuid, uuid) for uuid in uuids])).items():
                 host = None if known.build is None else hosts.get(known.build.host_uuid or "")
                 if host is not None and is_restarted(known, self._selector.config):
                     on_fenced[uuid] = host
             while on_fenced:  # at most MAX_TRIES rounds, and one where they have been counted before
-                ids: dict[str, str] = {}
+                requests: list[RequestKey] = []
                 for uuid, host in list(on_fenced.items()):
                     if (tried := self._tried.get((host, uuid), 0)) < MAX_TRIES:
-                        ids[host.request_id(uuid, tried)] = uuid
+                        requests.append((host.request_id(uuid, tried), uuid))
                     else:
                         del on_fenced[uuid]
-                for request_id, known in (await unit.known(ids)).items():
-                    host = on_fenced[ids[request_id]]
+                for (request_id, uuid), known in (await unit.known(requests)).items():
+                    host = on_fenced[uuid]
                     if known.build is not None and known.move is not None and known.move.terminal:
                         self._count_failure(host, known.move)
                         continue
-                    del on_fenced[ids[request_id]]
+                    del on_fenced[uuid]
                     if known.build is not None:
-                        due_s = self._due_s.get((host, known.build.instance_uuid), 0.0)
+                        due_s = self._due_s.get((host, uuid), 0.0)
                         is_under_way = known.move is not None or known.now.under_way is not None
                         found.append(OpenRequest(request_id, known.build, is_under_way, due_s))
         return found

@@ -219,7 +219,7 @@ async def test_builds_of_a_flavor_are_counted_up_to_a_limit(built: SchedulerStor
 async def test_builds_in_a_cell_are_counted_up_to_a_limit(built: SchedulerStore) -> None:
     async def move_to(state: BuildState) -> None:
         async with built.operation() as unit:
-            build = (await unit.known({BUILD: BUILD}, lock=True))[BUILD].build
+            build = (await unit.known([(BUILD, BUILD)], lock=True))[BUILD, BUILD].build
             assert build is not None
             await unit.update([BuildUpdate(build=replace(build, state=state, cell="c1"))], 1.0)
 

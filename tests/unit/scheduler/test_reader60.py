@@ -94,7 +94,7 @@ async def test_two_moves_of_one_id_in_a_batch_are_each_judged_by_their_own_insta
     assert all(isinstance(one, Done) for one in outcomes.values())
     (command,) = [one for one in site.emitted(CellMove) if isinstance(one, CellMove)]
     async with site.store.operation() as unit:
-        known = (await unit.known({request_id: first}))[request_id]
+        known = (await unit.known([(request_id, first)]))[request_id, first]
     assert known.move is not None
     assert (command.instance_uuid, known.move.instance_uuid, known.move.cell) == (first, first, "c1")
     assert (await site.build_of(first)).now.under_way == request_id

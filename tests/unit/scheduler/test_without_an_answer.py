@@ -35,6 +35,7 @@ from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
+from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.placing import NEWEST_WAIT_S
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -73,6 +74,8 @@ class Site:
             config=cluster.hosts.config,
             **more,  # type: ignore[arg-type]
         )
+        registry = ObjectRegistry(self.store, selector, cluster.hosts.config, clock=cluster.clock, cells=("c1", "c2"))
+        more["reload"] = registry.reload
         self.moves = MoveEngine(self.store, cluster.port, selector, cluster, **more)  # type: ignore[arg-type]
         self.handler = RequestHandler(
             self.engine,
