@@ -33,7 +33,7 @@ from bus.contracts.placement import InventoryForget, InventoryForgotten
 from scheduler_worker.domain.drains import drain_of
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.hosts import NO_SERVICE
-from scheduler_worker.domain.objects import SERVICE_UP, ChangeAuthor, Objects, RecordedObjects
+from scheduler_worker.domain.objects import ChangeAuthor, Objects, RecordedObjects
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
@@ -99,7 +99,6 @@ log = structlog.get_logger(__name__)
 
 ANSWER_S = 10.0  # of placement, and of a cell
 MAX_NAMED = 5  # instances, or hosts, that a refusal names
-CELL_SILENT = "host.cell_silent"
 HAS_INSTANCES = "host.has_instances"
 MAX_HOSTS = 1000  # that are counted
 UNKNOWN = "service.unknown"
@@ -136,7 +135,8 @@ class Forgetter:
 
         message_id: of the command.
         """
-        kept = self._reported(uuid) or await self._kept_by_instances(uuid)
+        now_s, cells = self._clock.monotonic(), self._registry.cells_in_use()  # it may have come to any of them
+        kept = self._selector.table.reported(uuid, cells, now_s) or await self._kept_by_instances(uuid)
         if kept is not None:
             return kept
         stands = kept_by_record((await self._registry.recorded()).objects, uuid, self._registry.cells_in_use())
@@ -164,19 +164,6 @@ class Forgetter:
             return written
         log.warning("host.forgotten", uuid=uuid, host=host, by=command.by, reason=command.reason)
         return HostForgotten(host_uuid=uuid, host=host, removed=is_on_record, aggregates=tuple(aggregates))
-
-    def _reported(self, uuid: str) -> Refusal | None:
-        """A service that is up reports the host, or may do so: not every service of the cells is known here."""
-        table = self._selector.table
-        service = table.live_service_of(uuid) or table.contested_by(uuid)
-        if service is not None:
-            return Refusal(code=SERVICE_UP, reason=f"the compute service {service} is up and reports the host")
-        now_s = self._clock.monotonic()
-        silent = [cell for cell in self._registry.cells_in_use() if not table.is_complete(cell, now_s)]
-        if silent:
-            reason = f"not every compute service of {', '.join(silent)} is known here: one may report the host"
-            return Refusal(code=CELL_SILENT, reason=reason)
-        return None
 
     def _is_shared(self, uuid: str, host: str) -> bool:
         """Whether another host has the name of this one."""

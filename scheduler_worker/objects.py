@@ -44,7 +44,6 @@ from scheduler_worker.domain.object_rules import MAX_COUNTED, broken_rule, count
 from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
-    SERVICE_UP,
     UNKNOWN,
     ZONE_CONFLICT,
     ChangeAuthor,
@@ -496,18 +495,19 @@ class ObjectRegistry:
         return None if why is None else Refusal(code=UNKNOWN, reason=why[:MAX_REASON])
 
     def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
-        """A fence states that a host is off.
-
-        A host whose compute service is up may be running: a name may be mistyped.
+        """A fence states that a host is off. One that a service reports, or may report, may be running: a name may be
+        mistyped.
         """
+        table, now_s = self._selector.table, self._clock.monotonic()
         for uuid in planned.hosts_fenced:
-            service = self._selector.table.live_service_of(uuid)
-            if service is not None:
+            shown = table.last_cell_of(uuid)
+            why = table.reported(uuid, self.cells_in_use() if shown is None else (shown,), now_s)
+            if why is not None:
                 reason = (
-                    f"the compute service {service} is up and manages host {uuid}: an instance that is evacuated from "
-                    "a running host runs twice; switch the host off first, and force the fence if its service stays up"
+                    "an instance that is evacuated from a running host runs twice: switch it off first, and force the "
+                    f"fence if this stays so; {why.reason}"
                 )
-                return Refusal(code=SERVICE_UP, reason=reason)
+                return Refusal(code=why.code, reason=reason[:MAX_REASON])
         return None
 
     async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:

@@ -48,7 +48,6 @@ MAX_ENTRY = 200  # characters of an entry that a refusal names
 UNKNOWN = "object.unknown"
 CONFLICT = "object.conflict"
 IN_USE = "object.in_use"
-SERVICE_UP = "host.service_up"
 ZONE_CONFLICT = "aggregate.zone_conflict"
 TOO_MANY = "object.too_many"
 
