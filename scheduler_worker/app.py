@@ -257,7 +257,7 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower) -> DrainKeeper:
     """The tasks that plan and carry out drains."""
-    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup)
+    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=parts.env.clock)
     drains = DrainKeeper(
         parts.store,
         registry,

@@ -24,7 +24,6 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import Refusal
-from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell, ServiceGone
 from bus.contracts.drains import DrainState
 from bus.contracts.objects import Aggregate, ChangedObject, ForgottenService, HostDecision, ObjectKind
@@ -35,6 +34,7 @@ from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.hosts import NO_SERVICE
 from scheduler_worker.domain.objects import ChangeAuthor, Objects, RecordedObjects
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.fleet import MAX_SERVICE_HOSTS, hosts_of_services
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -100,7 +100,6 @@ log = structlog.get_logger(__name__)
 ANSWER_S = 10.0  # of placement, and of a cell
 MAX_NAMED = 5  # instances, or hosts, that a refusal names
 HAS_INSTANCES = "host.has_instances"
-MAX_HOSTS = 1000  # that are counted
 UNKNOWN = "service.unknown"
 AMBIGUOUS = "service.ambiguous"
 UP = "service.up"
@@ -198,9 +197,8 @@ class Forgetter:
         index = table.service_of(cell, name)
         if index != NO_SERVICE and table.services[index].down is None:
             return Refusal(code=UP, reason=f"the compute service {name} is up")
-        query = ServiceHostsQuery(service=name, cell=cell, limit=MAX_HOSTS)
-        page = await self._api.request(query, ServiceHostsPage, timeout_s=ANSWER_S, cause=name)
-        kept = _kept_by_hosts({*page.hosts, *self._announced(index)})
+        hosts = await hosts_of_services(self._selector, self._api, cell, [name], timeout_s=ANSWER_S)
+        kept = _kept_by_hosts(hosts.values())
         if kept is not None:
             return kept
         order = ForgetServiceInCell(service=name, reason=command.reason, by=command.by)
@@ -218,21 +216,12 @@ class Forgetter:
         log.warning("service.forgotten", service=name, cell=cell, by=command.by, reason=command.reason)
         return ServiceForgotten(service=name, cell=cell, removed=answer.removed)
 
-    def _announced(self, index: int) -> list[str]:
-        """The hosts in the book that this service announced last."""
-        if index == NO_SERVICE:
-            return []
-        table = self._selector.table
-        return [
-            table.names[row] for row in self._selector.announced_in_book().tolist() if table.last_service[row] == index
-        ]
-
 
 def _kept_by_hosts(hosts: Collection[str]) -> Refusal | None:
     """Why a service is kept: the book has hosts of it."""
     if not hosts:
         return None
-    count = f"{MAX_HOSTS} or more" if len(hosts) >= MAX_HOSTS else str(len(hosts))
+    count = f"{MAX_SERVICE_HOSTS} or more" if len(hosts) >= MAX_SERVICE_HOSTS else str(len(hosts))
     some = ", ".join(sorted(hosts)[:MAX_NAMED])
     reason = f"the book has hosts of it, which are to be forgotten first (`berth hosts forget`): {count}, as {some}"
     return Refusal(code=HAS_HOSTS, reason=reason)

@@ -27,11 +27,10 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.cell_links import CellLinks
 from bus.clock import Clock
-from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.moves import MoveRequest
 from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, CellsQuery, FenceRecord
 from bus.contracts.placement import AggregateMembers, AggregateMembersSet
-from bus.faults import Fault, RequestRefused, RequestTimeout, Transient
+from bus.faults import RequestRefused, RequestTimeout, Transient
 from bus.port import BusError
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.builds import RecordedBuild
@@ -47,6 +46,7 @@ from scheduler_worker.domain.fences import (
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, known_cells, removed_cells
 from scheduler_worker.domain.recorded_moves import RecordedMove, RequestKey
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.fleet import hosts_of_services
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
@@ -239,7 +239,6 @@ class FencePublisher:
 
 
 CELL_ANSWER_S = 2.0  # of placement; a person waits for the decision
-MAX_HOSTS = 1000  # of one service, as a query may ask for
 MAX_SERVICES = 20  # dead ones that the book is queried about
 LOGGED = 10
 
@@ -247,22 +246,17 @@ LOGGED = 10
 async def find_cells(selector: Selector, api: Bus, uuids: Collection[str]) -> None:
     """Find the cells of hosts that are to be fenced, unless nothing shows them or placement does not answer in time.
 
-    The book has no two hosts of one name, and a host's cell is that which first reported it. api: the bus to placement.
+    A host's cell is that which first reported it. api: the bus to placement.
     """
-    table, book = selector.table, selector.book
-    unknown = sorted(uuid for uuid in uuids if table.last_cell_of(uuid) is None)
-    wanted = {book.name_of(row): uuid for uuid in unknown if (row := book.row_of(uuid)) is not None}
-    for cell, service in table.dead_unannounced()[:MAX_SERVICES]:
-        if not wanted:
+    for cell, service in selector.table.dead_unannounced()[:MAX_SERVICES]:
+        unknown = sorted(uuid for uuid in uuids if selector.table.last_cell_of(uuid) is None)
+        if not unknown:
             return
-        query = ServiceHostsQuery(service=service, cell=cell, limit=MAX_HOSTS)
         try:
-            page = await api.request(query, ServiceHostsPage, timeout_s=CELL_ANSWER_S, cause=unknown[0])
-        except (Fault, BusError) as fault:
-            log.warning("host.cell_unknown", hosts=sorted(wanted)[:LOGGED], code=getattr(fault, "code", "bus"))
+            await hosts_of_services(selector, api, cell, [service], timeout_s=CELL_ANSWER_S)
+        except (Transient, RequestRefused) as fault:
+            log.warning("host.cell_unknown", hosts=unknown[:LOGGED], code=fault.code)
             return
-        for host in wanted.keys() & set(page.hosts):
-            table.learn_cell(wanted.pop(host), cell)
 
 
 STAGGER_S = 0.5  # schedulers begin at different moments: each finds the records of the earlier ones

@@ -265,6 +265,11 @@ class HostTable:
         announced = {one.cell for one in self.services if one.name == name and not one.forgotten}
         return sorted(announced | {cell for cell, digest in self._digests.items() if name in digest.down})
 
+    def services_in(self, cell: str) -> list[str]:
+        """The compute services of a cell: those that are announced, and those that it lists as down."""
+        announced = {one.name for one in self.services if one.cell == cell and not one.forgotten}
+        return sorted(announced.union(self._digests[cell].down if cell in self._digests else ()))
+
     def dead_unannounced(self) -> list[tuple[str, str]]:
         """(cell, service) of those that a cell lists as down and that have announced nothing here, in order."""
         down = {(cell, name) for cell, digest in self._digests.items() for name in digest.down}

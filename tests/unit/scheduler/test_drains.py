@@ -307,7 +307,8 @@ async def planned(fault: Fault) -> MadePlan | Refusal:
     hosts.book.assume("held", {uuid: {"VCPU": 1}})
     placement, clock = cast("Any", Refusing(fault)), SystemClock()
     store = MemoryBuilds(MemoryBuildTable(clock).session())
-    holders = DrainHolders(store, selector, placement, placement, warmup=Warmup(selector, clock=clock))
+    warmup = Warmup(selector, clock=clock)
+    holders = DrainHolders(store, selector, placement, placement, warmup=warmup, clock=clock)
     planner = DrainPlanner(store, selector, cast("Any", None), holders, clock=clock)
     return await planner.plan(DrainQuery(host=uuid, target=DrainTarget.HOST))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -27,7 +27,7 @@ from scheduler_worker import keepers
 from scheduler_worker.changes import ChangeHandler
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import hosts
-from scheduler_worker.fleet import Warmup
+from scheduler_worker.fleet import MAX_SERVICE_HOSTS, Warmup
 from scheduler_worker.forgetting import Forgetter
 from scheduler_worker.keepers import FencePublisher
 from scheduler_worker.objects import MakeChange, ObjectRegistry
@@ -124,11 +124,13 @@ class Answering:
         self.removed = True
         self.ordered: list[Message] = []
 
+    async def request_all(self, queries: Sequence[Message], *_: object, **__: object) -> list[Message]:
+        """Answer as placement does."""
+        assert queries == [ServiceHostsQuery(service=NAME, cell="c1", limit=MAX_SERVICE_HOSTS)]
+        return [ServiceHostsPage(hosts={name: name for name in self.hosts})]
+
     async def request(self, message: Message, *_: object, **__: object) -> Message:
-        """Answer as placement and as the cell's conductor do."""
-        if isinstance(message, ServiceHostsQuery):
-            assert (message.service, message.cell) == (NAME, "c1")
-            return ServiceHostsPage(hosts=self.hosts)
+        """Answer as the cell's conductor does."""
         assert isinstance(message, ForgetServiceInCell)
         self.ordered.append(message)
         return ServiceForgottenInCell(removed=self.removed, at=1.0)

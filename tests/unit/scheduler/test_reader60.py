@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Received, Wait
-from bus.contracts.base import Meta, Refusal
+from bus.contracts.base import Message, Meta, Refusal
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import (
     CellBuild,
@@ -519,12 +521,22 @@ async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_announced_her
     is_up = second.startswith("is up")
     down = () if is_up else (ServiceDown(service="s2", epoch=1, code="service.dead", reason="no heartbeat"),)
     table.apply(ServicesDigest(cell="c1", term=1, number=1, up=1 + is_up, down=down), now_s)
-    holders = DrainHolders(
-        site.store,
-        selector,
-        site.cluster,
-        None,  # type: ignore[arg-type]
-        warmup=Warmup(selector, clock=clock),
-    )
-    found = holders.hosts_of("c1", DrainTarget.CELL, None)
-    assert isinstance(found, Refusal) or {one.uuid for one in found[1]} == set(hosts.uuids)
+    warmup, book = Warmup(selector, clock=clock), cast("Any", BookOf({hosts.uuids[1]: "h1"}))
+    holders = DrainHolders(site.store, selector, cast("Any", site.cluster), book, warmup=warmup, clock=clock)
+    found = await holders.hosts_of("c1", DrainTarget.CELL, None)
+    if is_up:
+        assert isinstance(found, Refusal) and found.code == "host.cell_silent"
+        return
+    assert not isinstance(found, Refusal) and {one.uuid for one in found[1]} == set(hosts.uuids)
+    of_service = await holders.hosts_of("s2", DrainTarget.SERVICE, "c1")
+    assert not isinstance(of_service, Refusal) and [one.uuid for one in of_service[1]] == hosts.uuids[1:]
+
+
+class BookOf:
+    """A bus to placement, whose book has these hosts of service s2."""
+
+    def __init__(self, hosts: dict[str, str]) -> None:
+        self._hosts = hosts
+
+    async def request_all(self, queries: Sequence[ServiceHostsQuery], *_: object, **__: object) -> list[Message]:
+        return [ServiceHostsPage(hosts=self._hosts if one.service == "s2" else {}) for one in queries]
