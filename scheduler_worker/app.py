@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -99,13 +99,13 @@ def build(
     requests = RequestHandler(
         engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
     )
-    _add_watch(parts, requests, links)
+    unanswered = _add_watch(parts, requests, links)
     for cell, bus in parts.cell_buses.items():
         links.configure(bus)
         service.add_bus_check(f"bus {cell}", partial(links.unavailable_reason, cell))
     service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
-    keeper = _add_cells(parts, registry, links)
+    keeper = _add_cells(parts, registry, links, lambda: {*relay.missing, *unanswered.cells})
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     _add_requests(parts, queries, status, requests)
@@ -319,7 +319,7 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLink
     parts.service.add_task("evacuations", evacuations.run)
 
 
-def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> None:
+def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> UnansweredRequests:
     """The task that looks after requests without an event."""
     unanswered = UnansweredRequests(
         parts.store,
@@ -332,6 +332,7 @@ def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks
         process=parts.process,
     )
     parts.service.add_task("unanswered", unanswered.run)
+    return unanswered
 
 
 def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measured: asyncio.Event) -> CellLinks:
@@ -383,10 +384,12 @@ def _link(
     return CellLink(bus, consumers, beside=[listener.run])
 
 
-def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> CellKeeper:
+def _add_cells(
+    parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks, awaited: Callable[[], Collection[str]]
+) -> CellKeeper:
     """The task that takes cells into use and out of use, where this process can."""
     service = parts.service
-    keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), clock=parts.env.clock)
+    keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), awaited=awaited)
     service.add_drain(links.drain)
     service.add_refresh(partial(_count_letters, links))  # of the buses as they are now: a cell may be entered anew
     service.add_resource(None, links.close)

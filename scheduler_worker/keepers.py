@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -63,14 +63,16 @@ async def changed_within(changed: asyncio.Event, seconds: float | None) -> bool:
     return has_changed
 
 
-# A scheduler that has not yet received the removal of a cell may still choose it. After a removal the record of builds
-# is read this often, for this long.
-CHECK_S = 5.0
-CHECKED_FOR_S = 120.0
+CHECK_S = 5.0  # between two looks while a cell is removed
 
 
 class CellKeeper:
-    """The keeper of one scheduler. settings: the cells that its settings name."""
+    """The keeper of one scheduler. settings: the cells that its settings name. awaited: those that a message in the
+    outbox, or a request without an end, is of.
+
+    A removed cell may be given a build at any time: by a scheduler that has not received the removal, or because the
+    claim of a build that has waited is found there.
+    """
 
     def __init__(
         self,
@@ -79,14 +81,15 @@ class CellKeeper:
         links: CellLinks,
         settings: Sequence[str],
         *,
-        clock: Clock,
+        awaited: Callable[[], Collection[str]],
     ) -> None:
         self._registry = registry
         self._store = store
         self._links = links
         self._settings = tuple(settings)
-        self._clock = clock
-        self._occupied: frozenset[str] = frozenset()
+        self._awaited = awaited
+        self._occupied: set[str] = set()
+        self._read: object = None  # the decisions under which the record was read of all removed cells
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -94,28 +97,29 @@ class CellKeeper:
             self._adopt()
             if await self._look():
                 self._adopt()
-            await changed_within(self._registry.cells_changed, CHECK_S if self._looks_again() else None)
+            is_removed = bool(removed_cells(self._registry.cells))
+            await changed_within(self._registry.cells_changed, CHECK_S if is_removed else None)
 
     def _adopt(self) -> None:
         self._links.want(cells_in_use(self._settings, self._registry.cells, self._occupied))
 
     async def _look(self) -> bool:
-        """Read which removed cells still have instances on record; returns whether the answer has changed."""
-        before = self._occupied
+        """Find which removed cells are still in use; returns whether the answer has changed.
+
+        The whole record is read: once of all of them, whenever decisions have changed, and then of those in use.
+        """
+        before, decisions = self._occupied, self._registry.cells
+        removed = removed_cells(decisions).keys()
+        awaited = removed & self._awaited()
+        unsure = {one for one in removed - awaited if decisions is not self._read or one in before}
         try:
-            self._occupied = frozenset(
-                [name for name in removed_cells(self._registry.cells) if await self._store.machines(1, cell=name)]
-            )
+            held = [name for name in sorted(unsure) if await self._store.machines(1, cell=name)]
+            self._occupied, self._read = awaited.union(held), decisions
         except Transient as fault:
             log.warning("cells.not_looked_at", code=fault.code, reason=str(fault))
         if more := self._occupied - before:
             log.warning("cells.occupied", cells=sorted(more))
         return self._occupied != before
-
-    def _looks_again(self) -> bool:
-        now = self._clock.time()
-        removed = removed_cells(self._registry.cells).values()
-        return bool(self._occupied) or any(now - one.changed_at <= CHECKED_FOR_S for one in removed)
 
     async def page(self, query: CellsQuery) -> CellsPage:
         """All cells, as of the revision that the query names or a later one. Raises Transient."""

@@ -86,6 +86,11 @@ class UnansweredRequests:
         self._examined = FROM_THE_FIRST  # the last build of the page before
         self._read = FIRST_UUID  # the last move of the pass before
 
+    @property
+    def cells(self) -> set[str]:
+        """The cells of the requests that had no end at the last look."""
+        return {one.seen.cell for one in self._watched.values()}
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
