@@ -170,7 +170,7 @@ class ChangeHandler:
         changed = await self._change(change, received, command)
         if isinstance(changed, Refusal):
             return self._answered(changed, received)
-        await self._registry.announced(changed.revision)
+        await self._registry.reload()  # a repeat changes nothing, and may have been carried out by another scheduler
         decision = self._selector.table.decision_of(uuid)
         if decision is None:  # this message is a repeat, and the decision has been deleted since its first delivery
             decision = HostAdminState(host_uuid=uuid, host=host, state=AdminState.ENABLED)
@@ -240,12 +240,10 @@ class ControlListener:
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """In any order: the newest revision counts. While the database is unavailable the batch waits."""
-        revision = -1
+        """In any order: the objects on record count. While the database is unavailable the batch waits."""
         for received in batch:
-            if isinstance(received.message, ObjectsRevision):
-                revision = max(revision, received.message.revision)
-            elif isinstance(received.message, WorkerHeartbeat):
+            if isinstance(received.message, WorkerHeartbeat):
                 self._workers.apply(received.message, self._bus, self._clock.monotonic())
-        await self._registry.announced(revision)
+        if any(isinstance(received.message, ObjectsRevision) for received in batch):
+            await self._registry.reload()
         return [Done()] * len(batch)

@@ -28,7 +28,7 @@ from bus.bus import Bus
 from bus.cell_links import CellLinks
 from bus.clock import Clock
 from bus.contracts.moves import MoveRequest
-from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, CellsQuery, FenceRecord
+from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, FenceRecord
 from bus.contracts.placement import AggregateMembers, AggregateMembersSet
 from bus.faults import RequestRefused, RequestTimeout, Transient
 from bus.port import BusError
@@ -121,12 +121,9 @@ class CellKeeper:
             log.warning("cells.occupied", cells=sorted(more))
         return self._occupied != before
 
-    async def page(self, query: CellsQuery) -> CellsPage:
-        """All cells, as of the revision that the query names or a later one. Raises Transient."""
-        if query.revision:
-            await self._registry.announced(query.revision)
-        else:
-            await self._registry.reload()  # one round trip; another scheduler may have written the newest just now
+    async def page(self) -> CellsPage:
+        """All cells, by the objects on record. Raises Transient."""
+        await self._registry.reload()  # another scheduler may have written the newest just now
         decisions = self._registry.cells
         used = cells_in_use(self._settings, decisions, self._occupied)
         names = sorted({*known_cells(self._settings, decisions), *decisions})

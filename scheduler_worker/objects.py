@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
@@ -183,6 +184,7 @@ class ObjectRegistry:
         self.cells_changed = asyncio.Event()  # set when they change; `CellKeeper` clears it
         self.aggregates_changed = asyncio.Event()  # set when they change; `AggregateKeeper` clears it
         self.revision = NOT_LOADED  # of the objects in force here
+        self._token: str | None = None  # of that revision
 
     async def open(self) -> None:
         """Seed an empty system from the settings, and load the objects. Waits while the database is unavailable."""
@@ -206,19 +208,15 @@ class ObjectRegistry:
         """The private queue was deleted with the connection, and so were the announcements in it."""
         self._is_fresh = False
 
-    async def announced(self, revision: int) -> None:
-        """Load the objects, unless this revision or a later one is in force here. Raises Transient."""
-        if revision > self.revision:
-            await self.reload()
-
     async def reload(self) -> None:
-        """Load the objects if their revision differs from the one in force. A revision that was set back (a restore)
-        differs, too.
+        """Load the objects on record unless they are in force, by their token: a record that was set back (a restore, a
+        promoted standby) may have others under the same number. One round trip if they are.
 
-        Raises Transient; SettingsError when none was loaded before and those on record cannot be used here.
+        Raises Transient; SettingsError when none was loaded before and those on record
+        cannot be used here.
         """
         async with self._loading:
-            found = await self._store.objects(unless=self.revision)
+            found = await self._store.objects(unless=self._token)
             if found is not None and found.revision == 0:
                 # The written objects stay: corrected settings would not help.
                 check_objects(self._settings)
@@ -330,7 +328,7 @@ class ObjectRegistry:
                     if not changed:
                         return present
                     after = applied(present, changed, author)
-                    await unit.write_objects(changed, author)
+                    after = replace(after, token=await unit.write_objects(changed, author))
                     unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
             except _ChangeRefused as refused:
                 return refused.refusal
@@ -409,7 +407,7 @@ class ObjectRegistry:
                 flavors=made.flavors,
                 filters=made.filters,
                 weighings=made.weighings,
-                revision=found.revision,
+                revision=found.token,
             )
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.adopt_decisions(decisions)
@@ -426,7 +424,7 @@ class ObjectRegistry:
         if (drains := drains_of(found.objects)) != self.drains:
             self.drains = drains
             self.drains_changed.set()
-        self.revision = found.revision
+        self.revision, self._token = found.revision, found.token
         metrics.OBJECTS_REVISION.set(found.revision)
 
     def _checked(self, present: RecordedObjects, planned: ChangePlan) -> Configured | Refusal:

@@ -234,12 +234,12 @@ class MemoryUnit:
         await self._transaction.lock([OBJECTS])
         return self._table.objects.present
 
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
         """The instances of drains must be locked by this unit."""
         await self._transaction.statement()
         after = self._table.objects.changed(changed, author)
         self._transaction.will(partial(setattr, self._table, "objects", after), OBJECTS)
-        return after.present.revision
+        return after.present.token
 
     async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
         """By the drain's name."""

@@ -97,8 +97,8 @@ class OperationUnit(BuildUnit, Protocol):
     async def lock_objects(self) -> RecordedObjects:
         """Hold all objects until the end of the unit, and read them."""
 
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
-        """Write objects that were locked, and their log, under the next revision, which it returns. Once a unit."""
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
+        """Write objects that were locked, and their log, under the next revision; returns its token. Once a unit."""
 
     async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
         """Lock a drain and its instances until the end of the unit; returns those under way, and up to a bound of those
@@ -159,8 +159,8 @@ class SchedulerStore(Flushed, Protocol):
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A durable transaction for operations."""
 
-    async def objects(self, unless: int = -1) -> RecordedObjects | None:
-        """All objects of operators; None when the revision is `unless`."""
+    async def objects(self, unless: str | None = None) -> RecordedObjects | None:
+        """All objects of operators; None when their token is `unless`."""
 
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Entries of the log of changes, newest first."""

@@ -293,8 +293,8 @@ class PostgresBuilds(UnitStore):
             yield unit
             unit.rows = await outbox.add(connection, unit.outbox)
 
-    async def objects(self, unless: int = -1) -> RecordedObjects | None:
-        """One row when the revision is `unless`."""
+    async def objects(self, unless: str | None = None) -> RecordedObjects | None:
+        """One row when the token is `unless`."""
         async with self._database.raw() as connection:
             return await objects.read(connection, unless)
 

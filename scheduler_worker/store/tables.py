@@ -104,12 +104,14 @@ moves = Table(
 )
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the
-# revision that it was last changed in. The one row of objects_revision is the lock of every change.
+# revision that it was last changed in. The one row of objects_revision is the lock of every change. token: made anew
+# with each revision, because a database that was set back gives a number again.
 objects_revision = Table(
     "objects_revision",
     METADATA,
     Column("singleton", Boolean, CheckConstraint("singleton"), primary_key=True, server_default=true()),
     needed("revision", BigInteger),
+    needed("token", UUID, default=text("gen_random_uuid()")),
     info={FIRST_ROW: {"revision": 0}},
 )
 objects = Table(
