@@ -296,15 +296,12 @@ class CellFollower:
     def __init__(self, api: Bus, links: CellLinks) -> None:
         self._api = api
         self._links = links
-        self._revision = 0  # the newest announced revision
         self._announced = asyncio.Event()
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Handle queue `placement.control.{process}`: objects, possibly cells, have changed."""
-        for received in batch:
-            if isinstance(received.message, ObjectsRevision):
-                self._revision = received.message.revision
-                self._announced.set()
+        if any(isinstance(received.message, ObjectsRevision) for received in batch):
+            self._announced.set()
         return [Done()] * len(batch)
 
     def on_reconnected(self) -> None:
@@ -323,7 +320,7 @@ class CellFollower:
     async def _look(self) -> bool:
         """Query the cells and apply the answer. Returns whether a scheduler has answered."""
         try:
-            page = await self._api.request(CellsQuery(revision=self._revision), CellsPage, timeout_s=ASK_TIMEOUT_S)
+            page = await self._api.request(CellsQuery(), CellsPage, timeout_s=ASK_TIMEOUT_S)
         except (Transient, RequestRefused, BusError) as fault:
             log.info("cells.not_known", code=fault.code, reason=str(fault))
             return False

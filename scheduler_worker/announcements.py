@@ -33,8 +33,9 @@ from scheduler_worker.domain.recorded_moves import (
     AppliedEvent,
     answered,
     answered_for_removed,
+    book_key,
+    check_key,
     handed_on,
-    instance_of,
     may_ask,
     refused,
     rests,
@@ -112,13 +113,13 @@ class AnnouncementWriter:
     async def _write(self, together: Sequence[_Waiting]) -> list[list[AppliedEvent]]:
         events = [event for one in together for event in one.events]
         instances = [event.instance_uuid for event in events]
-        requests = {event.request_id: event.instance_uuid for event in events if isinstance(event, MoveEvent)}
+        requests = [(event.request_id, event.instance_uuid) for event in events if isinstance(event, MoveEvent)]
         if requests:
             # Durable: requests about instances after their builds are rarer than builds.
             async with self._store.operation() as operation:
                 builds = await operation.lock(instances)
                 known = await operation.known(requests)
-                moves = {one: context.move for one, context in known.items() if context.move is not None}
+                moves = {one: context.move for (one, _), context in known.items() if context.move is not None}
                 batch = Announcements(builds, moves, self._clock.time())
                 applied = await self._apply(operation, batch, together)
                 await operation.update_moves(list(batch.changed.values()), self._clock.time())
@@ -224,14 +225,14 @@ class CellAsksHandler:
             objects = (await unit.lock_objects()).objects if unused else {}
             removed = {cell: removal for cell in unused if (removal := removal_of(objects, cell)) is not None}
             lost = [one for one in checks if one.answer is None and one.cell in removed]
-            known = await unit.known({one.asked_by.request_id: instance_of(one) for one in lost}, lock=True)
+            known = await unit.known([check_key(one) for one in lost], lock=True)
             for check in checks:
                 message = handed_on(check, self._cell)
                 if message is not None and check in lost:
-                    message = answered_for_removed(check, known[message.cause], removed[check.cell])
+                    message = answered_for_removed(check, known[check_key(check)], removed[check.cell])
                     if message is None:
                         log.warning(
-                            "cell.check_unanswered", instance=instance_of(check), cell=check.cell, by=self._cell
+                            "cell.check_unanswered", instance=check_key(check)[1], cell=check.cell, by=self._cell
                         )
                 if message is not None:
                     unit.emit(message)
@@ -243,11 +244,11 @@ class CellAsksHandler:
         here rules the other out.
         """
         async with self._store.operation() as unit:
-            known = await unit.known({one.asked_by.request_id: one.instance_uuid for one in books}, lock=True)
-            asked = [one for one in books if may_ask(one, known[one.asked_by.request_id], self._cell)]
+            known = await unit.known([book_key(one) for one in books], lock=True)
+            asked = [one for one in books if may_ask(one, known[book_key(one)], self._cell)]
             await unit.update(rests(asked, known), self._clock.time())
         answers = await self._claims.ask([one.question for one in asked])
-        found = [refused(one, known[one.asked_by.request_id]) for one in books if one not in asked]
+        found = [refused(one, known[book_key(one)]) for one in books if one not in asked]
         found += [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
         async with self._store.operation() as unit:
             for book in found:

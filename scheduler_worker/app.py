@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,10 +85,10 @@ def build(
     parts = _parts(service, env, config, cells, store=store, book=book, table=table)
     relay = _relay(parts)
     follower = Follower(parts.api, parts.selector.book, process=env.process, clock=env.clock)
-    engine, moves = _engines(parts, follower)
+    registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
+    engine, moves = _engines(parts, follower, registry)
     _add_store_and_replica(parts, relay, follower)
     announce_presence(service, env, parts.api, "scheduler")
-    registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
     drains = _add_drains(parts, registry, moves, follower)
     forgetter = Forgetter(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, forgetter)
@@ -99,13 +99,13 @@ def build(
     requests = RequestHandler(
         engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
     )
-    _add_watch(parts, requests, links)
+    unanswered = _add_watch(parts, requests, links)
     for cell, bus in parts.cell_buses.items():
         links.configure(bus)
         service.add_bus_check(f"bus {cell}", partial(links.unavailable_reason, cell))
     service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
-    keeper = _add_cells(parts, registry, links)
+    keeper = _add_cells(parts, registry, links, lambda: {*relay.missing, *unanswered.cells})
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     _add_requests(parts, queries, status, requests)
@@ -210,7 +210,9 @@ def _relay(parts: SchedulerParts) -> Relay:
     return relay
 
 
-def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngine, MoveEngine]:
+def _engines(
+    parts: SchedulerParts, follower: Follower, registry: ObjectRegistry
+) -> tuple[SchedulingEngine, MoveEngine]:
     """The engine of builds and deletes, and the engine of moves."""
     env, config = parts.env, parts.config
     engine = SchedulingEngine(
@@ -230,6 +232,7 @@ def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngin
         follower,
         clock=env.clock,
         rng=random.Random(f"moves {env.process}"),
+        reload=registry.reload,
         process=parts.process,
     )
     return engine, moves
@@ -254,7 +257,7 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower) -> DrainKeeper:
     """The tasks that plan and carry out drains."""
-    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup)
+    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=parts.env.clock)
     drains = DrainKeeper(
         parts.store,
         registry,
@@ -316,7 +319,7 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLink
     parts.service.add_task("evacuations", evacuations.run)
 
 
-def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> None:
+def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> UnansweredRequests:
     """The task that looks after requests without an event."""
     unanswered = UnansweredRequests(
         parts.store,
@@ -329,6 +332,7 @@ def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks
         process=parts.process,
     )
     parts.service.add_task("unanswered", unanswered.run)
+    return unanswered
 
 
 def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measured: asyncio.Event) -> CellLinks:
@@ -380,10 +384,12 @@ def _link(
     return CellLink(bus, consumers, beside=[listener.run])
 
 
-def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> CellKeeper:
+def _add_cells(
+    parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks, awaited: Callable[[], Collection[str]]
+) -> CellKeeper:
     """The task that takes cells into use and out of use, where this process can."""
     service = parts.service
-    keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), clock=parts.env.clock)
+    keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), awaited=awaited)
     service.add_drain(links.drain)
     service.add_refresh(partial(_count_letters, links))  # of the buses as they are now: a cell may be entered anew
     service.add_resource(None, links.close)

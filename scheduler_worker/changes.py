@@ -10,7 +10,7 @@ import msgspec
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, Refusal
-from bus.contracts.drains import DrainCommand, DrainStart
+from bus.contracts.drains import DrainCommand, DrainStart, DrainTarget
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsRevision
 from bus.contracts.operations import (
     AdminState,
@@ -24,12 +24,12 @@ from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import RequestRefused, Transient
 from scheduler_worker.domain.fences import fenced_by
 from scheduler_worker.domain.fleet import WorkerTable
-from scheduler_worker.domain.hosts import CELL_UNKNOWN
+from scheduler_worker.domain.hosts import CELL_SILENT, CELL_UNKNOWN
 from scheduler_worker.domain.requests import delivery_of
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.fleet import Warmup
-from scheduler_worker.forgetting import CELL_SILENT, UNKNOWN, Forgetter
+from scheduler_worker.forgetting import Forgetter
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
@@ -66,6 +66,8 @@ class RefusedCommands:
 
 
 HOST_UNKNOWN = "host.unknown"
+# What a host, or a service, that is announced later may do away with. A drain names the kind of its target.
+AWAITED = (CELL_UNKNOWN, CELL_SILENT, *(f"{kind}.unknown" for kind in DrainTarget))
 HOST_AMBIGUOUS = "host.ambiguous"
 REASON_MISSING = "host.reason_missing"
 
@@ -126,7 +128,7 @@ class ChangeHandler:
         if isinstance(message, DrainStart | DrainCommand):
             return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
-        return self._answered(await self._change(message, received), received, CELL_UNKNOWN)
+        return self._answered(await self._change(message, received), received)
 
     async def _change(
         self, change: ObjectsChange, received: Received, decided: SetAdminState | None = None
@@ -136,13 +138,11 @@ class ChangeHandler:
             await self._find_cells(fenced)
         return await self._registry.change(change, received.meta.id, decided=decided, is_late=received.is_late)
 
-    def _answered(self, answer: Message | Refusal, received: Received, awaited: str) -> Outcome:
-        """The outcome of a command by its answer. awaited: the end of the codes that a host, or a service, which is
-        announced later may do away with.
-        """
+    def _answered(self, answer: Message | Refusal, received: Received) -> Outcome:
+        """The outcome of a command by its answer."""
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
-        if answer.code.endswith(awaited) and delivery_of(received, is_warming_up=self._warmup.is_on()).awaits_hosts:
+        if answer.code in AWAITED and delivery_of(received, is_warming_up=self._warmup.is_on()).awaits_hosts:
             return Retry(answer.code, "not every host has been announced yet")
         return Refuse(answer.code, answer.reason)
 
@@ -151,7 +151,7 @@ class ChangeHandler:
             answer = await self._drains.start(message, received.is_late)
         else:
             answer = await self._drains.command(message, received.meta.id, received.is_late)
-        return self._answered(answer, received, ".unknown")
+        return self._answered(answer, received)
 
     async def _decide(self, command: SetAdminState, received: Received) -> Outcome:
         uuid = self._one_of(self._find(command), command.host, received)
@@ -169,8 +169,8 @@ class ChangeHandler:
         )
         changed = await self._change(change, received, command)
         if isinstance(changed, Refusal):
-            return self._answered(changed, received, CELL_UNKNOWN)
-        await self._registry.announced(changed.revision)
+            return self._answered(changed, received)
+        await self._registry.reload()  # a repeat changes nothing, and may have been carried out by another scheduler
         decision = self._selector.table.decision_of(uuid)
         if decision is None:  # this message is a repeat, and the decision has been deleted since its first delivery
             decision = HostAdminState(host_uuid=uuid, host=host, state=AdminState.ENABLED)
@@ -186,12 +186,12 @@ class ChangeHandler:
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
         answer = await self._forgetter.forget_host(command, named, self._selector.name_of(named), received.meta.id)
-        return self._answered(answer, received, CELL_SILENT)
+        return self._answered(answer, received)
 
     async def _forget_service(self, command: ForgetService, received: Received) -> Outcome:
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
-        return self._answered(await self._forgetter.forget_service(command, received.meta.id), received, UNKNOWN)
+        return self._answered(await self._forgetter.forget_service(command, received.meta.id), received)
 
     def _one_of(self, found: Sequence[str], name: str, received: Received) -> str | Outcome:
         """The uuid of the one host that was found; the outcome of a request that names none, or several."""
@@ -199,7 +199,7 @@ class ChangeHandler:
             return found[0]
         if found:
             return Refuse(HOST_AMBIGUOUS, f"{len(found)} hosts are called {name}: name one of {', '.join(found)}")
-        return self._answered(Refusal(code=HOST_UNKNOWN, reason=f"there is no host {name}"), received, HOST_UNKNOWN)
+        return self._answered(Refusal(code=HOST_UNKNOWN, reason=f"there is no host {name}"), received)
 
     def _find(self, command: SetAdminState | ForgetHost) -> list[str]:
         """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names."""
@@ -240,12 +240,10 @@ class ControlListener:
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """In any order: the newest revision counts. While the database is unavailable the batch waits."""
-        revision = -1
+        """In any order: the objects on record count. While the database is unavailable the batch waits."""
         for received in batch:
-            if isinstance(received.message, ObjectsRevision):
-                revision = max(revision, received.message.revision)
-            elif isinstance(received.message, WorkerHeartbeat):
+            if isinstance(received.message, WorkerHeartbeat):
                 self._workers.apply(received.message, self._bus, self._clock.monotonic())
-        await self._registry.announced(revision)
+        if any(isinstance(received.message, ObjectsRevision) for received in batch):
+            await self._registry.reload()
         return [Done()] * len(batch)

@@ -11,7 +11,8 @@ anything in use; only of these the book is queried for the holders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from msgspec import Struct
@@ -40,12 +41,13 @@ from scheduler_worker.domain.drains import (
     held_on,
     is_migration,
 )
+from scheduler_worker.domain.hosts import CELL_SILENT
 from scheduler_worker.domain.placement import PlacementUnavailable, answered
-from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
+from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, RequestKey, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import in_use
-from scheduler_worker.fleet import Warmup
+from scheduler_worker.fleet import Warmup, hosts_of_services
 from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
@@ -59,26 +61,34 @@ class DrainHolders:
     """What hosts hold, as one scheduler finds it. api: the bus to placement."""
 
     def __init__(
-        self, store: SchedulerStore, selector: Selector, follower: ReplicaFollower, api: Bus, *, warmup: Warmup
+        self,
+        store: SchedulerStore,
+        selector: Selector,
+        follower: ReplicaFollower,
+        api: Bus,
+        *,
+        warmup: Warmup,
+        clock: Clock,
     ) -> None:
         self._store = store
         self._selector = selector
         self._follower = follower
         self._api = api
         self._warmup = warmup
+        self._clock = clock
 
-    def hosts_of(
+    async def hosts_of(
         self, name: str, target: DrainTarget | None, cell: str | None
     ) -> tuple[DrainTarget, tuple[DrainedHost, ...]] | Refusal:
         """The hosts of a target by name, and what kind of target it is. An aggregate may have none.
 
-        target: None: the one kind that has an object of this name.
+        target: None: the one kind that has an object of this name. Raises PlacementUnavailable, or RequestRefused.
         """
         cell_of = self._selector.table.last_cell_of
         tried = tuple(DrainTarget) if target is None else (target,)
         found: dict[DrainTarget, tuple[DrainedHost, ...]] = {}
         for kind in tried:
-            named = sorted(map(self.host, self._uuids_of(kind, name)), key=lambda one: (one.name, one.uuid))
+            named = sorted(map(self.host, await self._uuids_of(kind, name)), key=lambda one: (one.name, one.uuid))
             hosts = tuple(one for one in named if cell in (None, cell_of(one.uuid)) or kind is DrainTarget.CELL)
             if hosts or (kind is DrainTarget.AGGREGATE and self._aggregates_of(name)):
                 found[kind] = hosts
@@ -98,12 +108,15 @@ class DrainHolders:
         if kind is DrainTarget.SERVICE and len({cell_of(one.uuid) for one in hosts}) > 1:
             reason = f"services of several cells are called {name}: name the cell"
             return Refusal(code="service.ambiguous", reason=reason)
+        if kind is DrainTarget.CELL and not self._selector.table.is_complete(name, self._clock.monotonic()):
+            reason = f"not every compute service of {name} is known here, nor which hosts it has"
+            return Refusal(code=CELL_SILENT, reason=reason)
         if len(hosts) > MAX_DRAINED:
             reason = f"{name} has {len(hosts)} hosts; a drain takes {MAX_DRAINED}"
             return Refusal(code="drain.too_large", reason=reason)
         return kind, hosts
 
-    def _uuids_of(self, kind: DrainTarget, name: str) -> list[str]:
+    async def _uuids_of(self, kind: DrainTarget, name: str) -> Collection[str]:
         table, book = self._selector.table, self._selector.book
         if kind is DrainTarget.HOST:
             return self._selector.meant_by(name, is_warming_up=self._warmup.is_on())
@@ -111,11 +124,12 @@ class DrainHolders:
             rows = book.rows_of_roots()
             members = [rows[book.in_aggregate(uuid, rows)] for uuid in self._aggregates_of(name)[:1]]
             return [book.uuid_of(row) for part in members for row in part.tolist()]
-        if kind is DrainTarget.CELL:
-            column, named = table.cell, [at for at, cell in enumerate(table.cells) if cell == name]
-        else:
-            column, named = table.service, [at for at, service in enumerate(table.services) if service.name == name]
-        return [table.uuids[at] for at in np.flatnonzero(np.isin(column[: len(table)], named)).tolist()]
+        found = partial(hosts_of_services, self._selector, self._api, timeout_s=ANSWER_S)
+        if kind is DrainTarget.CELL:  # besides, those that their service lists no more
+            rows = self._selector.announced_in_book()
+            there = rows[np.isin(table.cell[rows], [at for at, cell in enumerate(table.cells) if cell == name])]
+            return {*map(table.uuids.__getitem__, there.tolist()), *await found(name, table.services_in(name))}
+        return {uuid for cell in table.cells_of_service(name) for uuid in await found(cell, [name])}
 
     def _aggregates_of(self, name: str) -> list[str]:
         return [one.uuid for one in self._selector.membership.aggregates if name in (one.name, one.uuid)]
@@ -177,12 +191,12 @@ class DrainHolders:
 
     async def _known(self, uuids: Iterable[str]) -> dict[str, MoveContext]:
         """The records of these instances, and of the requests with these ids. No request is made under them."""
-        found: dict[str, MoveContext] = {}
+        found: dict[RequestKey, MoveContext] = {}
         ordered = sorted(uuids)
         for start in range(0, len(ordered), PAGE):
             async with self._store.operation() as unit:
-                found |= await unit.known({uuid: uuid for uuid in ordered[start : start + PAGE]})
-        return {uuid: replace(one, names_instance=False) for uuid, one in found.items()}
+                found |= await unit.known([(uuid, uuid) for uuid in ordered[start : start + PAGE]])
+        return {uuid: replace(one, names_instance=False) for (uuid, _), one in found.items()}
 
     async def _holders(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeHolder]]:
         """By the book. Raises PlacementUnavailable, or RequestRefused."""
@@ -301,7 +315,7 @@ class DrainPlanner:
         """
         if query.kind not in DRAIN_KINDS:
             return KINDS_ONLY
-        found = self._holders.hosts_of(query.host, query.target, query.cell)
+        found = await self._holders.hosts_of(query.host, query.target, query.cell)
         if isinstance(found, Refusal):
             return found
         target, hosts = found
@@ -345,7 +359,7 @@ class DrainPlanner:
         self, instances: Sequence[HeldInstance], kind: MoveKind, drained: Mapping[str, str], choices: _Choices
     ) -> list[PlannedMove]:
         pending = [_pending(one, kind, self._clock.time()) for one in instances]
-        contexts = {request.request.request_id: one.known for request, one in zip(pending, instances, strict=True)}
+        contexts = {request.key: one.known for request, one in zip(pending, instances, strict=True)}
         pages = await self._moves.locate(pending, contexts)
         planned: list[PlannedMove] = []
         choices.hold()

@@ -229,8 +229,8 @@ class DrainKeeper:
             found = await unit.lock_drain(drain, now, 2 * MAX_AT_ONCE)
             if found is None or found.record.state is DrainState.ENDED:
                 return None
-            ids = {one.request_id: one.instance_uuid for one in found.open}
-            known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
+            requests = [(one.request_id, one.instance_uuid) for one in found.open]
+            known = {uuid: context for (_, uuid), context in (await unit.known(requests)).items()}
             if look.held:
                 others = await unit.drain_moves(drain, NO_LIMIT)
                 others = [one for one in others if one.instance_uuid in look.held and one.instance_uuid not in known]

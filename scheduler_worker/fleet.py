@@ -1,4 +1,6 @@
-"""What a scheduler is told about hosts: their announcements and numbers, taken into its tables."""
+"""What a scheduler is told about hosts: their announcements and numbers, taken into its tables; and which hosts compute
+services have.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,23 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+import numpy as np
+
 from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
+from bus.contracts.drains import MAX_DRAINED
 from bus.contracts.host_metrics import HostMetrics, HostMetricsPage, HostMetricsQuery, HostMetricsRecord
 from bus.contracts.workers import WorkerHeartbeat
+from bus.faults import Transient
 from bus.port import BusError
 from bus.turns import next_turn
 from scheduler_worker import metrics
 from scheduler_worker.domain.fleet import HostMetricsTable, WaitingTable, WorkerTable
-from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.hosts import NO_SERVICE, HostTable
+from scheduler_worker.domain.placement import PlacementUnavailable, answered
 from scheduler_worker.domain.selector import Selector
 
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
@@ -106,6 +114,38 @@ class HostsListener:
 
     def _pause(self) -> float:
         return self._again_s * self._rng.uniform(0.75, 1.25)
+
+
+MAX_SERVICE_HOSTS = MAX_DRAINED + 1  # of one service, that the book is queried about
+SERVICES_AT_ONCE = 50
+
+
+async def hosts_of_services(
+    selector: Selector, api: Bus, cell: str, services: Sequence[str], *, timeout_s: float
+) -> dict[str, str]:
+    """The hosts ({uuid: name}) of the book that these compute services of a cell have, or may have had when they died.
+
+    They are those that a service announced last. Of one that is not up here those which the book has of it count, too:
+    this scheduler may have been started after it died. The cell of those that are not announced is known from then on.
+    api: the bus to placement. Raises PlacementUnavailable, or RequestRefused.
+    """
+    table, indexes = selector.table, {name: selector.table.service_of(cell, name) for name in services}
+    rows = selector.announced_in_book()
+    last = np.isin(table.last_service[rows], [index for index in indexes.values() if index != NO_SERVICE])
+    found = {table.uuids[row]: table.names[row] for row in rows[last].tolist()}
+    silent = [one for one, index in indexes.items() if index == NO_SERVICE or table.services[index].down is not None]
+    for start in range(0, len(silent), SERVICES_AT_ONCE):
+        part = silent[start : start + SERVICES_AT_ONCE]
+        queries = [ServiceHostsQuery(service=one, cell=cell, limit=MAX_SERVICE_HOSTS) for one in part]
+        try:
+            pages = await api.request_all(queries, ServiceHostsPage, timeout_s=timeout_s, causes=part)
+        except (BusError, Transient) as error:
+            raise PlacementUnavailable(str(error)) from error
+        for page in map(answered, pages):
+            for uuid in page.hosts:
+                table.learn_cell(uuid, cell)
+            found |= page.hosts
+    return found
 
 
 QUEUE = "scheduler.metrics.{process}"

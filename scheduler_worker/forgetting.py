@@ -24,7 +24,6 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import Refusal
-from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell, ServiceGone
 from bus.contracts.drains import DrainState
 from bus.contracts.objects import Aggregate, ChangedObject, ForgottenService, HostDecision, ObjectKind
@@ -33,8 +32,9 @@ from bus.contracts.placement import InventoryForget, InventoryForgotten
 from scheduler_worker.domain.drains import drain_of
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.hosts import NO_SERVICE
-from scheduler_worker.domain.objects import SERVICE_UP, ChangeAuthor, Objects, RecordedObjects
+from scheduler_worker.domain.objects import ChangeAuthor, Objects, RecordedObjects
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.fleet import MAX_SERVICE_HOSTS, hosts_of_services
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -99,9 +99,7 @@ log = structlog.get_logger(__name__)
 
 ANSWER_S = 10.0  # of placement, and of a cell
 MAX_NAMED = 5  # instances, or hosts, that a refusal names
-CELL_SILENT = "host.cell_silent"
 HAS_INSTANCES = "host.has_instances"
-MAX_HOSTS = 1000  # that are counted
 UNKNOWN = "service.unknown"
 AMBIGUOUS = "service.ambiguous"
 UP = "service.up"
@@ -136,7 +134,8 @@ class Forgetter:
 
         message_id: of the command.
         """
-        kept = self._reported(uuid) or await self._kept_by_instances(uuid)
+        now_s, cells = self._clock.monotonic(), self._registry.cells_in_use()  # it may have come to any of them
+        kept = self._selector.table.reported(uuid, cells, now_s) or await self._kept_by_instances(uuid)
         if kept is not None:
             return kept
         stands = kept_by_record((await self._registry.recorded()).objects, uuid, self._registry.cells_in_use())
@@ -164,19 +163,6 @@ class Forgetter:
             return written
         log.warning("host.forgotten", uuid=uuid, host=host, by=command.by, reason=command.reason)
         return HostForgotten(host_uuid=uuid, host=host, removed=is_on_record, aggregates=tuple(aggregates))
-
-    def _reported(self, uuid: str) -> Refusal | None:
-        """A service that is up reports the host, or may do so: not every service of the cells is known here."""
-        table = self._selector.table
-        service = table.live_service_of(uuid) or table.contested_by(uuid)
-        if service is not None:
-            return Refusal(code=SERVICE_UP, reason=f"the compute service {service} is up and reports the host")
-        now_s = self._clock.monotonic()
-        silent = [cell for cell in self._registry.cells_in_use() if not table.is_complete(cell, now_s)]
-        if silent:
-            reason = f"not every compute service of {', '.join(silent)} is known here: one may report the host"
-            return Refusal(code=CELL_SILENT, reason=reason)
-        return None
 
     def _is_shared(self, uuid: str, host: str) -> bool:
         """Whether another host has the name of this one."""
@@ -211,9 +197,8 @@ class Forgetter:
         index = table.service_of(cell, name)
         if index != NO_SERVICE and table.services[index].down is None:
             return Refusal(code=UP, reason=f"the compute service {name} is up")
-        query = ServiceHostsQuery(service=name, cell=cell, limit=MAX_HOSTS)
-        page = await self._api.request(query, ServiceHostsPage, timeout_s=ANSWER_S, cause=name)
-        kept = _kept_by_hosts({*page.hosts, *self._announced(index)})
+        hosts = await hosts_of_services(self._selector, self._api, cell, [name], timeout_s=ANSWER_S)
+        kept = _kept_by_hosts(hosts.values())
         if kept is not None:
             return kept
         order = ForgetServiceInCell(service=name, reason=command.reason, by=command.by)
@@ -231,21 +216,12 @@ class Forgetter:
         log.warning("service.forgotten", service=name, cell=cell, by=command.by, reason=command.reason)
         return ServiceForgotten(service=name, cell=cell, removed=answer.removed)
 
-    def _announced(self, index: int) -> list[str]:
-        """The hosts in the book that this service announced last."""
-        if index == NO_SERVICE:
-            return []
-        table = self._selector.table
-        return [
-            table.names[row] for row in self._selector.announced_in_book().tolist() if table.last_service[row] == index
-        ]
-
 
 def _kept_by_hosts(hosts: Collection[str]) -> Refusal | None:
     """Why a service is kept: the book has hosts of it."""
     if not hosts:
         return None
-    count = f"{MAX_HOSTS} or more" if len(hosts) >= MAX_HOSTS else str(len(hosts))
+    count = f"{MAX_SERVICE_HOSTS} or more" if len(hosts) >= MAX_SERVICE_HOSTS else str(len(hosts))
     some = ", ".join(sorted(hosts)[:MAX_NAMED])
     reason = f"the book has hosts of it, which are to be forgotten first (`berth hosts forget`): {count}, as {some}"
     return Refusal(code=HAS_HOSTS, reason=reason)

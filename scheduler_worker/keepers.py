@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -27,11 +27,10 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.cell_links import CellLinks
 from bus.clock import Clock
-from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.moves import MoveRequest
-from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, CellsQuery, FenceRecord
+from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, FenceRecord
 from bus.contracts.placement import AggregateMembers, AggregateMembersSet
-from bus.faults import Fault, RequestRefused, RequestTimeout, Transient
+from bus.faults import RequestRefused, RequestTimeout, Transient
 from bus.port import BusError
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.builds import RecordedBuild
@@ -45,8 +44,9 @@ from scheduler_worker.domain.fences import (
     pause_s,
 )
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, known_cells, removed_cells
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove, RequestKey
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.fleet import hosts_of_services
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
@@ -63,14 +63,16 @@ async def changed_within(changed: asyncio.Event, seconds: float | None) -> bool:
     return has_changed
 
 
-# A scheduler that has not yet received the removal of a cell may still choose it. After a removal the record of builds
-# is read this often, for this long.
-CHECK_S = 5.0
-CHECKED_FOR_S = 120.0
+CHECK_S = 5.0  # between two looks while a cell is removed
 
 
 class CellKeeper:
-    """The keeper of one scheduler. settings: the cells that its settings name."""
+    """The keeper of one scheduler. settings: the cells that its settings name. awaited: those that a message in the
+    outbox, or a request without an end, is of.
+
+    A removed cell may be given a build at any time: by a scheduler that has not received the removal, or because the
+    claim of a build that has waited is found there.
+    """
 
     def __init__(
         self,
@@ -79,14 +81,15 @@ class CellKeeper:
         links: CellLinks,
         settings: Sequence[str],
         *,
-        clock: Clock,
+        awaited: Callable[[], Collection[str]],
     ) -> None:
         self._registry = registry
         self._store = store
         self._links = links
         self._settings = tuple(settings)
-        self._clock = clock
-        self._occupied: frozenset[str] = frozenset()
+        self._awaited = awaited
+        self._occupied: set[str] = set()
+        self._read: object = None  # the decisions under which the record was read of all removed cells
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -94,35 +97,33 @@ class CellKeeper:
             self._adopt()
             if await self._look():
                 self._adopt()
-            await changed_within(self._registry.cells_changed, CHECK_S if self._looks_again() else None)
+            is_removed = bool(removed_cells(self._registry.cells))
+            await changed_within(self._registry.cells_changed, CHECK_S if is_removed else None)
 
     def _adopt(self) -> None:
         self._links.want(cells_in_use(self._settings, self._registry.cells, self._occupied))
 
     async def _look(self) -> bool:
-        """Read which removed cells still have instances on record; returns whether the answer has changed."""
-        before = self._occupied
+        """Find which removed cells are still in use; returns whether the answer has changed.
+
+        The whole record is read: once of all of them, whenever decisions have changed, and then of those in use.
+        """
+        before, decisions = self._occupied, self._registry.cells
+        removed = removed_cells(decisions).keys()
+        awaited = removed & self._awaited()
+        unsure = {one for one in removed - awaited if decisions is not self._read or one in before}
         try:
-            self._occupied = frozenset(
-                [name for name in removed_cells(self._registry.cells) if await self._store.machines(1, cell=name)]
-            )
+            held = [name for name in sorted(unsure) if await self._store.machines(1, cell=name)]
+            self._occupied, self._read = awaited.union(held), decisions
         except Transient as fault:
             log.warning("cells.not_looked_at", code=fault.code, reason=str(fault))
         if more := self._occupied - before:
             log.warning("cells.occupied", cells=sorted(more))
         return self._occupied != before
 
-    def _looks_again(self) -> bool:
-        now = self._clock.time()
-        removed = removed_cells(self._registry.cells).values()
-        return bool(self._occupied) or any(now - one.changed_at <= CHECKED_FOR_S for one in removed)
-
-    async def page(self, query: CellsQuery) -> CellsPage:
-        """All cells, as of the revision that the query names or a later one. Raises Transient."""
-        if query.revision:
-            await self._registry.announced(query.revision)
-        else:
-            await self._registry.reload()  # one round trip; another scheduler may have written the newest just now
+    async def page(self) -> CellsPage:
+        """All cells, by the objects on record. Raises Transient."""
+        await self._registry.reload()  # another scheduler may have written the newest just now
         decisions = self._registry.cells
         used = cells_in_use(self._settings, decisions, self._occupied)
         names = sorted({*known_cells(self._settings, decisions), *decisions})
@@ -239,7 +240,6 @@ class FencePublisher:
 
 
 CELL_ANSWER_S = 2.0  # of placement; a person waits for the decision
-MAX_HOSTS = 1000  # of one service, as a query may ask for
 MAX_SERVICES = 20  # dead ones that the book is queried about
 LOGGED = 10
 
@@ -247,22 +247,17 @@ LOGGED = 10
 async def find_cells(selector: Selector, api: Bus, uuids: Collection[str]) -> None:
     """Find the cells of hosts that are to be fenced, unless nothing shows them or placement does not answer in time.
 
-    The book has no two hosts of one name, and a host's cell is that which first reported it. api: the bus to placement.
+    A host's cell is that which first reported it. api: the bus to placement.
     """
-    table, book = selector.table, selector.book
-    unknown = sorted(uuid for uuid in uuids if table.last_cell_of(uuid) is None)
-    wanted = {book.name_of(row): uuid for uuid in unknown if (row := book.row_of(uuid)) is not None}
-    for cell, service in table.dead_unannounced()[:MAX_SERVICES]:
-        if not wanted:
+    for cell, service in selector.table.dead_unannounced()[:MAX_SERVICES]:
+        unknown = sorted(uuid for uuid in uuids if selector.table.last_cell_of(uuid) is None)
+        if not unknown:
             return
-        query = ServiceHostsQuery(service=service, cell=cell, limit=MAX_HOSTS)
         try:
-            page = await api.request(query, ServiceHostsPage, timeout_s=CELL_ANSWER_S, cause=unknown[0])
-        except (Fault, BusError) as fault:
-            log.warning("host.cell_unknown", hosts=sorted(wanted)[:LOGGED], code=getattr(fault, "code", "bus"))
+            await hosts_of_services(selector, api, cell, [service], timeout_s=CELL_ANSWER_S)
+        except (Transient, RequestRefused) as fault:
+            log.warning("host.cell_unknown", hosts=unknown[:LOGGED], code=fault.code)
             return
-        for host in wanted.keys() & set(page.hosts):
-            table.learn_cell(wanted.pop(host), cell)
 
 
 STAGGER_S = 0.5  # schedulers begin at different moments: each finds the records of the earlier ones
@@ -358,25 +353,25 @@ class EvacuationTask:
         found: list[OpenRequest] = []
         async with self._store.operation() as unit:
             on_fenced: dict[str, FencedHost] = {}
-            for uuid, known in (await unit.known({uuid: uuid for uuid in uuids})).items():
+            for (uuid, _), known in (await unit.known([(uuid, uuid) for uuid in uuids])).items():
                 host = None if known.build is None else hosts.get(known.build.host_uuid or "")
                 if host is not None and is_restarted(known, self._selector.config):
                     on_fenced[uuid] = host
             while on_fenced:  # at most MAX_TRIES rounds, and one where they have been counted before
-                ids: dict[str, str] = {}
+                requests: list[RequestKey] = []
                 for uuid, host in list(on_fenced.items()):
                     if (tried := self._tried.get((host, uuid), 0)) < MAX_TRIES:
-                        ids[host.request_id(uuid, tried)] = uuid
+                        requests.append((host.request_id(uuid, tried), uuid))
                     else:
                         del on_fenced[uuid]
-                for request_id, known in (await unit.known(ids)).items():
-                    host = on_fenced[ids[request_id]]
+                for (request_id, uuid), known in (await unit.known(requests)).items():
+                    host = on_fenced[uuid]
                     if known.build is not None and known.move is not None and known.move.terminal:
                         self._count_failure(host, known.move)
                         continue
-                    del on_fenced[ids[request_id]]
+                    del on_fenced[uuid]
                     if known.build is not None:
-                        due_s = self._due_s.get((host, known.build.instance_uuid), 0.0)
+                        due_s = self._due_s.get((host, uuid), 0.0)
                         is_under_way = known.move is not None or known.now.under_way is not None
                         found.append(OpenRequest(request_id, known.build, is_under_way, due_s))
         return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
@@ -34,7 +34,6 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage, LocateRequest
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
@@ -46,6 +45,7 @@ from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import Author, BuildUpdate, RecordedBuild
 from scheduler_worker.domain.decisions import NO_HOST, instance_spec
 from scheduler_worker.domain.explain import funnel_step, sentence
+from scheduler_worker.domain.fences import is_fenced
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.moves import (
     CHANGED,
@@ -64,6 +64,7 @@ from scheduler_worker.domain.recorded_moves import (
     MoveContext,
     PendingMove,
     RecordedMove,
+    RequestKey,
     event_of,
     flavor_of,
     recorded,
@@ -121,8 +122,11 @@ class MoveEngine:
         *,
         clock: Clock,
         rng: random.Random,
+        reload: Callable[[], Awaitable[None]],
         process: str = "",
     ) -> None:
+        """reload: loads operators' objects that are newer on record. It raises Transient."""
+        self._reload = reload
         self._store = store
         self._claims = claims
         self._selector = selector
@@ -136,13 +140,14 @@ class MoveEngine:
         """Schedule a batch; returns the outcomes by position. What placement does not answer about waits."""
         self._selector.holds.settle()
         async with self._store.operation() as unit:
-            known = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves})
-        sound = [one for one in moves if self.check(one, known[one.request.request_id]) is None]
-        choosing = [one for one in sound if looks_at_hosts(one.request, known[one.request.request_id])]
-        results = await self._room(sound)
+            known = await unit.known([one.key for one in moves])
+        sound = [one for one in moves if self.check(one, known[one.key]) is None]
+        choosing = [one for one in sound if looks_at_hosts(one.request, known[one.key])]
+        results: dict[int, Chosen | Outcome] = {one.position: Chosen() for one in sound}
+        results |= await self._room(sound)
         # Together, in their order: those that fit nowhere wait for the newest state once, not one after the other.
         located = zip(choosing, await self.locate(choosing, known), strict=True)
-        of_choosing = [self._answered(one, known[one.request.request_id], page) for one, page in located]
+        of_choosing = [self._answered(one, known[one.key], page) for one, page in located]
         answers = await asyncio.gather(*of_choosing)
         results |= {one.position: answer for one, answer in zip(choosing, answers, strict=True)}
         chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
@@ -178,13 +183,15 @@ class MoveEngine:
 
     # --- choose
 
-    async def locate(self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext]) -> list[LocatePage | Fault]:
+    async def locate(
+        self, moves: Sequence[PendingMove], known: Mapping[RequestKey, MoveContext]
+    ) -> list[LocatePage | Fault]:
         """Where the instances and those that they depend on are."""
         if not moves:
             return []
         questions = []
         for pending in moves:
-            requested = placed_as(pending.request, known[pending.request.request_id])
+            requested = placed_as(pending.request, known[pending.key])
             consumers = (requested.instance_uuid, *requested.different_host, *requested.same_host)
             questions.append(
                 LocateRequest(
@@ -219,7 +226,7 @@ class MoveEngine:
         source = next(iter(page.hosts.get(request.instance_uuid, ())), None)
         if source is None and request.kind is not MoveKind.UNSHELVE and not pending.delivery.last:
             return SOURCE_UNKNOWN
-        if request.kind is MoveKind.EVACUATE and not self._is_fenced(source):
+        if request.kind is MoveKind.EVACUATE and not await self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))
         if request.kind is MoveKind.EVACUATE and known.now.condition is Condition.SHELVED:
@@ -347,9 +354,13 @@ class MoveEngine:
             return {}
         return {source: {name: -amount for name, amount in held.items()}}
 
-    def _is_fenced(self, host: str | None) -> bool:
-        decision = None if host is None else self._selector.table.decision_of(host)
-        return decision is not None and decision.state is AdminState.FENCED and decision.pending is None
+    async def _is_fenced(self, host: str | None) -> bool:
+        """Whether an operator has fenced it, by the newest decision: another scheduler may have answered the operator.
+        Raises Transient.
+        """
+        if host is not None and not is_fenced(self._selector.table.decision_of(host)):
+            await self._reload()
+        return host is not None and is_fenced(self._selector.table.decision_of(host))
 
     def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
         self._selector.holds.add(key, allocations, self._clock.monotonic() + self._selector.config.choice_held_s)
@@ -370,7 +381,7 @@ class MoveEngine:
     # --- write
 
     async def _write(
-        self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext], chosen: Mapping[int, Chosen]
+        self, moves: Sequence[PendingMove], known: Mapping[RequestKey, MoveContext], chosen: Mapping[int, Chosen]
     ) -> dict[int, Outcome]:
         """Check again under the instances' locks, and write what follows."""
         if not moves:
@@ -378,12 +389,11 @@ class MoveEngine:
         outcomes: dict[int, Outcome] = {}
         batch = WrittenMoves(Author(self._who, self._clock.time()))
         async with self._store.operation() as unit:
-            now = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves}, lock=True)
+            now = await unit.known([one.key for one in moves], lock=True)
             for pending in moves:
-                uuid = pending.request.request_id
-                found = batch.as_left(now[uuid], pending.request)
+                found = batch.as_left(now[pending.key], pending.request)
                 outcomes[pending.position] = await self._write_one(
-                    unit, batch, pending, known[uuid], found, chosen.get(pending.position)
+                    unit, batch, pending, known[pending.key], found, chosen.get(pending.position)
                 )
         for label in batch.labels:
             metrics.count_requests("move", label)
@@ -398,10 +408,12 @@ class MoveEngine:
         found: MoveContext,
         chosen: Chosen | None,
     ) -> Outcome:
-        """One move of a batch. before, found: the record when it was decided, and the one under the lock."""
+        """One move of a batch. before, found: the record when it was decided, and the one under the lock. chosen: None:
+        it was to be refused then.
+        """
         request, author = pending.request, batch.author
         verdict = self.check(pending, found)
-        if verdict is None and found.build != before.build:
+        if verdict is None and (chosen is None or found.build != before.build):
             verdict = overtaken(pending)
         if isinstance(verdict, Answered):
             for message in verdict.messages:
@@ -413,7 +425,9 @@ class MoveEngine:
             # Another scheduler has just put it on record.
             return Wait(CHANGED.code, CHANGED.reason)
         batch.moves[request.request_id], build = move, found.build
-        if build is not None and build.project_id == request.project_id:
+        # What a client requests in vain, as often as it likes, is on record as a request alone.
+        if build is not None and move.state is not MoveState.REFUSED:
+            assert chosen is not None
             build = build if command is None else replace(build, instance=under_way(request, found))
             entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen))
             await unit.update([BuildUpdate(build=build, timeline=(entry,))], author.at)
@@ -439,13 +453,13 @@ class MoveEngine:
         if refusal is not None:
             more = {"code": refusal.code, "reason": refusal.reason}
             return recorded(pending, MoveState.REFUSED, author, **more), None
-        if chosen is not None and chosen.failure is not None:
+        assert chosen is not None
+        if chosen.failure is not None:
             why = chosen.failure
             state = MoveState.FAILED if why.code == NO_HOST else MoveState.REFUSED
             return recorded(pending, state, author, code=why.code, reason=why.reason, funnel=chosen.funnel), None
         request = pending.request
         assert known.build is not None and known.build.cell is not None
-        chosen = Chosen() if chosen is None else chosen
         first = chosen.selections[0] if chosen.selections else None
         command = self._command(request, known, chosen)
         move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell)
@@ -491,11 +505,11 @@ def _without_answer(fault: Fault) -> Chosen | Outcome:
     return waits(ended)
 
 
-def _detail(move: RecordedMove, chosen: Chosen | None) -> str:
+def _detail(move: RecordedMove, chosen: Chosen) -> str:
     """The text of a timeline line: the destination, or the reason of a failure."""
     if move.code:
         return f"{move.code}: {move.reason}"
-    if chosen is None or not chosen.selections:
+    if not chosen.selections:
         return f"to cell {move.cell}"
     names = ", ".join(selection.host for selection in chosen.selections)
     cell = move.cell if chosen.cell is None else chosen.cell

@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
@@ -44,7 +45,6 @@ from scheduler_worker.domain.object_rules import MAX_COUNTED, broken_rule, count
 from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
-    SERVICE_UP,
     UNKNOWN,
     ZONE_CONFLICT,
     ChangeAuthor,
@@ -184,6 +184,7 @@ class ObjectRegistry:
         self.cells_changed = asyncio.Event()  # set when they change; `CellKeeper` clears it
         self.aggregates_changed = asyncio.Event()  # set when they change; `AggregateKeeper` clears it
         self.revision = NOT_LOADED  # of the objects in force here
+        self._token: str | None = None  # of that revision
 
     async def open(self) -> None:
         """Seed an empty system from the settings, and load the objects. Waits while the database is unavailable."""
@@ -207,19 +208,15 @@ class ObjectRegistry:
         """The private queue was deleted with the connection, and so were the announcements in it."""
         self._is_fresh = False
 
-    async def announced(self, revision: int) -> None:
-        """Load the objects, unless this revision or a later one is in force here. Raises Transient."""
-        if revision > self.revision:
-            await self.reload()
-
     async def reload(self) -> None:
-        """Load the objects if their revision differs from the one in force. A revision that was set back (a restore)
-        differs, too.
+        """Load the objects on record unless they are in force, by their token: a record that was set back (a restore, a
+        promoted standby) may have others under the same number. One round trip if they are.
 
-        Raises Transient; SettingsError when none was loaded before and those on record cannot be used here.
+        Raises Transient; SettingsError when none was loaded before and those on record
+        cannot be used here.
         """
         async with self._loading:
-            found = await self._store.objects(unless=self.revision)
+            found = await self._store.objects(unless=self._token)
             if found is not None and found.revision == 0:
                 # The written objects stay: corrected settings would not help.
                 check_objects(self._settings)
@@ -331,7 +328,7 @@ class ObjectRegistry:
                     if not changed:
                         return present
                     after = applied(present, changed, author)
-                    await unit.write_objects(changed, author)
+                    after = replace(after, token=await unit.write_objects(changed, author))
                     unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
             except _ChangeRefused as refused:
                 return refused.refusal
@@ -410,7 +407,7 @@ class ObjectRegistry:
                 flavors=made.flavors,
                 filters=made.filters,
                 weighings=made.weighings,
-                revision=found.revision,
+                revision=found.token,
             )
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.adopt_decisions(decisions)
@@ -427,7 +424,7 @@ class ObjectRegistry:
         if (drains := drains_of(found.objects)) != self.drains:
             self.drains = drains
             self.drains_changed.set()
-        self.revision = found.revision
+        self.revision, self._token = found.revision, found.token
         metrics.OBJECTS_REVISION.set(found.revision)
 
     def _checked(self, present: RecordedObjects, planned: ChangePlan) -> Configured | Refusal:
@@ -496,18 +493,19 @@ class ObjectRegistry:
         return None if why is None else Refusal(code=UNKNOWN, reason=why[:MAX_REASON])
 
     def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
-        """A fence states that a host is off.
-
-        A host whose compute service is up may be running: a name may be mistyped.
+        """A fence states that a host is off. One that a service reports, or may report, may be running: a name may be
+        mistyped.
         """
+        table, now_s = self._selector.table, self._clock.monotonic()
         for uuid in planned.hosts_fenced:
-            service = self._selector.table.live_service_of(uuid)
-            if service is not None:
+            shown = table.last_cell_of(uuid)
+            why = table.reported(uuid, self.cells_in_use() if shown is None else (shown,), now_s)
+            if why is not None:
                 reason = (
-                    f"the compute service {service} is up and manages host {uuid}: an instance that is evacuated from "
-                    "a running host runs twice; switch the host off first, and force the fence if its service stays up"
+                    "an instance that is evacuated from a running host runs twice: switch it off first, and force the "
+                    f"fence if this stays so; {why.reason}"
                 )
-                return Refusal(code=SERVICE_UP, reason=reason)
+                return Refusal(code=why.code, reason=reason[:MAX_REASON])
         return None
 
     async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:

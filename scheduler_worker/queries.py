@@ -116,7 +116,7 @@ class QueryHandler:
             case ObjectsQuery():
                 return await self._objects.page(message)
             case CellsQuery():
-                return await self._cells.page(message)
+                return await self._cells.page()
         assert isinstance(message, ObjectLogQuery), message
         return await self._objects.log(message)
 

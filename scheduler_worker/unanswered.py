@@ -30,11 +30,10 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Author, BuildUpdate
-from scheduler_worker.domain.recorded_moves import MoveContext
+from scheduler_worker.domain.recorded_moves import MoveContext, RequestKey
 from scheduler_worker.domain.unanswered import (
     MAX_WATCHED,
     AwaitedRequest,
-    Key,
     Watched,
     Watching,
     look,
@@ -83,9 +82,14 @@ class UnansweredRequests:
         self._after_s = after_s
         self._resume = resume
         self._who = process or "scheduler"
-        self._watched: dict[Key, Watched] = {}
+        self._watched: dict[RequestKey, Watched] = {}
         self._examined = FROM_THE_FIRST  # the last build of the page before
         self._read = FIRST_UUID  # the last move of the pass before
+
+    @property
+    def cells(self) -> set[str]:
+        """The cells of the requests that had no end at the last look."""
+        return {one.seen.cell for one in self._watched.values()}
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -107,7 +111,7 @@ class UnansweredRequests:
         found = look(self._watched, requests, now_s=self._clock.monotonic(), pause_s=self._after_s)
         self._watched = found.watched
         metrics.SILENT_MOVES.set(found.waiting)
-        for is_move in (True, False):
+        for is_move in (True, False):  # a build is not written twice in one transaction
             if queries := [one for one in found.query if one.cell and one.is_move is is_move]:
                 await self._send(queries, found)
         accepted = {one.instance_uuid: one.key for one in found.query if not one.cell}
@@ -135,7 +139,7 @@ class UnansweredRequests:
 
     async def _open_builds(self) -> list[AwaitedRequest]:
         unchanged_since = self._clock.time() - self._after_s  # what is younger is found by a later page
-        watched = [request_id for is_move, request_id in self._watched if not is_move]
+        watched = [one.seen.request_id for one in self._watched.values() if not one.seen.is_move]
         page = await self._store.open_builds(watched, self._examined, unchanged_since, MAX_EXAMINED)
         self._examined = page.last or FROM_THE_FIRST
         return [one for build in page.builds if (one := open_build(build)) is not None]
@@ -144,14 +148,14 @@ class UnansweredRequests:
         """Query the cells about those requests that are still open, and state the silence of some in their records."""
         author = Author(self._who, self._clock.time())
         async with self._store.operation() as unit:
-            known = await unit.known({one.request_id: one.instance_uuid for one in queries}, lock=True)
+            known = await unit.known([one.key for one in queries], lock=True)
             for one in queries:
-                now = open_now(one, known[one.request_id])
+                now = open_now(one, known[one.key])
                 if now is None or (now.sequence, now.cell) != (one.sequence, one.cell):
                     continue  # it has ended or had an event meanwhile, or waits for another request
-                self._query(unit, now, known[one.request_id], author.at)
-                if one in found.silent and known[one.request_id].build is not None:
-                    await self._mark(unit, now, known[one.request_id], author)
+                self._query(unit, now, known[one.key], author.at)
+                if one in found.silent and known[one.key].build is not None:
+                    await self._mark(unit, now, known[one.key], author)
 
     def _query(self, unit: OperationUnit, request: AwaitedRequest, known: MoveContext, at: float) -> None:
         bus = self._cells.get(request.cell)

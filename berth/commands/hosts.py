@@ -148,7 +148,9 @@ async def fence(
     settings: Settings,
     names: Hosts,
     reason: Reason,
-    force: Annotated[bool, typer.Option("--force", help="Also though its compute service is up.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also though its compute service is up, or is not known.")
+    ] = False,
     switch_off: Annotated[
         bool, typer.Option("--switch-off", help="Switch them off first, by the plug-in that `fencing.plugin` names.")
     ] = False,

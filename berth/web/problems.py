@@ -19,6 +19,7 @@ _STATUS = {
     "object.in_use": 409,
     "cell.in_use": 409,
     "host.service_up": 409,
+    "host.cell_silent": 409,
     "host.cell_unknown": 409,
     "host.fence_open": 409,
     "host.draining": 409,

@@ -71,13 +71,13 @@ class ServiceHostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_field
 
     service: Word
     cell: Word
-    limit: Annotated[int, Bound(ge=1, le=1000)] = 100
+    limit: Annotated[int, Bound(ge=1, le=10_000)] = 100
 
 
 class ServiceHostsPage(Message, frozen=True, kw_only=True, tag="placement.service.page.v1"):
-    """Reply to a ServiceHostsQuery: the names of the hosts, in order; at most as many as requested."""
+    """Reply to a ServiceHostsQuery: {uuid: name}, in order of the names; at most as many as requested."""
 
-    hosts: tuple[str, ...] = ()
+    hosts: dict[str, str] = {}
 
 
 class ProjectUsageQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.usage.v1"):

@@ -345,12 +345,7 @@ class LinkState(StrEnum):
 
 
 class CellsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cells.query.v1"):
-    """Query a scheduler for all cells. revision: of the objects, or a later one; 0: the newest on record.
-
-    The scheduler loads it before it answers.
-    """
-
-    revision: Version = 0
+    """Query a scheduler for all cells. It loads the newest objects on record before it answers."""
 
 
 class CellRecord(Struct, frozen=True, kw_only=True):

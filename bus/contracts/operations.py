@@ -62,10 +62,10 @@ class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     A fenced host stays fenced until its cell reports that it has destroyed its losses; what this names is
     `pending` until then. The decision is kept as an object of kind `host`, so it is in the log of changes too. cell:
     where a name is looked for; None: in all cells. It also states where a host is that is to be fenced, if nothing else
-    shows that: without it the fence is refused (`host.cell_unknown`), `force` aside. force: fence a host although its
-    compute service is up (else refused, `host.service_up`): an instance that is evacuated from a host that runs would
-    run twice. Or end a fence without its cell's word, because the cell is gone for good; that needs a reason
-    (`host.reason_missing`).
+    shows that: without it the fence is refused (`host.cell_unknown`), `force` aside. force: fence a host although a
+    compute service that is up reports it, or may do so (else refused: `host.service_up`; `host.cell_silent`, not every
+    service of its cell is known): an instance that is evacuated from a host that runs would run twice. Or end a fence
+    without its cell's word, because the cell is gone for good; that needs a reason (`host.reason_missing`).
     """
 
     host: Label

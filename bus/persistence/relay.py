@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import structlog
@@ -232,6 +232,11 @@ class Relay:
         self._lanes: dict[str, _Lane] = {}
         for bus in buses.values():
             self.add_bus(bus)
+
+    @property
+    def missing(self) -> Collection[str]:
+        """The buses that rows wait for, and on which this relay does not publish."""
+        return self._unknown
 
     @property
     def held(self) -> int:

@@ -66,6 +66,7 @@ CREATE INDEX moves_under_way ON moves (request_id) WHERE NOT terminal;
 CREATE TABLE objects_revision (
     singleton BOOLEAN DEFAULT true NOT NULL CHECK (singleton),
     revision BIGINT NOT NULL,
+    token UUID DEFAULT gen_random_uuid() NOT NULL,
     PRIMARY KEY (singleton)
 );
 

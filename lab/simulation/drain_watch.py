@@ -35,7 +35,7 @@ class DrainWatch:
         self._exempt = exempt
         self._hosts: dict[str, str] = {}  # {host: its drain, which has not ended}
         self._since: dict[tuple[str, str], float] = {}  # {(consumer, host): when it was first seen to hold something}
-        self._revision = -1
+        self._token: str | None = None
 
     def book_committed(self) -> None:
         """After a commit of the book."""
@@ -51,9 +51,9 @@ class DrainWatch:
     def builds_committed(self) -> None:
         """After a commit of the schedulers. Raises Breach."""
         present = self._builds.objects.present
-        if present.revision == self._revision:
+        if present.token == self._token:
             return
-        self._revision, before = present.revision, self._hosts
+        self._token, before = present.token, self._hosts
         drains = drains_of(present.objects)
         self._hosts = {}
         for (kind, host), stored in present.objects.items():

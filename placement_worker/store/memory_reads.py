@@ -59,8 +59,8 @@ class MemoryReads:
                 root for (root, source), last in table.sources.items() if source == mine and root in last.providers
             ]
             found = [table.providers[root] for root in roots if root in table.providers]
-            names = sorted(one.name for one in found if one.cell in (None, requested.cell))
-            return queries.ServiceHostsPage(hosts=tuple(names[: requested.limit]))
+            hosts = sorted((one.name, one.uuid) for one in found if one.cell in (None, requested.cell))
+            return queries.ServiceHostsPage(hosts={uuid: name for name, uuid in hosts[: requested.limit]})
 
     async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""

@@ -217,7 +217,7 @@ class PostgresReads:
     async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
         rows = await self._fetch(_hosts_of_service(requested))
-        return queries.ServiceHostsPage(hosts=tuple(row[0] for row in rows))
+        return queries.ServiceHostsPage(hosts=dict(rows))
 
     async def members(self, requested: queries.GroupMembersQuery) -> queries.GroupMembersPage:
         """Return a page of the members of a server group, with their hosts."""
@@ -330,7 +330,7 @@ def _hosts_of_service(requested: queries.ServiceHostsQuery) -> sa.Select[Any]:
     operator.
     """
     return (
-        sa.select(providers.c.name)
+        sa.select(providers.c.uuid, providers.c.name)
         .select_from(sources.join(providers, providers.c.uuid == sources.c.root))
         .where(
             sources.c.source == f"{COMPUTE_SOURCE}{requested.service}",

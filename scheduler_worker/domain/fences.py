@@ -151,6 +151,11 @@ def fenced(decision: HostAdminState | None, host_uuid: str, fence: FenceRecord) 
     )
 
 
+def is_fenced(decision: HostAdminState | None) -> bool:
+    """Whether by this decision in force the host is off, and stays off."""
+    return decision is not None and decision.state is AdminState.FENCED and decision.pending is None
+
+
 USER = "evacuation"  # the user_id of these requests
 MAX_TRIES = 24  # tries of one instance under one fence; after that it waits for an operator
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 600.0  # between a try that has failed and the next; doubled with each

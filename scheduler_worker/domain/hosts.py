@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGone, ServicesDigest
 from bus.contracts.operations import AdminState, HostAdminState
 
@@ -43,6 +44,8 @@ STOPPED = "service.stopped"
 UNRESPONSIVE = "service.unresponsive"
 FORGOTTEN = "service.forgotten"
 CELL_UNKNOWN = "host.cell_unknown"  # nothing shows in which cell a host is
+SERVICE_UP = "host.service_up"
+CELL_SILENT = "host.cell_silent"
 # The columns of the table, with a row a host.
 COLUMNS = ("service", "last_service", "cell", "listed", "enabled", "failed_builds", "admin", "project", "warning")
 ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this tuple; 0 is enabled
@@ -228,6 +231,19 @@ class HostTable:
         service = None if refused is None else self.services[refused[0]]
         return service.name if service is not None and service.down is None else None
 
+    def reported(self, uuid: str, cells: Iterable[str], now_s: float) -> Refusal | None:
+        """Why a service that is up may report a host: one does, or not every service of these cells, in one of which
+        the host is, is known here.
+        """
+        service = self.live_service_of(uuid) or self.contested_by(uuid)
+        if service is not None:
+            return Refusal(code=SERVICE_UP, reason=f"the compute service {service} is up and reports host {uuid}")
+        silent = [cell for cell in cells if not self.is_complete(cell, now_s)]
+        if silent:
+            reason = f"not every compute service of {', '.join(silent)} is known here: one may report host {uuid}"
+            return Refusal(code=CELL_SILENT, reason=reason[:MAX_REASON])
+        return None
+
     def decision_of(self, uuid: str) -> HostAdminState | None:
         """The operator's newest decision about a host; None: there never was one."""
         return self._decided.get(uuid)
@@ -248,6 +264,11 @@ class HostTable:
         """The cells that have a compute service of this name: one that is announced, or that its cell lists as down."""
         announced = {one.cell for one in self.services if one.name == name and not one.forgotten}
         return sorted(announced | {cell for cell, digest in self._digests.items() if name in digest.down})
+
+    def services_in(self, cell: str) -> list[str]:
+        """The compute services of a cell: those that are announced, and those that it lists as down."""
+        announced = {one.name for one in self.services if one.cell == cell and not one.forgotten}
+        return sorted(announced.union(self._digests[cell].down if cell in self._digests else ()))
 
     def dead_unannounced(self) -> list[tuple[str, str]]:
         """(cell, service) of those that a cell lists as down and that have announced nothing here, in order."""

@@ -48,7 +48,6 @@ MAX_ENTRY = 200  # characters of an entry that a refusal names
 UNKNOWN = "object.unknown"
 CONFLICT = "object.conflict"
 IN_USE = "object.in_use"
-SERVICE_UP = "host.service_up"
 ZONE_CONFLICT = "aggregate.zone_conflict"
 TOO_MANY = "object.too_many"
 
@@ -106,10 +105,13 @@ class ChangeAuthor(Struct, frozen=True):
 
 
 class RecordedObjects(Struct, frozen=True):
-    """All objects, and the revision that they are of. Revision 0: none was ever written."""
+    """All objects, and the revision that they are of. Revision 0: none was ever written. token: of this revision and no
+    other, of whatever history; "": it is not on record.
+    """
 
     revision: int
     objects: Objects
+    token: str = ""
 
 
 _encode = msgspec.json.Encoder(order="deterministic").encode

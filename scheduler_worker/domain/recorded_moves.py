@@ -5,6 +5,7 @@ announcements, to builds as well. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -52,6 +53,9 @@ from scheduler_worker.domain.requests import (
     timeline_of,
 )
 
+# (its id, its instance). The id alone names no request: a client may give it to two, about two instances.
+RequestKey: TypeAlias = tuple[str, str]
+
 
 class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     """The record of one request.
@@ -75,6 +79,11 @@ class PendingMove(Struct, frozen=True, kw_only=True):
     request: MoveRequest
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
+
+    @property
+    def key(self) -> RequestKey:
+        """The key of the records that it concerns."""
+        return self.request.request_id, self.request.instance_uuid
 
     @property
     def digest(self) -> bytes:
@@ -261,6 +270,11 @@ def transferred(
     return move, there, commands
 
 
+def book_key(book: CellBook) -> RequestKey:
+    """The key of the records that it concerns."""
+    return book.asked_by.request_id, book.instance_uuid
+
+
 def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
     """Whether placement is asked this for a cell: its own instance leaves it by a move on record, for hosts that were
     chosen for that, or nothing more is claimed.
@@ -293,11 +307,11 @@ def stay_after(book: CellBook) -> int:
     return book.stay + (book.question.consumer == book.instance_uuid and isinstance(book.question, Release | Revert))
 
 
-def rests(asked: Sequence[CellBook], known: Mapping[str, MoveContext]) -> list[BuildUpdate]:
+def rests(asked: Sequence[CellBook], known: Mapping[RequestKey, MoveContext]) -> list[BuildUpdate]:
     """The records of instances, by request, once placement is asked this about them."""
     found: dict[str, RecordedBuild] = {}
     for one in asked:
-        build = found.get(one.instance_uuid, known[one.asked_by.request_id].build)
+        build = found.get(one.instance_uuid, known[book_key(one)].build)
         assert build is not None, "may_ask"
         stay = max(build.now.stay, stay_after(one))
         found[one.instance_uuid] = replace(build, instance=replace(build.now, stay=stay))
@@ -336,10 +350,10 @@ def handed_on(check: CellCheck, cell: str) -> OutboxMessage | None:
     return OutboxMessage(receiver, check, check.asked_by.request_id)
 
 
-def instance_of(check: CellCheck) -> str:
-    """The instance that it is about."""
+def check_key(check: CellCheck) -> RequestKey:
+    """The key of the records that it concerns, of one without an answer."""
     assert check.change is not None
-    return check.change.spec.instance_uuid
+    return check.asked_by.request_id, check.change.spec.instance_uuid
 
 
 def answered_for_removed(check: CellCheck, known: MoveContext, removal: CellDecision) -> OutboxMessage | None:

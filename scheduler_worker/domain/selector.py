@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from random import Random
 
 import numpy as np
@@ -95,7 +95,7 @@ class Selector:
         flavors: Mapping[str, ParsedFlavor],
         filters: Sequence[Filter],
         weighings: Sequence[Weighing],
-        revision: int = 0,
+        revision: Hashable = 0,
         membership: Membership | None = None,
     ) -> None:
         """Decide by these from the next decision on. revision: of the objects that the configuration holds. membership:

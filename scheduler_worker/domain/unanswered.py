@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from operator import itemgetter
-from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,7 +18,7 @@ from bus.contracts.moves import CellMoveQuery
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import OPEN, RecordedBuild, delete_of
 from scheduler_worker.domain.decisions import build_query
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
 
 # After this many queries without an answer the record of the request states that its cell is silent.
 SILENT_AFTER = 2
@@ -29,8 +28,6 @@ MAX_WATCHED = 20_000  # requests whose silence one process keeps track of; the r
 CELL_SILENT = "cell.silent"
 CELL_UNKNOWN = "cell.unknown"
 BUILD, DELETE = "build", "delete"
-
-Key: TypeAlias = tuple[bool, str]
 
 
 class AwaitedRequest(Struct, frozen=True):
@@ -51,9 +48,9 @@ class AwaitedRequest(Struct, frozen=True):
         return self.kind not in (BUILD, DELETE)
 
     @property
-    def key(self) -> Key:
-        """The id, and of what: a build may have the uuid of a move's request."""
-        return self.is_move, self.request_id
+    def key(self) -> RequestKey:
+        """The key of the records that it concerns. A build may have the uuid of a request about another instance."""
+        return self.request_id, self.instance_uuid
 
 
 def open_build(build: RecordedBuild) -> AwaitedRequest | None:
@@ -103,7 +100,7 @@ class Watching(Struct, frozen=True):
     waiting: how many have been queried without an answer.
     """
 
-    watched: dict[Key, Watched]
+    watched: dict[RequestKey, Watched]
     query: tuple[AwaitedRequest, ...] = ()
     silent: tuple[AwaitedRequest, ...] = ()
     waiting: int = 0
@@ -121,7 +118,9 @@ def shared_out(requests: Iterable[AwaitedRequest], limit: int) -> list[AwaitedRe
     return [one for _, one in sorted(ranked, key=itemgetter(0))[:limit]]
 
 
-def look(watched: dict[Key, Watched], requests: Iterable[AwaitedRequest], *, now_s: float, pause_s: float) -> Watching:
+def look(
+    watched: dict[RequestKey, Watched], requests: Iterable[AwaitedRequest], *, now_s: float, pause_s: float
+) -> Watching:
     """The requests that are open now, with the counts of those that were open at the last pass. Where there are too
     many, one that has been queried in vain for long gives its place to one that has not been watched yet.
     """
@@ -130,7 +129,7 @@ def look(watched: dict[Key, Watched], requests: Iterable[AwaitedRequest], *, now
         known = watched.get(one.key)
         return known is not None and known.unanswered > SILENT_AFTER, known is None
 
-    after: dict[Key, Watched] = {}
+    after: dict[RequestKey, Watched] = {}
     due: list[AwaitedRequest] = []
     silent: list[AwaitedRequest] = []
     for one in shared_out(sorted(requests, key=place), MAX_WATCHED):

@@ -71,11 +71,11 @@ class MemoryBuilds(UnitStore):
             yield unit
             unit.rows = await transaction.send_later(unit.outbox)
 
-    async def objects(self, unless: int = -1) -> RecordedObjects | None:
+    async def objects(self, unless: str | None = None) -> RecordedObjects | None:
         """Without a lock."""
         async with self._session.transaction():
             present = self._table.objects.present
-            return None if present.revision == unless else present
+            return None if present.token == unless else present
 
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Without a lock."""

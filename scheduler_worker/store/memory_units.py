@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import structlog
 from msgspec.structs import replace
@@ -23,10 +24,11 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
 from scheduler_worker.store import objects
 from scheduler_worker.store.objects import MemoryObjects
 from scheduler_worker.store.port import BuildWrites
+from scheduler_worker.store.tables import appended
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +104,7 @@ def update_build(
         code=build.code,
         reason=build.reason,
         history=build.history,
-        timeline=(*record.timeline, *timeline),
+        timeline=appended(record.timeline, timeline),
         updated_at=now,
     )
 
@@ -196,20 +198,20 @@ class MemoryUnit:
         """Among the handled messages."""
         return await self._transaction.is_handled(handler, message_id)
 
-    async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
+    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, MoveContext]:
         """By the instances' builds, locked in uuid order before anything else is read."""
         await self._transaction.statement()
         table = self._table
         if lock:
-            await self._lock([uuid for uuid in {*requests, *requests.values()} if uuid in table.recorded])
+            await self._lock([uuid for uuid in set(chain(*requests)) if uuid in table.recorded])
         return {
-            one: MoveContext(
+            (one, uuid): MoveContext(
                 move=table.moves[one][0] if one in table.moves else None,
                 build=table.recorded.get(uuid),
                 build_request=table.requested[uuid].request if uuid in table.requested else None,
                 names_instance=one in table.recorded,
             )
-            for one, uuid in requests.items()
+            for one, uuid in requests
         }
 
     async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
@@ -232,12 +234,12 @@ class MemoryUnit:
         await self._transaction.lock([OBJECTS])
         return self._table.objects.present
 
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
         """The instances of drains must be locked by this unit."""
         await self._transaction.statement()
         after = self._table.objects.changed(changed, author)
         self._transaction.will(partial(setattr, self._table, "objects", after), OBJECTS)
-        return after.present.revision
+        return after.present.token
 
     async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
         """By the drain's name."""

@@ -7,6 +7,7 @@ part of its statement, so that PostgreSQL plans for those that it has.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -50,8 +51,10 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-REVISION = "SELECT revision FROM objects_revision"
-NEXT_REVISION = "UPDATE objects_revision SET revision = revision + 1 RETURNING revision"
+REVISION = "SELECT revision, token FROM objects_revision"
+NEXT_REVISION = """
+UPDATE objects_revision SET revision = revision + 1, token = gen_random_uuid() RETURNING revision, token
+"""
 OBJECTS = "SELECT kind, name, body, version, changed_at, changed_by FROM objects"
 UPSERT = """
 INSERT INTO objects (kind, name, body, version, changed_at, changed_by)
@@ -71,11 +74,11 @@ DELETE FROM object_log WHERE (revision, kind, name) IN (
 """
 
 
-async def read(connection: asyncpg.Connection, unless: int) -> RecordedObjects | None:
-    """All objects; None when the revision is `unless`."""
+async def read(connection: asyncpg.Connection, unless: str | None) -> RecordedObjects | None:
+    """All objects; None when their token is `unless`."""
     # The revision is read first: a later change is newer than it, and is read again.
-    revision = await connection.fetchval(REVISION)
-    return None if revision == unless else RecordedObjects(revision, await _objects(connection))
+    revision, token = await connection.fetchrow(REVISION)
+    return None if token == unless else RecordedObjects(revision, await _objects(connection), token)
 
 
 def entries(found: Iterable[asyncpg.Record]) -> list[ObjectLogEntry]:
@@ -112,6 +115,9 @@ def _body(text: str | None) -> dict[str, Any] | None:
     return None if text is None else _decode(text)
 
 
+_tokens = itertools.count()
+
+
 class MemoryObjects(Struct, frozen=True):
     """Objects on record with their log, newest first, as one value: a transaction replaces the whole."""
 
@@ -121,7 +127,7 @@ class MemoryObjects(Struct, frozen=True):
     def changed(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> MemoryObjects:
         """These objects after a change."""
         kept = replace(author, who=clean(author.who), why=clean(author.why))
-        after = applied(self.present, changed, kept)
+        after = replace(applied(self.present, changed, kept), token=str(next(_tokens)))
         entries = [
             ObjectLogEntry(
                 revision=after.revision,
@@ -182,22 +188,22 @@ class ObjectRows:
 
     async def lock_objects(self) -> RecordedObjects:
         """The row of their revision is the lock."""
-        revision = await self._connection.fetchval(f"{REVISION} FOR UPDATE")
-        return RecordedObjects(revision, await _objects(self._connection))
+        revision, token = await self._connection.fetchrow(f"{REVISION} FOR UPDATE")
+        return RecordedObjects(revision, await _objects(self._connection), token)
 
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
         """Five statements, whatever their number."""
         kept = [one for one in changed if one.after is not None]
         gone = [one for one in changed if one.after is None]
         run = self._connection.execute
-        revision = int(await self._connection.fetchval(NEXT_REVISION))
+        revision, token = await self._connection.fetchrow(NEXT_REVISION)
         who, why = clean(author.who), clean(author.why)
         await run(UPSERT, *_keys(kept), [_text(one.after) for one in kept], revision, author.at, who)
         await run(DELETE, *_keys(gone))
         before, after = [_text(one.before) for one in changed], [_text(one.after) for one in changed]
         await run(LOG, *_keys(changed), before, after, revision, author.at, who, why, author.forced)
         await run(TRIM, MAX_LOG_ENTRIES)
-        return revision
+        return str(token)
 
     async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
         """By the row of its object."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
 
@@ -28,7 +28,7 @@ from bus.persistence.unit_of_work import (
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
 
 ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
@@ -82,8 +82,8 @@ class OperationUnit(BuildUnit, Protocol):
     async def is_handled(self, handler: str, message_id: str) -> bool:
         """Whether `first_time` has recorded this, in a unit that has committed."""
 
-    async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
-        """The records of these requests ({request_id: instance}), by request_id.
+    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, MoveContext]:
+        """The records that these requests concern.
 
         lock: hold the instances' builds until the end of the unit, which holds the rows that belong to them as well.
         """
@@ -97,8 +97,8 @@ class OperationUnit(BuildUnit, Protocol):
     async def lock_objects(self) -> RecordedObjects:
         """Hold all objects until the end of the unit, and read them."""
 
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
-        """Write objects that were locked, and their log, under the next revision, which it returns. Once a unit."""
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
+        """Write objects that were locked, and their log, under the next revision; returns its token. Once a unit."""
 
     async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
         """Lock a drain and its instances until the end of the unit; returns those under way, and up to a bound of those
@@ -159,8 +159,8 @@ class SchedulerStore(Flushed, Protocol):
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A durable transaction for operations."""
 
-    async def objects(self, unless: int = -1) -> RecordedObjects | None:
-        """All objects of operators; None when the revision is `unless`."""
+    async def objects(self, unless: str | None = None) -> RecordedObjects | None:
+        """All objects of operators; None when their token is `unless`."""
 
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Entries of the log of changes, newest first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 
 import asyncpg
 import structlog
@@ -26,7 +27,7 @@ from scheduler_worker.domain.builds import (
     is_search,
 )
 from scheduler_worker.domain.objects import RecordedObjects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
 from scheduler_worker.store import objects, tables
 from scheduler_worker.store.port import (
     FIRST_UUID,
@@ -225,26 +226,26 @@ class PostgresUnit(objects.ObjectRows):
         """In the table of handled messages."""
         return bool(await self._connection.fetchval(IS_HANDLED, handler, message_id))
 
-    async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
+    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, MoveContext]:
         """By the instances' builds, locked in uuid order before anything else is read."""
-        uuids = sorted({*requests, *requests.values()})
+        uuids = sorted(set(chain(*requests)))
         # A request_id that is the uuid of an instance is found with it.
         builds = await self._connection.fetch(
             f"SELECT {tables.BUILD}, request FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) "
             f"ORDER BY instance_uuid{' FOR UPDATE' if lock else ''}",
             uuids,
         )
-        moves = await self._connection.fetch(MOVES_OF, list(requests))
+        moves = await self._connection.fetch(MOVES_OF, [one for one, _ in requests])
         build_of = {row["instance_uuid"]: row for row in builds}
         move_of = {row["request_id"]: tables.read(row, RecordedMove) for row in moves}
         return {
-            one: MoveContext(
+            (one, uuid): MoveContext(
                 move=move_of.get(one),
                 build=tables.read(build_of[uuid], RecordedBuild) if uuid in build_of else None,
                 build_request=tables.build_request(build_of[uuid]["request"]) if uuid in build_of else None,
                 names_instance=one in build_of,
             )
-            for one, uuid in requests.items()
+            for one, uuid in requests
         }
 
     async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
@@ -292,8 +293,8 @@ class PostgresBuilds(UnitStore):
             yield unit
             unit.rows = await outbox.add(connection, unit.outbox)
 
-    async def objects(self, unless: int = -1) -> RecordedObjects | None:
-        """One row when the revision is `unless`."""
+    async def objects(self, unless: str | None = None) -> RecordedObjects | None:
+        """One row when the token is `unless`."""
         async with self._database.raw() as connection:
             return await objects.read(connection, unless)
 

@@ -59,7 +59,7 @@ def _request_columns() -> list[Column[Any]]:
 
 
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
-# can be run again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
+# can be run again. timeline: JSON lines, which one statement appends to without reading; the oldest go (`APPENDED`).
 # run: names this row to placement; a scheduler claims and releases by it.
 # attempt: that holds the claim, as the cell has announced it last (0: none was claimed).
 # gang: the request that several were made by, gang_min: how many of them start together at least.
@@ -104,12 +104,14 @@ moves = Table(
 )
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the
-# revision that it was last changed in. The one row of objects_revision is the lock of every change.
+# revision that it was last changed in. The one row of objects_revision is the lock of every change. token: made anew
+# with each revision, because a database that was set back gives a number again.
 objects_revision = Table(
     "objects_revision",
     METADATA,
     Column("singleton", Boolean, CheckConstraint("singleton"), primary_key=True, server_default=true()),
     needed("revision", BigInteger),
+    needed("token", UUID, default=text("gen_random_uuid()")),
     info={FIRST_ROW: {"revision": 0}},
 )
 objects = Table(
@@ -185,13 +187,19 @@ _encoder = msgspec.json.Encoder()
 _encode = _encoder.encode
 _timelines = msgspec.json.Decoder(TimelineEntry)
 build_request = msgspec.json.Decoder(BuildRequest).decode
+
+
+def _timeline(text: str) -> tuple[TimelineEntry, ...]:
+    return tuple(_timelines.decode_lines(text))
+
+
 # Columns of JSON. NULL or '': the record has its default.
 _JSON: Mapping[str, Callable[[str], Any]] = {
     "command": msgspec.json.Decoder(CellMove).decode,
     "funnel": msgspec.json.Decoder(tuple[FunnelStep, ...]).decode,
     "history": msgspec.json.Decoder(tuple[AttemptRecord, ...]).decode,
     "instance": msgspec.json.Decoder(SinceBuild).decode,
-    "timeline": lambda text: tuple(_timelines.decode_lines(text)),
+    "timeline": _timeline,
 }
 _READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, DrainMove)
 _JSON_OF = {kind: [name for name in kind.__struct_fields__ if name in _JSON] for kind in _READ}
@@ -235,12 +243,29 @@ def _arrays(columns: Sequence[str], table: Table = build_requests) -> str:
     return _named([f"{{}}::{kind}[]" for kind in kinds])
 
 
+# The timeline of a build with new lines. A client may request as much of its instance as it likes, and every page of
+# builds, which is one message, reads their timelines whole: of one that is longer than so many characters the oldest
+# half goes first.
+MAX_TIMELINE = 32_768
+_NEWER = f"right(build_requests.timeline, {MAX_TIMELINE // 2})"
+APPENDED = f"""CASE WHEN length(build_requests.timeline) <= {MAX_TIMELINE} THEN build_requests.timeline
+    ELSE substr({_NEWER}, strpos({_NEWER}, chr(10)) + 1) END || n.timeline"""
+
+
+def appended(lines: tuple[TimelineEntry, ...], more: tuple[TimelineEntry, ...]) -> tuple[TimelineEntry, ...]:
+    """`APPENDED`, of the lines themselves."""
+    text = timeline_text(lines)
+    if len(text) > MAX_TIMELINE:
+        lines = _timeline(text[-(MAX_TIMELINE // 2) :].partition("\n")[2])
+    return (*lines, *more)
+
+
 def _update(assigned: Sequence[str], *compared: str) -> str:
     """An UPDATE of many builds, which appends to their timelines. compared: columns that stay, and are as given."""
     given = (*assigned, *compared, "timeline")
     return f"""
 UPDATE build_requests
-SET {_assigned(assigned[1:], "n")}, timeline = build_requests.timeline || n.timeline, updated_at = t.now
+SET {_assigned(assigned[1:], "n")}, timeline = {APPENDED}, updated_at = t.now
 FROM unnest({_arrays(given)}) n({_named(given)}), (SELECT {{}}::float8 AS now) t
 WHERE {" AND ".join(f"build_requests.{name} = n.{name}" for name in ("instance_uuid", *compared))} AND {{met}}
 """

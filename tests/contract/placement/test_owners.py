@@ -260,7 +260,7 @@ async def test_the_hosts_of_a_service_are_those_that_it_owns(store: ResourceBook
     await outcomes(store, second(1))
     assert (await has("s1"), await has("s2"), await has("s1", "c2")) == (1, 0, 0)
     assert await store.reads.hosts_of_service(ServiceHostsQuery(service="s1", cell="c1")) == ServiceHostsPage(
-        hosts=(first(1).providers[0].name,)
+        hosts={MINE: first(1).providers[0].name}
     )
     await store.release_roots(FIRST, [MINE], bus="c1")
     assert await has("s1") == 1, "until another one takes it over"

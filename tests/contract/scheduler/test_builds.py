@@ -147,6 +147,18 @@ async def test_a_record_has_its_timeline(store: SchedulerStore) -> None:
     assert (record.created_at, record.updated_at) == (1.0, 3.0)
 
 
+async def test_the_oldest_lines_of_a_timeline_go_when_it_is_long(store: SchedulerStore) -> None:
+    await insert(store, new(A))
+    async with store.unit() as unit:
+        kept = (await unit.lock([A]))[A]
+    for at in range(40):
+        async with store.unit() as unit:
+            line = TimelineEntry(at=float(at), who="w", what=f"line {at}", detail="\u00fc" * 2000)
+            await unit.update([BuildUpdate(build=kept, timeline=(line,))], 3.0)
+    (record,) = await store.builds(BuildQuery(instance_uuid=A))
+    assert [entry.what for entry in record.timeline] == [f"line {at}" for at in range(27, 40)]
+
+
 async def test_builds_are_read_by_name_as_one_by_one(store: SchedulerStore) -> None:
     for at, uuid in enumerate((A, B, C)):
         await insert(store, new(uuid), now=float(at))
@@ -438,7 +450,7 @@ async def test_a_cell_that_an_instance_moves_to_has_it(store: SchedulerStore) ->
         await unit.insert_moves([leaving, moved(FOURTH, C)], 6.0)
     assert [await store.machines(9, cell=cell) for cell in ("c2", "c3")] == [1, 0]
     async with store.operation() as unit:
-        await unit.known({B: A}, lock=True)
+        await unit.known([(B, A)], lock=True)
         await unit.update_moves([replace(leaving, state=MoveState.FAILED, terminal=True)], 7.0)
     assert await store.machines(9, cell="c2") == 0
 
@@ -453,7 +465,7 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
         under_way=B,
     )
     async with store.operation() as unit:
-        build = (await unit.known({B: A}, lock=True))[B].build
+        build = (await unit.known([(B, A)], lock=True))[B, A].build
         assert build is not None and build.instance is None
         assert await unit.insert_moves([moved(command=LEAVING)], 6.0) == {B}
         await unit.update([BuildUpdate(build=replace(build, instance=instance))], 6.0)
@@ -465,11 +477,13 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     await other.open()
     async with other.operation() as unit:
         assert await unit.insert_moves([moved(cell="c9")], 7.0) == set()
-        found = await unit.known({B: A, C: B, A: C})
-    assert found[B].move == moved(command=LEAVING) and found[B].now == instance and not found[B].names_instance
-    assert found[B].build_request == new(A).request and found[B].build is not None and found[B].build.instance_uuid == A
-    assert (found[C].move, found[C].build, found[C].names_instance) == (None, None, True)
-    assert found[A].names_instance and found[A].build is not None and found[A].build.instance_uuid == C
+        found = await unit.known([(B, A), (B, C), (C, B), (A, C)])
+    assert found[B, A].move == moved(command=LEAVING) and found[B, A].now == instance
+    assert not found[B, A].names_instance
+    assert found[B, A].build_request == new(A).request and found[B, A].build == replace(build, instance=instance)
+    assert found[B, C] == replace(found[A, C], move=found[B, A].move, names_instance=False), "one id, two instances"
+    assert (found[C, B].move, found[C, B].build, found[C, B].names_instance) == (None, None, True)
+    assert found[A, C].names_instance and found[A, C].build is not None and found[A, C].build.instance_uuid == C
     (record,) = await other.builds(BuildQuery(instance_uuid=A))
     assert (record.flavor, record.condition, record.under_way) == ("f", "stopped", B)
     history = (AttemptRecord(attempt=2, host="h", outcome="failed"),)
@@ -484,12 +498,12 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
         history=history,
     )
     async with other.operation() as unit:
-        await unit.known({B: A}, lock=True)
+        await unit.known([(B, A)], lock=True)
         await unit.update_moves([ended], 8.0)
         now = replace(instance, flavor="g", under_way=None, condition=Condition.ACTIVE)
         await unit.update([BuildUpdate(build=replace(build, instance=now))], 8.0)
     async with store.operation() as unit:
-        known = (await unit.known({B: A}))[B]
+        known = (await unit.known([(B, A)]))[B, A]
     assert known.move is not None and replace(known.move, host=None) == replace(ended, host=None)
     (record,) = await store.builds(BuildQuery(instance_uuid=A))
     assert (record.flavor, record.condition, record.under_way) == ("g", "active", None)
@@ -501,8 +515,8 @@ async def test_moves_that_ended_are_purged_and_no_others(store: SchedulerStore) 
     assert (await store.purge(6.0, 10)).moves == 0  # it changed last at 6
     assert (await store.purge(10.0, 10)).moves == 1
     async with store.operation() as unit:
-        found = await unit.known(dict.fromkeys((A, B, C), A))
-    assert [one for one in (A, B, C) if found[one].move is not None] == [B, C]
+        found = await unit.known([(one, A) for one in (A, B, C)])
+    assert [one for one in (A, B, C) if found[one, A].move is not None] == [B, C]
 
 
 async def test_open_moves_are_those_without_an_end_that_a_cell_has_page_by_page(store: SchedulerStore) -> None:
@@ -536,7 +550,7 @@ async def test_requests_about_one_instance_wait_for_each_other(make: Make, store
 
     async def begin(keeper: SchedulerStore, request_id: str) -> bool:
         async with keeper.operation() as unit:
-            known = (await unit.known({request_id: A}, lock=True))[request_id]
+            known = (await unit.known([(request_id, A)], lock=True))[request_id, A]
             if known.now.under_way is not None:
                 return False
             await asyncio.sleep(0)

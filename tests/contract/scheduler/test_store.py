@@ -60,15 +60,18 @@ async def built(store: SchedulerStore) -> SchedulerStore:
 
 async def write(store: SchedulerStore, *changed: ChangedObject, who: str = "me", at: float = 1.0) -> int:
     async with store.operation() as unit:
-        await unit.lock_objects()
-        return await unit.write_objects(changed, ChangeAuthor(who, "because", at))
+        before = await unit.lock_objects()
+        token = await unit.write_objects(changed, ChangeAuthor(who, "because", at))
+    found = await store.objects(unless=before.token)
+    assert found is not None and found.token == token and await store.objects(unless=token) is None
+    return found.revision
 
 
 async def test_an_empty_system_has_revision_0_and_nothing(store: SchedulerStore) -> None:
     found = await store.objects()
     assert found is not None
     assert (found.revision, found.objects) == (0, {})
-    assert await store.objects(unless=0) is None
+    assert await store.objects(unless=found.token) is None
 
 
 async def test_what_is_written_is_there_with_its_version(store: SchedulerStore) -> None:
@@ -77,7 +80,7 @@ async def test_what_is_written_is_there_with_its_version(store: SchedulerStore) 
     assert await write(store, bigger, who="you", at=2.0) == 2
     gone = ChangedObject(kind=F, name="large", before={}, after=None)
     assert await write(store, gone, at=3.0) == 3
-    found = await store.objects(unless=2)
+    found = await store.objects()
     assert found is not None
     assert found.revision == 3
     kept = StoredObject(kind=F, name="small", body={"vcpus": 2}, version=2, changed_at=2.0, changed_by="you")
@@ -120,9 +123,10 @@ async def test_changes_wait_for_each_other(store: SchedulerStore) -> None:
             assert len(present.objects) == present.revision
             await asyncio.sleep(0)
             changed = ChangedObject(kind=Q, name=f"p{number}", after={})
-            return await unit.write_objects([changed], ChangeAuthor("me", "", 1.0))
+            await unit.write_objects([changed], ChangeAuthor("me", "", 1.0))
+            return present.revision
 
-    assert sorted(await asyncio.gather(*map(add, range(8)))) == list(range(1, 9))
+    assert sorted(await asyncio.gather(*map(add, range(8)))) == list(range(8))
     found = await store.objects()
     assert found is not None and len(found.objects) == 8
 
@@ -219,7 +223,7 @@ async def test_builds_of_a_flavor_are_counted_up_to_a_limit(built: SchedulerStor
 async def test_builds_in_a_cell_are_counted_up_to_a_limit(built: SchedulerStore) -> None:
     async def move_to(state: BuildState) -> None:
         async with built.operation() as unit:
-            build = (await unit.known({BUILD: BUILD}, lock=True))[BUILD].build
+            build = (await unit.known([(BUILD, BUILD)], lock=True))[BUILD, BUILD].build
             assert build is not None
             await unit.update([BuildUpdate(build=replace(build, state=state, cell="c1"))], 1.0)
 

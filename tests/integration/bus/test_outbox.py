@@ -443,9 +443,10 @@ async def test_a_bus_that_is_removed_leaves_its_messages_in_the_table_and_gets_t
         await until_equal(lambda: held(relay), 0)
         outgoing = [OutboxMessage("c3", event("c"))]
         relay.send(await commit(database, outgoing), outgoing)
-        assert (await held(relay), await rows(database)) == (0, 3)
+        assert (await held(relay), await rows(database), list(relay.missing)) == (0, 3, ["c3"])
         again = PostedBus("c3")
         relay.add_bus(again)  # type: ignore[arg-type]
+        assert not relay.missing
         await again.until(3)
         await until_equal(lambda: rows(database), 0)
     assert {cast("BuildEvent", message).project_id for message, _ in again.confirmed} == {"a", "b", "c"}

@@ -39,7 +39,7 @@ from scheduler_worker.domain.drains import DrainStep, step
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresUnit
 from tests.integration.scheduler.steps import becomes as fence_becomes
-from tests.integration.scheduler.steps import code_of, decide
+from tests.integration.scheduler.steps import code_of, decide, digests
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
 
@@ -216,6 +216,7 @@ async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drai
     assert {*order[:2]} == {one.instance_uuid for one in apart} and order[2] == large[0].instance_uuid
     assert {*order[3:]} == {one.instance_uuid for one in small}
     assert not list(world.replicas["s1"].assumptions.keys())
+    await digests(world)
     cell = await plan_of(world, "c1", target=DrainTarget.CELL)
     assert (cell.hosts, {one.code for one in cell.moves}) == (4, {"no_valid_host"})
     assert (await plan_of(world, "compute-c1")).target is DrainTarget.SERVICE
@@ -307,6 +308,7 @@ async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_u
     await world.scheduler_and_hosts(2, WARM)
     await active(world, 1, "c1-0")
     first = await begin(world, "c1-0")
+    await digests(world)
     assert await start_code(world, "c1", target=DrainTarget.CELL, force=True) == "drain.overlap"
     assert (await carried_out(world, first, at_once=4, count=1)).code == "drain.done"
     second = await begin(world, "c1", target=DrainTarget.CELL, force=True)

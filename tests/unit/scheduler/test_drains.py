@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.book import TreeHolder
+from bus.contracts.base import MAX_REASON, Message, Refusal
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery, TreeHolder
 from bus.contracts.build import BuildState
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from bus.contracts.drains import (
     DrainAction,
     DrainCommand,
@@ -44,13 +45,19 @@ from scheduler_worker.domain.drains import (
     retried,
     step,
 )
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
-from tests.unit.scheduler.hosts import Hosts
+from tests.unit.scheduler.hosts import PLENTY, Hosts
+from tests.unit.scheduler.test_placing import cluster
+from tests.unit.scheduler.test_without_an_answer import Site, site
+
+__all__ = ["cluster", "site"]  # fixtures
 
 A, DRAIN, HOST, H2, H9 = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad129")
 S = DrainMoveState
@@ -307,7 +314,8 @@ async def planned(fault: Fault) -> MadePlan | Refusal:
     hosts.book.assume("held", {uuid: {"VCPU": 1}})
     placement, clock = cast("Any", Refusing(fault)), SystemClock()
     store = MemoryBuilds(MemoryBuildTable(clock).session())
-    holders = DrainHolders(store, selector, placement, placement, warmup=Warmup(selector, clock=clock))
+    warmup = Warmup(selector, clock=clock)
+    holders = DrainHolders(store, selector, placement, placement, warmup=warmup, clock=clock)
     planner = DrainPlanner(store, selector, cast("Any", None), holders, clock=clock)
     return await planner.plan(DrainQuery(host=uuid, target=DrainTarget.HOST))
 
@@ -551,3 +559,42 @@ def test_new_rows_follow_those_that_the_drain_has() -> None:
     assert found[1] == replace(
         ROW, instance_uuid=B, position=1, code="instance.building", reason="its build", due_at=NOW + LOOK_S
     )
+
+
+# --- Which hosts a cell, or a service, has: what is announced here is not all of them.
+
+
+class BookOf:
+    """A bus to placement, whose book has these hosts of service s2."""
+
+    def __init__(self, hosts: dict[str, str]) -> None:
+        self._hosts = hosts
+
+    async def request_all(self, queries: Sequence[ServiceHostsQuery], *_: object, **__: object) -> list[Message]:
+        return [ServiceHostsPage(hosts=self._hosts if one.service == "s2" else {}) for one in queries]
+
+
+@pytest.mark.parametrize("second", ["is up and not announced here yet", "died before this scheduler started"])
+async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_announced_here(site: Site, second: str) -> None:
+    """The drain of the cell began with one of its two hosts, and ended as `drain.done` while the other one was full: an
+    operator switches it off. To forget a service, or a host, the book and the cell's digest are asked.
+    """
+    hosts, clock = Hosts([PLENTY] * 2), site.cluster.clock
+    table, now_s = HostTable(), clock.monotonic()
+    selector = Selector(
+        hosts.book, table, hosts.config, flavors=hosts.selector.flavors, filters=hosts.selector.filters, weighings=[]
+    )
+    there = (HostReport(uuid=hosts.uuids[0], name="h0"),)
+    table.apply(ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True), now_s)
+    is_up = second.startswith("is up")
+    down = () if is_up else (ServiceDown(service="s2", epoch=1, code="service.dead", reason="no heartbeat"),)
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, up=1 + is_up, down=down), now_s)
+    warmup, book = Warmup(selector, clock=clock), cast("Any", BookOf({hosts.uuids[1]: "h1"}))
+    holders = DrainHolders(site.store, selector, cast("Any", site.cluster), book, warmup=warmup, clock=clock)
+    found = await holders.hosts_of("c1", DrainTarget.CELL, None)
+    if is_up:
+        assert isinstance(found, Refusal) and found.code == "host.cell_silent"
+        return
+    assert not isinstance(found, Refusal) and {one.uuid for one in found[1]} == set(hosts.uuids)
+    of_service = await holders.hosts_of("s2", DrainTarget.SERVICE, "c1")
+    assert not isinstance(of_service, Refusal) and [one.uuid for one in of_service[1]] == hosts.uuids[1:]

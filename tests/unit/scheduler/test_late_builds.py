@@ -240,7 +240,7 @@ async def test_what_is_open_no_more_is_watched_no_more(cluster: Cluster, monkeyp
         await unit.update_moves([replace(one, terminal=True) for one in moves[1:]], 1.0)
     for _ in range(3):
         found = await looks.look()
-    assert set(found.watched) == {(True, uuid_of(1))}
+    assert set(found.watched) == {(moves[0].request_id, moves[0].instance_uuid)} and looks.cells == {"c1"}
 
 
 async def test_a_page_of_moves_is_read_again_where_that_of_the_builds_failed(

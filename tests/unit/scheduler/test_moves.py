@@ -44,6 +44,7 @@ from scheduler_worker.domain.requests import OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
+from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.contract.rig import REQUESTS
@@ -482,7 +483,9 @@ async def store() -> Contended:
 
 async def outcome_of(store: Contended, delivery: int) -> Outcome:
     hosts, clock = Hosts([PLENTY] * 2), SystemClock()
-    engine = MoveEngine(store, BookClaims(), hosts.selector, Follower(), clock=clock, rng=random.Random(5))
+    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
+    rng = random.Random(5)
+    engine = MoveEngine(store, BookClaims(), hosts.selector, Follower(), clock=clock, rng=rng, reload=registry.reload)
     move = MoveRequest(request_id=OVERTAKEN, instance_uuid=INSTANCE, project_id="p", kind=MoveKind.STOP)
     pending = PendingMove(
         position=0,
@@ -513,6 +516,6 @@ async def test_the_last_delivery_of_a_request_whose_instance_changed_is_refused_
     assert isinstance(row.message, MoveEvent)
     assert (row.message.state, row.message.terminal, row.message.code) == (MoveState.REFUSED, True, CHANGED.code)
     async with MemoryBuilds.operation(store) as unit:
-        known = (await unit.known({OVERTAKEN: INSTANCE}))[OVERTAKEN]
+        ((_, known),) = (await unit.known([(OVERTAKEN, INSTANCE)])).items()
     assert known.move is not None and known.move.state is MoveState.REFUSED and known.now.under_way is None
     assert await outcome_of(store, 0) == Done(reply=refusal), "a repeat is answered from the record"

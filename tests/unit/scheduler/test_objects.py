@@ -23,8 +23,10 @@ from bus.contracts.objects import (
     ObjectChange,
     ObjectKind,
     ObjectsChange,
+    ObjectsChanged,
     StoredObject,
 )
+from bus.contracts.operations import AdminState
 from bus.contracts.placement import GroupPolicy
 from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
@@ -50,6 +52,10 @@ from scheduler_worker.objects import ObjectRegistry, check_objects
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+from tests.unit.scheduler.test_placing import cluster
+from tests.unit.scheduler.test_without_an_answer import Site, site
+
+__all__ = ["cluster", "site"]  # fixtures
 
 RACK = "10000000-0000-4000-8000-000000000000"
 
@@ -377,3 +383,32 @@ def test_services_that_a_bus_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert table.line_of(WAITING_BUILD, 10.0) is None
     table.apply(MESSAGE, 13.0)  # what was made up is over
     assert table.line_of(WAITING_BUILD, 13.0) is not None
+
+
+# --- Which objects are newer: a database that was set back gives the number of a revision again.
+
+
+async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: Site) -> None:
+    """A standby was promoted without the last change, and the first change after that got its number. A scheduler that
+    had loaded the lost one kept it: a host that is fenced on no record, or one that is fenced and takes builds.
+    """
+    clock, hosts, store = site.cluster.clock, site.cluster.hosts, site.store
+    here, there = (
+        ObjectRegistry(store, one.selector, hosts.config, clock=clock, cells=("c1", "c2"))
+        for one in (hosts, Hosts([PLENTY] * 6, cells=["c1"] * 3 + ["c2"] * 3, config=hosts.config))
+    )
+    await here.open()
+    await there.open()
+    before = store._table.objects
+
+    def decided(host: int) -> ObjectsChange:
+        body = {"host": f"h{host}", "state": AdminState.DISABLED.value}
+        return ObjectsChange(
+            changes=(ObjectChange(kind=ObjectKind.HOST, name=hosts.uuids[host], body=body),), who="ann"
+        )
+
+    assert isinstance(await here.change(decided(0), "m1"), ObjectsChanged)
+    store._table.objects = before
+    assert isinstance(await there.change(decided(1), "m2"), ObjectsChanged)
+    await here.reload()
+    assert [hosts.table.decision_of(uuid) is not None for uuid in hosts.uuids[:2]] == [False, True]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -11,30 +11,50 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.consuming.outcome import Received, Refuse
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
-from bus.contracts.cell import ForgetServiceInCell, ServiceDown, ServiceForgottenInCell, ServicesDigest
+from bus.contracts.build import BuildState
+from bus.contracts.cell import (
+    ComputeHosts,
+    ForgetServiceInCell,
+    HostReport,
+    ServiceDown,
+    ServiceForgottenInCell,
+    ServicesDigest,
+)
 from bus.contracts.objects import (
+    CellState,
     FenceRecord,
+    ObjectChange,
+    ObjectKind,
     ObjectsChange,
+    ObjectsChanged,
 )
 from bus.contracts.operations import AdminState, CellFence, ForgetService, ServiceForgotten, SetAdminState
 from bus.faults import DatabaseUnavailable
 from bus.port import BusUnavailable
 from lab.simulation.loop import SimClock
 from scheduler_worker import keepers
-from scheduler_worker.changes import ChangeHandler
+from scheduler_worker.changes import ChangeHandler, RefusedCommands
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import hosts
-from scheduler_worker.fleet import Warmup
+from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.fleet import MAX_SERVICE_HOSTS, Warmup
 from scheduler_worker.forgetting import Forgetter
-from scheduler_worker.keepers import FencePublisher
+from scheduler_worker.keepers import CHECK_S, CellKeeper, FencePublisher
 from scheduler_worker.objects import MakeChange, ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.kit.sent import Sent
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.scheduler.hosts import PLENTY, Hosts
+from tests.unit.scheduler.test_placing import cluster
+from tests.unit.scheduler.test_without_an_answer import Site, site
+
+__all__ = ["cluster", "site"]  # fixtures
 
 # --- Publishing one fence takes time, and cells lift others meanwhile.
 
@@ -124,11 +144,13 @@ class Answering:
         self.removed = True
         self.ordered: list[Message] = []
 
+    async def request_all(self, queries: Sequence[Message], *_: object, **__: object) -> list[Message]:
+        """Answer as placement does."""
+        assert queries == [ServiceHostsQuery(service=NAME, cell="c1", limit=MAX_SERVICE_HOSTS)]
+        return [ServiceHostsPage(hosts={name: name for name in self.hosts})]
+
     async def request(self, message: Message, *_: object, **__: object) -> Message:
-        """Answer as placement and as the cell's conductor do."""
-        if isinstance(message, ServiceHostsQuery):
-            assert (message.service, message.cell) == (NAME, "c1")
-            return ServiceHostsPage(hosts=self.hosts)
+        """Answer as the cell's conductor does."""
         assert isinstance(message, ForgetServiceInCell)
         self.ordered.append(message)
         return ServiceForgottenInCell(removed=self.removed, at=1.0)
@@ -241,3 +263,115 @@ async def test_a_change_of_objects_is_refused_at_once() -> None:
 async def test_a_decision_about_a_host_waits() -> None:
     with pytest.raises(DatabaseUnavailable):
         await handler()([received(SetAdminState(host="h1", state=AdminState.FENCED, by="ann"))])
+
+
+# --- Cells that are removed, and fences of hosts that may run.
+
+
+class Wanted:
+    """Stands for the links to the cells."""
+
+    def __init__(self) -> None:
+        self.cells: set[str] = set()
+
+    def want(self, cells: Mapping[str, object]) -> None:
+        self.cells = set(cells)
+
+
+@on_virtual_time
+async def test_a_removed_cell_is_linked_again_whenever_a_build_is_given_to_it() -> None:
+    """Placement was away for longer than two minutes. When it was back, the claim of a build that had waited was found
+    in the cell, which was empty when it was removed: its command stayed in the outbox until a scheduler started again.
+    """
+    clock, links = SimClock(), Wanted()
+    hosts = Hosts([PLENTY] * 2, cells=["c1", "c2"])
+    store = MemoryBuilds(MemoryBuildTable(clock).session())
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock, cells=("c1", "c2"))
+    await registry.open()
+    body = {"state": CellState.REMOVED.value, "reason": "it left"}
+    change = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.CELL, name="c2", body=body),), who="ann")
+    changed = await registry.change(change, "m1")
+    assert isinstance(changed, ObjectsChanged)
+    awaited: set[str] = set()
+    keeper = CellKeeper(registry, store, cast("Any", links), ("c1", "c2"), awaited=lambda: awaited)
+    task = asyncio.create_task(keeper.run())
+    await clock.sleep(1000.0)
+    assert links.cells == {"c1"}
+    request = hosts.request()
+    build = RecordedBuild(
+        instance_uuid=request.instance_uuid, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c2"
+    )
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=request, build=build)], clock.time())
+    awaited.add("c2")  # its command is in the outbox
+    await clock.sleep(2 * CHECK_S)
+    assert links.cells == {"c1", "c2"}
+    awaited.clear()
+    await clock.sleep(2 * CHECK_S)
+    assert links.cells == {"c1", "c2"}, "the build is on record there"
+    async with store.unit() as unit:
+        await unit.lock([request.instance_uuid])
+        await unit.update([BuildUpdate(build=replace(build, state=BuildState.FAILED, terminal=True))], clock.time())
+    await clock.sleep(2 * CHECK_S)
+    task.cancel()
+    await asyncio.wait([task])
+    assert links.cells == {"c1"}
+
+
+async def no_cells(_: Collection[str]) -> None:
+    """Placement has no dead service of these hosts."""
+
+
+async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_announced_it_yet(site: Site) -> None:
+    """The scheduler that had just started had not heard that the host's service is up, and took the fence, which any
+    other one refuses (`host.service_up`): an instance that is evacuated from a running host runs twice. A command to
+    forget the host asks whether every service is known here.
+    """
+    hosts, store = site.cluster.hosts, site.store
+    table = HostTable()
+    selector = Selector(
+        hosts.book,
+        table,
+        hosts.config,
+        flavors=hosts.selector.flavors,
+        filters=hosts.selector.filters,
+        weighings=[],
+    )
+    registry = ObjectRegistry(store, selector, hosts.config, clock=site.cluster.clock, cells=("c1", "c2"))
+    await registry.open()
+    warmup = Warmup(selector, clock=site.cluster.clock)
+    handler = ChangeHandler(
+        registry,
+        selector,
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        refused=RefusedCommands(store),
+        find_cells=no_cells,
+        warmup=warmup,
+    )
+    fence = SetAdminState(host=hosts.uuids[0], state=AdminState.FENCED, reason="mistyped", by="ann")
+
+    async def outcome_of(command: SetAdminState, message_id: str) -> Outcome:
+        meta = Meta(id=message_id, reply_to="client.reply.x")
+        return (await handler([Received(command, meta, "api", "scheduler.changes")]))[0]
+
+    waiting = await outcome_of(fence, "m1")
+    assert isinstance(waiting, Retry) and waiting.code == "host.cell_silent"
+    warmup._since_s = -1000.0
+    refused = await outcome_of(fence, "m2")
+    assert isinstance(refused, Refuse) and refused.code == "host.cell_silent"
+    there = (HostReport(uuid=hosts.uuids[0], name="h0"),)
+    report = ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True)
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, up=1), site.cluster.clock.monotonic())
+    assert isinstance(await outcome_of(fence, "m3"), Refuse)
+    table.apply(report, site.cluster.clock.monotonic())
+    refused = await outcome_of(fence, "m4")
+    assert isinstance(refused, Refuse) and refused.code == "host.service_up"
+    dead = ServiceDown(service="s1", epoch=1, code="service.silent")
+    table.apply(ServicesDigest(cell="c1", term=1, number=2, down=(dead,)), site.cluster.clock.monotonic())
+    assert isinstance(await outcome_of(fence, "m5"), Done), "though nothing is known of another cell"
+    unknown = replace(fence, host=hosts.uuids[1])
+    refused = await outcome_of(unknown, "m6")
+    assert isinstance(refused, Refuse) and refused.code == "host.cell_silent" and "c2" in refused.reason
+    assert isinstance(await outcome_of(replace(unknown, cell="c1", force=True), "m7"), Done)

@@ -252,7 +252,7 @@ async def test_two_questions_about_one_instance_in_a_batch_are_both_answered_and
     sent_back = [one.message for _, rows in relay.rows for one in rows]
     assert sent_back == [replace(book, answer=ReleaseResult(outcome="released")) for book in books]
     async with store.operation() as operation:
-        assert (await operation.known({REQUEST: UUID}))[REQUEST].now.stay == 4
+        assert (await operation.known([(REQUEST, UUID)]))[REQUEST, UUID].now.stay == 4
 
 
 # --- an instance that leaves its cell, a row for each condition: records, commands, and what placement is asked
@@ -381,14 +381,14 @@ def test_what_gives_the_other_cells_hosts_back(question: Claim | Revert | Releas
     book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question, stay=2)
     assert stay_after(book) == 2 + gives
     # It may be asked about again; by then a departure of the stay before does not count.
-    (rest,) = rests([book, replace(book, question=CLAIM)], {REQUEST: KNOWN})
+    (rest,) = rests([book, replace(book, question=CLAIM)], {(REQUEST, UUID): KNOWN})
     after = replace(KNOWN, build=rest.build)
     assert may_ask(book, after, "c1") is may_ask(book, KNOWN, "c1")
     assert bool(begun(after).apply(LEFT, "c1").departed) is not gives
     # Its migration is released after that, and the stay that began by it goes on.
     released = replace(book, question=OF_MIGRATION)
     assert may_ask(released, after, "c1")
-    assert rests([released], {REQUEST: after}) == [rest]
+    assert rests([released], {(REQUEST, UUID): after}) == [rest]
 
 
 def test_a_question_that_is_refused_has_an_answer_of_its_kind() -> None:

@@ -63,13 +63,13 @@ def test_a_build_is_awaited_by_its_state(state: BuildState, kind: str | None) ->
     awaited = open_build(replace(RECORD, state=state))
     assert awaited == (None if kind is None else AwaitedRequest(UUID, UUID, kind, "c1", 10, "x"))
     if awaited is not None:
-        assert awaited.key == (False, UUID)
+        assert awaited.key == (UUID, UUID)
         assert open_build(replace(RECORD, state=state, cell=None)) == replace(awaited, cell="")
 
 
 @pytest.mark.parametrize(("more", "awaited"), [({}, AWAITED), ({"terminal": True}, None), ({"cell": None}, None)])
 def test_a_move_is_awaited_of_its_cell(more: dict[str, Any], awaited: AwaitedRequest | None) -> None:
-    assert open_move(replace(RECORDED, **more)) == awaited and AWAITED.key == (True, MOVE)
+    assert open_move(replace(RECORDED, **more)) == awaited and AWAITED.key == (MOVE, UUID)
 
 
 UNDER_WAY, IDLE = SinceBuild(under_way=MOVE), SinceBuild()

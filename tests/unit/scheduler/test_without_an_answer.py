@@ -22,11 +22,16 @@ from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuild, CellBuildQuery
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.objects import FenceRecord, HostDecision, ObjectKind
+from bus.contracts.operations import AdminState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest, ReleaseRun
 from bus.faults import Fault, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.flavors import parse
+from scheduler_worker.domain.object_rules import changed_object
+from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, PlacementResult
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.domain.requests import LAST, LETTERS, RETRIES, RequestDelivery
@@ -35,6 +40,7 @@ from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
+from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.placing import NEWEST_WAIT_S
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -73,6 +79,9 @@ class Site:
             config=cluster.hosts.config,
             **more,  # type: ignore[arg-type]
         )
+        config = cluster.hosts.config
+        self.registry = ObjectRegistry(self.store, selector, config, clock=cluster.clock, cells=("c1", "c2"))
+        more["reload"] = self.registry.reload
         self.moves = MoveEngine(self.store, cluster.port, selector, cluster, **more)  # type: ignore[arg-type]
         self.handler = RequestHandler(
             self.engine,
@@ -477,3 +486,136 @@ async def test_a_move_walks_as_it_is_drawn(fresh: Site) -> None:
     move = MoveRequest(request_id=new_uuid(hosts.rng), instance_uuid=uuid, project_id="p", kind=MoveKind.MIGRATE)
     assert await walked(fresh, move) == drawn("move")
     assert len(fresh.emitted(CellMove)) == 1
+
+
+# --- Two requests of one id; what is decided on an older state, and what a client requests in vain.
+
+
+async def test_two_moves_of_one_id_in_a_batch_are_each_judged_by_their_own_instance(site: Site) -> None:
+    """The first was written with the records of the second's instance: its cell, its spec, its state. The second's
+    instance stays busy with a request about another one, which never ends for it.
+    """
+    first, second = await site.runs("c1"), await site.runs("c2")
+    request_id = new_uuid(site.cluster.hosts.rng)
+    moves = [
+        PendingMove(
+            position=at,
+            request=MoveRequest(request_id=request_id, instance_uuid=uuid, project_id="p", kind=MoveKind.STOP),
+            taken_at=0.0,
+            delivery=RequestDelivery(),
+        )
+        for at, uuid in enumerate((first, second))
+    ]
+    outcomes = await site.moves.process(moves)
+    assert all(isinstance(one, Done) for one in outcomes.values())
+    (command,) = [one for one in site.emitted(CellMove) if isinstance(one, CellMove)]
+    async with site.store.operation() as unit:
+        known = (await unit.known([(request_id, first)]))[request_id, first]
+    assert known.move is not None
+    assert (command.instance_uuid, known.move.instance_uuid, known.move.cell) == (first, first, "c1")
+    assert (await site.build_of(first)).now.under_way == request_id
+    assert (await site.build_of(second)).now.under_way is None, "and nothing would ever end it there"
+
+
+async def test_a_build_that_waited_is_given_to_the_removed_cell_of_its_claim(site: Site) -> None:
+    """The other half of the one before: it holds on the present code."""
+    request = await accepted(site)
+    site.cluster.hosts.table.disabled_cells = frozenset({"c2"})
+    hold(site.cluster, request, on=4, run="r")
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    await site.handler.resume({request.instance_uuid: 0})
+    assert (await site.build_of(request.instance_uuid)).cell == "c2"
+
+
+async def test_an_evacuation_is_not_refused_by_a_scheduler_that_has_not_loaded_the_fence(site: Site) -> None:
+    """The fence is on record, and acknowledged by its cell: another scheduler has answered the operator. "No host" is
+    decided on the newest state; "not fenced" was decided on an older one, for good.
+    """
+    await site.registry.open()
+    uuid = await site.runs("c1")
+    host = site.cluster.hosts.uuids[0]
+    fence = FenceRecord(host="h0", cell="c1", version=1, acknowledged=1)
+    decision = HostDecision(host="h0", state=AdminState.FENCED, reason="off")
+
+    async def locate(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        return [LocatePage(members={}, hosts={uuid: (host,)}) for _ in requests]
+
+    site.cluster.port.locate = locate  # type: ignore[method-assign]
+    evacuate = move_of(uuid, MoveKind.EVACUATE, 0, site.cluster.hosts.rng)
+    (outcome,) = (await site.moves.process([evacuate])).values()
+    assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == "host.not_fenced"
+    async with site.store.operation() as unit:
+        await unit.lock_objects()
+        await unit.write_objects(
+            [
+                changed_object(ObjectKind.HOST, host, None, decision),
+                changed_object(ObjectKind.FENCE, host, None, fence),
+            ],
+            ChangeAuthor("ann", "off", 1.0),
+        )
+    evacuate = move_of(uuid, MoveKind.EVACUATE, 0, site.cluster.hosts.rng)
+    (outcome,) = (await site.moves.process([evacuate])).values()
+    (command,) = site.emitted(CellMove)
+    assert isinstance(command, CellMove) and command.kind is MoveKind.EVACUATE and command.selections
+
+
+async def test_the_timeline_of_an_instance_is_bounded_whatever_its_client_requests(site: Site) -> None:
+    """Each refused request is a line of up to a reason's length, in the row that every announcement rewrites and every
+    page of builds reads whole: some ten thousand of them are more than a message may have, and no page with it is read.
+    """
+    uuid, rng, times = await site.runs("c1"), site.cluster.hosts.rng, 2000
+    for _ in range(0, times, 200):
+        moves = [
+            PendingMove(
+                position=at,
+                request=MoveRequest(
+                    request_id=new_uuid(rng),
+                    instance_uuid=uuid,
+                    project_id="p",
+                    kind=MoveKind.RESIZE,
+                    flavor="no.such",
+                ),
+                taken_at=0.0,
+                delivery=RequestDelivery(),
+            )
+            for at in range(200)
+        ]
+        outcomes = await site.moves.process(moves)
+        assert {one.reply.code for one in outcomes.values() if isinstance(one, Done)} == {"flavor.unknown"}  # type: ignore[union-attr]
+    found = await site.store.builds_named([uuid])
+    assert len(found[uuid].timeline) < times
+
+
+async def test_a_resize_whose_flavor_is_made_while_its_records_are_locked_is_not_dispatched_without_hosts(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the lock it was refused, so no hosts were chosen; under the lock it may be carried out, and its instance
+    has not changed: its cell was commanded to resize it on none.
+    """
+    uuid, selector = await site.runs("c1"), site.cluster.hosts.selector
+    operation, began = site.store.operation, 0
+
+    def with_new_flavor() -> object:
+        nonlocal began
+        began += 1
+        if began == 2:
+            flavors = {**selector.config.flavors, "new": selector.config.flavors["m1.large"]}
+            selector.configure(
+                replace(selector.config, flavors=flavors),
+                flavors={name: parse(name, one) for name, one in flavors.items()},
+                filters=selector.filters,
+                weighings=[],
+                revision=2,
+            )
+        return operation()
+
+    monkeypatch.setattr(site.store, "operation", with_new_flavor)
+    resize = MoveRequest(
+        request_id=new_uuid(site.cluster.hosts.rng),
+        instance_uuid=uuid,
+        project_id="p",
+        kind=MoveKind.RESIZE,
+        flavor="new",
+    )
+    await site.moves.process([PendingMove(position=0, request=resize, taken_at=0.0, delivery=RequestDelivery())])
+    assert [one for one in site.emitted(CellMove) if isinstance(one, CellMove) and not one.selections] == []
