@@ -1,0 +1,395 @@
+"""What a reader has found: a decision of which the second place knows less, and the second case."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.consuming.outcome import Received, Retry
+from bus.contracts.base import Message, Meta
+from bus.contracts.build import AttemptRecord
+from bus.contracts.cell import (
+    ComputeHosts,
+    Destroy,
+    FoundMachine,
+    HostReport,
+    InstanceSpec,
+    MachinesFound,
+    Running,
+    ServiceGone,
+    ServicesDigest,
+)
+from bus.contracts.moves import MoveEvent, MoveKind
+from bus.contracts.operations import EvacuationPolicy
+from bus.port import BusUnavailable
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain import events as e
+from cell_conductor.domain.breaker import Listings
+from cell_conductor.domain.events import MachineQuery
+from cell_conductor.domain.fences import Fence
+from cell_conductor.domain.instance import FENCED, Instance, State
+from cell_conductor.domain.leases import FARTHEST_EPOCH, Lease, LeaseState, LeaseTable
+from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_id
+from cell_conductor.domain.set_back import SetBack
+from cell_conductor.domain.table import FenceSteps, question_of, step
+from cell_conductor.domain.way_back import SourceQuery, answer_about
+from cell_conductor.fences import FenceKeeper
+from cell_conductor.lease_keeper import LeaseKeeper, pages_of
+from cell_conductor.store.safety import DESTROY, DecidedMachine
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, claimed, request, to_resized
+from tests.unit.conductor.records import BY_REVERT, ON_1, ON_2, ON_3, fenced, in_place, moving, record
+from tests.unit.conductor.scenario import (
+    DEPLOYMENT,
+    PATIENCE,
+    RELEASED,
+    SPEC,
+    UUID,
+    answering,
+    host,
+    missed,
+    selection,
+    spawned,
+)
+from tests.unit.conductor.world import (
+    Conductor,
+    Queried,
+    Quiet,
+    Relay,
+    Services,
+    beat,
+    down,
+    engine_of,
+    hosts_of,
+    insert,
+    listing,
+    opened_store,
+    put,
+    search_of,
+)
+
+THIRD = "d0000000-0000-4000-8000-000000000003"
+
+
+# --- 1. Is this the answer to what is asked now? Placement's and all services' are compared with the question; that
+# about a move's source is compared with the request alone, and after a fence there is none.
+
+
+def _fence(made: Scenario, n: int) -> SourceQuery:
+    made.context = fenced(n)
+    made.apply(e.HostFenced(at=220.0, host_uuid=host(n)))
+    query = question_of(made.instance)
+    assert isinstance(query, SourceQuery)
+    return query
+
+
+def _seen(query: SourceQuery) -> e.SourceAnswered:
+    machine = FoundMachine(
+        instance_uuid=UUID, host_uuid=query.host_uuid, host="h", service=query.service, attempt=query.attempt
+    )
+    answer = MachinesFound(machines=(machine,), hosts=(query.host_uuid,))
+    return answer_about(UUID, query, [(query.service, answer)], 230.0)
+
+
+def test_the_answer_about_an_earlier_moves_source_undoes_no_later_move() -> None:
+    """A conductor is paused with the answer; meanwhile the move is confirmed, and the next one's destination fenced."""
+    made = to_resized()
+    late = _seen(asked := _fence(made, 2))
+    made.context = PATIENCE
+    made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
+    made.apply(e.Destroyed(at=240.0, attempt=1, host_uuid=host(1), service="s1"))
+    made.apply(e.Released(at=241.0, consumer=MOVE))
+    assert made.instance.state is State.ACTIVE and made.instance.move is None
+    made.apply(request(MoveKind.MIGRATE, 3, request_id=THIRD))
+    made.apply(claimed(attempt=(number := made.instance.next_attempt)))
+    made.end(3, number)
+    made.end(2, 2)
+    made.apply(replace(spawned(attempt=number, n=3), at=250.0))
+    assert made.instance.state is State.RESIZED
+    assert _fence(made, 3) != asked
+    made.apply(late)
+    assert made.instance.state is State.RESIZED, "nobody has seen the source of this move"
+
+
+def test_an_answer_from_before_the_destination_was_used_again_undoes_nothing() -> None:
+    """The same move: fenced, the answer is held back, the fence lifted, the source's host reinstalled, fenced again."""
+    made = to_resized(auto_confirm_s=1000.0)
+    late = _seen(_fence(made, 2))
+    made.context = PATIENCE
+    made.apply(e.TimedOut(at=260.0))  # it is used again, and waits for nothing
+    assert made.instance.move is not None and not made.instance.move.lost_code
+    _fence(made, 2)
+    made.apply(late)
+    assert made.instance.state is State.RESIZED, "that its source is there was answered to another question"
+
+
+# --- 2. A restart: what is not known yet counts as "up", and as "not fenced".
+
+
+class _Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = SystemClock().time()
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def _resized() -> Instance:
+    """An automatic confirm is due; the destination is s2's."""
+    there = replace(ON_2, service="s2")
+    move = {"auto_confirm_s": 5.0, "answered": True}
+    return moving(State.RESIZED, move=move, selections=(ON_1, there, ON_3), queried=False)
+
+
+async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_service_that_is_silent() -> None:
+    """Its sweep begins before it has a digest, or has read the leases."""
+    store = await opened_store()
+    await put(store, down("s2"))  # on record, by the former process, whose term lasts
+    await insert(store, _resized())
+    clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
+    keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="started")
+    engine = engine_of(
+        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", down=keeper.down
+    )
+    assert keeper.up() is None, "it is not known yet which are"
+    assert await engine.sweep() == 1
+    assert store._table.instances[UUID].state is State.RESIZED
+
+
+async def test_a_conductor_that_has_not_read_its_fences_gives_up_no_source_for_a_fenced_host() -> None:
+    """The side tasks run beside the preparations; and all fences are dropped where one was lifted meanwhile."""
+    store = await opened_store()
+    await store.fences.put(Fence(host_uuid=host(2), host="host-2", version=1, at=1.0))
+    await insert(store, _resized())
+    clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
+    fences = FenceKeeper(store, bus, clock=clock, config=config, cell="c1")
+    engine = engine_of(
+        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", fences=fences
+    )
+    await engine.sweep()
+    assert store._table.instances[UUID].state is State.RESIZED
+
+
+# --- 3. Have all answered that have to? Those that were asked and are missing are compared with those that have to; one
+# that was not asked is not missing.
+
+
+async def _started(store: Any) -> LeaseKeeper:
+    """It has heard s1 for long enough, and no digest: the former keeper's term lasts still, and it is gone."""
+    clock = _Clock()
+    keeper = LeaseKeeper(
+        store, cast(Bus, Quiet()), clock=cast(Any, clock), config=ConductorConfig(), cell="c1", process="started"
+    )
+    for number in range(1, 5):
+        clock.now += 1.0
+        message = beat("s1", 1, number, interval_s=1.0)
+        await keeper.handle([Received(message, Meta(id=str(number)), "c1", "conductor.leases")])
+    await keeper._keep()
+    assert not keeper.is_keeper
+    return keeper
+
+
+async def test_no_machine_is_searched_for_before_it_is_known_which_services_are_down() -> None:
+    """Within the term of a keeper that has ended, a conductor that has just started searched without the service that
+    was down, and began the build once more.
+    """
+    there = FoundMachine(instance_uuid=UUID, host_uuid=host(3), host="host-3", service="s3", attempt=1, project_id="p")
+    services = Services(s1=(), s3=(there,))
+    services.silent = {"s3"}
+    conductor = Conductor(services, None)
+    await conductor.store.open()
+    await put(conductor.store, down("s3"))
+    keeper = await _started(conductor.store)
+    conductor.up, conductor.down = keeper.up(), keeper.down()
+    outcome = await conductor.take()
+    assert isinstance(outcome, Retry) and not conductor.relay.sent
+    assert await conductor.recorded() is None
+
+
+async def test_a_service_that_the_record_names_and_that_was_not_asked_has_not_answered() -> None:
+    """The source of a move in doubt has to answer, without a limit."""
+    store, services, listings = await opened_store(), Services(s1=()), Listings()
+    listings.note(listing("s1", 1, pages=1, first_sequence=1))
+    search = search_of(
+        store,
+        services,
+        clock=SystemClock(),
+        config=ConductorConfig(),
+        up=lambda: ("s1",),
+        listings=listings,
+        forgotten=frozenset,
+    )
+    query = MachineQuery(since=SystemClock().time(), services=("s1", "s3"))
+    assert not await search.find_doubted({UUID: query})
+
+
+# --- 4. Has the scan come as a whole? The listings keep the pages, and the breaker counts them.
+
+
+class _FailsOnce(Quiet):
+    """The first rescan that is requested meets an outage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 1
+
+    async def publish(self, message: object, **_: Any) -> None:
+        if self.left:
+            self.left -= 1
+            raise BusUnavailable("it restarts")
+        self.published.append(message)
+
+
+async def test_a_page_that_comes_again_after_an_outage_is_not_another_page_of_its_scan() -> None:
+    """Four machines of each page were missing: eight at once open the breaker of five, and none of them is lost."""
+
+    def active(number: int, n: int) -> Instance:
+        uuid = f"aaaaaaaa-0000-4000-8000-{number:012d}"
+        spec = InstanceSpec(instance_uuid=uuid, project_id="p")
+        return Instance(uuid=uuid, state=State.ACTIVE, spec=spec, selections=(selection(n),), attempt=1, since=50.0)
+
+    first, second = [active(k, 1) for k in range(4)], [active(k, 2) for k in range(4, 8)]
+    store, clock, config, bus = await opened_store(), SystemClock(), ConductorConfig(), _FailsOnce()
+    await insert(store, *first, *second, active(9, 1))
+    engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Any, Relay()), clock=clock, config=config, cell="c1")
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus))
+    rescans = tuple(rescan_id(one) for one in (*first, *second))
+    page_1, page_2 = (
+        Received(
+            ComputeHosts(
+                service="s1",
+                cell="c1",
+                epoch=1,
+                sequence=n,
+                hosts=(HostReport(uuid=host(n), name=f"host-{n}", running=()),),
+                complete=n == 2,
+                first_sequence=1,
+                pages=2,
+                scan=7,
+                rescans=rescans,
+            ),
+            Meta(id=str(n)),
+            "c1",
+            "conductor.hosts",
+        )
+        for n in (1, 2)
+    )
+    with pytest.raises(BusUnavailable):
+        await hosts.hosts([page_1])
+    await hosts.hosts([page_1])
+    await hosts.hosts([page_2])
+    lost = [one.uuid for one in store._table.instances.values() if one.state is not State.ACTIVE]
+    assert not lost, "the scan as a whole exceeds the limit"
+    assert [one.lost for one in await store.safety.breakers()] == [8]
+
+
+# --- 5. Who ends a request? A machine that is lost in place while a revert waits for it.
+
+
+def test_a_revert_that_waits_ends_with_the_machine_that_is_lost() -> None:
+    made = Scenario(in_place(State.RESIZED, move={**BY_REVERT, "answered": True}, queried=False))
+    made.apply(missed(made.instance))
+    assert made.instance.phase == (State.RELEASING, State.FAILED)
+    made.apply(RELEASED)
+    made.apply(e.Released(at=131.0, consumer=MOVE))
+    assert made.instance.state is State.FAILED
+    ends = [one.request_id for one in made.commands if isinstance(one, MoveEvent) and one.terminal]
+    assert ends == [OTHER]
+
+
+# --- 6. Is the service gone for good? By the clock of the conductor that forgot it, and that of the keeper.
+
+
+async def test_a_forgotten_service_is_not_taken_up_again_from_a_digest_that_was_under_way() -> None:
+    """The keeper's clock is ahead of that of the conductor which took the order: it is awaited by this one for ever."""
+    keeper = LeaseKeeper(
+        cast(Any, None), cast(Any, None), clock=SystemClock(), config=ConductorConfig(), cell="c1", process="p"
+    )
+
+    async def receive(message: Message) -> None:
+        await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
+
+    silent = Lease(service="s3", epoch=5, state=LeaseState.SILENT, since=203.0, reason="why")
+    (page,) = pages_of({"s3": silent})
+    await receive(ServicesDigest(cell="c1", term=1, number=1, down=page))
+    await receive(ServiceGone(cell="c1", service="s3", at=200.0))
+    await receive(ServicesDigest(cell="c1", term=1, number=2, down=page))
+    assert keeper.down() == {} and set(keeper.forgotten()) == {"s3"}
+
+
+# --- 7. Which message is newer? Three bounds of an epoch.
+
+
+@pytest.mark.parametrize("epoch", [FARTHEST_EPOCH + 1])
+def test_an_epoch_that_its_service_cannot_be_told_does_not_count(epoch: int) -> None:
+    """Its own messages were older than that for ever, and it was not told."""
+    table = LeaseTable(5)
+    table.renew(beat("s1", epoch, 1), at=100.0)
+    is_newer = table.renew(beat("s1", 7, 1), at=101.0)
+    assert is_newer or table.outdated(), "it goes on above that epoch"
+
+
+# --- 8. Is it a loss? A build that was renumbered leaves a fenced host: with an alternate it is, without one it is not.
+
+
+@pytest.mark.parametrize("alternates", [1, 0])
+def test_the_machine_of_a_renumbered_build_on_a_fenced_host_is_a_loss(alternates: int) -> None:
+    building = record(State.BUILDING, selections=(ON_1, ON_2, ON_3)[: 2 + alternates], reused_from=1, queried=False)
+    context, steps = fenced(2), FenceSteps()
+    event = e.HostFenced(at=300.0, host_uuid=host(2))
+    steps.follow(building, step(building, event, context), event, context)
+    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(2), 2)]
+
+
+# --- 9. Input of compute services: the number of an attempt is a column of four bytes.
+
+
+@pytest.mark.parametrize("attempt", [-1, 2**31])
+def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attempt: int) -> None:
+    running: Any = {"instance_uuid": UUID, "attempt": attempt, "deployment": DEPLOYMENT}
+    found: Any = {**running, "host_uuid": host(1), "host": "h", "service": "s1"}
+    for kind, value in ((Running, running), (FoundMachine, found)):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(value, kind)
+
+
+# --- 10. A set-back: a fence, and an operator's word, from before it.
+
+
+def test_a_fence_from_before_a_set_back_does_not_end_a_machine_that_its_service_has_just_listed() -> None:
+    """It was lifted since, and that is lost: the machine was found on the host, whose service is up, and adopted."""
+    spec = replace(SPEC, on_host_failure=EvacuationPolicy.FAIL)
+    adopting = record(State.CLAIMING, State.ACTIVE, spec=spec, found_built=True, newest=0, queried=False, code="")
+    context = replace(fenced(2), set_back=SetBack(at=1000.0))
+    assert context.fences[host(2)].at < context.set_back.at
+    event = e.Claimed(at=1100.0, attempt=3, option=0, consumer_generation=9)
+    steps = FenceSteps()
+    stepped = steps.follow(adopting, step(adopting, event, context), event, context)
+    assert (stepped.instance.state, steps.losses) == (State.ACTIVE, [])
+
+
+async def test_an_operators_word_from_before_a_set_back_destroys_nothing() -> None:
+    """The machine was given to its instance since (`adopt`), and the restored record has the earlier word."""
+    store, clock, config, bus = await opened_store(), SystemClock(), ConductorConfig(), Quiet()
+    machine = Unexplained(UUID, 3, host(3), UnexplainedKind.QUARANTINED, "newer than its record")
+    await store.safety.record("s1", [machine], 1.0)
+    await store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 2.0)
+    await insert(store, record(State.ACTIVE, queried=False, newest=0))
+    store._table.place += 1
+    async with store.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Any, Relay()), clock=clock, config=config, cell="c1")
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus))
+    there = Running(instance_uuid=UUID, attempt=3, deployment=store.deployment)
+    await hosts.hosts([Received(listing("s1", 3, runs=(there,)), Meta(id="m"), "c1", "conductor.hosts")])
+    assert not [one for one in bus.published if isinstance(one, Destroy)]
