@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -13,7 +12,6 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Retry
 from bus.contracts.base import Message, Meta
-from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import (
     ComputeHosts,
     Destroy,
@@ -21,6 +19,7 @@ from bus.contracts.cell import (
     HostReport,
     InstanceSpec,
     MachinesFound,
+    RescanHosts,
     Running,
     ServiceGone,
     ServicesDigest,
@@ -30,10 +29,10 @@ from bus.contracts.operations import EvacuationPolicy
 from bus.port import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
-from cell_conductor.domain.breaker import Listings
+from cell_conductor.domain.breaker import Finding, Listings, assess
 from cell_conductor.domain.events import MachineQuery
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import FENCED, Instance, State
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import FARTHEST_EPOCH, Lease, LeaseState, LeaseTable
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_id
 from cell_conductor.domain.set_back import SetBack
@@ -41,7 +40,7 @@ from cell_conductor.domain.table import FenceSteps, question_of, step
 from cell_conductor.domain.way_back import SourceQuery, answer_about
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
-from cell_conductor.store.safety import DESTROY, DecidedMachine
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, claimed, request, to_resized
 from tests.unit.conductor.records import BY_REVERT, ON_1, ON_2, ON_3, fenced, in_place, moving, record
 from tests.unit.conductor.scenario import (
@@ -50,7 +49,6 @@ from tests.unit.conductor.scenario import (
     RELEASED,
     SPEC,
     UUID,
-    answering,
     host,
     missed,
     selection,
@@ -104,16 +102,15 @@ def test_the_answer_about_an_earlier_moves_source_undoes_no_later_move() -> None
     made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
     made.apply(e.Destroyed(at=240.0, attempt=1, host_uuid=host(1), service="s1"))
     made.apply(e.Released(at=241.0, consumer=MOVE))
-    assert made.instance.state is State.ACTIVE and made.instance.move is None
+    assert made.instance.phase == (State.ACTIVE, None) and made.instance.move is None
     made.apply(request(MoveKind.MIGRATE, 3, request_id=THIRD))
     made.apply(claimed(attempt=(number := made.instance.next_attempt)))
     made.end(3, number)
     made.end(2, 2)
     made.apply(replace(spawned(attempt=number, n=3), at=250.0))
-    assert made.instance.state is State.RESIZED
     assert _fence(made, 3) != asked
     made.apply(late)
-    assert made.instance.state is State.RESIZED, "nobody has seen the source of this move"
+    assert made.instance.phase == (State.RESIZED, None), "nobody has seen the source of this move"
 
 
 def test_an_answer_from_before_the_destination_was_used_again_undoes_nothing() -> None:
@@ -393,3 +390,38 @@ async def test_an_operators_word_from_before_a_set_back_destroys_nothing() -> No
     there = Running(instance_uuid=UUID, attempt=3, deployment=store.deployment)
     await hosts.hosts([Received(listing("s1", 3, runs=(there,)), Meta(id="m"), "c1", "conductor.hosts")])
     assert not [one for one in bus.published if isinstance(one, Destroy)]
+
+
+# --- 11. May so many be lost? What a breaker was reset for passes at any time after, also when it was there since.
+
+
+def test_what_a_false_alarm_has_named_is_counted_when_it_is_missing_again() -> None:
+    """Ironic was wrong for an hour, nothing was lost, and the breaker was reset. It is wrong once more after a year."""
+    alarm = [Finding(f"i{n}", e.HostMissing(at=1.0, host_uuid=host(1), service="s1")) for n in range(100)]
+    tripped = assess("s1", alarm, (), None, limit=5, now=1.0).tripped
+    assert tripped is not None
+    reset = replace(tripped, reset_at=3_600.0, reset_by="ann")
+    verdict = assess("s1", alarm, (), reset, limit=5, now=31_536_000.0)
+    assert verdict.tripped is not None and not verdict.go
+
+
+# --- 12. A wait without a bound: no scan ends the demand for one.
+
+
+async def test_a_scan_that_shows_a_kept_machine_being_destroyed_is_not_demanded_again() -> None:
+    """It was ordered destroyed, which its node's protection prevents, and then an operator kept it: each report is
+    answered with a demand, and each demand with a report.
+    """
+    store, clock, config, bus = await opened_store(), SystemClock(), ConductorConfig(), Quiet()
+    await store.safety.record("s1", [Unexplained(UUID, 3, host(3), UnexplainedKind.QUARANTINED, "newer")], 1.0)
+    await store.safety.decide([DecidedMachine(UUID)], KEEP, "ann", 2.0)
+    engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Any, Relay()), clock=clock, config=config, cell="c1")
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus))
+    there = Running(instance_uuid=UUID, attempt=3, deployment=store.deployment, destroying=True)
+    report = listing("s1", 3, runs=(there,))
+    await hosts.hosts([Received(report, Meta(id="1"), "c1", "conductor.hosts")])
+    demanded = [one.rescans for one in bus.published if isinstance(one, RescanHosts)]
+    assert len(demanded) == 1
+    later = replace(report, sequence=2, rescans=demanded[0])
+    await hosts.hosts([Received(later, Meta(id="2"), "c1", "conductor.hosts")])
+    assert [one.rescans for one in bus.published if isinstance(one, RescanHosts)] == demanded
