@@ -24,15 +24,16 @@ from bus.contracts.cell import (
     ServiceGone,
     ServicesDigest,
 )
-from bus.contracts.moves import MoveEvent, MoveKind
+from bus.contracts.moves import MachineChanged, MoveEvent, MoveKind
 from bus.contracts.operations import EvacuationPolicy
+from bus.contracts.placement import Release
 from bus.port import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Finding, Listings, assess
 from cell_conductor.domain.events import MachineQuery
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import FARTHEST_EPOCH, Lease, LeaseState, LeaseTable
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_id
 from cell_conductor.domain.set_back import SetBack
@@ -41,8 +42,8 @@ from cell_conductor.domain.way_back import SourceQuery, answer_about
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
 from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, claimed, request, to_resized
-from tests.unit.conductor.records import BY_REVERT, ON_1, ON_2, ON_3, fenced, in_place, moving, record
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, claimed, ended, request, to_resized
+from tests.unit.conductor.records import BY_REVERT, ON_1, ON_2, ON_3, changing, fenced, in_place, moving, record
 from tests.unit.conductor.scenario import (
     DEPLOYMENT,
     PATIENCE,
@@ -358,6 +359,41 @@ def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attemp
     for kind, value in ((Running, running), (FoundMachine, found)):
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(value, kind)
+
+
+def test_what_follows_from_a_machine_that_a_service_has_found_is_what_placement_reads() -> None:
+    """A delete of an instance that the database has forgotten asked for a release which was refused each time."""
+    machine = FoundMachine(instance_uuid=UUID, host_uuid=host(1), host="h", service="s1", attempt=1_000_000)
+    context = replace(PATIENCE, set_back=SetBack(at=1000.0))
+    era = context.set_back.first_number
+    event = e.DeleteRequested(at=1100.0, project_id="p", begun=True, found=(machine,), era=era)
+    made = Scenario(Instance(uuid=UUID), context)
+    made.apply(event, e.Destroyed(at=1101.0, attempt=1_000_000, host_uuid=host(1), service="s1"))
+    assert made.instance.phase == (State.RELEASING, State.DELETED)
+    msgspec.json.decode(msgspec.json.encode(question_of(made.instance)), type=Release)
+
+
+def test_the_name_of_an_image_is_bounded_where_it_is_parsed() -> None:
+    """One of 256 characters was kept; the check of a host in another cell that names it is read by nobody."""
+    long = {"instance_uuid": UUID, "host_uuid": host(1), "service": "s1", "attempt": 1, "order": 1, "done": True}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({**long, "change": "snapshot", "image": "i" * 256}, MachineChanged)
+
+
+# --- May it be destroyed? An answer without an image is no answer that the image is kept.
+
+
+@pytest.mark.parametrize("is_leaving", [True, False])
+def test_a_machine_whose_image_has_no_name_is_not_given_up(*, is_leaving: bool) -> None:
+    if is_leaving:
+        made = Scenario(moving(State.HANDING_OVER, move={"to_cell": "c2", "handed_over": True, "order": 5}, order=5))
+        made.apply(ended(made.instance, 1, 1, image=""))
+        if made.instance.state is State.PREPARING:
+            made.apply(ended(made.instance, 2, 2))
+    else:
+        made = Scenario(replace(changing(MoveKind.SHELVE, offload=True, order=5), power=Power.RUNNING, image=""))
+        made.apply(ended(made.instance, 2, 2, image=""))
+    assert not made.destroys and made.instance.state is not State.DESTROYING
 
 
 # --- 10. A set-back: a fence, and an operator's word, from before it.
