@@ -35,6 +35,7 @@ from cell_conductor.domain.events import MachineQuery
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import FARTHEST_EPOCH, Lease, LeaseState, LeaseTable
+from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_id
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.table import FenceSteps, question_of, step
@@ -176,6 +177,26 @@ async def test_a_conductor_that_has_not_read_its_fences_gives_up_no_source_for_a
     )
     await engine.sweep()
     assert store._table.instances[UUID].state is State.RESIZED
+
+
+async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host_has_reported_to_run() -> None:
+    """What a fenced host was found to run is in the memory of the conductor that was told of it."""
+    store, clock, bus = await opened_store(), SystemClock(), cast(Bus, Quiet())
+    fence = Fence(host_uuid=host(2), host="host-2", version=1, at=1.0)
+    await store.fences.put(fence)
+    running = Running(instance_uuid=UUID, attempt=2, deployment=store.deployment)
+    report = listing("s1", 2, runs=(running,), rescans=(fence.rescan,))
+    active = record(State.ACTIVE, queried=False)
+    refused: list[str] = []
+    for is_told in (True, False):  # the second one after a restart
+        fences = FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+        await fences.load()
+        if is_told:
+            await fences.without_losses(report, store.deployment)
+        context = replace(PATIENCE, fences=fences.known, still_running=fences.still_running)
+        unproved = why_not_evacuated(active, context, fenced=False, force=False)
+        refused.append("" if unproved is None else unproved.code)
+    assert refused == [STILL_RUNNING, STILL_RUNNING]
 
 
 # --- 3. Have all answered that have to? Those that were asked and are missing are compared with those that have to; one
