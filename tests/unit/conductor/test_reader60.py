@@ -43,6 +43,9 @@ from cell_conductor.domain.way_back import SourceQuery, answer_about
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
 from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
+from compute_sim.domain.attempts import Entry, Phase
+from tests.unit.compute.test_agent import HOSTS, INSTANCES, Service
+from tests.unit.compute.test_finding import OURS, Marking, ask
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, claimed, ended, request, to_resized
 from tests.unit.conductor.records import BY_REVERT, ON_1, ON_2, ON_3, changing, fenced, in_place, moving, record
 from tests.unit.conductor.scenario import (
@@ -482,3 +485,25 @@ async def test_a_scan_that_shows_a_kept_machine_being_destroyed_is_not_demanded_
     later = replace(report, sequence=2, rescans=demanded[0])
     await hosts.hosts([Received(later, Meta(id="2"), "c1", "conductor.hosts")])
     assert [one.rescans for one in bus.published if isinstance(one, RescanHosts)] == demanded
+
+
+# --- 13. Is it there? A report names what a host lists, by its mark; the search leaves out what the journal has ended.
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry(1, Phase.GONE, fence=1, reported=True, deployment=OURS),  # of a journal that is older than the machine
+        Entry(3, Phase.FAILED, reported=True, code="instance.lost", deployment=OURS),  # its disk was away for a moment
+    ],
+)
+async def test_a_machine_that_its_host_lists_is_found_whatever_the_journal_has(entry: Entry) -> None:
+    """A build was begun once more beside a machine that each report lists."""
+    driver = Marking()
+    driver.machines[HOSTS[0], INSTANCES[0]] = 3
+    service = Service(driver)
+    service.records.put((HOSTS[0], INSTANCES[0]), entry)
+    await service.agent.resume()
+    listed = (await service.survey.running())[HOSTS[0]]
+    assert [(one.attempt, one.destroying) for one in listed] == [(3, False)]
+    assert [(one.host_uuid, one.attempt) for one in await ask(service)] == [(HOSTS[0], 3)]
