@@ -37,6 +37,7 @@ from .domain.events import (
     MachineFound,
     MachineQuery,
     MoveRequested,
+    SourceQuery,
     TimedOut,
 )
 from .domain.fences import Fence, Loss, RunningAfterFence
@@ -47,7 +48,6 @@ from .domain.orders import repeat_at
 from .domain.set_back import is_unsearched
 from .domain.steps import Step, StepContext
 from .domain.table import FenceSteps, question_of, step
-from .domain.way_back import SourceQuery
 from .placement_requests import (
     PendingQuestion,
     PlacementRequests,

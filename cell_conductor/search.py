@@ -26,10 +26,10 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import why_not_adoptable, why_not_its_machine
 from .domain.breaker import Listings
-from .domain.events import InstanceEvent, InstanceSearched, MachineQuery, SourceAnswered, is_begun_by
+from .domain.events import InstanceEvent, InstanceSearched, MachineQuery, SourceAnswered, SourceQuery, is_begun_by
 from .domain.instance import Instance
 from .domain.leases import Lease
-from .domain.way_back import SourceQuery, answer_about
+from .domain.way_back import answer_about
 from .store.port import InstanceStore
 from .store.safety import KEEP, UnexplainedRecord
 
@@ -217,7 +217,7 @@ class MachineSearch:
         """Query the services that have the hosts of these machines, by the record or by their reports, whether the
         hosts list them now; by instance.
         """
-        queried: dict[str, dict[str, SourceQuery]] = defaultdict(dict)
+        era, queried = self._store.set_back.first_number, defaultdict[str, dict[str, SourceQuery]](dict)
         for uuid, source in sorted(sources.items()):
             for service in sorted({source.service, *self._listings.listers(source.host_uuid)}):
                 queried[service][uuid] = source
@@ -238,7 +238,8 @@ class MachineSearch:
         for question, answer in zip(questions, answers, strict=True):
             for uuid in question.instance_uuids:
                 found[uuid].append((question.service, answer))
-        seen = {uuid: answer_about(uuid, source, found[uuid], self._clock.time()) for uuid, source in sources.items()}
+        at = self._clock.time()
+        seen = {uuid: answer_about(uuid, source, found[uuid], at, era) for uuid, source in sources.items()}
         for uuid, one in seen.items():
             if one.code:
                 log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)

@@ -31,7 +31,7 @@ from bus.port import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Finding, Listings, assess
-from cell_conductor.domain.events import MachineQuery
+from cell_conductor.domain.events import MachineQuery, SourceQuery
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import FARTHEST_EPOCH, Lease, LeaseState, LeaseTable
@@ -39,7 +39,7 @@ from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_id
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.table import FenceSteps, question_of, step
-from cell_conductor.domain.way_back import SourceQuery, answer_about
+from cell_conductor.domain.way_back import answer_about
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
 from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
@@ -96,7 +96,7 @@ def _seen(query: SourceQuery) -> e.SourceAnswered:
         instance_uuid=UUID, host_uuid=query.host_uuid, host="h", service=query.service, attempt=query.attempt
     )
     answer = MachinesFound(machines=(machine,), hosts=(query.host_uuid,))
-    return answer_about(UUID, query, [(query.service, answer)], 230.0)
+    return answer_about(UUID, query, [(query.service, answer)], 230.0, era=0)
 
 
 def test_the_answer_about_an_earlier_moves_source_undoes_no_later_move() -> None:
