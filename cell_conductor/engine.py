@@ -72,12 +72,25 @@ MAX_UNSEARCHED = MAX_FOUND
 LOGGED_MOVES = 20  # of those that one search holds
 
 
+class LeaseView(Protocol):
+    """Which compute services are up, as this conductor knows it (`lease_keeper.LeaseKeeper`)."""
+
+    def heard(self) -> Collection[str]:
+        """Those that certainly are."""
+
+    def down(self) -> Mapping[str, Lease]:
+        """Those that take no builds now."""
+
+
 class FenceView(Protocol):
     """The fences as this conductor has them (`fences.FenceKeeper`)."""
 
     @property
     def known(self) -> Mapping[str, Fence]:
-        """By host."""
+        """By host. Raises Transient while they are not read."""
+
+    async def ensure_known(self) -> None:
+        """Read them if they are not read."""
 
     @property
     def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
@@ -88,7 +101,7 @@ class FenceView(Protocol):
         """Whether the record was read a moment ago; if it was not, it is read soon."""
 
     def invalidate(self) -> None:
-        """Drop these: they are not on record any more."""
+        """Drop these, which are not on record any more: none is known until they are read again."""
 
     def note_losses(self, losses: Sequence[Loss]) -> None:
         """Add these, which have just been recorded."""
@@ -128,7 +141,7 @@ class Engine:
         clock: Clock,
         config: ConductorConfig,
         cell: str,
-        down: Callable[[], Mapping[str, Lease]],
+        leases: LeaseView,
         fences: FenceView,
         search: MachineSearch,
     ) -> None:
@@ -137,7 +150,7 @@ class Engine:
         self._relay = relay
         self._clock = clock
         self._config = config
-        self._down = down
+        self._leases = leases
         self._fences = fences
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
@@ -192,6 +205,7 @@ class Engine:
         now = self._clock.time()
         if not await self._store.has_due(now):
             return 0
+        await self._fences.ensure_known()
         async with self._store.transaction() as transaction:
             # Before any deadline counts: in a database that was set back it proves nothing.
             change = await transaction.recognise()
@@ -215,6 +229,7 @@ class Engine:
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
+        await self._fences.ensure_known()
         try:
             return await self._apply_all(incoming)
         except UnreadableRecords as unreadable:
@@ -332,7 +347,8 @@ class Engine:
             self._context,
             deployment=self._store.deployment,
             set_back=self._store.set_back,
-            down=self._down(),
+            up=self._leases.heard(),
+            down=self._leases.down(),
             fences=self._fences.known,
             still_running=self._fences.still_running,
         )

@@ -51,7 +51,7 @@ class FenceKeeper:
         self._clock = clock
         self._config = config
         self._cell = cell
-        self._fences: Mapping[str, Fence] = {}
+        self._fences: Mapping[str, Fence] | None = None  # they are not read
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
         self._still_running: dict[str, Mapping[str, RunningAfterFence]] = {}
@@ -63,11 +63,18 @@ class FenceKeeper:
 
     @property
     def known(self) -> Mapping[str, Fence]:
-        """Fences by host.
+        """Fences by host. Raises Transient while they are not read.
 
         A fence that this conductor has not received yet is applied late; one that is lifted already is refused.
         """
+        if self._fences is None:
+            raise Transient("the fences on record are not read yet", code="fence.unread")
         return self._fences
+
+    async def ensure_known(self) -> None:
+        """Read them if they are not read."""
+        if self._fences is None:
+            await self.load()
 
     @property
     def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
@@ -84,21 +91,14 @@ class FenceKeeper:
         return is_recent
 
     def invalidate(self) -> None:
-        """Drop these, which are not on record any more: none counts until they have been read again."""
-        self._fences = {}
+        """Drop these, which are not on record any more: none is known until they are read again."""
+        self._fences = None
         self._is_fresh = False
 
     def note_losses(self, losses: Sequence[Loss]) -> None:
         """These have just been recorded; a read that began before does not have them."""
         self._is_fresh = False
         self._losses = {**self._losses, **{one.place: one for one in losses}}
-
-    async def prepare(self) -> None:
-        """Read them before the first message is taken, if the database allows it; otherwise `run` does, soon after."""
-        try:
-            await self.load()
-        except Transient as fault:
-            log.warning("fences.waiting", code=fault.code, reason=str(fault))
 
     async def load(self) -> None:
         """Read the record.
@@ -121,7 +121,7 @@ class FenceKeeper:
 
     def on_announced(self, change: HostFence) -> None:
         """Note that a conductor of this cell has recorded a change of a fence."""
-        known = self._fences.get(change.host_uuid)
+        known = None if self._fences is None else self._fences.get(change.host_uuid)
         version = -1 if known is None else known.version
         is_lifted = change.state is FenceState.LIFTED and version == change.version
         if change.cell == self._cell and (is_lifted or version < change.version):
@@ -138,9 +138,9 @@ class FenceKeeper:
                 if self._clock.monotonic() >= self._announce_at:
                     self._announce_at = self._clock.monotonic() + ANNOUNCE_S
                     # Schedulers whose record was set back to before a decision do not have the request to lift it.
-                    for fence in list(self._fences.values()):
+                    for fence in list(self.known.values()):
                         await self._announce(fence)
-                for fence in [one for one in self._fences.values() if one.lifting]:
+                for fence in [one for one in self.known.values() if one.lifting]:
                     await self._lift(fence)
             except (Transient, BusError) as fault:
                 self._is_fresh = False
@@ -166,7 +166,7 @@ class FenceKeeper:
                     cause=fence.host_uuid,
                 )
             await self.load()
-            if fence.host_uuid in self._fences:
+            if fence.host_uuid in self.known:
                 # Also of a decision that was on record: a conductor may have died between recording it and ending the
                 # steps.
                 await self._end_what_waits(fence.host_uuid, engine)
@@ -187,7 +187,7 @@ class FenceKeeper:
             last = uuids[-1]
 
     async def _announce_known(self, fence: Fence) -> None:
-        known = self._fences.get(fence.host_uuid)
+        known = self.known.get(fence.host_uuid)
         if known is None:
             # Of the newest decision: a scheduler whose record was set back makes its own newer than that.
             await self._announce(replace(fence, state=FenceState.LIFTED))
@@ -201,8 +201,7 @@ class FenceKeeper:
             self._is_fresh = False
             return False
         log.info("host.fence_lifted", host=fence.host, uuid=fence.host_uuid, cause=fence.host_uuid)
-        self._is_fresh = False  # a read that is under way may still have it
-        self._fences = {host: one for host, one in self._fences.items() if host != fence.host_uuid}
+        self.invalidate()
         await self._announce(replace(fence, state=FenceState.LIFTED))
         return True
 
@@ -252,7 +251,8 @@ class FenceKeeper:
         of another one shows nothing of the first one's machines: the two may have two hosts of one uuid. The fence is
         the proof: no record has to explain them, and no breaker counts them.
         """
-        fences = self._fences  # a fence may be lifted while the losses of its host are looked at
+        await self.ensure_known()
+        fences = self.known  # a fence may be lifted while the losses of its host are looked at
         if not any(host.uuid in fences for host in report.hosts):
             return report, []
         rescans, gone, hosts = list[tuple[str, str]](), list[Loss](), list[HostReport]()

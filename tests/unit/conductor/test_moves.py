@@ -384,7 +384,7 @@ def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() 
 
 
 QUERIED = SourceQuery(host(1), "s1", 1, 202001)
-DOWN = replace(PATIENCE, down={"s2": Lease(service="s2", epoch=1, state=LeaseState.SILENT)})
+DOWN = replace(PATIENCE, up=("s1",), down={"s2": Lease(service="s2", epoch=1, state=LeaseState.SILENT)})
 
 
 def reverting(**fields: object) -> Scenario:

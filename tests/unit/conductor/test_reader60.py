@@ -161,7 +161,7 @@ async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_servic
     clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
     keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="started")
     engine = engine_of(
-        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", down=keeper.down
+        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", leases=keeper
     )
     assert keeper.up() is None, "it is not known yet which are"
     assert await engine.sweep() == 1

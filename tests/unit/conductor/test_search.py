@@ -750,6 +750,7 @@ async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an
 
 def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:
     table = LeaseTable(missed_heartbeats=5)
+    table.adopt_record([])
     table.advance_clock(0.0)
     assert table.up is None
     table.renew(beat("s1", 1, 1, interval_s=1.0), at=0.0)

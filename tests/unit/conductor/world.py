@@ -89,6 +89,17 @@ class Alone:
     still_running: Mapping[str, Any] = {}
     name, is_recent, is_keeper = "c1", True, False
 
+    def heard(self) -> Collection[str]:
+        """All services of these suites are."""
+        return ("s1", "s2", "s3")
+
+    def down(self) -> Mapping[str, Lease]:
+        """No service is."""
+        return {}
+
+    async def ensure_known(self) -> None:
+        """There are no fences."""
+
     def invalidate(self) -> None:
         """There are no fences."""
 
@@ -119,7 +130,7 @@ ALONE: Any = Alone()
 
 def engine_of(**parts: Any) -> Engine:
     """An engine that is alone but for these."""
-    return Engine(**{"down": dict, "fences": ALONE, "search": ALONE, **parts})
+    return Engine(**{"leases": ALONE, "fences": ALONE, "search": ALONE, **parts})
 
 
 def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> RequestHandlers:
