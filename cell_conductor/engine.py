@@ -40,7 +40,7 @@ from .domain.events import (
     SourceQuery,
     TimedOut,
 )
-from .domain.fences import Fence, Loss, RunningAfterFence
+from .domain.fences import Fence, Loss
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
@@ -91,10 +91,6 @@ class FenceView(Protocol):
 
     async def ensure_known(self) -> None:
         """Read them if they are not read."""
-
-    @property
-    def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
-        """By fenced host, and by service that has reported it: the machines that run there all the same."""
 
     @property
     def is_recent(self) -> bool:
@@ -350,7 +346,6 @@ class Engine:
             up=self._leases.heard(),
             down=self._leases.down(),
             fences=self._fences.known,
-            still_running=self._fences.still_running,
         )
         found = await transaction.unexplained({one.uuid for one in incoming})
         kept = {one.place: one.machine.attempt for one in found if one.verdict == KEEP}

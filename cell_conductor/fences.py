@@ -27,7 +27,7 @@ from bus.port import BusError
 
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
-from .domain.fences import Fence, Loss, RunningAfterFence
+from .domain.fences import Fence, Loss
 from .domain.report import has_just_changed
 from .engine import Engine
 from .store.port import InstanceStore
@@ -54,7 +54,6 @@ class FenceKeeper:
         self._fences: Mapping[str, Fence] | None = None  # they are not read
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
-        self._still_running: dict[str, Mapping[str, RunningAfterFence]] = {}
         self._is_fresh = False
         self._reload_at = 0.0
         self._read_at = -math.inf
@@ -75,13 +74,6 @@ class FenceKeeper:
         """Read them if they are not read."""
         if self._fences is None:
             await self.load()
-
-    @property
-    def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
-        """By fenced host, and by service that has it: the machines that the last scan from after the fence has found to
-        run there.
-        """
-        return self._still_running
 
     @property
     def is_recent(self) -> bool:
@@ -116,12 +108,11 @@ class FenceKeeper:
                 raise
             self._fences, self._read_at = fences, began
             self._hold(losses)
-            self._still_running = {host: runs for host, runs in self._still_running.items() if host in fences}
             self._reload_at = self._clock.monotonic() + RELOAD_S
 
     def on_announced(self, change: HostFence) -> None:
         """Note that a conductor of this cell has recorded a change of a fence."""
-        known = None if self._fences is None else self._fences.get(change.host_uuid)
+        known = (self._fences or {}).get(change.host_uuid)
         version = -1 if known is None else known.version
         is_lifted = change.state is FenceState.LIFTED and version == change.version
         if change.cell == self._cell and (is_lifted or version < change.version):
@@ -155,8 +146,9 @@ class FenceKeeper:
             # A lift has a time in any case, by which its record goes; a fence without one proves less.
             at = decision.at or (self._clock.time() if decision.lift else 0.0)
             fence = replace(convert(decision, Fence, from_attributes=True), state=state, at=at)
+            known = (self._fences or {}).get(fence.host_uuid)
             on_record = await self._store.fences.put(fence)
-            if on_record is fence:
+            if fence == replace(on_record, running={}) and (known is None or known.version != fence.version):
                 log.warning(
                     "host.fenced" if not fence.lifting else "host.fence_lifting",
                     host=fence.host,
@@ -265,9 +257,9 @@ class FenceKeeper:
             gone += [losses.pop(uuid) for uuid in await self._kept_on(host.uuid, losses.keys() & listed)]
             kept = await self._destroy_lost(host.running, losses, report.service, deployment)
             if (rescan := fences[host.uuid].rescan) in report.rescans:
-                self._note_running(fences[host.uuid], report.service, kept, deployment, has_passed)
+                await self._note_running(fences[host.uuid], report.service, kept, deployment, has_passed)
             elif any(one.deployment == deployment for one in kept) or any(
-                name == report.service or has_passed(host.uuid, name) for name in self._still_running.get(host.uuid, ())
+                name == report.service or has_passed(host.uuid, name) for name in fences[host.uuid].running
             ):
                 rescans.append((host.uuid, rescan))
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
@@ -303,7 +295,7 @@ class FenceKeeper:
                 await self._destroy(loss, service, deployment)
         return kept
 
-    def _note_running(
+    async def _note_running(
         self,
         fence: Fence,
         service: str,
@@ -316,11 +308,10 @@ class FenceKeeper:
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-        before = self._still_running.get(fence.host_uuid, {})
-        self._still_running[fence.host_uuid] = {
-            **{name: found for name, found in before.items() if not has_passed(fence.host_uuid, name)},
-            service: RunningAfterFence(fence.version, attempts),
-        }
+        passed = [name for name in fence.running if has_passed(fence.host_uuid, name)]
+        if fence.with_running(service, attempts, passed) != fence:
+            await self._store.fences.note_running(fence, service, attempts, passed)
+            await self.load()
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
         order = Destroy(

@@ -18,7 +18,7 @@ from bus.contracts.cell import Destroy, Selection
 from bus.contracts.placement import ClaimOutcome
 
 from .events import Destroyed, HostMissing, HostRuns, Spawned
-from .fences import ClosedHosts, Fence, RunningAfterFence
+from .fences import ClosedHosts, Fence
 from .instance import Instance, State
 from .leases import Lease
 from .report import is_later
@@ -30,12 +30,10 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
     cell: its name, for announcements. deployment: the identity of the cell's database, with which every machine is
     marked. up: compute services that are certainly up. down: those that take no builds now, so that none is begun
-    there while another host can be tried; one that nothing is known of yet is neither.
-    fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
-    reported it, the machines that run there all the same. set_back: when the database came to be older than the world.
-    unexplained: instances of which a host has a machine that no record explains. kept: {(host, instance): attempt} of
-    those machines that an operator keeps: no command of a step (`table.step`) destroys them, or begins another one in
-    their place.
+    there while another host can be tried; one that nothing is known of yet is neither. fences: hosts on which nothing
+    is begun at all, by uuid. set_back: when the database came to be older than the world. unexplained: instances of
+    which a host has a machine that no record explains. kept: {(host, instance): attempt} of those machines that an
+    operator keeps: no command of a step (`table.step`) destroys them, or begins another one in their place.
     """
 
     cell: str
@@ -43,7 +41,6 @@ class StepContext(Struct, frozen=True, kw_only=True):
     up: Collection[str] = ()
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
-    still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
     set_back: SetBack = SetBack()
     unexplained: AbstractSet[str] = frozenset()
     kept: Mapping[tuple[str, str], int] = {}

@@ -222,16 +222,28 @@ class FenceStore(KeyedStore):
     @in_transaction
     async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
         """Record a decision, unless one at least as new is on record; returns the one that is then. A decision to lift
-        what is no fence has ended no step here: it is lifted.
+        what is no fence has ended no step here: it is lifted. What was found to run there stays with a fence.
         """
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
         before = known.get(fence.host_uuid)
         if before is not None and before.version >= fence.version:
             return before
-        if fence.lifting and (before is None or before.state is FenceState.LIFTED):
+        if before is not None and before.state is not FenceState.LIFTED:
+            fence = replace(fence, running=before.running)
+        elif fence.lifting:
             fence = replace(fence, state=FenceState.LIFTED)
         await rows.put(FENCES, [fence], over=known)
         return fence
+
+    @in_transaction
+    async def note_running(
+        self, rows: KeyedRows, scanned: Fence, service: str, attempts: dict[str, int], passed: Collection[str]
+    ) -> None:
+        """Record what a scan from after this decision, if it is the newest, shows to run (`Fence.with_running`)."""
+        known = await rows.find(FENCES, [scanned.host_uuid], Lock.UPDATE)
+        fences = [one for one in known.values() if one.state is not FenceState.LIFTED]
+        noted = [one.with_running(service, attempts, passed) for one in fences if one.version == scanned.version]
+        await rows.put(FENCES, [one for one in noted if one not in fences], over=known)
 
     @in_transaction
     async def delete_losses(self, rows: KeyedRows, losses: Sequence[Loss]) -> None:

@@ -245,11 +245,11 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
 
     await keeper.without_losses(scan("s", Running(instance_uuid=INSTANCE, attempt=1, deployment="d")), "d")
     await keeper.without_losses(scan("another"), "d")
-    found = keeper.still_running[HOST]
-    assert {service: one.attempts for service, one in found.items()} == {"s": {INSTANCE: 1}, "another": {}}
+    found = {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert keeper.known[HOST].running == found
     passed = [(HOST, "s")]
     await keeper.without_losses(scan("another"), "d", lambda *place: place in passed)
-    assert list(keeper.still_running[HOST]) == ["another"], "the first one has given the host up"
+    assert not keeper.known[HOST].running, "the first one has given the host up"
 
 
 async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_next_one() -> None:
@@ -334,14 +334,14 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
 
     await fenced(1, 1_000.0)
     assert await scanned(runs) == [(HOST, keeper.known[HOST].rescan)]
-    assert not keeper.still_running
+    assert not keeper.known[HOST].running
     assert await scanned(runs, later_than=1) == []
-    assert keeper.still_running[HOST] == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert keeper.known[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     await fenced(2, 1_200.0)
     assert await scanned(later_than=1) == [(HOST, keeper.known[HOST].rescan)]
-    assert keeper.still_running[HOST] == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert keeper.known[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     assert await scanned(later_than=2) == []
-    assert keeper.still_running[HOST]["s"].attempts == {}
+    assert not keeper.known[HOST].running
 
 
 # --- A conductor whose copy of the fences may be old does not undo an evacuation: it reads the record first.

@@ -196,7 +196,7 @@ async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host
         await fences.load()
         if is_told:
             await fences.without_losses(report, store.deployment)
-        context = replace(PATIENCE, fences=fences.known, still_running=fences.still_running)
+        context = replace(PATIENCE, fences=fences.known)
         unproved = why_not_evacuated(active, context, fenced=False, force=False)
         refused.append("" if unproved is None else unproved.code)
     assert refused == [STILL_RUNNING, STILL_RUNNING]

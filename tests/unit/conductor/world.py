@@ -86,7 +86,6 @@ class Alone:
     """What a conductor has beside it where a test is not about that: no fences, no search, no leases."""
 
     known: Mapping[str, Any] = {}
-    still_running: Mapping[str, Any] = {}
     name, is_recent, is_keeper = "c1", True, False
 
     def heard(self) -> Collection[str]:
