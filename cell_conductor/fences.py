@@ -146,9 +146,8 @@ class FenceKeeper:
             # A lift has a time in any case, by which its record goes; a fence without one proves less.
             at = decision.at or (self._clock.time() if decision.lift else 0.0)
             fence = replace(convert(decision, Fence, from_attributes=True), state=state, at=at)
-            known = (self._fences or {}).get(fence.host_uuid)
             on_record = await self._store.fences.put(fence)
-            if fence == replace(on_record, running={}) and (known is None or known.version != fence.version):
+            if on_record is fence:
                 log.warning(
                     "host.fenced" if not fence.lifting else "host.fence_lifting",
                     host=fence.host,

@@ -221,18 +221,18 @@ class FenceStore(KeyedStore):
 
     @in_transaction
     async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
-        """Record a decision, unless one at least as new is on record; returns the one that is then. A decision to lift
-        what is no fence has ended no step here: it is lifted. What was found to run there stays with a fence.
+        """Record a decision, unless one at least as new is on record; returns the decision that stands then. One to
+        lift what is no fence has ended no step here: it is lifted. What was found to run there stays with a fence.
         """
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
         before = known.get(fence.host_uuid)
         if before is not None and before.version >= fence.version:
             return before
-        if before is not None and before.state is not FenceState.LIFTED:
-            fence = replace(fence, running=before.running)
-        elif fence.lifting:
+        is_fence = before is not None and before.state is not FenceState.LIFTED
+        if fence.lifting and not is_fence:
             fence = replace(fence, state=FenceState.LIFTED)
-        await rows.put(FENCES, [fence], over=known)
+        found = before.running if before is not None and is_fence else {}
+        await rows.put(FENCES, [replace(fence, running=found)], over=known)
         return fence
 
     @in_transaction
