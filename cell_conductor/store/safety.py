@@ -46,7 +46,9 @@ class DecidedMachine(Struct, frozen=True):
 
 
 class UnexplainedRecord(Struct, frozen=True, kw_only=True):
-    """One machine on record. verdict: an operator's, "" until there is one. is_new: recorded by this call."""
+    """One machine on record. verdict: an operator's, "" until there is one. era: of its database when it was decided
+    (`SetBack.first_number`). is_new: recorded by this call.
+    """
 
     machine: Unexplained
     service: str
@@ -55,6 +57,7 @@ class UnexplainedRecord(Struct, frozen=True, kw_only=True):
     verdict: str = ""
     decided_by: str = ""
     decided_at: float = 0.0
+    era: int = 0
     is_new: bool = False
 
     @property
@@ -111,13 +114,16 @@ LEASES: KeyedTable[str, Lease] = KeyedTable(
 KEYED: tuple[KeyedTable[Any, Any], ...] = (UNEXPLAINED, BREAKERS, FENCES, LOSSES, LEASES)
 
 
-def seen_again(before: UnexplainedRecord | None, machine: Unexplained, service: str, now: float) -> UnexplainedRecord:
-    """The record of a machine that is listed. A verdict holds for one attempt only, but that a machine is kept: no
-    attempt and no mark shows that it is gone.
+def seen_again(
+    before: UnexplainedRecord | None, machine: Unexplained, service: str, now: float, era: int
+) -> UnexplainedRecord:
+    """The record of a machine that is listed. A verdict holds for one attempt only, and until the database is set back:
+    another one may have come since, which is lost. But that a machine is kept holds: no attempt and no mark shows that
+    it is gone.
     """
     if before is None:
         return UnexplainedRecord(machine=machine, service=service, first_seen=now, last_seen=now)
-    is_same = (before.machine.attempt, before.machine.kind) == (machine.attempt, machine.kind)
+    is_same = (before.machine.attempt, before.machine.kind, before.era) == (machine.attempt, machine.kind, era)
     verdict = before.verdict if is_same or before.verdict == KEEP else ""
     return replace(before, machine=machine, service=service, last_seen=now, verdict=verdict)
 
@@ -129,10 +135,12 @@ class Safety(KeyedStore):
     async def record(
         self, rows: KeyedRows, service: str, machines: Sequence[Unexplained], now: float
     ) -> list[UnexplainedRecord]:
-        """Put these on record, or record that they are still there."""
+        """Put these on record, or record that they are still there. Raises Unrecognised."""
+        await rows.expect_known()
+        era = await rows.era()
         listed = {(one.host_uuid, one.uuid): one for one in machines}
         known = await rows.find(UNEXPLAINED, listed, Lock.UPDATE)
-        made = [seen_again(known.get(place), machine, service, now) for place, machine in listed.items()]
+        made = [seen_again(known.get(place), machine, service, now, era) for place, machine in listed.items()]
         await rows.put(UNEXPLAINED, made, over=known)
         return [replace(one, is_new=one.place not in known) for one in made]
 
@@ -167,10 +175,12 @@ class Safety(KeyedStore):
                 for one in named.get(machine.uuid, ())
             )
 
-        places = [one.place for one in await rows.read(UNEXPLAINED) if is_meant(one)]
+        era, places = await rows.era(), [one.place for one in await rows.read(UNEXPLAINED) if is_meant(one)]
         known = await rows.find(UNEXPLAINED, places, Lock.UPDATE)
         decided = [
-            replace(one, verdict=verdict, decided_by=by, decided_at=now) for one in known.values() if is_meant(one)
+            replace(one, verdict=verdict, decided_by=by, decided_at=now, era=era)
+            for one in known.values()
+            if is_meant(one)
         ]
         await rows.put(UNEXPLAINED, decided, over=known)
         return [one.place for one in decided]

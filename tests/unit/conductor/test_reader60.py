@@ -439,6 +439,7 @@ async def test_an_operators_word_from_before_a_set_back_destroys_nothing() -> No
     """The machine was given to its instance since (`adopt`), and the restored record has the earlier word."""
     store, clock, config, bus = await opened_store(), SystemClock(), ConductorConfig(), Quiet()
     machine = Unexplained(UUID, 3, host(3), UnexplainedKind.QUARANTINED, "newer than its record")
+    store._table.made_at = 1.0
     await store.safety.record("s1", [machine], 1.0)
     await store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 2.0)
     await insert(store, record(State.ACTIVE, queried=False, newest=0))
