@@ -26,7 +26,15 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import why_not_adoptable, why_not_its_machine
 from .domain.breaker import Listings
-from .domain.events import InstanceEvent, InstanceSearched, MachineQuery, SourceAnswered, SourceQuery, is_begun_by
+from .domain.events import (
+    Awaited,
+    InstanceEvent,
+    InstanceSearched,
+    MachineQuery,
+    SourceAnswered,
+    SourceQuery,
+    is_begun_by,
+)
 from .domain.instance import Instance
 from .domain.leases import Lease
 from .domain.way_back import answer_about
@@ -247,7 +255,7 @@ class MachineSearch:
 
     async def find_doubted(self, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
         """What all services have of instances in doubt, of those about which all have answered that have to. Beyond the
-        doubt's limit these are the services that the query names.
+        doubt's limit these are the services that the query names, of a move about its own hosts alone.
 
         One that has not looked at each of its hosts that is not fenced has not answered.
         """
@@ -262,10 +270,19 @@ class MachineSearch:
         unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - looked_at)
         at, found = self._clock.time(), dict[str, InstanceSearched]()
         for uuid, query in queries.items():
-            service, host = query.here or ("", "")
-            missing = unseen | {service} if service in (asked or ()) and host not in looked_at else unseen
-            named = {*query.services, *(self._up_now() or () if query.of_up else ())}
-            awaited = missing if query.all_of or self._is_awaiting(query.since) else named
+            missing = set(unseen)
+            if query.awaited is Awaited.NONE:  # no fence answers for a machine that may be complete
+                gone = self._forgotten()
+                missing.update(one for one, host in query.places if one not in gone and host not in searched.hosts)
+            beyond: dict[Awaited, AbstractSet[str]] = {
+                Awaited.NONE: frozenset(),
+                Awaited.OF_PLACES: {
+                    one for one, host in query.places if one in searched.missing or host not in looked_at
+                },
+                Awaited.UP: self._up_now() or frozenset(),
+                Awaited.ALL: missing,
+            }
+            awaited = missing if self._is_awaiting(query.since) else beyond[query.awaited]
             if asked is not None and not missing & awaited:
                 found[uuid] = InstanceSearched(
                     at=at,

@@ -68,10 +68,11 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     is_held = event.given_up is None and not instance.last_attempt
     is_newest = all(one.attempt <= event.attempt for one in event.found or ())
     is_new = is_held and is_newest and any((one.attempt, one.host_uuid) == first for one in event.found or ())
-    if not event.found or (is_new and rules.closed_to(requested, context) is None):
+    best = best_of(requested, event.found or ())
+    if best is None or (is_new and rules.closed_to(requested, context) is None):
         return rules.start_build(instance, event, context)
     adopted = replace(numbered_on(requested, context.set_back, event), reused_from=1)
-    return adopt_found(adopted, event.found, event.at, context)
+    return adopt_found(adopted, best, event.at, context)
 
 
 def why_not_adoptable(instance: Instance | None) -> str:
@@ -127,7 +128,7 @@ def adopt_decided(instance: Instance, event: MachineFound, context: StepContext)
         code="",
         reason="",
     )
-    return adopt_found(decided, (replace(found, project_id=instance.spec.project_id),), event.at, context)
+    return adopt_found(decided, replace(found, project_id=instance.spec.project_id), event.at, context)
 
 
 def note_built(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
@@ -164,18 +165,21 @@ def is_held(selection: Selection, event: ClaimRefused) -> bool:
 
 
 def by_worth(one: FoundMachine) -> tuple[bool, int, str]:
-    """Which of several machines of one instance is taken for its own: one that is complete, else the newest."""
+    """Which of several machines of one instance counts: one that is complete, else the newest."""
     return one.built, one.attempt, one.host_uuid
 
 
-def adopt_found(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
-    """One that is proved to be the instance's, if any is. The others stay, in quarantine (`reused_from`)."""
-    best = max(found, key=lambda one: (proved_of(instance, one) is not None, *by_worth(one)))
-    if (allocations := proved_of(instance, best)) is None:
+def best_of(instance: Instance, found: Sequence[FoundMachine]) -> FoundMachine | None:
+    """Which of these is taken for the instance's own: one that is proved to be, if any is."""
+    return max(found, key=lambda one: (proved_of(instance, one) is not None, *by_worth(one)), default=None)
+
+
+def adopt_found(instance: Instance, best: FoundMachine, at: float, context: StepContext) -> Step:
+    """The machine is the instance's, if it is proved to be. Any other stays, in quarantine (`reused_from`)."""
+    if (here := proved_of(instance, best)) is None:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=False)
         return Step(steps.releasing(passed, State.FAILED, at, context))
-    here = Selection(host_uuid=best.host_uuid, host=best.host, service=best.service, allocations=allocations)
     others = tuple(one for one in instance.alternates_and_here if one.host_uuid != here.host_uuid)
     adopted = replace(
         instance,
@@ -197,11 +201,17 @@ def unproved_from(instance: Instance, context: StepContext) -> int:
     return min(first, instance.reused_from or first)
 
 
-def proved_of(instance: Instance, found: FoundMachine) -> Allocations | None:
-    """The resources of the machine, which is proved to be this instance's; None: it is not, or they are not known."""
+def proved_of(instance: Instance, found: FoundMachine) -> Selection | None:
+    """Where the machine is, which is proved to be this instance's; None: it is not, or its size is not known."""
     assert instance.spec is not None
     is_its_own = found.project_id == instance.spec.project_id and found.attempt >= 1
-    return taken_of(instance, found) if is_its_own else None
+    taken = taken_of(instance, found) if is_its_own else None
+    return None if taken is None else selection_of(found, taken)
+
+
+def selection_of(found: FoundMachine, taken: Allocations) -> Selection:
+    """The place of a machine that takes so much there."""
+    return Selection(host_uuid=found.host_uuid, host=found.host, service=found.service, allocations=taken)
 
 
 def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:

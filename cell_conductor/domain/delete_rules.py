@@ -9,11 +9,11 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
-from bus.contracts.cell import UNKNOWN_ATTEMPT, InstanceSpec, Selection
+from bus.contracts.cell import UNKNOWN_ATTEMPT, InstanceSpec
 from bus.contracts.moves import Condition, MoveState
 
 from . import rules, steps
-from .adopt_rules import by_worth, report_deleting
+from .adopt_rules import by_worth, report_deleting, selection_of
 from .departure_rules import refer
 from .desires import WANTED, Ask, Wish, desire_of
 from .events import (
@@ -53,15 +53,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     forgotten = replace(
         numbered_on(instance, context.set_back),
         spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
-        selections=tuple(
-            Selection(
-                host_uuid=one.host_uuid,
-                host=one.host,
-                service=one.service,
-                allocations=one.allocations or {one.host_uuid: {}},
-            )
-            for one in own
-        ),
+        selections=tuple(selection_of(one, one.allocations or {one.host_uuid: {}}) for one in own),
         attempt=own[0].attempt if own else 0,
         newest=max(last, instance.last_attempt) + FORGOTTEN_ATTEMPTS,
         cause=event.cause or instance.cause,

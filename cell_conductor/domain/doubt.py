@@ -18,14 +18,15 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from bus.contracts.cell import FoundMachine, Selection
+from bus.contracts.cell import FoundMachine
 from bus.contracts.moves import ARRIVED, Condition, MoveKind, MoveState
 
 from . import delete_rules, rules, steps, way_back
-from .adopt_rules import adopt_found, by_worth, forgotten_machines, proved_of
+from .adopt_rules import adopt_found, best_of, by_worth, forgotten_machines, proved_of
 from .departure_rules import give_away, refuse_other
 from .desires import MAY_BE_THERE, OVER, Ask, Wish, Work, desire_of
 from .events import (
+    Awaited,
     ChangeEnded,
     DeleteRequested,
     Destroyed,
@@ -37,7 +38,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import Instance, Move, State
+from .instance import Instance, State
 from .later_machine import adopt_moved
 from .move_events import (
     ENDS_ANOTHER,
@@ -62,19 +63,21 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     """The query that a record in doubt waits for, and one of a lost machine before it is released; None: it waits for
     none. It follows from the record alone.
     """
-    desire = desire_of(instance)
-    is_ending = desire.asks is Ask.RELEASE and desire.condition is Condition.FAILED and instance.move is None
+    desire, move = desire_of(instance), instance.move
+    is_ending = desire.asks is Ask.RELEASE and desire.condition is Condition.FAILED and move is None
     if not is_in_doubt(instance) and not (instance.doubted and is_ending):
         return None
-    if instance.move is None:
-        own = (instance.here.service, instance.here.host_uuid) if instance.state is State.BUILDING else None
-        return MachineQuery(instance.since, here=own, of_up=is_ending and instance.code != rules.OUTCOME_UNKNOWN)
-    services = tuple(filter(None, (instance.service, instance.source_service)))
-    claimed = instance.alternates if desire.asks is Ask.CLAIM and instance.move.to_cell is None else ()
-    services = (*services, *(one.service for one in claimed))
-    if instance.move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
-        services = tuple(one.service for one in claimed or (instance.here,))
-    return MachineQuery(instance.since, services=services, all_of=_is_from_image(instance))
+    if move is None:
+        awaited = Awaited.UP if is_ending and instance.code != rules.OUTCOME_UNKNOWN else Awaited.NONE
+        places = [instance.here] if instance.state is State.BUILDING else []
+    else:
+        awaited = Awaited.ALL if _is_from_image(instance) else Awaited.OF_PLACES
+        claimed = instance.alternates if desire.asks is Ask.CLAIM and move.to_cell is None else ()
+        own = [] if instance.is_leaving else [instance.here]
+        places = [*own, *([] if move.source is None else [move.source]), *claimed]
+        if move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
+            places = [*(claimed or [instance.here])]
+    return MachineQuery(instance.since, awaited, tuple((one.service, one.host_uuid) for one in places))
 
 
 def is_in_doubt(instance: Instance) -> bool:
@@ -94,7 +97,7 @@ def ask(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The services are queried again. No client waits for them beyond the doubt's limit, and no delete at all: one on
     record waited for placement.
     """
-    if _is_deleted_here(instance):
+    if instance.move is not None and instance.move.delete and not _may_have_left(instance):
         return leave(_furthest(instance), event.at, context)
     waiting = _hold(instance, event.at, context)
     if instance.move is None:  # the doubt's limit ends a build (`resolve`)
@@ -147,11 +150,6 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
         return delete_rules.delete(instance, event, context)
     known = instance if move_of(instance).delete else _furthest(instance)
     return delete_rules.delete_moving(known, event, context, leaves=_leave)
-
-
-def _is_deleted_here(instance: Instance) -> bool:
-    """Whether its delete is on record, and no other cell has to be asked before it is carried out."""
-    return instance.move is not None and instance.move.delete and not _may_have_left(instance)
 
 
 def _leave(instance: Instance, at: float, context: StepContext) -> Step:
@@ -231,14 +229,13 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _resolve_build(instance, event, context)
     at, move, there = event.at, move_of(instance), _destination_of(instance, event)
     is_source_gone, later = _is_source_gone(instance, event), _later(instance, event.machines)
-    if _is_deleted_here(instance):
+    if move.delete and not _may_have_left(instance):
         return leave(_furthest(instance), at, context)
     if move.delete:
         return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
-    if any(one is there or one in later for one in event.machines if _is_kept(one, context)):
-        return Step(_hold(instance, at, context))  # until another word about it
-    latest = max(later, key=lambda one: (proved_of(instance, one) is not None, *by_worth(one)), default=None)
-    newest = max(filter(None, (latest, there)), key=by_worth, default=None)
+    if any((one.host_uuid, instance.uuid) in context.kept for one in filter(None, (there, *later))):
+        return Step(_hold(instance, at, context))  # until another word of its operator
+    newest = max(filter(None, (best_of(instance, later), there)), key=by_worth, default=None)
     if there is None or newest is not there:
         moved = _follow_later(instance, newest, event, context, is_source_gone=is_source_gone)
         if moved is not None:
@@ -250,9 +247,10 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return Step(_hold(instance, at, context))  # its image may be kept under a forgotten name
     if _is_one_machine(instance):
         return _go_on(instance, at, context)
-    if there is not None and (there.built or not _is_undone(instance)):
+    desire = desire_of(instance)
+    if there is not None and (there.built or desire.progress is not MoveState.UNDOING):
         return _take(instance, there, at, context, is_source_gone=is_source_gone)
-    if _is_offloaded(instance):
+    if desire.source is Wish.UNKNOWN:  # by the record the only machine of it is destroyed, or released
         return _go_on(instance, at, context)
     is_unseen = is_source_gone and instance.host_uuid not in event.hosts
     if _has_destination(instance) and (instance.host_uuid in context.fences if _is_from_image(instance) else is_unseen):
@@ -282,7 +280,8 @@ def _follow_later(
         assert instance.spec is not None
         is_anothers = newest.project_id not in (None, instance.spec.project_id)
         return None if is_anothers else Step(_hold(instance, at, context))
-    is_tried = _is_alternate(instance, newest) and desire.progress is not MoveState.UNDOING
+    is_alternate = any(one.host_uuid == newest.host_uuid for one in instance.alternates)
+    is_tried = is_alternate and desire.progress is not MoveState.UNDOING
     if is_from_image or (not _is_one_machine(instance) and (is_source_gone or is_tried)):
         return _take(found, newest, at, context, is_source_gone=is_source_gone)
     return adopt_moved(instance, newest, at, context) if newest.built else Step(_hold(instance, at, context))
@@ -294,14 +293,17 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
     end the attempt unless it is complete, as the command may come late, and a machine of it that is listed later is
     kept. The build has failed for its client if a service was silent until the doubt's limit, which may have one.
     """
+    assert instance.spec is not None
     at, is_building = event.at, instance.state is State.BUILDING
-    own = [one for one in event.machines if is_building and _is_at(one, instance.attempt, instance.host_uuid)]
-    others = forgotten_machines(instance, event.machines)
+    own = [
+        replace(one, project_id=instance.spec.project_id)  # that is proved by its record
+        for one in event.machines
+        if is_building and _is_at(one, instance.attempt, instance.host_uuid)
+    ]
     sure = replace(certain(instance, at), doubted=bool(event.silent), queried=False)
-    proved = [one for one in others if proved_of(instance, one) is not None]
-    best = max((*own, *proved) or others, key=by_worth, default=None)
+    best = best_of(instance, (*own, *forgotten_machines(instance, event.machines)))
     if best is not None and best not in own:
-        return _adopt(sure, (best,), at, context)
+        return _adopt(sure, best, at, context)
     if best is not None and best.built:
         up = Spawned(at=at, attempt=best.attempt, host_uuid=best.host_uuid, service=best.service)
         active = rules.come_up(steps.at_service(sure, best.service), up, context)
@@ -326,11 +328,11 @@ def _resolve_build(instance: Instance, event: InstanceSearched, context: StepCon
 
 def adopt_lost(instance: Instance, event: InstanceSearched, context: StepContext) -> Step:
     """A record that ends as failed may be older than the world, and a service has a machine of it that it has not."""
-    found = forgotten_machines(instance, event.machines)
-    return _adopt(instance, found, event.at, context) if found else Step(instance)
+    best = best_of(instance, forgotten_machines(instance, event.machines))
+    return Step(instance) if best is None else _adopt(instance, best, event.at, context)
 
 
-def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
+def _adopt(instance: Instance, found: FoundMachine, at: float, context: StepContext) -> Step:
     adopting = replace(instance, reused_from=instance.reused_from or 1, code="", reason="")
     return adopt_found(adopting, found, at, context)
 
@@ -348,11 +350,9 @@ def _resolve_leaving(instance: Instance, at: float, context: StepContext, *, is_
     if _may_have_left(instance) and desire_of(instance).source not in OVER:
         given_up = replace(move, lost_code=move.lost_code or IN_DOUBT, lost_reason=move.lost_reason or WHY)
         return _ask_next_cell(replace(instance, move=given_up, queried=False), at, context)
-    if desire_of(instance).progress is not MoveState.UNDOING:
-        return _go_on(instance, at, context)
-    if is_source_gone and not instance.image:  # as of one whose next cell was asked
-        return Step(_hold(instance, at, context))
-    return _go_on(replace(instance, move=replace(move_of(instance), handed_over=True)), at, context)
+    if desire_of(instance).progress is MoveState.UNDOING and is_source_gone and not instance.image:
+        return Step(_hold(instance, at, context))  # as of one whose next cell was asked
+    return _go_on(instance, at, context)
 
 
 def _has_destination(instance: Instance) -> bool:
@@ -373,18 +373,6 @@ def _is_one_machine(instance: Instance) -> bool:
     return is_here or instance.state is State.REVERTING
 
 
-def _is_undone(instance: Instance) -> bool:
-    """Whether by the record its destination is given up, and its host was commanded to destroy it."""
-    desire = desire_of(instance)
-    return desire.here is Wish.DESTROY and desire.source is Wish.STAY
-
-
-def _is_offloaded(instance: Instance) -> bool:
-    """Whether by the record its only machine is destroyed, or released."""
-    desire = desire_of(instance)
-    return desire.asks is Ask.RELEASE or (desire.here is Wish.DESTROY and desire.source is Wish.UNKNOWN)
-
-
 def _destination_of(instance: Instance, event: InstanceSearched) -> FoundMachine | None:
     found = [one for one in event.machines if _is_at(one, instance.attempt, instance.host_uuid)]
     return found[0] if found and _has_destination(instance) else None
@@ -401,10 +389,6 @@ def _is_missing(event: InstanceSearched, attempt: int, host_uuid: str | None) ->
     return host_uuid in event.hosts and all((one.attempt, one.host_uuid) != place for one in event.machines)
 
 
-def _is_kept(found: FoundMachine, context: StepContext) -> bool:
-    return (found.host_uuid, found.instance_uuid) in context.kept
-
-
 def _later(instance: Instance, machines: Sequence[FoundMachine]) -> list[FoundMachine]:
     """The machines that were made by what the database has lost."""
     known = move_of(instance).book_attempt if _is_from_image(instance) else instance.last_attempt
@@ -413,24 +397,16 @@ def _later(instance: Instance, machines: Sequence[FoundMachine]) -> list[FoundMa
 
 def _is_unexplained(instance: Instance, machines: Sequence[FoundMachine]) -> bool:
     """Whether one of these is neither a later one that is proved to be its project's, nor by its record there."""
-    own = (instance.attempt, instance.host_uuid) if _is_expected(instance) else None
+    is_expected = _has_destination(instance) or desire_of(instance).here is Wish.DESTROY
+    own = (instance.attempt, instance.host_uuid) if is_expected else None
     later = {(one.attempt, one.host_uuid) for one in _later(instance, machines) if proved_of(instance, one) is not None}
     return any(one.foreign or (one.attempt, one.host_uuid) not in {own, *later} for one in machines)
 
 
-def _is_expected(instance: Instance) -> bool:
-    return _has_destination(instance) or desire_of(instance).here is Wish.DESTROY
-
-
-def _is_alternate(instance: Instance, found: FoundMachine) -> bool:
-    return any(one.host_uuid == found.host_uuid for one in instance.alternates)
-
-
 def _having(instance: Instance, found: FoundMachine) -> Instance | None:
     """The record with this machine as its destination; None: it is not proved to be its own, or its size not known."""
-    if (allocations := proved_of(instance, found)) is None:
+    if (here := proved_of(instance, found)) is None:
         return None
-    here = Selection(host_uuid=found.host_uuid, host=found.host, service=found.service, allocations=allocations)
     return replace(
         instance,
         selections=(instance.selections[0], here),
@@ -443,8 +419,13 @@ def _having(instance: Instance, found: FoundMachine) -> Instance | None:
 
 
 def _sure(instance: Instance, at: float) -> Instance:
-    """The record is certain. What it has forgotten may have given out the numbers that it gives out from now on."""
-    return replace(certain(instance, at), queried=False, reused_from=instance.reused_from or instance.next_attempt)
+    """The record is certain. What it has forgotten may have given out the numbers that it gives out from now on, and
+    commanded the source to hand over: it is started if the move goes back to it.
+    """
+    move, reused_from = instance.move, instance.reused_from or instance.next_attempt
+    if move is not None and move.source is not None and move.kind is not MoveKind.EVACUATE:
+        move = replace(move, handed_over=True)
+    return replace(certain(instance, at), queried=False, reused_from=reused_from, move=move)
 
 
 def _take(instance: Instance, found: FoundMachine, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
@@ -471,16 +452,10 @@ def follow_spared(instance: Instance, event: Spawned | HostRuns, context: StepCo
     return _arrive(steps.followed(instance, event), event.at, context, is_source_gone=False)
 
 
-def _handed_over(move: Move) -> bool:
-    """Whether the source may have been commanded to hand over by now, and is started if the move goes back to it."""
-    return move.handed_over or (move.source is not None and move.kind is not MoveKind.EVACUATE)
-
-
 def _wanted(instance: Instance, at: float, context: StepContext) -> Step:
     """The destination is wanted, whatever was to end the move: that has not taken effect."""
     move = move_of(instance)
-    kept_move = replace(move, lost_code="", lost_reason="", finishing=True, handed_over=_handed_over(move))
-    kept = replace(instance, move=kept_move)
+    kept = replace(instance, move=replace(move, lost_code="", lost_reason="", finishing=True))
     return answer_other(kept, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), at, context)
 
 
@@ -505,18 +480,17 @@ def _rest(instance: Instance, at: float, context: StepContext, *, is_source_gone
 
 def _undo(instance: Instance, at: float, context: StepContext) -> Step:
     """No complete machine is at the destination, and the move goes back to where it began. The host of the destination
-    is to end it unless it is complete, as the command may come late. The source may have been commanded to hand over;
-    what was claimed may have later numbers than the record, and so has what is released without a source.
+    is to end it unless it is complete, as the command may come late. What was claimed may have later numbers than the
+    record, and so has what is released without a source.
     """
-    move, has_destination = move_of(instance), _has_destination(instance)
-    back = replace(move, finishing=has_destination, handed_over=_handed_over(move))
-    newest = instance.newest
+    move, has_destination, newest = move_of(instance), _has_destination(instance), instance.newest
     if move.source is None:
         newest = instance.last_attempt + FORGOTTEN_ATTEMPTS
     elif instance.state is State.CLAIMING:  # a copy of the claim may be under way
         newest = instance.next_attempt
-    sure = replace(_sure(instance, at), newest=newest, move=back)
-    undone = undo(sure, at, context, move.lost_code or IN_DOUBT, move.lost_reason or WHY)
+    sure = replace(_sure(instance, at), newest=newest)
+    back = replace(sure, move=replace(move_of(sure), finishing=has_destination))
+    undone = undo(back, at, context, move.lost_code or IN_DOUBT, move.lost_reason or WHY)
     if not has_destination:
         return undone
     return replace(undone, instance=replace(undone.instance, queried=True), again=True)
@@ -525,8 +499,6 @@ def _undo(instance: Instance, at: float, context: StepContext) -> Step:
 def _go_on(instance: Instance, at: float, context: StepContext) -> Step:
     """The record stays as it is. What it waits for is commanded, or asked of placement, once more."""
     sure = _sure(instance, at)
-    if sure.state is State.REVERTING:
-        sure = replace(sure, move=replace(move_of(sure), handed_over=_handed_over(move_of(sure))))
     kind, is_asking = change_of(sure), desire_of(sure).asks is not None
     if sure.state is State.RESIZED:
         return _rest(sure, at, context, is_source_gone=False)

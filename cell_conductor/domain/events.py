@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from enum import StrEnum
 from typing import TypeGuard
 
 from msgspec import Struct
@@ -246,20 +247,24 @@ class MachineFound(Event, frozen=True, kw_only=True):
     machine: FoundMachine
 
 
+class Awaited(StrEnum):
+    """The services that have to answer about a record in doubt beyond the doubt's limit, however long that takes."""
+
+    NONE = "none"  # a build ends
+    OF_PLACES = "of_places"  # those of a move's own hosts about these, though they are down
+    ALL = "all"  # the move has no source, and what is released may be started again from its image
+    UP = "up"  # those that are up: no request waits for the claim of an instance that is lost
+
+
 class MachineQuery(Struct, frozen=True):
     """The query for all machines of an instance in doubt.
 
-    here: the service and the host of a build, which is to have looked at it. services: that have to answer beyond the
-    doubt's limit, too, though they are down: those of the hosts of a move. all_of: every other one has to as well,
-    however long that takes: the move has no source, and what is released may be started again from its image. of_up:
-    those that are up have to: of an instance that is lost, for whose claim no request waits.
+    places: (service, host) of the record's machines. That of a build is to have been looked at.
     """
 
     since: float
-    here: tuple[str, str] | None = None
-    services: tuple[str, ...] = ()
-    all_of: bool = False
-    of_up: bool = False
+    awaited: Awaited
+    places: tuple[tuple[str, str], ...] = ()
 
 
 class SourceQuery(Struct, frozen=True):

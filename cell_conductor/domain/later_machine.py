@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.cell import FoundMachine
 from bus.contracts.moves import MoveState
 
-from .adopt_rules import adopt_found, proved_of, unproved_from
+from .adopt_rules import adopt_found, best_of, proved_of, unproved_from
 from .events import MoveRequested
 from .instance import Instance, Power
 from .move_events import IN_DOUBT, MoveEnd, after, answer_other, close, move_of, refuse_request
@@ -37,12 +37,13 @@ def take_over_later(instance: Instance, event: MoveRequested, context: StepConte
         and (one.attempt, one.host_uuid) != own
         and not is_over(instance, one.attempt, one.host_uuid)
     ]
-    if not later:
+    if (best := best_of(instance, later)) is None:
         return None
-    unsure, newest = doubted_from(instance, context.set_back), max(later, key=lambda one: (one.attempt, one.host_uuid))
-    refused = refuse_request(unsure, event, context, IN_DOUBT, f"host {newest.host} has a later machine of it: {OLDER}")
-    if newest.built and newest.attempt > instance.attempt and proved_of(instance, newest):
-        return after(refused, _adopt(replace(refused.instance, doubted=False), newest, event.at, context))
+    unsure = doubted_from(instance, context.set_back)
+    refused = refuse_request(unsure, event, context, IN_DOUBT, f"host {best.host} has a later machine of it: {OLDER}")
+    if best.built and best.attempt > instance.attempt and proved_of(instance, best) is not None:
+        unsure = replace(refused.instance, doubted=len(later) > 1)  # another one may be later still
+        return after(refused, _adopt(unsure, best, event.at, context))
     return refused
 
 
@@ -60,4 +61,4 @@ def adopt_moved(instance: Instance, found: FoundMachine, at: float, context: Ste
 def _adopt(instance: Instance, found: FoundMachine, at: float, context: StepContext) -> Step:
     runs = Power.RUNNING if instance.power is Power.SHELVED else instance.power
     awake = replace(instance, power=runs, image="", reused_from=unproved_from(instance, context))
-    return adopt_found(awake, (found,), at, context)
+    return adopt_found(awake, found, at, context)

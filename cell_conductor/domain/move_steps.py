@@ -35,7 +35,6 @@ from .move_events import (
     move_of,
     refuse_request,
     report_progress,
-    source_of,
 )
 from .orders import change_of, numbered, step_s
 from .set_back import marked_reused
@@ -244,6 +243,8 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
     move = move_of(instance)
     up = replace(
         instance,
+        selections=(instance.selections[0], instance.here),  # alternates have no use any more
+        position=1,
         deadline=None,
         since=at,
         answered=True,
@@ -263,12 +264,8 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
 
 def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     """The source is given up: destroyed on its host, then released. In place there is no other machine."""
-    here = instance.here
-    if instance.is_in_place:
-        return Step(steps.releasing(instance, State.ACTIVE, at, context))
-    # Alternates have no use any more; the move still names the source.
-    alone = replace(instance, selections=(source_of(move_of(instance)), here), position=1)
-    return Step(steps.destroying(alone, State.ACTIVE, at, context))
+    enters = steps.releasing if instance.is_in_place else steps.destroying
+    return Step(enters(instance, State.ACTIVE, at, context))
 
 
 def over(instance: Instance, at: float, context: StepContext) -> Instance:

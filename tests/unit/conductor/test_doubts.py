@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import Destroy
+from bus.contracts.moves import MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.doubt import is_in_doubt
@@ -15,8 +16,8 @@ from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import SetBack, is_outdated
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import FenceSteps, step
-from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, brief
-from tests.unit.conductor.scenario import PATIENCE, S1_SILENT, UUID, answering, host, queried, selection, spawned
+from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, brief, fenced, moving
+from tests.unit.conductor.scenario import PATIENCE, S1_SILENT, SPEC, UUID, answering, host, queried, selection, spawned
 from tests.unit.conductor.scenario import on as on_services
 from tests.unit.conductor.test_doubts_table import (
     FENCED_2,
@@ -39,6 +40,7 @@ from tests.unit.conductor.test_doubts_table import (
 
 LOST = e.ServiceLost(at=225.0, service="s1", code="x")
 LATE = e.TimedOut(at=230.0)
+FENCED_3 = fenced(3, context=IN_DOUBT)
 FAILED = e.SpawnFailed(at=225.0, attempt=2, host_uuid=host(2), service="s1", code="x")
 
 
@@ -120,6 +122,19 @@ def test_nothing_is_started_beside_a_later_machine_whose_project_is_not_known(be
     assert is_in_doubt(step(before, searched(SOURCE, on(4, 5, project_id=None)), IN_DOUBT).instance)
 
 
+@pytest.mark.parametrize("arrives", [spawned(2), runs(2)])
+def test_a_move_that_has_arrived_has_tried_no_alternate(arrives: e.Event) -> None:
+    """A resize was reverted, and its instance moved to what had been its alternate: it had the new flavor by its record
+    and the old one on its host.
+    """
+    resizing = moving(S.FINISHING, move={"kind": MoveKind.RESIZE, "spec": replace(SPEC, flavor="before")})
+    there = replace(step(resizing, arrives, IN_DOUBT).instance, doubted=True)
+    assert there.state is S.RESIZED
+    taking = step(there, searched(SOURCE, on(3, 5)), IN_DOUBT).instance
+    assert in_text(taking.phase) == "claiming/active"
+    assert taking.spec is not None and taking.spec.flavor == "before"
+
+
 def test_nothing_is_started_beside_a_later_machine_whose_size_is_not_known() -> None:
     before = replace(RESTARTS, selections=(replace(PARTED, host_uuid=host(1)),))
     assert is_in_doubt(step(before, searched(SOURCE, LATER), IN_DOUBT).instance)
@@ -167,6 +182,14 @@ def test_a_record_in_doubt_gives_up_no_machine_on_a_fenced_host(before: Instance
     """It is only held: its deadline changes."""
     after, losses = followed(before, event, FENCED_2)
     assert not is_in_doubt(after) or losses == []
+
+
+@pytest.mark.parametrize("before", [unsure(S.FINISHING), unsure(S.CLAIMING, S.PREPARING, position=0, attempt=1)])
+def test_what_a_fenced_alternate_may_have_of_an_undone_unshelving_is_neither_lost_nor_over(before: Instance) -> None:
+    """It is in quarantine when its host is back, and its image is kept meanwhile."""
+    after, losses = followed(before, searched(hosts=HOSTS - {host(3)}), FENCED_3)
+    assert after.move is not None and after.move.lost_code == "move.in_doubt"
+    assert losses == [] and not is_over(after, 5, host(3)) and after.image == "kept"
 
 
 def test_a_build_is_certain_at_rest_where_the_database_was_not_set_back() -> None:

@@ -383,7 +383,8 @@ def test_the_service_of_a_dead_source_is_not_awaited_without_a_limit(
     """
     state = (S.FINISHING, None) if position else (S.CLAIMING, S.PREPARING)
     query = machine_query_of(doubted(*state, {"kind": kind, "source": FAR[0]}, selections=FAR, position=position))
-    assert query is not None and (query.services, query.all_of) == (services, False)
+    assert query is not None and query.awaited is e.Awaited.OF_PLACES
+    assert tuple(service for service, _ in query.places) == services
 
 
 @pytest.mark.parametrize("state", [S.FINISHING, S.REVERTING])
@@ -708,7 +709,7 @@ def offloaded(**other: Any) -> Instance:
         (at_rest(), (replace(LATER, project_id="q"),), IN_DOUBT, "active", REFUSED),
         (at_rest(selections=(replace(PARTED, host_uuid=host(8)),)), (LATER,), IN_DOUBT, "active", REFUSED),
         (offloaded(), (replace(LATER, project_id=None),), IN_DOUBT, "offloaded", REFUSED),
-        (at_rest(), (LATER, replace(LATER, attempt=6, built=False)), IN_DOUBT, "active", REFUSED),
+        (at_rest(), (LATER, replace(LATER, attempt=6, built=False)), IN_DOUBT, "claiming/active", REFUSED),
         (at_rest(), (replace(LATER, attempt=6), replace(LATER, built=False)), IN_DOUBT, "claiming/active", REFUSED),
         (at_rest(), (replace(LATER, attempt=4),), IN_DOUBT, "claiming/preparing", BEGUN),
         (at_rest(reused_from=4), (replace(LATER, attempt=4),), IN_DOUBT, "claiming/active", REFUSED),
@@ -725,6 +726,17 @@ def test_a_later_machine_than_the_record_has_is_taken_over_before_a_request_begi
     stepped = step(before, replace(request(kind, 1), found=found), context)
     told = tuple(one.code for one in stepped.commands if isinstance(one, MoveEvent))
     assert (in_text(stepped.instance.phase), told) == (phase, codes)
+
+
+def test_what_is_later_still_than_the_machine_that_is_taken_over_holds_the_next_request() -> None:
+    """It may be left where it was passed over, and never be complete, or be made by a move from the one that is."""
+    building = replace(LATER, host_uuid=host(4), attempt=6, built=False)
+    now = step(at_rest(), replace(request(K.MIGRATE, 1), found=(LATER, building)), IN_DOUBT).instance
+    now = step(now, e.ClaimRefused(at=2001.0, attempt=6, consumer_changed=True), IN_DOUBT).instance
+    assert (now.state, now.attempt) == (S.ACTIVE, 5)
+    assert is_outdated(replace(now, since=2001.0), IN_DOUBT.set_back)
+    again = replace(request(K.MIGRATE, 1, request_id=OTHER), found=(LATER, building))
+    assert step(now, again, IN_DOUBT).instance.state is S.ACTIVE
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ ORDERED = {"order": 201000, "move_order": 201000, "since": 201.0, "deadline": 50
 BACK = {**RESTS, "sequence": 21, "state": State.ACTIVE, "move": None, "since": 202.0}
 SETTLED = {**BACK, "selections": (ON_2,), "position": 0}
 HERE_ACTIVE = (tried(2, "active", 110.0, attempt=4),)
-ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "move_answered": True,
-           "move_history": HERE_ACTIVE, "ended": done(MoveKind.MIGRATE)}  # fmt: skip
+ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered": True, "queried": False,
+           "move_answered": True, "move_history": HERE_ACTIVE, "ended": done(MoveKind.MIGRATE)}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "
         (
             moving(State.FINISHING, move={"auto_confirm_s": 0.0}),
             spawned(2),
-            {**ARRIVED, **waits(DESTROYING, State.ACTIVE, 110.0, deadline=140.0), "selections": (ON_1, ON_2)},
+            {**ARRIVED, **waits(DESTROYING, State.ACTIVE, 110.0, deadline=140.0)},
         ),
         (
             moving(State.FINISHING, move={"finishing": True}),
@@ -285,7 +285,7 @@ ARRIVED = {"sequence": 21, "since": 110.0, "answered": True, "queried": False, "
         (
             moving(State.RESIZED),
             request(MoveKind.CONFIRM, request_id=OTHER),
-            {**waits(DESTROYING, State.ACTIVE, 200.0, deadline=230.0), "selections": (ON_1, ON_2), "cause": OTHER,
+            {**waits(DESTROYING, State.ACTIVE, 200.0, deadline=230.0), "cause": OTHER,
              "move_by": OTHER, "move_by_kind": MoveKind.CONFIRM},
         ),
         (

@@ -34,9 +34,11 @@ from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.desires import in_text
+from cell_conductor.domain.doubt import is_in_doubt
 from cell_conductor.domain.events import Claimed, InstanceEvent
 from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, Keeper, Lease, LeaseState, LeaseTable
+from cell_conductor.domain.report import is_over as is_proved_over
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN
 from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
@@ -45,6 +47,7 @@ from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
+from tests.unit.conductor.records import moving
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.test_transfers import leaving
 from tests.unit.conductor.world import (
@@ -503,6 +506,48 @@ async def test_a_build_waits_for_no_service_beyond_the_limit_of_its_doubt(
     known = await conductor.recorded()
     assert known is not None and known.phase == ((State.RELEASING, State.FAILED) if is_over else before.phase)
     assert known.doubted and not services.of_placement
+
+
+@pytest.mark.parametrize("unseen", [9, 2], ids=["another host", "its destination"])
+@pytest.mark.parametrize(("age_s", "is_over"), [(7200.0, True), (60.0, False)])
+async def test_a_move_waits_beyond_the_limit_of_its_doubt_for_its_own_hosts(
+    age_s: float, unseen: int, *, is_over: bool
+) -> None:
+    """A host was dead when its compute service was restarted, and held every move in doubt of that service."""
+    services = Services(s1=(OWN, replace(OWN, attempt=2, host_uuid=host(2))))
+    services.hosts = tuple(one for one in services.hosts if one != host(unseen))
+    conductor = await opened(services, ("s1",))
+    conductor.listed.add(host(unseen))
+    conductor.listed.update(services.hosts)
+    before = moving(State.FINISHING, doubted=True, deadline=1.0, since=SystemClock().time() - age_s)
+    await insert(conductor.store, before)
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    known = await conductor.recorded()
+    assert known is not None and is_in_doubt(known) is not (is_over and unseen == 9)
+
+
+@pytest.mark.parametrize("is_off", [False, True], ids=["one of its service's hosts", "its service's only host"])
+@pytest.mark.parametrize(("age_s", "is_over"), [(7200.0, True), (60.0, False)])
+async def test_a_fence_does_not_answer_for_a_build_in_doubt(age_s: float, *, is_over: bool, is_off: bool) -> None:
+    """The build was over before the set-back, and its client's machine on a host that was fenced since: it was a loss,
+    and built anew from its image.
+    """
+    services = Services(s1=(), s2=())
+    services.hosts = tuple(one for one in services.hosts if one != host(1))
+    conductor = await opened(services, ("s2",) if is_off else ("s1", "s2"))
+    conductor.fenced = {host(1)}
+    if is_off:
+        conductor.down = {"s1"}
+        await put(conductor.store, down("s1", 1, era=conductor.store.set_back.first_number))
+    before = replace(claims_again(SystemClock().time() - age_s), state=State.BUILDING, then=None)
+    await insert(conductor.store, before)
+    assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
+    known = await conductor.recorded()
+    assert known is not None and known.doubted
+    assert known.phase == ((State.RELEASING, State.FAILED) if is_over else before.phase)
+    assert not is_over or not is_proved_over(known, 1, host(1))
 
 
 @pytest.mark.parametrize(
