@@ -31,7 +31,7 @@ from bus.port import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Finding, Listings, assess
-from cell_conductor.domain.events import MachineQuery, SourceQuery
+from cell_conductor.domain.events import Awaited, MachineQuery, SourceQuery
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import FARTHEST_EPOCH, Lease, LeaseState, LeaseTable
@@ -251,7 +251,7 @@ async def test_a_service_that_the_record_names_and_that_was_not_asked_has_not_an
         listings=listings,
         forgotten=frozenset,
     )
-    query = MachineQuery(since=SystemClock().time(), services=("s1", "s3"))
+    query = MachineQuery(SystemClock().time(), Awaited.OF_PLACES, (("s1", host(1)), ("s3", host(30))))
     assert not await search.find_doubted({UUID: query})
 
 
