@@ -282,16 +282,8 @@ class MachineSearch:
             if query.awaited is Awaited.NONE:  # no fence answers for a machine that may be complete
                 gone = self._forgotten()
                 missing.update(one for one, host in query.places if one not in gone and host not in searched.hosts)
-            beyond: dict[Awaited, AbstractSet[str]] = {
-                Awaited.NONE: frozenset(),
-                Awaited.OF_PLACES: {
-                    one for one, host in query.places if one in searched.missing or host not in looked_at
-                },
-                Awaited.UP: self._up_now() or frozenset(),
-                Awaited.ALL: missing,
-            }
-            awaited = missing if self._is_awaiting(query.since) else beyond[query.awaited]
-            if not missing & awaited:
+            of_places = {one for one, host in query.places if one in searched.missing or host not in looked_at}
+            if not missing & self._awaited(query, missing, of_places):
                 found[uuid] = InstanceSearched(
                     at=at,
                     query=query,
@@ -301,6 +293,15 @@ class MachineSearch:
                     silent=frozenset(missing),
                 )
         return found
+
+    def _awaited(self, query: MachineQuery, missing: set[str], of_places: set[str]) -> AbstractSet[str]:
+        """Those that have to answer, of the services that have not, and those of the record's places that were not
+        looked at.
+        """
+        if self._is_awaiting(query.since):
+            return missing
+        up = self._up_now() or set()
+        return {Awaited.NONE: set(), Awaited.OF_PLACES: of_places, Awaited.UP: up, Awaited.ALL: missing}[query.awaited]
 
     async def find_decided(
         self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]
