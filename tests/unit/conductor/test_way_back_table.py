@@ -71,6 +71,7 @@ SOURCES: list[Case] = [
         "migrate: undoing",
     ),
     case(moving(S.RESIZED, move=BY_REVERT), seen(SourceQuery(host(1), "s1", 4, 1)), "resized"),
+    case(moving(S.RESIZED, move=BY_REVERT), replace(seen(), era=1), "resized"),
     case(moving(S.RESIZED), seen(), "resized"),
     case(moving(S.RESIZED), seen(), "resized"),
     case(moving(S.RESIZED, move=BY_REVERT), UNSEEN, "resized", "revert: refused move.source_lost"),
