@@ -97,7 +97,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         clock=env.clock,
         config=config,
         cell=cell,
-        down=keeper.down,
+        leases=keeper,
         fences=fences,
         search=search,
     )
@@ -109,7 +109,6 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("outbox relay", relay.run)
     announce_presence(service, env, bus, "conductor")
     _add_rounds(service, env.clock, config, store, bus, engine)
-    service.add_preparation(fences.prepare)
     service.add_task("fences", fences.run)
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)

@@ -37,9 +37,10 @@ from .domain.events import (
     MachineFound,
     MachineQuery,
     MoveRequested,
+    SourceQuery,
     TimedOut,
 )
-from .domain.fences import Fence, Loss, RunningAfterFence
+from .domain.fences import Fence, Loss
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
@@ -47,7 +48,6 @@ from .domain.orders import repeat_at
 from .domain.set_back import is_unsearched
 from .domain.steps import Step, StepContext
 from .domain.table import FenceSteps, question_of, step
-from .domain.way_back import SourceQuery
 from .placement_requests import (
     PendingQuestion,
     PlacementRequests,
@@ -72,23 +72,32 @@ MAX_UNSEARCHED = MAX_FOUND
 LOGGED_MOVES = 20  # of those that one search holds
 
 
+class LeaseView(Protocol):
+    """Which compute services are up, as this conductor knows it (`lease_keeper.LeaseKeeper`)."""
+
+    def heard(self) -> Collection[str]:
+        """Those that certainly are."""
+
+    def down(self) -> Mapping[str, Lease]:
+        """Those that take no builds now."""
+
+
 class FenceView(Protocol):
     """The fences as this conductor has them (`fences.FenceKeeper`)."""
 
     @property
     def known(self) -> Mapping[str, Fence]:
-        """By host."""
+        """By host. Raises Transient while they are not read."""
 
-    @property
-    def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
-        """By fenced host, and by service that has reported it: the machines that run there all the same."""
+    async def ensure_known(self) -> None:
+        """Read them if they are not read."""
 
     @property
     def is_recent(self) -> bool:
         """Whether the record was read a moment ago; if it was not, it is read soon."""
 
     def invalidate(self) -> None:
-        """Drop these: they are not on record any more."""
+        """Drop these, which are not on record any more: none is known until they are read again."""
 
     def note_losses(self, losses: Sequence[Loss]) -> None:
         """Add these, which have just been recorded."""
@@ -128,7 +137,7 @@ class Engine:
         clock: Clock,
         config: ConductorConfig,
         cell: str,
-        down: Callable[[], Mapping[str, Lease]],
+        leases: LeaseView,
         fences: FenceView,
         search: MachineSearch,
     ) -> None:
@@ -137,7 +146,7 @@ class Engine:
         self._relay = relay
         self._clock = clock
         self._config = config
-        self._down = down
+        self._leases = leases
         self._fences = fences
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
@@ -192,6 +201,7 @@ class Engine:
         now = self._clock.time()
         if not await self._store.has_due(now):
             return 0
+        await self._fences.ensure_known()
         async with self._store.transaction() as transaction:
             # Before any deadline counts: in a database that was set back it proves nothing.
             change = await transaction.recognise()
@@ -215,6 +225,7 @@ class Engine:
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
+        await self._fences.ensure_known()
         try:
             return await self._apply_all(incoming)
         except UnreadableRecords as unreadable:
@@ -333,9 +344,9 @@ class Engine:
             self._context,
             deployment=self._store.deployment,
             set_back=self._store.set_back,
-            down=self._down(),
+            up=self._leases.heard(),
+            down=self._leases.down(),
             fences=self._fences.known,
-            still_running=self._fences.still_running,
         )
         found = await transaction.unexplained({one.uuid for one in incoming})
         kept = {one.place: one.machine.attempt for one in found if one.verdict == KEEP}

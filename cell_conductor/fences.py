@@ -27,7 +27,7 @@ from bus.port import BusError
 
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
-from .domain.fences import Fence, Loss, RunningAfterFence
+from .domain.fences import Fence, Loss
 from .domain.report import has_just_changed
 from .engine import Engine
 from .store.port import InstanceStore
@@ -51,10 +51,9 @@ class FenceKeeper:
         self._clock = clock
         self._config = config
         self._cell = cell
-        self._fences: Mapping[str, Fence] = {}
+        self._fences: Mapping[str, Fence] | None = None  # they are not read
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
-        self._still_running: dict[str, Mapping[str, RunningAfterFence]] = {}
         self._is_fresh = False
         self._reload_at = 0.0
         self._read_at = -math.inf
@@ -63,18 +62,18 @@ class FenceKeeper:
 
     @property
     def known(self) -> Mapping[str, Fence]:
-        """Fences by host.
+        """Fences by host. Raises Transient while they are not read.
 
         A fence that this conductor has not received yet is applied late; one that is lifted already is refused.
         """
+        if self._fences is None:
+            raise Transient("the fences on record are not read yet", code="fence.unread")
         return self._fences
 
-    @property
-    def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
-        """By fenced host, and by service that has it: the machines that the last scan from after the fence has found to
-        run there.
-        """
-        return self._still_running
+    async def ensure_known(self) -> None:
+        """Read them if they are not read."""
+        if self._fences is None:
+            await self.load()
 
     @property
     def is_recent(self) -> bool:
@@ -84,21 +83,14 @@ class FenceKeeper:
         return is_recent
 
     def invalidate(self) -> None:
-        """Drop these, which are not on record any more: none counts until they have been read again."""
-        self._fences = {}
+        """Drop these, which are not on record any more: none is known until they are read again."""
+        self._fences = None
         self._is_fresh = False
 
     def note_losses(self, losses: Sequence[Loss]) -> None:
         """These have just been recorded; a read that began before does not have them."""
         self._is_fresh = False
         self._losses = {**self._losses, **{one.place: one for one in losses}}
-
-    async def prepare(self) -> None:
-        """Read them before the first message is taken, if the database allows it; otherwise `run` does, soon after."""
-        try:
-            await self.load()
-        except Transient as fault:
-            log.warning("fences.waiting", code=fault.code, reason=str(fault))
 
     async def load(self) -> None:
         """Read the record.
@@ -116,12 +108,11 @@ class FenceKeeper:
                 raise
             self._fences, self._read_at = fences, began
             self._hold(losses)
-            self._still_running = {host: runs for host, runs in self._still_running.items() if host in fences}
             self._reload_at = self._clock.monotonic() + RELOAD_S
 
     def on_announced(self, change: HostFence) -> None:
         """Note that a conductor of this cell has recorded a change of a fence."""
-        known = self._fences.get(change.host_uuid)
+        known = (self._fences or {}).get(change.host_uuid)
         version = -1 if known is None else known.version
         is_lifted = change.state is FenceState.LIFTED and version == change.version
         if change.cell == self._cell and (is_lifted or version < change.version):
@@ -138,9 +129,9 @@ class FenceKeeper:
                 if self._clock.monotonic() >= self._announce_at:
                     self._announce_at = self._clock.monotonic() + ANNOUNCE_S
                     # Schedulers whose record was set back to before a decision do not have the request to lift it.
-                    for fence in list(self._fences.values()):
+                    for fence in list(self.known.values()):
                         await self._announce(fence)
-                for fence in [one for one in self._fences.values() if one.lifting]:
+                for fence in [one for one in self.known.values() if one.lifting]:
                     await self._lift(fence)
             except (Transient, BusError) as fault:
                 self._is_fresh = False
@@ -166,7 +157,7 @@ class FenceKeeper:
                     cause=fence.host_uuid,
                 )
             await self.load()
-            if fence.host_uuid in self._fences:
+            if fence.host_uuid in self.known:
                 # Also of a decision that was on record: a conductor may have died between recording it and ending the
                 # steps.
                 await self._end_what_waits(fence.host_uuid, engine)
@@ -187,7 +178,7 @@ class FenceKeeper:
             last = uuids[-1]
 
     async def _announce_known(self, fence: Fence) -> None:
-        known = self._fences.get(fence.host_uuid)
+        known = self.known.get(fence.host_uuid)
         if known is None:
             # Of the newest decision: a scheduler whose record was set back makes its own newer than that.
             await self._announce(replace(fence, state=FenceState.LIFTED))
@@ -201,8 +192,7 @@ class FenceKeeper:
             self._is_fresh = False
             return False
         log.info("host.fence_lifted", host=fence.host, uuid=fence.host_uuid, cause=fence.host_uuid)
-        self._is_fresh = False  # a read that is under way may still have it
-        self._fences = {host: one for host, one in self._fences.items() if host != fence.host_uuid}
+        self.invalidate()
         await self._announce(replace(fence, state=FenceState.LIFTED))
         return True
 
@@ -252,7 +242,8 @@ class FenceKeeper:
         of another one shows nothing of the first one's machines: the two may have two hosts of one uuid. The fence is
         the proof: no record has to explain them, and no breaker counts them.
         """
-        fences = self._fences  # a fence may be lifted while the losses of its host are looked at
+        await self.ensure_known()
+        fences = self.known  # a fence may be lifted while the losses of its host are looked at
         if not any(host.uuid in fences for host in report.hosts):
             return report, []
         rescans, gone, hosts = list[tuple[str, str]](), list[Loss](), list[HostReport]()
@@ -265,9 +256,9 @@ class FenceKeeper:
             gone += [losses.pop(uuid) for uuid in await self._kept_on(host.uuid, losses.keys() & listed)]
             kept = await self._destroy_lost(host.running, losses, report.service, deployment)
             if (rescan := fences[host.uuid].rescan) in report.rescans:
-                self._note_running(fences[host.uuid], report.service, kept, deployment, has_passed)
+                await self._note_running(fences[host.uuid], report.service, kept, deployment, has_passed)
             elif any(one.deployment == deployment for one in kept) or any(
-                name == report.service or has_passed(host.uuid, name) for name in self._still_running.get(host.uuid, ())
+                name == report.service or has_passed(host.uuid, name) for name in fences[host.uuid].running
             ):
                 rescans.append((host.uuid, rescan))
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
@@ -303,7 +294,7 @@ class FenceKeeper:
                 await self._destroy(loss, service, deployment)
         return kept
 
-    def _note_running(
+    async def _note_running(
         self,
         fence: Fence,
         service: str,
@@ -316,11 +307,10 @@ class FenceKeeper:
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-        before = self._still_running.get(fence.host_uuid, {})
-        self._still_running[fence.host_uuid] = {
-            **{name: found for name, found in before.items() if not has_passed(fence.host_uuid, name)},
-            service: RunningAfterFence(fence.version, attempts),
-        }
+        passed = [name for name in fence.running if has_passed(fence.host_uuid, name)]
+        if fence.with_running(service, attempts, passed) != fence:
+            await self._store.fences.note_running(fence, service, attempts, passed)
+            await self.load()
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
         order = Destroy(

@@ -111,8 +111,12 @@ class LeaseKeeper:
         """Compute services that take no builds now."""
         return self._table.down
 
+    def heard(self) -> Collection[str]:
+        """Compute services that are certainly up."""
+        return self._table.heard
+
     def up(self) -> Collection[str] | None:
-        """Compute services that are up; None: this conductor has not listened for long enough to know."""
+        """Compute services that are up; None: this conductor does not know yet."""
         return self._table.up
 
     def forgotten(self) -> Collection[str]:
@@ -138,8 +142,6 @@ class LeaseKeeper:
         for received in batch:
             self._table.advance_clock(now_s)
             if isinstance(received.message, ServicesDigest) and received.message.cell == self._cell:
-                # A service that was down before this conductor started sends nothing here; only the keeper reads the
-                # record.
                 self._table.adopt(map(_lease_of, received.message.down))
             if isinstance(received.message, ServiceGone) and received.message.cell == self._cell:
                 self._forget(received.message)
@@ -232,22 +234,27 @@ class LeaseKeeper:
         self._failed_over = frozenset(lost)
 
     async def _keep(self) -> None:
-        """Become the keeper if no other conductor is, and record the changes."""
+        """Become the keeper if no other conductor is, and record the changes. Each new keeper reads the record, and so
+        does each conductor that starts: a service that is down sends it nothing.
+        """
         now_s = self._clock.monotonic()
         if now_s >= self._keep_at:
             self._keep_at = now_s + KEEP_AGAIN_S
             held = None if self._keeping is None else self._keeping.term
             term = await self._store.leases.keep(self._process, KEEP_S, held)
-            if term is None:
-                self._keeping = None
-            elif self._keeping is None or self._keeping.term != term:
+            is_new = term is not None and term != held
+            if is_new or not self._table.listens:
                 recorded = {lease.service: lease for lease in await self._store.leases.leases()}
-                self._table.adopt(recorded.values())
+                self._table.adopt_record(recorded.values())
                 known = self._table.leases.keys() | self._table.forgotten
                 self._recorded = {service: lease for service, lease in recorded.items() if service in known}
                 self._published = None
+                if is_new:
+                    log.info("leases.keeper", term=term, services=len(recorded))
+            if term is None:
+                self._keeping = None
+            elif self._keeping is None or term != held:
                 self._keeping = _Term(term, now_s + KEEP_S)
-                log.info("leases.keeper", term=term, services=len(recorded))
             else:
                 self._keeping.until = now_s + KEEP_S
         keeping = self._keeping

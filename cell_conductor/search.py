@@ -26,10 +26,18 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import why_not_adoptable, why_not_its_machine
 from .domain.breaker import Listings
-from .domain.events import Awaited, InstanceEvent, InstanceSearched, MachineQuery, SourceAnswered, is_begun_by
+from .domain.events import (
+    Awaited,
+    InstanceEvent,
+    InstanceSearched,
+    MachineQuery,
+    SourceAnswered,
+    SourceQuery,
+    is_begun_by,
+)
 from .domain.instance import Instance
 from .domain.leases import Lease
-from .domain.way_back import SourceQuery, answer_about
+from .domain.way_back import answer_about
 from .store.port import InstanceStore
 from .store.safety import KEEP, UnexplainedRecord
 
@@ -149,15 +157,21 @@ class MachineSearch:
 
     async def _asked(self) -> set[str] | None:
         """The services that a search asks, all of which have to answer before anything is begun, released or given by
-        it: those that are up, and those that are down and may have machines all the same, as an operator has neither
-        stated that they are gone, nor that all of their hosts are off. None: it is not known yet which are up.
+        it: those that are up, and those that are down and may have machines all the same. None: it is not known yet
+        which are up.
         """
-        up, down, fenced, gone = self._up_now(), self._down(), set(self._fenced()), set(self._forgotten())
-        if up is None or down.keys() <= gone:
-            return up
+        up = self._up_now()
+        return None if up is None else up | (self._down().keys() - await self._gone())
+
+    async def _gone(self) -> set[str]:
+        """The services that are not awaited: an operator has stated that they are gone, or that all of their hosts are
+        off.
+        """
+        down, fenced, gone = self._down(), set(self._fenced()), set(self._forgotten())
+        if down.keys() <= gone:
+            return gone
         leases = await self._store.leases.leases()  # of a database whose set-back is known
-        gone.update(one.service for one in leases if one.is_off(down.get(one.service), fenced, self._store.set_back))
-        return up | (down.keys() - gone)
+        return gone | {one.service for one in leases if one.is_off(down.get(one.service), fenced, self._store.set_back)}
 
     def _up_now(self) -> set[str] | None:
         """The services that a search asks beyond a doubt's limit (`_is_awaiting`)."""
@@ -217,7 +231,7 @@ class MachineSearch:
         """Query the services that have the hosts of these machines, by the record or by their reports, whether the
         hosts list them now; by instance.
         """
-        queried: dict[str, dict[str, SourceQuery]] = defaultdict(dict)
+        era, queried = self._store.set_back.first_number, defaultdict[str, dict[str, SourceQuery]](dict)
         for uuid, source in sorted(sources.items()):
             for service in sorted({source.service, *self._listings.listers(source.host_uuid)}):
                 queried[service][uuid] = source
@@ -238,7 +252,8 @@ class MachineSearch:
         for question, answer in zip(questions, answers, strict=True):
             for uuid in question.instance_uuids:
                 found[uuid].append((question.service, answer))
-        seen = {uuid: answer_about(uuid, source, found[uuid], self._clock.time()) for uuid, source in sources.items()}
+        at = self._clock.time()
+        seen = {uuid: answer_about(uuid, source, found[uuid], at, era) for uuid, source in sources.items()}
         for uuid, one in seen.items():
             if one.code:
                 log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
@@ -248,33 +263,27 @@ class MachineSearch:
         """What all services have of instances in doubt, of those about which all have answered that have to. Beyond the
         doubt's limit these are the services that the query names, of a move about its own hosts alone.
 
-        One that has not looked at each of its hosts that is not fenced has not answered.
+        One that has not looked at each of its hosts that is not fenced has not answered, and nor has one that the
+        record names and that is neither asked nor gone.
         """
-        if not queries:
-            return {}
         era, asked = self._store.set_back.first_number, await self._asked()
+        if not queries or asked is None:
+            return {}
+        known = asked | await self._gone()
         searched = await self.find(queries, asked, thorough=True)
         # Of one that has not listed all its hosts it is not known which it is to look at: it began just now, as this
         # conductor may have, after a restore for example.
-        unseen = {*searched.missing, *self._listings.unlisted(asked or ())}
+        unseen = {*searched.missing, *self._listings.unlisted(asked)}
         looked_at = searched.hosts | set(self._fenced())
-        unseen.update(name for name in asked or () if self._listings.hosts_of([name]) - looked_at)
+        unseen.update(name for name in asked if self._listings.hosts_of([name]) - looked_at)
         at, found = self._clock.time(), dict[str, InstanceSearched]()
         for uuid, query in queries.items():
-            missing = set(unseen)
+            missing = unseen | {one for one, host in query.places if one not in known and host not in looked_at}
             if query.awaited is Awaited.NONE:  # no fence answers for a machine that may be complete
                 gone = self._forgotten()
                 missing.update(one for one, host in query.places if one not in gone and host not in searched.hosts)
-            beyond: dict[Awaited, AbstractSet[str]] = {
-                Awaited.NONE: frozenset(),
-                Awaited.OF_PLACES: {
-                    one for one, host in query.places if one in searched.missing or host not in looked_at
-                },
-                Awaited.UP: self._up_now() or frozenset(),
-                Awaited.ALL: missing,
-            }
-            awaited = missing if self._is_awaiting(query.since) else beyond[query.awaited]
-            if asked is not None and not missing & awaited:
+            of_places = {one for one, host in query.places if one in searched.missing or host not in looked_at}
+            if not missing & self._awaited(query, missing, of_places):
                 found[uuid] = InstanceSearched(
                     at=at,
                     query=query,
@@ -284,6 +293,15 @@ class MachineSearch:
                     silent=frozenset(missing),
                 )
         return found
+
+    def _awaited(self, query: MachineQuery, missing: set[str], of_places: set[str]) -> AbstractSet[str]:
+        """Those that have to answer, of the services that have not, and those of the record's places that were not
+        looked at.
+        """
+        if self._is_awaiting(query.since):
+            return missing
+        up = self._up_now() or set()
+        return {Awaited.NONE: set(), Awaited.OF_PLACES: of_places, Awaited.UP: up, Awaited.ALL: missing}[query.awaited]
 
     async def find_decided(
         self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance]

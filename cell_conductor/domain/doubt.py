@@ -80,14 +80,6 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     return MachineQuery(instance.since, awaited, tuple((one.service, one.host_uuid) for one in places))
 
 
-def is_asked(instance: Instance, event: InstanceSearched, context: StepContext) -> bool:
-    """Whether these answers are to the query that the record waits for, since the last set-back: another record may
-    have come in its place meanwhile, which more services have to answer for.
-    """
-    query = machine_query_of(instance)
-    return query is not None and event.query == query and context.set_back.is_of(event.era)
-
-
 def is_in_doubt(instance: Instance) -> bool:
     """Whether it is judged by `table.DOUBTED`."""
     return instance.doubted and desire_of(instance).work in (Work.BUILD, Work.MOVE)

@@ -267,28 +267,41 @@ class MachineQuery(Struct, frozen=True):
     places: tuple[tuple[str, str], ...] = ()
 
 
-class InstanceSearched(Event, frozen=True, kw_only=True):
-    """The cell's services were queried about an instance in doubt, and all of them have answered that have to.
-
-    query: what was asked. era: of the database when it was (`SetBack.first_number`). machines: that they have of it.
-    hosts: that they have looked at. silent: services that have not answered.
+class SourceQuery(Struct, frozen=True):
+    """The query for the source of a move, before the move is undone. order: of this query in the record; a later one
+    has a higher number. service: that manages its host, by the record.
     """
 
-    query: MachineQuery
+    host_uuid: str
+    service: str
+    attempt: int
+    order: int
+
+
+class ServicesAnswered(Event, frozen=True, kw_only=True):
+    """Compute services were queried. query: what was asked. era: of the database then (`SetBack.first_number`)."""
+
+    query: MachineQuery | SourceQuery
     era: int = 0
+
+
+class InstanceSearched(ServicesAnswered, frozen=True, kw_only=True):
+    """The cell's services were queried about an instance in doubt, and all of them have answered that have to.
+
+    machines: that they have of it. hosts: that they have looked at. silent: services that have not answered.
+    """
+
     machines: tuple[FoundMachine, ...] = ()
     hosts: AbstractSet[str] = frozenset()
     silent: AbstractSet[str] = frozenset()
 
 
-class SourceAnswered(Event, frozen=True, kw_only=True):
-    """The compute services were queried for the machine of a move's source (`way_back.SourceQuery`).
+class SourceAnswered(ServicesAnswered, frozen=True, kw_only=True):
+    """The compute services were queried for the machine of a move's source.
 
-    by: the request for which they were queried ("": none, the destination was fenced). service: which lists the machine
-    on its host. code, reason: why it counts as not being there ("": it is).
+    service: which lists the machine on its host. code, reason: why it counts as not being there ("": it is).
     """
 
-    by: str = ""
     service: str = ""
     code: str = ""
     reason: str = ""

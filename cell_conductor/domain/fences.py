@@ -4,7 +4,7 @@ hosts on which nothing is begun now: fenced ones, and those of a compute service
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,10 +18,21 @@ from .leases import Lease
 from .report import is_left, is_over, rescan_of
 
 
+class RunningAfterFence(Struct, frozen=True):
+    """The machines that a service found running on a fenced host by a scan from after the fence: it did not hold.
+
+    version: of the decision that the scan is later than. attempts: {instance: attempt}.
+    """
+
+    version: int
+    attempts: dict[str, int]
+
+
 class Fence(Struct, frozen=True, kw_only=True):
     """An operator's statement that a host is off. version: of the decision. at: when it was made, or the fence lifted;
     seconds since the epoch. A lifted one is no fence any more: its record refuses older decisions that are delivered
-    late, and goes when none can be under way.
+    late, and goes when none can be under way. running: by service, the machines that its last scan from after the fence
+    has found to run there.
     """
 
     host_uuid: str
@@ -31,11 +42,20 @@ class Fence(Struct, frozen=True, kw_only=True):
     reason: str = ""
     by: str = ""
     at: float = 0.0
+    running: dict[str, RunningAfterFence] = {}
 
     @property
     def lifting(self) -> bool:
         """Whether the host may be used again, once it has destroyed its losses."""
         return self.state is FenceState.LIFTING
+
+    def with_running(self, service: str, attempts: dict[str, int], passed: Collection[str]) -> Fence:
+        """What a scan of this service from after this decision shows, instead of what it, or one of those that have
+        given the host up, has found.
+        """
+        others = {name: found for name, found in self.running.items() if name not in {service, *passed}}
+        found = {service: RunningAfterFence(self.version, attempts)} if attempts else {}
+        return replace(self, running={**others, **found})
 
     @property
     def rescan(self) -> str:
@@ -64,16 +84,6 @@ class Loss(Struct, frozen=True, kw_only=True):
     def rescan(self) -> str:
         """Of the rescan that shows whether its machine is still there."""
         return rescan_of("loss", self.host_uuid, self.instance_uuid, self.attempt, self.at)
-
-
-class RunningAfterFence(Struct, frozen=True):
-    """The machines that a service found running on a fenced host by a scan from after the fence: it did not hold.
-
-    version: of the decision that the scan is later than. attempts: {instance: attempt}.
-    """
-
-    version: int
-    attempts: Mapping[str, int]
 
 
 def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:

@@ -122,6 +122,7 @@ class LeaseTable:
         self._missed_heartbeats = missed_heartbeats
         self._held: dict[str, _Held] = {}
         self._clock = 0.0
+        self._listens_since: float | None = None  # by the clock, when the record was adopted
         self._delivered: float | None = None
         self._outdated: dict[str, int] = {}
         self._forgotten: dict[str, float] = {}  # services that are gone for good, and since when
@@ -141,14 +142,27 @@ class LeaseTable:
 
     @property
     def up(self) -> tuple[str, ...] | None:
-        """Services that are up; None: this conductor has not listened long enough to have received a heartbeat of each.
+        """Services that are up; None: that is not known yet. This conductor has not adopted the record, or has not
+        listened long enough since to have received a heartbeat of each.
 
         A service whose interval is unknown is assumed to send its heartbeats about as often as the others.
         """
         intervals = [held.lease.interval_s for held in self._held.values() if held.sequence >= 0]
-        if self._clock < LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S):
+        listens_s = LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S)
+        if self._listens_since is None or self._clock - self._listens_since < listens_s:
             return None
         return tuple(service for service, held in self._held.items() if held.lease.state is LeaseState.UP)
+
+    @property
+    def heard(self) -> frozenset[str]:
+        """Services that are certainly up: they have sent something here, and are not down since."""
+        held = self._held.items()
+        return frozenset(name for name, one in held if one.sequence >= 0 and one.lease.state is LeaseState.UP)
+
+    @property
+    def listens(self) -> bool:
+        """Whether the record was adopted."""
+        return self._listens_since is not None
 
     @property
     def forgotten(self) -> frozenset[str]:
@@ -166,9 +180,8 @@ class LeaseTable:
 
     def is_gone(self, service: str, at: float, takeover_s: float) -> bool:
         """Whether a service is gone for good, as far as its cell can know: stopped and not back within its lease,
-        silent for `takeover_s`, or not on record any more. at: seconds since the epoch.
-
-        Only where all recorded leases were adopted. No service is gone before it is known who is up.
+        silent for `takeover_s`, or not on record any more. at: seconds since the epoch. No service is gone before it is
+        known who is up.
         """
         if self.up is None:
             return False
@@ -176,6 +189,12 @@ class LeaseTable:
         if held is None or held.lease.state is LeaseState.STOPPED:
             return held is None or self._is_overdue(held)
         return held.lease.state is LeaseState.SILENT and at - held.lease.since >= takeover_s
+
+    def adopt_record(self, recorded: Iterable[Lease]) -> None:
+        """Adopt all the leases on record, and listen from then on: a service that was down before sends nothing."""
+        self.adopt(recorded)
+        if self._listens_since is None:
+            self._listens_since = self._clock
 
     def adopt(self, recorded: Iterable[Lease]) -> None:
         """Adopt the recorded leases of services that have sent nothing to this conductor yet.

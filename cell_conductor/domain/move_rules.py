@@ -420,12 +420,12 @@ def revert_lost(instance: Instance, event: HostMissing, context: StepContext) ->
 def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """No client has confirmed or reverted in the time that the request allowed: the move is confirmed.
 
-    Not while nothing is known of its destination: the source, which is whole, would be given up for it by the time
-    alone. Nor while the services are queried for the source, in order to go back.
+    Only while its destination is known to be usable: the source, which is whole, would be given up for it by the time
+    alone. And not while the services are queried for the source, in order to go back.
     """
     if way_back.is_waiting(instance):
         return way_back.query_again(instance, event.at, context)
-    if not instance.is_in_place and context.closed(instance).why(instance.here) is not None:
+    if not instance.is_in_place and not context.is_usable(instance.here):
         return Step(replace(instance, deadline=event.at + context.destroy_retry_s))
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)
     return after(earlier, confirm(earlier.instance, event.at, context))

@@ -408,7 +408,7 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
         if lease.state is LeaseState.STOPPED:
             # A service that was stopped on purpose is no proof: its machines go on.
             return NotProved(NOT_FENCED, "the service of its host was stopped, and its machines may run")
-    found = {} if force else context.still_running.get(where.host_uuid, {})
+    found = {} if fence is None or force else fence.running
     if any(_still_runs(one, fence, context.down.get(name), instance, attempt) for name, one in found.items()):
         reason = (
             "its host has reported that it runs since the host was fenced: switch it off, and fence it once more when "

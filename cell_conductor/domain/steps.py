@@ -6,7 +6,7 @@ waits for placement, order a destroy, and announce a state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from msgspec import Struct
@@ -18,7 +18,7 @@ from bus.contracts.cell import Destroy, Selection
 from bus.contracts.placement import ClaimOutcome
 
 from .events import Destroyed, HostMissing, HostRuns, Spawned
-from .fences import ClosedHosts, Fence, RunningAfterFence
+from .fences import ClosedHosts, Fence
 from .instance import Instance, State
 from .leases import Lease
 from .report import is_later
@@ -29,19 +29,18 @@ class StepContext(Struct, frozen=True, kw_only=True):
     """The inputs of a step beside its instance and its event: time limits, and the state of the cell's hosts.
 
     cell: its name, for announcements. deployment: the identity of the cell's database, with which every machine is
-    marked. down: compute services that take no builds now, so that none is begun there while another host can be tried.
-    fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
-    reported it, the machines that run there all the same. set_back: when the database came to be older than the world.
-    unexplained: instances of which a host has a machine that no record explains. kept: {(host, instance): attempt} of
-    those machines that an operator keeps: no command of a step (`table.step`) destroys them, or begins another one in
-    their place.
+    marked. up: compute services that are certainly up. down: those that take no builds now, so that none is begun
+    there while another host can be tried; one that nothing is known of yet is neither. fences: hosts on which nothing
+    is begun at all, by uuid. set_back: when the database came to be older than the world. unexplained: instances of
+    which a host has a machine that no record explains. kept: {(host, instance): attempt} of those machines that an
+    operator keeps: no command of a step (`table.step`) destroys them, or begins another one in their place.
     """
 
     cell: str
     deployment: str | None = None
+    up: Collection[str] = ()
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
-    still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
     set_back: SetBack = SetBack()
     unexplained: AbstractSet[str] = frozenset()
     kept: Mapping[tuple[str, str], int] = {}
@@ -56,6 +55,10 @@ class StepContext(Struct, frozen=True, kw_only=True):
         """The hosts on which nothing is begun with it now. A service's name is unique within its cell only."""
         is_to_leave = instance.move is not None and instance.move.to_cell is not None
         return ClosedHosts({} if is_to_leave else self.down, self.fences)
+
+    def is_usable(self, where: Selection) -> bool:
+        """Whether its service is certainly up, and the host is not fenced."""
+        return where.service in self.up and where.host_uuid not in self.fences
 
 
 class Step(Struct, frozen=True):

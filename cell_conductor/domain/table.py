@@ -53,7 +53,9 @@ from .events import (
     Reverted,
     RevertRefused,
     ServiceLost,
+    ServicesAnswered,
     SourceAnswered,
+    SourceQuery,
     Spawned,
     SpawnFailed,
     TimedOut,
@@ -403,7 +405,7 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
         return Step(instance)
-    if isinstance(event, Answer | InstanceSearched) and not is_answered_by(instance, event, context):
+    if isinstance(event, Answer | ServicesAnswered) and not is_answered_by(instance, event, context):
         return Step(instance)  # it comes late, or is of a request that a database which was set back has forgotten
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
@@ -412,7 +414,7 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     return stepped
 
 
-Question: TypeAlias = Claim | Release | Revert | way_back.SourceQuery | MachineQuery
+Question: TypeAlias = Claim | Release | Revert | SourceQuery | MachineQuery
 
 
 def question_of(instance: Instance) -> Question | None:
@@ -445,14 +447,13 @@ def question_of(instance: Instance) -> Question | None:
     return None
 
 
-def is_answered_by(instance: Instance, answer: Answer | InstanceSearched, context: StepContext) -> bool:
+def is_answered_by(instance: Instance, answer: Answer | ServicesAnswered, context: StepContext) -> bool:
     """Whether it answers what is asked now. Another conductor may have asked before it was paused."""
-    if isinstance(answer, InstanceSearched):
-        return doubt.is_asked(instance, answer, context)
-    question = question_of(instance)
-    if question is None or isinstance(question, way_back.SourceQuery | MachineQuery):
-        return False
-    return (answer.consumer or instance.uuid, answer.attempt) == (question.consumer, question.attempt or 0)
+    if isinstance(answer, ServicesAnswered):
+        asked = doubt.machine_query_of(instance) or way_back.source_query_of(instance)
+        return asked is not None and answer.query == asked and context.set_back.is_of(answer.era)
+    question, names = question_of(instance), (answer.consumer or instance.uuid, answer.attempt)
+    return isinstance(question, Claim | Release | Revert) and names == (question.consumer, question.attempt or 0)
 
 
 def _claim(instance: Instance) -> Claim:
@@ -502,8 +503,7 @@ class FenceSteps:
     def follow(self, before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
         """The step, and those that the fences of the instance's hosts lead to."""
         stepped = _with_stop(before, stepped, event, context)
-        at, commands = event.at, stepped.commands
-        after = stepped.instance
+        after, commands, at = stepped.instance, stepped.commands, event.at
         if isinstance(event, HostFenced) and after is not before:
             self.hosts[event.host_uuid] = None
         for _ in range(MAX_FENCE_STEPS):

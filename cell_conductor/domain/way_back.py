@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import MachinesFound, Selection
@@ -36,6 +35,7 @@ from .events import (
     Reverted,
     RevertRefused,
     SourceAnswered,
+    SourceQuery,
     TimedOut,
 )
 from .instance import Instance, Move, Power, State
@@ -50,7 +50,7 @@ from .move_events import (
     source_of,
 )
 from .move_steps import change, end_undone, ending_of, is_awaited, revert_book, undo
-from .orders import repeat_at, repeated
+from .orders import numbered, repeat_at, repeated
 from .steps import Step, StepContext
 
 SOURCE_FENCED = "move.source_fenced"  # an operator has stated that its host is off
@@ -63,29 +63,17 @@ SOURCE_REFUSED = "move.source_refused"  # placement does not give its allocation
 ANSWERS = 3
 
 
-class SourceQuery(Struct, frozen=True):
-    """Which machine is queried for before a move is undone. by: the request that undoes it ("": none does).
-
-    service: that manages its host, by the record.
-    """
-
-    host_uuid: str
-    service: str
-    attempt: int
-    by: str = ""
-
-
 def source_query_of(instance: Instance) -> SourceQuery | None:
     """The query that an instance waits for; None: for none. It follows from the record alone."""
     if not is_waiting(instance):
         return None
     move = move_of(instance)
     source = source_of(move)
-    return SourceQuery(source.host_uuid, source.service, move.source_attempt, move.by)
+    return SourceQuery(source.host_uuid, source.service, move.source_attempt, move.order)
 
 
 def answer_about(
-    uuid: str, source: SourceQuery, answers: Sequence[tuple[str, MachinesFound | Fault]], at: float
+    uuid: str, source: SourceQuery, answers: Sequence[tuple[str, MachinesFound | Fault]], at: float, era: int
 ) -> SourceAnswered:
     """The event of the services' answers: (service, its answer). Another service that has the host counts when it lists
     the machine; that it does not proves nothing while the service on record is silent.
@@ -96,14 +84,14 @@ def answer_about(
             (m.instance_uuid, m.host_uuid, m.attempt) == (uuid, source.host_uuid, source.attempt)
             for m in found.machines
         ):
-            return SourceAnswered(at=at, by=source.by, service=service)
+            return SourceAnswered(at=at, query=source, era=era, service=service)
     if all(service != source.service for service, _ in looked):
         code, reason = SOURCE_SILENT, f"compute service {source.service} has not answered"
     elif any(source.host_uuid in answer.hosts for _, answer in looked):
         code, reason = SOURCE_LOST, "its host does not have the machine any more"
     else:
         code, reason = SOURCE_UNREPORTED, f"compute service {source.service} has no such host any more"
-    return SourceAnswered(at=at, by=source.by, code=code, reason=reason)
+    return SourceAnswered(at=at, query=source, era=era, code=code, reason=reason)
 
 
 def is_waiting(instance: Instance) -> bool:
@@ -129,8 +117,6 @@ def leave_fenced(instance: Instance, at: float, context: StepContext, code: str,
 def go_back(instance: Instance, event: SourceAnswered, context: StepContext) -> Step:
     """The source was seen: the move is undone. It was not: the destination stays, and a revert is refused."""
     move = move_of(instance)
-    if not is_waiting(instance) or event.by != move.by:
-        return Step(instance)
     if event.code:
         return _stay(instance, MoveEnd(MoveState.REFUSED, event.code, event.reason), event.at, context)
     if (fenced := why_fenced(source_of(move), context)) is not None:
@@ -147,7 +133,7 @@ def query_again(instance: Instance, at: float, context: StepContext) -> Step:
     """No answer is on record in time: a revert is refused; after a fence the services are queried again."""
     reason = f"no conductor has an answer of compute service {source_of(move_of(instance)).service}"
     silent = MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
-    return _stay(instance, silent, at, context)
+    return _stay(numbered(instance, at), silent, at, context)
 
 
 def end_without_source(instance: Instance, at: float, context: StepContext) -> Step:
@@ -192,7 +178,7 @@ def _is_wanted(instance: Instance, context: StepContext) -> bool:
 
 def _query(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
     lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
-    return Step(replace(instance, move=lost, deadline=at + _wait_s(context)))
+    return Step(replace(numbered(replace(instance, move=lost), at), deadline=at + _wait_s(context)))
 
 
 def _wait_s(context: StepContext) -> float:

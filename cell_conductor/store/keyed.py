@@ -85,6 +85,9 @@ class KeyedRows(Protocol):
     async def expect_known(self) -> None:
         """Raises Unrecognised."""
 
+    async def era(self) -> int:
+        """Of the database on record (`SetBack.first_number`). Raises Unrecognised where it has been emptied."""
+
     async def is_needed(self, fence_of: str) -> bool:
         """Whether the host has losses, or an evacuation from it has commanded a destination."""
 

@@ -102,6 +102,11 @@ class MemoryKeyedRows:
         if not _is_known(self._table, self._seen):
             raise Unrecognised
 
+    async def era(self) -> int:
+        """One statement."""
+        await self._transaction.statement()
+        return SetBack(self._table.set_back_at, self._table.made_at).first_number
+
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""
         await self._transaction.statement()

@@ -46,7 +46,9 @@ class DecidedMachine(Struct, frozen=True):
 
 
 class UnexplainedRecord(Struct, frozen=True, kw_only=True):
-    """One machine on record. verdict: an operator's, "" until there is one. is_new: recorded by this call."""
+    """One machine on record. verdict: an operator's, "" until there is one. era: of its database when it was decided
+    (`SetBack.first_number`). is_new: recorded by this call.
+    """
 
     machine: Unexplained
     service: str
@@ -55,6 +57,7 @@ class UnexplainedRecord(Struct, frozen=True, kw_only=True):
     verdict: str = ""
     decided_by: str = ""
     decided_at: float = 0.0
+    era: int = 0
     is_new: bool = False
 
     @property
@@ -111,13 +114,16 @@ LEASES: KeyedTable[str, Lease] = KeyedTable(
 KEYED: tuple[KeyedTable[Any, Any], ...] = (UNEXPLAINED, BREAKERS, FENCES, LOSSES, LEASES)
 
 
-def seen_again(before: UnexplainedRecord | None, machine: Unexplained, service: str, now: float) -> UnexplainedRecord:
-    """The record of a machine that is listed. A verdict holds for one attempt only, but that a machine is kept: no
-    attempt and no mark shows that it is gone.
+def seen_again(
+    before: UnexplainedRecord | None, machine: Unexplained, service: str, now: float, era: int
+) -> UnexplainedRecord:
+    """The record of a machine that is listed. A verdict holds for one attempt only, and until the database is set back:
+    another one may have come since, which is lost. But that a machine is kept holds: no attempt and no mark shows that
+    it is gone.
     """
     if before is None:
         return UnexplainedRecord(machine=machine, service=service, first_seen=now, last_seen=now)
-    is_same = (before.machine.attempt, before.machine.kind) == (machine.attempt, machine.kind)
+    is_same = (before.machine.attempt, before.machine.kind, before.era) == (machine.attempt, machine.kind, era)
     verdict = before.verdict if is_same or before.verdict == KEEP else ""
     return replace(before, machine=machine, service=service, last_seen=now, verdict=verdict)
 
@@ -129,10 +135,12 @@ class Safety(KeyedStore):
     async def record(
         self, rows: KeyedRows, service: str, machines: Sequence[Unexplained], now: float
     ) -> list[UnexplainedRecord]:
-        """Put these on record, or record that they are still there."""
+        """Put these on record, or record that they are still there. Raises Unrecognised."""
+        await rows.expect_known()
+        era = await rows.era()
         listed = {(one.host_uuid, one.uuid): one for one in machines}
         known = await rows.find(UNEXPLAINED, listed, Lock.UPDATE)
-        made = [seen_again(known.get(place), machine, service, now) for place, machine in listed.items()]
+        made = [seen_again(known.get(place), machine, service, now, era) for place, machine in listed.items()]
         await rows.put(UNEXPLAINED, made, over=known)
         return [replace(one, is_new=one.place not in known) for one in made]
 
@@ -167,10 +175,12 @@ class Safety(KeyedStore):
                 for one in named.get(machine.uuid, ())
             )
 
-        places = [one.place for one in await rows.read(UNEXPLAINED) if is_meant(one)]
+        era, places = await rows.era(), [one.place for one in await rows.read(UNEXPLAINED) if is_meant(one)]
         known = await rows.find(UNEXPLAINED, places, Lock.UPDATE)
         decided = [
-            replace(one, verdict=verdict, decided_by=by, decided_at=now) for one in known.values() if is_meant(one)
+            replace(one, verdict=verdict, decided_by=by, decided_at=now, era=era)
+            for one in known.values()
+            if is_meant(one)
         ]
         await rows.put(UNEXPLAINED, decided, over=known)
         return [one.place for one in decided]
@@ -221,17 +231,29 @@ class FenceStore(KeyedStore):
 
     @in_transaction
     async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
-        """Record a decision, unless one at least as new is on record; returns the one that is then. A decision to lift
-        what is no fence has ended no step here: it is lifted.
+        """Record a decision, unless one at least as new is on record; returns the decision that stands then. One to
+        lift what is no fence has ended no step here: it is lifted. What was found to run there stays with a fence.
         """
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
         before = known.get(fence.host_uuid)
         if before is not None and before.version >= fence.version:
             return before
-        if fence.lifting and (before is None or before.state is FenceState.LIFTED):
+        is_fence = before is not None and before.state is not FenceState.LIFTED
+        if fence.lifting and not is_fence:
             fence = replace(fence, state=FenceState.LIFTED)
-        await rows.put(FENCES, [fence], over=known)
+        found = before.running if before is not None and is_fence else {}
+        await rows.put(FENCES, [replace(fence, running=found)], over=known)
         return fence
+
+    @in_transaction
+    async def note_running(
+        self, rows: KeyedRows, scanned: Fence, service: str, attempts: dict[str, int], passed: Collection[str]
+    ) -> None:
+        """Record what a scan from after this decision, if it is the newest, shows to run (`Fence.with_running`)."""
+        known = await rows.find(FENCES, [scanned.host_uuid], Lock.UPDATE)
+        fences = [one for one in known.values() if one.state is not FenceState.LIFTED]
+        noted = [one.with_running(service, attempts, passed) for one in fences if one.version == scanned.version]
+        await rows.put(FENCES, [one for one in noted if one not in fences], over=known)
 
     @in_transaction
     async def delete_losses(self, rows: KeyedRows, losses: Sequence[Loss]) -> None:

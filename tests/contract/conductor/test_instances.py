@@ -25,7 +25,7 @@ from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKi
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, UnreadableRecords
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
-from cell_conductor.store.safety import KEEP, DecidedMachine
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from lab.simulation.watch import failed_steps
 from tests.kit.waiting import until
 from tests.unit.conductor.world import Queried, Relay, engine_of
@@ -223,6 +223,27 @@ async def test_a_sweep_is_due_for_a_passed_deadline_and_for_a_database_that_was_
     async with store.transaction() as transaction:
         assert await transaction.recognise() is not None
     assert not await store.has_due(4.9)
+
+
+async def test_an_operators_word_ends_with_the_history_that_it_was_given_in(store: InstanceStore) -> None:
+    """Another one may have come since, which the backup has not: but what is kept is kept. No process records anything
+    before it has recognised the set-back.
+    """
+    machines = [Unexplained(one, 3, HOST, UnexplainedKind.QUARANTINED, "newer") for one in (A, B, C)]
+    words = dict(zip((A, B, C), (DESTROY, ADOPT, KEEP), strict=True))
+    await store.safety.record("s", machines, 1.0)
+    for uuid, word in words.items():
+        await store.safety.decide([DecidedMachine(uuid)], word, "ann", 2.0)
+    assert {one.machine.uuid: one.verdict for one in await store.safety.record("s", machines, 3.0)} == words
+    await restored(store)
+    with pytest.raises(Transient, match="recognised"):
+        await store.safety.record("s", machines, 4.0)
+    async with store.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    left = {one.machine.uuid: one.verdict for one in await store.safety.record("s", machines, 5.0)}
+    assert left == {A: "", B: "", C: KEEP}
+    await store.safety.decide([DecidedMachine(A)], DESTROY, "ann", 6.0)
+    assert [one.verdict for one in await store.safety.record("s", machines[:1], 7.0)] == [DESTROY]
 
 
 async def test_what_is_due_is_taken_by_one(make: Make, store: InstanceStore) -> None:

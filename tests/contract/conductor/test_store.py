@@ -12,7 +12,7 @@ from bus.contracts.moves import MoveKind
 from bus.contracts.operations import FenceState
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
 from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.domain.leases import Keeper, Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
@@ -339,6 +339,24 @@ async def test_a_fence_that_is_to_be_lifted_is_no_proof_and_takes_losses(instanc
     async with instances.transaction() as transaction:
         assert not await transaction.lose([HOST], [], [HOST])
     assert await lose(instances, loss(A))
+
+
+async def test_what_a_fenced_host_was_found_to_run_stays_with_its_fence(instances: InstanceStore) -> None:
+    fences, found = instances.fences, RunningAfterFence(FENCE.version, {A: 1})
+    await fences.note_running(FENCE, "s", {A: 1}, ())
+    assert await fences.fences() == []
+    await fences.put(FENCE)
+    await fences.note_running(replace(FENCE, version=1), "s", {B: 1}, ())
+    for service, passed in (("s", ()), ("t", ()), ("t", ("s", "u"))):
+        await fences.note_running(FENCE, service, {A: 1}, passed)
+    assert await fences.fences() == [replace(FENCE, running={"t": found})]
+    again = replace(FENCE, version=4)
+    assert await fences.put(again) is again
+    assert await fences.fences() == [replace(again, running={"t": found})]
+    await fences.put(replace(FENCE, version=5, state=FenceState.LIFTING))
+    assert await fences.lift(HOST, 5, 9.0)
+    await fences.put(replace(FENCE, version=6))
+    assert await fences.fences() == [replace(FENCE, version=6)]
 
 
 async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -> None:

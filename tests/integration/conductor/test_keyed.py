@@ -119,7 +119,7 @@ async def test_a_machine_that_another_has_recorded_first_is_not_new(
     store: PostgresInstances, other: asyncpg.Connection
 ) -> None:
     """The second one announced it again, and forgot what an operator had decided meanwhile."""
-    first = UnexplainedRecord(machine=OURS, service="s", first_seen=1.0, last_seen=1.0, verdict=DESTROY)
+    first = UnexplainedRecord(machine=OURS, service="s", first_seen=1.0, last_seen=1.0, verdict=KEEP)
     async with other.transaction():
         await PostgresKeyedRows(other).put(UNEXPLAINED, [first], over={})
         recording = asyncio.create_task(store.safety.record("t", [OURS, replace(OURS, uuid=B)], 2.0))

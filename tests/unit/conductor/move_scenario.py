@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import ANY
+
 from msgspec.structs import replace
 
 from bus.contracts.base import Message, Refusal
@@ -75,9 +78,9 @@ def ended(instance: Instance, n: int, attempt: int, *, done: bool = True, **fiel
     )
 
 
-def seen(by: str = OTHER, service: str = "s1") -> e.SourceAnswered:
-    """The source is where the record has it."""
-    return e.SourceAnswered(at=211.0, by=by, service=service)
+def seen(query: Any = ANY, service: str = "s1") -> e.SourceAnswered:
+    """The source is where the record has it. query: that was asked (ANY: what is asked now)."""
+    return e.SourceAnswered(at=211.0, query=query, service=service)
 
 
 def announced(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]:

@@ -16,7 +16,7 @@ from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import question_of, step
 
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
-PATIENCE = StepContext(cell="c1", deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
+PATIENCE = StepContext(cell="c1", up=("s1", "s2"), deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
 MADE = replace(PATIENCE, set_back=SetBack(made_at=1.0))  # numbers what may be lost from 1000 on
 UUID = "00000000-0000-4000-8000-000000000001"
 

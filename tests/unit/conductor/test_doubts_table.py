@@ -641,7 +641,7 @@ def test_a_destination_that_is_complete_after_all_has_arrived(answer_: e.Event) 
 @pytest.mark.parametrize(
     "events",
     [
-        (searched(SOURCE, HERE), request(K.REVERT, request_id=OTHER), seen(), GONE),
+        (searched(SOURCE, HERE), request(K.REVERT, request_id=OTHER), replace(seen(), era=1_000_000), GONE),
         (searched(SOURCE, PART), GONE),
     ],
     ids=["reverted", "ended"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,18 +17,32 @@ from bus.contracts.moves import MoveKind
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.persistence.outbox import OutboxMessage
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
 from cell_conductor.fences import FenceKeeper
+from cell_conductor.lease_keeper import LeaseKeeper
 from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
+from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.conductor.test_single_conditions import fences_on
-from tests.unit.conductor.world import Services, engine_of, insert, listing, opened, opened_store
+from tests.unit.conductor.world import (
+    Queried,
+    Quiet,
+    Relay,
+    Services,
+    down,
+    engine_of,
+    insert,
+    listing,
+    opened,
+    opened_store,
+    put,
+)
 
 # --- One conductor's copy of its cell's fences, while reads and decisions overlap.
 
@@ -245,11 +258,11 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
 
     await keeper.without_losses(scan("s", Running(instance_uuid=INSTANCE, attempt=1, deployment="d")), "d")
     await keeper.without_losses(scan("another"), "d")
-    found = keeper.still_running[HOST]
-    assert {service: one.attempts for service, one in found.items()} == {"s": {INSTANCE: 1}, "another": {}}
+    found = {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert keeper.known[HOST].running == found
     passed = [(HOST, "s")]
     await keeper.without_losses(scan("another"), "d", lambda *place: place in passed)
-    assert list(keeper.still_running[HOST]) == ["another"], "the first one has given the host up"
+    assert not keeper.known[HOST].running, "the first one has given the host up"
 
 
 async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_next_one() -> None:
@@ -334,25 +347,20 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
 
     await fenced(1, 1_000.0)
     assert await scanned(runs) == [(HOST, keeper.known[HOST].rescan)]
-    assert not keeper.still_running
+    assert not keeper.known[HOST].running
     assert await scanned(runs, later_than=1) == []
-    assert keeper.still_running[HOST] == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert keeper.known[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     await fenced(2, 1_200.0)
     assert await scanned(later_than=1) == [(HOST, keeper.known[HOST].rescan)]
-    assert keeper.still_running[HOST] == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert keeper.known[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     assert await scanned(later_than=2) == []
-    assert keeper.still_running[HOST]["s"].attempts == {}
+    assert not keeper.known[HOST].running
 
 
 # --- A conductor whose copy of the fences may be old does not undo an evacuation: it reads the record first.
 
 
 SECOND = "00000000-0000-4000-8000-0000000000ff"
-
-
-class Relay:
-    def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
-        """Nothing."""
 
 
 def evacuated(uuid: str, source: int) -> Instance:
@@ -388,10 +396,6 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     with pytest.raises(Transient, match="lifted meanwhile"):
         await engine.take([InstanceEvent(UUID, ended(first, 2, 2))], source="results")
     for uuid, one in ((SECOND, second), (UUID, first)):
-        with pytest.raises(Transient, match="not read yet"):
-            await engine.take([InstanceEvent(uuid, ended(one, 2, 2))], source="results")
-    await keeper.load()
-    for uuid, one in ((SECOND, second), (UUID, first)):
         await engine.take([InstanceEvent(uuid, ended(one, 2, 2))], source="results")
     async with store.transaction() as transaction:
         states = {uuid: one.state for uuid, one in (await transaction.lock([UUID, SECOND])).items()}
@@ -425,3 +429,62 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     assert passed.hosts == (report.hosts if kept else (replace(report.hosts[0], running=()),))
     assert len(sent.orders) == (0 if kept else 1)
     assert len(await conductor.store.fences.losses()) == (0 if kept else 1)
+
+
+# --- A conductor that has just started: what it does not know yet is neither up, nor free of a fence.
+
+
+def _resized() -> Instance:
+    """An automatic confirm is due; the destination is s2's."""
+    there = replace(ON_2, service="s2")
+    move = {"auto_confirm_s": 5.0, "answered": True}
+    return moving(State.RESIZED, move=move, selections=(ON_1, there, ON_3), queried=False)
+
+
+async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_service_that_is_silent() -> None:
+    """Its sweep begins before it has a digest, or has read the leases."""
+    store = await opened_store()
+    await put(store, down("s2"))  # on record, by the former process, whose term lasts
+    await insert(store, _resized())
+    clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
+    keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="started")
+    engine = engine_of(
+        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", leases=keeper
+    )
+    assert keeper.up() is None, "it is not known yet which are"
+    assert await engine.sweep() == 1
+    assert store._table.instances[UUID].state is State.RESIZED
+
+
+async def test_a_conductor_that_has_not_read_its_fences_gives_up_no_source_for_a_fenced_host() -> None:
+    """The side tasks run beside the preparations; and all fences are dropped where one was lifted meanwhile."""
+    store = await opened_store()
+    await store.fences.put(Fence(host_uuid=host(2), host="host-2", version=1, at=1.0))
+    await insert(store, _resized())
+    clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
+    fences = FenceKeeper(store, bus, clock=clock, config=config, cell="c1")
+    engine = engine_of(
+        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", fences=fences
+    )
+    await engine.sweep()
+    assert store._table.instances[UUID].state is State.RESIZED
+
+
+async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host_has_reported_to_run() -> None:
+    """What a fenced host was found to run is in the memory of the conductor that was told of it."""
+    store, clock, bus = await opened_store(), SystemClock(), cast(Bus, Quiet())
+    fence = Fence(host_uuid=host(2), host="host-2", version=1, at=1.0)
+    await store.fences.put(fence)
+    running = Running(instance_uuid=UUID, attempt=2, deployment=store.deployment)
+    report = listing("s1", 2, runs=(running,), rescans=(fence.rescan,))
+    active = record(State.ACTIVE, queried=False)
+    refused: list[str] = []
+    for is_told in (True, False):  # the second one after a restart
+        fences = FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+        await fences.load()
+        if is_told:
+            await fences.without_losses(report, store.deployment)
+        context = replace(PATIENCE, fences=fences.known)
+        unproved = why_not_evacuated(active, context, fenced=False, force=False)
+        refused.append("" if unproved is None else unproved.code)
+    assert refused == [STILL_RUNNING, STILL_RUNNING]

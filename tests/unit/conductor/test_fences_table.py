@@ -174,8 +174,7 @@ def reported(attempt: int = 4, version: int = 1, service: str = "s1") -> dict[st
         (None, True, STOPPING, {}, False, NOT_FENCED),
         (None, True, SILENT, {}, False, None),
         (LIFTING, True, SILENT, {}, False, None),
-        (None, True, SILENT, reported(), False, RUNNING),
-        (None, True, SILENT, reported(), True, None),
+        (LIFTING, True, SILENT, reported(), True, None),
         (LIFTING, True, SILENT, reported(), False, RUNNING),
         (FENCE, False, {}, reported(), False, RUNNING),
         (FENCE, False, {}, reported(), True, None),
@@ -196,8 +195,8 @@ def test_a_host_is_proved_to_be_off_by_its_fence_or_by_a_clients_word(  # noqa: 
     force: bool,
     code: str | None,
 ) -> None:
-    known = {} if fence_ is None else {host(HERE): fence_}
-    context = replace(CONTEXT, fences=known, down=down, still_running={host(HERE): found})
+    known = {} if fence_ is None else {host(HERE): replace(fence_, running=found)}
+    context = replace(CONTEXT, fences=known, down=down)
     why = why_not_evacuated(ACTIVE, context, fenced=stated, force=force)
     assert (None if why is None else why.code) == code
 
@@ -209,8 +208,8 @@ def test_the_proof_is_about_the_host_that_has_the_machine(known: Instance, off: 
     for n in (HERE, SOURCE, OTHER):
         why = why_not_evacuated(known, replace(CONTEXT, fences=fences(n)), fenced=False, force=False)
         assert (why is None) is (n == off)
-    running = {host(off): {"x": RunningAfterFence(1, {UUID: attempt})}}
-    context = replace(CONTEXT, fences=fences(off), still_running=running)
+    running = {"x": RunningAfterFence(1, {UUID: attempt})}
+    context = replace(CONTEXT, fences={host(off): replace(fences(off)[host(off)], running=running)})
     assert why_not_evacuated(known, context, fenced=False, force=False) is not None
 
 

@@ -33,7 +33,7 @@ from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, answering, host, selection
 
-CONTEXT = StepContext(cell="c1", deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
+CONTEXT = StepContext(cell="c1", up=("s1", "s2"), deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
 
 
 def at_service(n: int, service: str) -> Selection:

@@ -25,6 +25,7 @@ from bus.contracts.placement import Claim, Release, Revert
 from bus.faults import Fault, RequestTimeout
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
+from cell_conductor.domain.events import SourceQuery
 from cell_conductor.domain.instance import Power, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_events import condition_of
@@ -35,7 +36,6 @@ from cell_conductor.domain.way_back import (
     SOURCE_LOST,
     SOURCE_SILENT,
     SOURCE_UNREPORTED,
-    SourceQuery,
     answer_about,
 )
 from cell_conductor.placement_requests import Transition, may_be_redone
@@ -383,8 +383,8 @@ def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() 
 # --- no move that has arrived is undone before its source was seen, and what waits for a silent host shows it
 
 
-QUERIED = SourceQuery(host(1), "s1", 1, OTHER)
-DOWN = replace(PATIENCE, down={"s2": Lease(service="s2", epoch=1, state=LeaseState.SILENT)})
+QUERIED = SourceQuery(host(1), "s1", 1, 202001)
+DOWN = replace(PATIENCE, up=("s1",), down={"s2": Lease(service="s2", epoch=1, state=LeaseState.SILENT)})
 
 
 def reverting(**fields: object) -> Scenario:
@@ -468,5 +468,5 @@ NONE = RequestTimeout("no answer")
 def test_the_source_is_seen_only_where_its_host_lists_that_very_machine(
     answers: list[tuple[str, MachinesFound | Fault]], code: str, service: str
 ) -> None:
-    answered = answer_about(UUID, QUERIED, answers, 211.0)
-    assert (answered.by, answered.code, answered.service) == (OTHER, code, service)
+    answered = answer_about(UUID, QUERIED, answers, 211.0, 7)
+    assert (answered.query, answered.era, answered.code, answered.service) == (QUERIED, 7, code, service)

@@ -11,6 +11,7 @@ from bus.contracts.cell import Destroy
 from bus.contracts.moves import CellAsks, CellCheck, ChangeKind, ChangeMachine, MoveKind
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert, ServerGroup
 from cell_conductor.domain import events as e
+from cell_conductor.domain.events import SourceQuery
 from cell_conductor.domain.instance import Instance, Move, Phase, Power, State
 from cell_conductor.domain.orders import (
     MAX_STEP_S,
@@ -26,7 +27,6 @@ from cell_conductor.domain.rules import ignore, tombstone
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import ByThen, Rule, question_of, rules_of, step
-from cell_conductor.domain.way_back import SourceQuery
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.records import BY_REVERT, ON_1, ON_2, ON_3, at_source, in_place, moving, record, unshelving
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, claimed, host, phase_of, selection
@@ -314,8 +314,8 @@ BOTH = (OPTION_2, OPTION_3)
         (unshelving(S.RELEASING, S.OFFLOADED), OF_INSTANCE),
         (moving(S.RELEASING, S.ACTIVE), OF_MIGRATION),
         (moving(S.RELEASING, S.DEPARTED), OF_MIGRATION),
-        (moving(S.RESIZED, move=BY_REVERT), SourceQuery(host(1), "s1", 1, OTHER)),
-        (in_place(S.RESIZED, move={"lost_code": "host.fenced"}), SourceQuery(host(1), "s1", 1)),
+        (moving(S.RESIZED, move={**BY_REVERT, "order": 5}), SourceQuery(host(1), "s1", 1, 5)),
+        (in_place(S.RESIZED, move={"lost_code": "host.fenced", "order": 5}), SourceQuery(host(1), "s1", 1, 5)),
         (moving(S.RESIZED), None),
         (moving(S.REVERTING, move=BY_REVERT), Revert(consumer=UUID, migration=MIGRATION, source_attempt=4, attempt=5)),
         (moving(S.PREPARING, move={"instance_released": True}), None),

@@ -292,7 +292,7 @@ ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered
             moving(State.RESIZED),
             request(MoveKind.REVERT, request_id=OTHER),
             {"deadline": 230.0, "cause": OTHER, "move_by": OTHER, "move_by_kind": MoveKind.REVERT,
-             "move_lost_code": "move.reverted"},
+             "move_lost_code": "move.reverted", "order": 200000, "move_order": 200000},
         ),
         (moving(DESTROYING, State.REVERTING), GONE, waits(State.REVERTING, None, 310.0, deadline=325.0)),
         (

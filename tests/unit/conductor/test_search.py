@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
+from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Message, Meta
@@ -35,7 +36,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.doubt import is_in_doubt
-from cell_conductor.domain.events import Claimed, InstanceEvent
+from cell_conductor.domain.events import Awaited, Claimed, InstanceEvent, MachineQuery
 from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, Keeper, Lease, LeaseState, LeaseTable
 from cell_conductor.domain.report import is_over as is_proved_over
@@ -61,7 +62,9 @@ from tests.unit.conductor.world import (
     insert,
     listing,
     opened,
+    opened_store,
     put,
+    search_of,
 )
 
 # --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is
@@ -795,6 +798,7 @@ async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an
 
 def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:
     table = LeaseTable(missed_heartbeats=5)
+    table.adopt_record([])
     table.advance_clock(0.0)
     assert table.up is None
     table.renew(beat("s1", 1, 1, interval_s=1.0), at=0.0)
@@ -970,3 +974,68 @@ async def test_an_answer_to_another_question_of_the_same_attempt_changes_nothing
     await conductor.engine.answered([CellBook(asked_by=asked_by, instance_uuid=UUID, question=earlier, answer=answer)])
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.phase == there.phase
+
+
+# --- Have all answered that have to? One that was not asked is not one that has answered.
+
+
+class _Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = SystemClock().time()
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def _started(store: Any) -> LeaseKeeper:
+    """It has heard s1 for long enough, and no digest: the former keeper's term lasts still, and it is gone."""
+    clock = _Clock()
+    keeper = LeaseKeeper(
+        store, cast(Bus, Quiet()), clock=cast(Any, clock), config=ConductorConfig(), cell="c1", process="started"
+    )
+    for number in range(1, 5):
+        clock.now += 1.0
+        message = beat("s1", 1, number, interval_s=1.0)
+        await keeper.handle([Received(message, Meta(id=str(number)), "c1", "conductor.leases")])
+    await keeper._keep()
+    assert not keeper.is_keeper
+    return keeper
+
+
+async def test_no_machine_is_searched_for_before_it_is_known_which_services_are_down() -> None:
+    """Within the term of a keeper that has ended, a conductor that has just started searched without the service that
+    was down, and began the build once more.
+    """
+    there = FoundMachine(instance_uuid=UUID, host_uuid=host(3), host="host-3", service="s3", attempt=1, project_id="p")
+    services = Services(s1=(), s3=(there,))
+    services.silent = {"s3"}
+    conductor = Conductor(services, None)
+    await conductor.store.open()
+    await put(conductor.store, down("s3"))
+    keeper = await _started(conductor.store)
+    conductor.up, conductor.down = keeper.up(), keeper.down()
+    outcome = await conductor.take()
+    assert isinstance(outcome, Retry) and not conductor.relay.sent
+    assert await conductor.recorded() is None
+
+
+async def test_a_service_that_the_record_names_and_that_was_not_asked_has_not_answered() -> None:
+    """The source of a move in doubt has to answer, without a limit."""
+    store, services, listings = await opened_store(), Services(s1=()), Listings()
+    listings.note(listing("s1", 1, pages=1, first_sequence=1))
+    search = search_of(
+        store,
+        services,
+        clock=SystemClock(),
+        config=ConductorConfig(),
+        up=lambda: ("s1",),
+        listings=listings,
+        forgotten=frozenset,
+    )
+    query = MachineQuery(SystemClock().time(), Awaited.OF_PLACES, (("s1", host(1)), ("s3", host(30))))
+    assert not await search.find_doubted({UUID: query})

@@ -537,7 +537,7 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
     store = MemoryInstances(session := table.session())
     await store.open()
     keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
-    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", leases=keeper)  # type: ignore[arg-type]
     await insert(store, run(on("s1", "s2")).instance)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
@@ -556,7 +556,7 @@ async def test_no_build_leaves_a_lost_service_before_the_database_was_compared()
     store = MemoryInstances(table.session())
     await store.open()
     keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
-    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", leases=keeper)  # type: ignore[arg-type]
     building = run(on("s1", "s2")).instance
     await insert(store, building)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})

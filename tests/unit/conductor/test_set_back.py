@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
+from bus.bus import Bus
 from bus.clock import CLOCKS_APART_S, SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Message, Meta, Refusal
@@ -22,6 +23,7 @@ from cell_conductor.domain import desires
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_sql, in_text, states_where
 from cell_conductor.domain.instance import Instance, Move, Phase, State
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.domain.rules import _spawn
 from cell_conductor.domain.set_back import (
     SetBack,
@@ -33,10 +35,22 @@ from cell_conductor.domain.set_back import (
     numbered_on,
 )
 from cell_conductor.domain.table import _without_kept, step
-from cell_conductor.store.safety import KEEP
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import begun, claimed
+from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, queried, selection, spawned
-from tests.unit.conductor.world import Conductor, Quiet, Services, hosts_of, insert, listing, opened
+from tests.unit.conductor.world import (
+    Conductor,
+    Quiet,
+    Relay,
+    Services,
+    engine_of,
+    hosts_of,
+    insert,
+    listing,
+    opened,
+    opened_store,
+)
 
 # --- What a database that was set back proves, and what an event or a state says where it says nothing: tables.
 
@@ -527,3 +541,21 @@ def test_a_build_that_is_commanded_where_another_machine_is_kept_goes_on_elsewhe
     assert [type(one) for one in stepped.commands] == [BuildEvent]
     own = replace(PATIENCE, kept={(host(2), UUID): 1})
     assert any(isinstance(one, Spawn) for one in _without_kept(_spawn(adopted, 1.0, own), 1.0, own).commands)
+
+
+async def test_an_operators_word_from_before_a_set_back_destroys_nothing() -> None:
+    """The machine was given to its instance since (`adopt`), and the restored record has the earlier word."""
+    store, clock, config, bus = await opened_store(), SystemClock(), ConductorConfig(), Quiet()
+    machine = Unexplained(UUID, 3, host(3), UnexplainedKind.QUARANTINED, "newer than its record")
+    store._table.made_at = 1.0
+    await store.safety.record("s1", [machine], 1.0)
+    await store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 2.0)
+    await insert(store, record(State.ACTIVE, queried=False, newest=0))
+    store._table.place += 1
+    async with store.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Any, Relay()), clock=clock, config=config, cell="c1")
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus))
+    there = Running(instance_uuid=UUID, attempt=3, deployment=store.deployment)
+    await hosts.hosts([Received(listing("s1", 3, runs=(there,)), Meta(id="m"), "c1", "conductor.hosts")])
+    assert not [one for one in bus.published if isinstance(one, Destroy)]

@@ -289,6 +289,7 @@ class Listened(LeaseTable):
     def __init__(self, seconds: float = 100.0, *, missed: int = 3) -> None:
         super().__init__(missed)
         self.tenths = 0
+        self.adopt_record([])
         self.advance_clock(0.0)
         self.advance(seconds)
 
@@ -314,6 +315,7 @@ class Listened(LeaseTable):
 )
 def test_who_is_up_is_known_when_the_clock_has_advanced_far_enough(deliveries: list[float], known: bool) -> None:
     table = LeaseTable(3)
+    table.adopt_record([])
     for at in deliveries:
         table.advance_clock(at)
     assert (table.up is not None) is known
@@ -328,6 +330,27 @@ def test_the_slowest_service_that_was_heard_says_how_long_to_listen(interval: fl
         else:
             table.adopt([Lease(service="a", epoch=0, interval_s=interval)])
         assert table.up == up
+
+
+def test_who_is_up_is_known_when_the_record_was_read_and_each_was_due() -> None:
+    table = LeaseTable(3)
+    for at in range(100):
+        table.advance_clock(float(at))
+    table.renew(beat("b", 1, 0), at=1.0)
+    assert table.up is None, "it has no record"
+    table.adopt_record([Lease(service="a", epoch=0), Lease(service="c", epoch=1, state=LeaseState.SILENT)])
+    for at in range(99, 115):
+        assert table.up is None, "it has not listened since"
+        table.advance_clock(float(at))
+    assert set(table.up or ()) == {"a", "b"} and set(table.down) == {"c"} and table.heard == {"b"}, "a may be silent"
+    for at in range(115, 131):
+        table.advance_clock(float(at))
+    table.renew(beat("b", 1, 1), at=3.0)
+    assert [lease.service for lease in table.assess(4.0)] == ["a"]
+    assert table.up == ("b",) and set(table.down) == {"a", "c"} and table.heard == {"b"}
+    table.renew(beat("a", 0, 0), at=5.0)
+    table.renew(beat("b", 1, 2, stopping=True), at=5.0)
+    assert table.heard == {"a"}
 
 
 def test_the_interval_that_was_stated_last_counts() -> None:

@@ -11,23 +11,26 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.base import Message
-from bus.contracts.cell import CellDelete, FindMachines
+from bus.contracts.cell import CellDelete, FindMachines, FoundMachine, MachinesFound
 from bus.contracts.moves import CellMove, MoveKind
+from cell_conductor.domain import events as e
 from cell_conductor.domain.doubt import is_in_doubt, machine_query_of
-from cell_conductor.domain.events import InstanceSearched, MachineQuery
+from cell_conductor.domain.events import InstanceSearched, MachineQuery, SourceQuery
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.rules import LOST
-from cell_conductor.domain.table import step
+from cell_conductor.domain.table import question_of, step
+from cell_conductor.domain.way_back import answer_about
 from cell_conductor.engine import Unsearched
 from cell_conductor.handlers import RETRIES
-from tests.unit.conductor.move_scenario import MOVE
-from tests.unit.conductor.records import IN_DOUBT, record
-from tests.unit.conductor.scenario import UUID
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, claimed, request, to_resized
+from tests.unit.conductor.records import IN_DOUBT, fenced, record
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 from tests.unit.conductor.test_doubts_table import OTHERS_SILENT, SOURCE, doubted, leaving, unsure
 from tests.unit.conductor.test_search import claims_again, machine
 from tests.unit.conductor.world import BUILD, Conductor, Services, insert, opened
 
 S = State
+THIRD = "d0000000-0000-4000-8000-000000000003"
 
 
 def test_an_answer_to_another_query_resolves_nothing() -> None:
@@ -174,3 +177,53 @@ async def test_a_claim_is_not_released_by_a_search_of_before_a_set_back() -> Non
     assert await conductor.engine.sweep() == 1
     await conductor.engine.search()
     assert services.of_placement == []
+
+
+# --- Of the services that were asked about the source of a move.
+
+
+def _fence(made: Scenario, n: int) -> SourceQuery:
+    made.context = fenced(n)
+    made.apply(e.HostFenced(at=220.0, host_uuid=host(n)))
+    query = question_of(made.instance)
+    assert isinstance(query, SourceQuery)
+    return query
+
+
+def _seen(query: SourceQuery) -> e.SourceAnswered:
+    machine = FoundMachine(
+        instance_uuid=UUID, host_uuid=query.host_uuid, host="h", service=query.service, attempt=query.attempt
+    )
+    answer = MachinesFound(machines=(machine,), hosts=(query.host_uuid,))
+    return answer_about(UUID, query, [(query.service, answer)], 230.0, era=0)
+
+
+def test_the_answer_about_an_earlier_moves_source_undoes_no_later_move() -> None:
+    """A conductor is paused with the answer; meanwhile the move is confirmed, and the next one's destination fenced."""
+    made = to_resized()
+    late = _seen(asked := _fence(made, 2))
+    made.context = PATIENCE
+    made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
+    made.apply(e.Destroyed(at=240.0, attempt=1, host_uuid=host(1), service="s1"))
+    made.apply(e.Released(at=241.0, consumer=MOVE))
+    assert made.instance.phase == (State.ACTIVE, None) and made.instance.move is None
+    made.apply(request(MoveKind.MIGRATE, 3, request_id=THIRD))
+    made.apply(claimed(attempt=(number := made.instance.next_attempt)))
+    made.end(3, number)
+    made.end(2, 2)
+    made.apply(replace(spawned(attempt=number, n=3), at=250.0))
+    assert _fence(made, 3) != asked
+    made.apply(late)
+    assert made.instance.phase == (State.RESIZED, None), "nobody has seen the source of this move"
+
+
+def test_an_answer_from_before_the_destination_was_used_again_undoes_nothing() -> None:
+    """The same move: fenced, the answer is held back, the fence lifted, the source's host reinstalled, fenced again."""
+    made = to_resized(auto_confirm_s=1000.0)
+    late = _seen(_fence(made, 2))
+    made.context = PATIENCE
+    made.apply(e.TimedOut(at=260.0))  # it is used again, and waits for nothing
+    assert made.instance.move is not None and not made.instance.move.lost_code
+    _fence(made, 2)
+    made.apply(late)
+    assert made.instance.state is State.RESIZED, "that its source is there was answered to another question"

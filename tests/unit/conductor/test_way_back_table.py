@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from msgspec.structs import replace
 
 from bus.contracts.moves import MACHINE_ABSENT, MoveKind, MoveState
 from cell_conductor.domain import events as e
+from cell_conductor.domain.events import SourceQuery
 from cell_conductor.domain.instance import EndedMove, Instance, Power, State
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
@@ -42,7 +44,7 @@ BY_CONFIRM: dict[str, Any] = {"by": OTHER, "by_kind": K.CONFIRM, "answered": Tru
 LATE = e.TimedOut(at=220.0)
 AT_LIMIT = e.TimedOut(at=IN_DOUBT.set_back.at + IN_DOUBT.doubt_limit_s)
 RELEASED = e.Released(at=220.0)
-UNSEEN = e.SourceAnswered(at=211.0, code="move.source_lost")
+UNSEEN = e.SourceAnswered(at=211.0, query=ANY, code="move.source_lost")
 FENCED = e.HostFenced(at=220.0, host_uuid=host(2))
 
 
@@ -68,15 +70,16 @@ SOURCES: list[Case] = [
         "destroy 2@2",
         "migrate: undoing",
     ),
-    case(moving(S.RESIZED, move=BY_REVERT), seen(by="x"), "resized"),
+    case(moving(S.RESIZED, move=BY_REVERT), seen(SourceQuery(host(1), "s1", 4, 1)), "resized"),
+    case(moving(S.RESIZED, move=BY_REVERT), replace(seen(), era=1), "resized"),
     case(moving(S.RESIZED), seen(), "resized"),
-    case(moving(S.RESIZED), seen(by=""), "resized"),
-    case(moving(S.RESIZED, move=BY_REVERT), replace(UNSEEN, by=OTHER), "resized", "revert: refused move.source_lost"),
+    case(moving(S.RESIZED), seen(), "resized"),
+    case(moving(S.RESIZED, move=BY_REVERT), UNSEEN, "resized", "revert: refused move.source_lost"),
     case(moving(S.RESIZED, move=BY_REVERT), seen(), "resized", "revert: refused move.source_fenced", context=fenced(1)),
     case(moving(S.RESIZED, move=BY_REVERT), seen(), "reverting", "migrate: undoing", context=fenced(2)),
-    case(moving(S.RESIZED, move=BY_FENCE), seen(by=""), "reverting", "migrate: undoing", context=fenced(2)),
-    case(moving(S.RESIZED, move=BY_FENCE), seen(by=""), "resized", context=fenced(1, 2)),
-    case(moving(S.RESIZED, move=BY_FENCE), seen(by=""), "resized"),
+    case(moving(S.RESIZED, move=BY_FENCE), seen(), "reverting", "migrate: undoing", context=fenced(2)),
+    case(moving(S.RESIZED, move=BY_FENCE), seen(), "resized", context=fenced(1, 2)),
+    case(moving(S.RESIZED, move=BY_FENCE), seen(), "resized"),
     case(moving(S.RESIZED, move=BY_FENCE), UNSEEN, "resized", context=fenced(2)),
     case(moving(S.RESIZED, move=BY_FENCE), UNSEEN, "resized"),
     case(in_place(S.RESIZED, move=BY_REVERT), seen(), "destroying/reverting", "resize 1@1", "resize: undoing"),
@@ -267,13 +270,14 @@ RESTED = {"sequence": 21, "ended": REFUSED, "move_lost_code": "", "move_by": "",
     ("before", "event", "context", "changes"),
     [
         (moving(S.RESIZED), wants(K.REVERT), SLOW,
-         {"deadline": 350.0, "cause": OTHER, **{f"move_{name}": value for name, value in BY_REVERT.items()}}),
-        (moving(S.RESIZED, move=BY_REVERT), replace(UNSEEN, by=OTHER), PATIENCE, {**RESTED, "deadline": None}),
-        (moving(S.RESIZED, move={**BY_REVERT, "auto_confirm_s": 5.0}), replace(UNSEEN, by=OTHER), PATIENCE,
+         {"deadline": 350.0, "cause": OTHER, "order": 200000, "move_order": 200000,
+          **{f"move_{name}": value for name, value in BY_REVERT.items()}}),
+        (moving(S.RESIZED, move=BY_REVERT), UNSEEN, PATIENCE, {**RESTED, "deadline": None}),
+        (moving(S.RESIZED, move={**BY_REVERT, "auto_confirm_s": 5.0}), UNSEEN, PATIENCE,
          {**RESTED, "deadline": 95.0}),
         (moving(S.RESIZED, move=BY_FENCE), UNSEEN, fenced(2), {"deadline": 241.0}),
         (moving(S.RESIZED, move=BY_FENCE), UNSEEN, PATIENCE, {"deadline": None, "move_lost_code": ""}),
-        (moving(S.RESIZED, move=BY_FENCE), LATE, fenced(2), {"deadline": 250.0}),
+        (moving(S.RESIZED, move=BY_FENCE), LATE, fenced(2), {"deadline": 250.0, "order": 220000, "move_order": 220000}),
         (moving(S.RESIZED, move=BY_REVERT), seen(service="s2"), PATIENCE,
          {"state": S.REVERTING, "since": 211.0, "deadline": 226.0, "sequence": 21, "queried": False,
           "move_source": replace(ON_1, service="s2")}),
@@ -284,9 +288,10 @@ RESTED = {"sequence": 21, "ended": REFUSED, "move_lost_code": "", "move_by": "",
         (*answer(replace(restarting(to_cell="c2"), sequence=20), 1, done=False, runs=False, code=MACHINE_ABSENT),
          PATIENCE,
          {"state": S.RELEASING, "then": S.OFFLOADED, "since": 202.0, "deadline": 217.0, "move_source": None}),
-        (moving(S.RESIZED), seen(by=""), PATIENCE, {}),
+        (moving(S.RESIZED), seen(), PATIENCE, {}),
         (moving(S.RESIZED), FENCED, fenced(2),
-         {"deadline": 250.0, "move_lost_code": "host.fenced", "move_lost_reason": "host host-2 was fenced"}),
+         {"deadline": 250.0, "order": 220000, "move_order": 220000, "move_lost_code": "host.fenced",
+          "move_lost_reason": "host host-2 was fenced"}),
         (moving(S.RESIZED, move=BY_REVERT), FENCED, fenced(2), {}),
         (*answer(restarting(), 1, done=False, runs=True, code="no"), PATIENCE,
          {"state": S.ACTIVE, "since": 202.0, "deadline": None, "queried": False, "sequence": 21, "move": None,

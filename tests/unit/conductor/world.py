@@ -86,8 +86,18 @@ class Alone:
     """What a conductor has beside it where a test is not about that: no fences, no search, no leases."""
 
     known: Mapping[str, Any] = {}
-    still_running: Mapping[str, Any] = {}
     name, is_recent, is_keeper = "c1", True, False
+
+    def heard(self) -> Collection[str]:
+        """All services of these suites are."""
+        return ("s1", "s2", "s3")
+
+    def down(self) -> Mapping[str, Lease]:
+        """No service is."""
+        return {}
+
+    async def ensure_known(self) -> None:
+        """There are no fences."""
 
     def invalidate(self) -> None:
         """There are no fences."""
@@ -119,7 +129,7 @@ ALONE: Any = Alone()
 
 def engine_of(**parts: Any) -> Engine:
     """An engine that is alone but for these."""
-    return Engine(**{"down": dict, "fences": ALONE, "search": ALONE, **parts})
+    return Engine(**{"leases": ALONE, "fences": ALONE, "search": ALONE, **parts})
 
 
 def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> RequestHandlers:
