@@ -15,7 +15,7 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Refuse
+from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildState, member_uuids
@@ -246,7 +246,7 @@ class SchedulingEngine:
                     log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=claim.cell)
         metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)
         answers = [one.reply if isinstance(one, Done) else one for one in plan.outcomes.values()]
-        unknown = [one for one in answers if isinstance(one, Refusal | Refuse) and one.code == UNKNOWN]
+        unknown = [one for one in answers if isinstance(one, Refusal) and one.code == UNKNOWN]
         metrics.count_requests("delete", "accepted", sum(isinstance(one, BuildAccepted) for one in answers))
         metrics.count_requests("delete", "unknown", len(unknown))
         return plan

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Outcome, Refuse, Retry
+from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import (
@@ -186,7 +186,7 @@ def answer_unknown(
         uuid, project = one.key
         build, cell = on_record[uuid], held[one.key].cell if one.key in held else None
         if _is_anothers(build, project):  # no event: those about an instance are its owner's
-            plan.outcomes[one.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
+            plan.outcomes[one.position] = Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
             if cell is not None:
                 theirs = _tombstone(one.request, author).build  # what has no record is in no stay that is known
                 plan.messages.append(OutboxMessage(cell, delete_of(theirs, begun=True), uuid))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import SystemClock, new_uuid
-from bus.consuming.outcome import Done, Outcome, Refuse, Retry, Wait
+from bus.consuming.outcome import Done, Outcome, Retry, Wait
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
@@ -317,8 +317,6 @@ def word(outcome: Outcome | None) -> str:
             return "done"
         case Retry(code=code):
             return f"again {code}"
-        case Refuse(code=code):
-            return f"refused {code}"
     raise AssertionError(outcome)
 
 
@@ -497,8 +495,8 @@ def test_a_tombstone_is_the_record_of_a_build_that_was_deleted_before_it_came() 
         (record(DELETED, code=UNKNOWN), held("c1", "q"), f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}"]),
         (record(DELETED, code=UNKNOWN), NOWHERE, f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}"]),
         (record(DELETED, project_id="q", code=UNKNOWN), C1, "accepted", TAKEN),
-        (record(ACTIVE, project_id="q"), {}, f"refused {UNKNOWN}", []),
-        (record(ACTIVE, project_id="q"), C1, f"refused {UNKNOWN}", TAKEN),
+        (record(ACTIVE, project_id="q"), {}, f"answered {UNKNOWN}", []),
+        (record(ACTIVE, project_id="q"), C1, f"answered {UNKNOWN}", TAKEN),
         (None, C1, "none", []),
     ],
 )
