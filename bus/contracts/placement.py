@@ -48,7 +48,7 @@ class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     here in the same transaction (an upgrade in place: a host reported flat until now, nested from now on). Several may
     take from one; who fits moves whole, largest first. takes: consumers known to use this very provider. theirs:
     another source reports this provider (its host, a network agent's parent): it is named only as the parent of
-    providers below it, must be in the book, and is left as it is.
+    providers below it, must be in the book below the parent that is named, and is left as it is.
     """
 
     uuid: Uuid

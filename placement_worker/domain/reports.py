@@ -226,8 +226,9 @@ class _Draft:
             return foreign(update.root_uuid)
         for report in update.providers:
             known = self.providers.get(report.uuid)
-            if report.theirs and (known is None or known.root != update.root_uuid):
-                reason = f"the source that owns {report.uuid} has not reported it in this tree"
+            # With another parent than it has, the parents of the tree could go round in a circle.
+            if report.theirs and (known is None or known.parent != report.parent_uuid):
+                reason = f"the source that owns {report.uuid} has not reported it there"
                 return ReportRefusal("inventory.not_there", reason)
         own = [report for report in update.providers if not report.theirs]
         reported = tuple(report.uuid for report in own)

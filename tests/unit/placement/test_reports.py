@@ -94,10 +94,16 @@ def place(uuid: str, parent: str | None = None) -> ProviderReport:
 
 
 @pytest.mark.parametrize(
-    "requested", [update(place(ROOT), node(CHILD, ROOT)), update(place(SECOND), place(ROOT, SECOND))]
+    "requested",
+    [
+        update(place(ROOT), node(CHILD, ROOT)),
+        update(place(SECOND), place(ROOT, SECOND)),
+        # What is below it may not be above it: no walk to the root of this tree would end.
+        update(node(GRANDCHILD), place(CHILD, GRANDCHILD), node(ROOT, CHILD)),
+    ],
 )
 def test_a_place_that_is_not_there_is_refused(requested: InventoryUpdate) -> None:
-    book = book_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD)))
+    book = book_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD), node(CHILD, ROOT)))
     if requested.root_uuid == ROOT:
         book = book_of(update(node(SECOND)))
     (result,) = plan([requested], [()], book, shape=2).results
