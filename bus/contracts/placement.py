@@ -69,7 +69,8 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `version` rises with every report of one `source` about one root; an older one loses. Providers that this
     source reported before under this root and that are absent now are removed. An empty `providers` removes
-    the tree. The first provider is the root (parent_uuid None); a parent comes before its children.
+    the tree, but nothing that another source has reported since. The first provider is the root (parent_uuid None); a
+    parent comes before its children.
     cell: the cell of the root, named by a source above cells, so that no other cell may claim on it. None: any may.
     takes_over: the compute service's source that has this root by the book, and is gone for good or has given the
     host up, as the cell's conductor has announced (`HostsReleased`). It counts only after `InventoryReleased` of that

@@ -88,6 +88,9 @@ class ReportGroup:
         self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
+        self._of_root: dict[str, dict[Key, None]] = {}
+        for key in (*sources, *self.keys):
+            self._of_root.setdefault(key[0], {})[key] = None
 
     def refuse_invalid(self, known_traits: Collection[str]) -> None:
         """Refuse updates that are invalid in themselves, whatever the book holds, and a report about a root of another
@@ -188,12 +191,16 @@ class ReportGroup:
             outcome = "applied" if result.changed else "unchanged"
             self.results[number] = InventoryResult(outcome=outcome, stranded=result.stranded)
             # From now on this source is responsible for the providers that it reports, and for its former ones that are
-            # stranded.
+            # stranded. No other one is, but a compute service whose root was not released.
             answers_for = [*result.reported, *(uuid for uuid in result.stranded if "/" not in uuid)]
+            given = {*answers_for, *self.earlier(number)}
             self._write(number, not result.stranded, answers_for)
-            if number in self._taken_over:
-                root, owner = self.keys[number][0], self._taken_over[number]
-                self._written[root, owner] = ReportSource(self._sources[root, owner].version, b"", False, ())
+            for key in self._beside(number):
+                row = self._written.get(key) or self._sources.get(key, NO_SOURCE)
+                left = tuple(uuid for uuid in row.providers if uuid not in given)
+                is_free = row.digest in FREE or not key[1].startswith(COMPUTE_SOURCE)
+                if is_free and len(left) < len(row.providers):
+                    self._written[key] = ReportSource(row.version, b"", False, left)
             for root in (self.keys[number][0], *result.left) if result.changed else ():
                 self._changed.setdefault(root, set()).add(self.keys[number])
 
@@ -211,12 +218,21 @@ class ReportGroup:
         return self._sources.get(self.keys[number], NO_SOURCE)
 
     def earlier(self, number: int) -> Sequence[str]:
-        """The providers that an update's source reported before, and those of the source whose root it takes over."""
-        own = self.source(number).providers
-        if number not in self._taken_over:
-            return own
-        taken = self._sources[self.keys[number][0], self._taken_over[number]].providers
-        return tuple(dict.fromkeys((*own, *taken)))
+        """The providers that an update takes out if it does not report them: those that its source reported before, and
+        those of the source whose root it takes over, but none that a further source reports by now. With the root it
+        takes out the whole tree, also a root that no source answers for.
+        """
+        root, taken = self.keys[number][0], self._taken_over.get(number)
+        rows = {key: self._sources.get(key, NO_SOURCE) for key in self._beside(number)}
+        others = {uuid for row in rows.values() if row.digest not in FREE for uuid in row.providers}
+        own = [*self.source(number).providers, *(() if taken is None else rows[root, taken].providers)]
+        own += () if self.updates[number].providers else (root,)
+        return tuple(uuid for uuid in dict.fromkeys(own) if uuid not in others)
+
+    def _beside(self, number: int) -> list[Key]:
+        """The other sources of an update's root."""
+        own = self.keys[number]
+        return [key for key in self._of_root[own[0]] if key != own]
 
     def answers(self, sequence: int) -> list[InventoryResult | ReportRefusal]:
         """Every result, in order; a result that changed the book carries the transaction's feed number."""

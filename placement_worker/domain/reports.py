@@ -128,10 +128,10 @@ def plan(
     """Plan valid updates that came on one bus, in order. Each is applied as a whole or not at all, and those together
     whose providers have exchanged their names.
 
-    earlier[n]: the providers in the previous report of the source of updates[n] about that root. book: every provider
-    of every tree that contains a root, a provider or a provider name of the updates. holdings: the allocations of every
-    consumer of a provider that others take from. shape: the new shape of every provider that changes; it is higher than
-    any shape in the book.
+    earlier[n]: the providers that updates[n] takes out if it does not report them (`ReportGroup.earlier`). book: every
+    provider of every tree that contains a root, a provider or a provider name of the updates. holdings: the allocations
+    of every consumer of a provider that others take from. shape: the new shape of every provider that changes; it is
+    higher than any shape in the book.
     """
     draft = _Draft(book, holdings, bus, shape)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
@@ -310,7 +310,8 @@ class _Draft:
     def _leaving(self, update: InventoryUpdate, earlier: Sequence[str], reported: set[str]) -> list[str]:
         """The providers of this tree that the source no longer reports, deepest first."""
         tree = self.trees.get(update.root_uuid, set())
-        leaving = [u for u in (sorted(tree) if not reported else earlier) if u in tree and u not in reported]
+        is_whole = not reported and update.root_uuid in earlier
+        leaving = [u for u in (sorted(tree) if is_whole else earlier) if u in tree and u not in reported]
         return sorted(leaving, key=lambda uuid: (-self._depth(uuid), uuid))
 
     def _depth(self, uuid: str) -> int:

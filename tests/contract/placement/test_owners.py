@@ -95,6 +95,22 @@ async def test_other_sources_may_report_below_a_host_and_beside_it(store: Resour
     assert await outcomes(store, host(MINE, 2, source="agent", vcpus=5)) == ["applied"]
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+async def test_who_has_given_a_node_to_another_source_takes_it_out_no_more(store: ResourceBook, is_held: bool) -> None:
+    """An Ironic's removals are repeated for days; each took out, or closed, the node that another one had by then."""
+    east, west = (host(MINE, 1, source=f"ironic_{name}") for name in ("east", "west"))
+    assert await outcomes(store, east) == ["applied"]
+    if is_held:
+        await store.apply([claim(MINE)])
+    for version, outcome in ((2, "applied"), (3, "unchanged")):
+        assert await outcomes(store, replace(east, version=version, providers=())) == [outcome]
+        assert await outcomes(store, replace(west, version=version)) == [outcome]
+    assert await capacity(store) == 4
+    assert await store.remove_retired_trees(10) == []
+    assert await outcomes(store, replace(west, version=9, providers=())) == ["applied"]
+    assert await capacity(store) == (0 if is_held else None)
+
+
 async def test_the_next_one_takes_it_over_and_the_former_one_is_refused(store: ResourceBook) -> None:
     await outcomes(store, first(1, CHILD))
     await store.release_roots(FIRST, [MINE], bus="c1")

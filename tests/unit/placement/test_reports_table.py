@@ -124,12 +124,56 @@ def test_who_takes_a_root_over_answers_for_what_its_owner_reported() -> None:
     sources[ROOT, MINE] = replace(sources[ROOT, MINE], providers=(GRANDCHILD,))
     both = group(TAKES, told(source="s"), sources={**sources, (ROOT, "s"): last()})
     both.refuse_owned()
-    assert [tuple(both.earlier(number)) for number in (0, 1)] == [(GRANDCHILD, ROOT, CHILD), (ROOT,)]
+    assert [tuple(both.earlier(number)) for number in (0, 1)] == [(GRANDCHILD, CHILD), (ROOT,)]
     both.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
     assert both.written() == {
         (ROOT, MINE): replace(last(2), settled=True),
         (ROOT, YOURS): ReportSource(7, b"", False, ()),
+        (ROOT, "s"): ReportSource(1, b"", False, ()),
     }
+
+
+GONE = replace(told(2), providers=())
+
+
+@pytest.mark.parametrize(
+    ("requested", "sources", "earlier"),
+    [
+        (GONE, {"s": last()}, (ROOT,)),
+        (GONE, {}, (ROOT,)),  # its row is lost
+        (GONE, {"s": last(), "heir": last()}, ()),
+        (GONE, {"s": last(providers=(ROOT, CHILD)), "heir": last()}, (CHILD,)),
+        (GONE, {"s": last(providers=()), "heir": last()}, ()),
+        (GONE, {"s": last(), "heir": replace(last(), digest=TAKEN_OUT)}, (ROOT,)),
+        (GONE, {"s": last(), "agent": last(providers=(CHILD,))}, (ROOT,)),
+        (told(2), {"s": last(providers=(ROOT, CHILD)), "heir": last(providers=(CHILD,))}, (ROOT,)),
+    ],
+)
+def test_a_source_takes_out_nothing_that_another_one_reports(
+    requested: InventoryUpdate, sources: Any, earlier: tuple[str, ...]
+) -> None:
+    """A node that is another Ironic's by now left the book with each removal that its former one repeated."""
+    one = group(requested, sources={(ROOT, source): row for source, row in sources.items()})
+    assert tuple(one.earlier(0)) == earlier
+
+
+@pytest.mark.parametrize(
+    ("former", "row", "left"),
+    [
+        ("s", last(), ()),
+        ("s", OUT, ()),
+        ("s", last(providers=(ROOT, CHILD)), (CHILD,)),
+        ("s", last(providers=(CHILD,)), None),
+        (YOURS, last(), None),
+        (YOURS, GIVEN_UP, ()),
+    ],
+)
+def test_who_reports_a_provider_last_answers_for_it(
+    former: str, row: ReportSource, left: tuple[str, ...] | None
+) -> None:
+    one = group(told(2, source="heir"), sources={(ROOT, former): row})
+    one.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
+    assert one.written().get((ROOT, former)) == (None if left is None else ReportSource(1, b"", False, left))
 
 
 # --- which report is stale, and which changes nothing
@@ -498,6 +542,7 @@ def test_a_parent_of_what_another_source_reports_stays() -> None:
 def test_only_the_last_of_a_tree_takes_all_of_it() -> None:
     """A source that reports nothing any more takes what others reported below its root, too."""
     book = book_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND)))
-    assert set(plan([update(root=ROOT)], [()], book, shape=2).after) == {SECOND}
+    assert set(plan([update(root=ROOT)], [(ROOT,)], book, shape=2).after) == {SECOND}
+    assert set(plan([update(root=ROOT)], [(CHILD,)], book, shape=2).after) == {ROOT, SECOND}
     assert set(plan([update(root=GRANDCHILD)], [()], book, shape=2).after) == {ROOT, CHILD, SECOND}
     assert set(plan([update(node(ROOT))], [(ROOT, SECOND)], book, shape=2).after) == {ROOT, CHILD, SECOND}

@@ -331,7 +331,7 @@ def test_a_stale_report_after_a_flawed_one_is_still_stale() -> None:
 def test_a_report_proves_the_tree_no_more_when_another_source_has_changed_it(changed: bool, settled: bool) -> None:
     mine, others = (replace(update(node(ROOT)), source=source) for source in ("mine", "others"))
     both = group(mine, others)
-    done = [Applied(changed=is_changed, stranded=(), reported=(ROOT,)) for is_changed in (False, changed)]
+    done = [Applied(changed=is_changed, stranded=(), reported=()) for is_changed in (False, changed)]
     both.settle([0, 1], done)
     assert both.written()[ROOT, "mine"].settled is settled
 
