@@ -91,12 +91,14 @@ class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.
     outcome: applied | unchanged | stale (an older version lost to `version`) | host.other_service (the root is
     `owner`'s, another compute service's; nothing was changed). Refusals come as `refusal.v1`.
     stranded: rows that the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
-    goes there; it is removed by the first report that finds it unused.
+    goes there; it is removed by the first report that finds it unused. unknown_traits: the first of those that are
+    neither standard nor custom; the report counts without them.
     """
 
     outcome: str
     sequence: int = 0
     stranded: tuple[str, ...] = ()
+    unknown_traits: tuple[TraitName, ...] = ()
     version: Version = 0
     owner: Word | None = None
 

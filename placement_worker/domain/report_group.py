@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import encode
 from bus.contracts.placement import COMPUTE_SOURCE, OTHER_SERVICE, InventoryResult, InventoryUpdate, ProviderReport
-from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign
+from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign, without_unknown
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ABOVE_CELLS, Provider, is_class, is_custom, is_foreign
 
@@ -31,6 +31,7 @@ class ReportSource(Struct, frozen=True):
 
 
 DIGEST_BYTES = 16
+MAX_UNKNOWN = 16  # traits that a result names
 NO_SOURCE = ReportSource(-1, b"", False, ())
 Sources = Mapping[Key, ReportSource]
 
@@ -48,12 +49,12 @@ RELEASED = b"released"
 FREE = (RELEASED, TAKEN_OUT)
 
 
-def names_of_reports(updates: Sequence[InventoryUpdate], known_traits: Collection[str]) -> tuple[set[str], set[str]]:
+def names_of_reports(updates: Sequence[InventoryUpdate]) -> tuple[set[str], set[str]]:
     """The (classes, CUSTOM_ traits) that the valid updates name, which are created ahead of their transaction."""
     classes: set[str] = set()
     traits: set[str] = set()
     for update in updates:
-        if flaw(update, known_traits) is None:
+        if flaw(update) is None:
             for report in update.providers:
                 classes.update(filter(is_class, report.inventories))
                 traits.update(filter(is_custom, report.traits))
@@ -77,7 +78,7 @@ class ReportGroup:
     def __init__(
         self, updates: Sequence[InventoryUpdate], sources: Sources, *, cells: Mapping[str, str | None], bus: str
     ) -> None:
-        self.updates = updates
+        self.updates = list(updates)
         self.bus = bus
         self._cells = cells
         self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
@@ -87,6 +88,7 @@ class ReportGroup:
         self._changed: dict[str, set[Key]] = {}  # by root: the reports that have changed its tree
         self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
+        self._unknown: dict[int, list[str]] = {}  # by update: the traits that were left out
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
         self._of_root: dict[str, dict[Key, None]] = {}
         for key in (*sources, *self.keys):
@@ -94,12 +96,17 @@ class ReportGroup:
 
     def refuse_invalid(self, known_traits: Collection[str]) -> None:
         """Refuse updates that are invalid in themselves, whatever the book holds, and a report about a root of another
-        cell, before its version can make the reports of the root's own cell stale.
+        cell, before its version can make the reports of the root's own cell stale. Traits that the book does not know
+        are left out: what else the report says of the host must not be lost with them.
 
         The other providers of a report, and roots that no source ever reported, are checked when the report is planned.
         """
         for number, update in enumerate(self.updates):
-            wrong = None if self._is_settled(number) else flaw(update, known_traits)
+            wrong = None
+            if not self._is_settled(number):
+                self.updates[number], self._unknown[number] = without_unknown(update, known_traits)
+                self._digests[number] = digest_of(self.updates[number].providers)
+                wrong = flaw(update)
             if wrong is None and is_foreign(self._cells.get(update.root_uuid), self.bus):
                 wrong = foreign(update.root_uuid)
             if wrong is not None:
@@ -236,18 +243,18 @@ class ReportGroup:
 
     def answers(self, sequence: int) -> list[InventoryResult | ReportRefusal]:
         """Every result, in order; a result that changed the book carries the transaction's feed number."""
-        return [_numbered(self.results[number], sequence) for number in range(len(self.updates))]
+        return [self._numbered(number, sequence) for number in range(len(self.updates))]
+
+    def _numbered(self, number: int, sequence: int) -> InventoryResult | ReportRefusal:
+        result, unknown = self.results[number], tuple(self._unknown.get(number, ())[:MAX_UNKNOWN])
+        if isinstance(result, ReportRefusal):
+            return result
+        return replace(result, sequence=sequence * (result.outcome == "applied"), unknown_traits=unknown)
 
     def _write(self, number: int, settled: bool, providers: Iterable[str]) -> None:
         root, source = self.keys[number]
         version = self.updates[number].version
         self._written[root, source] = ReportSource(version, self._digests[number], settled, tuple(providers))
-
-
-def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> InventoryResult | ReportRefusal:
-    if isinstance(result, InventoryResult) and result.outcome == "applied":
-        return InventoryResult(outcome="applied", sequence=sequence, stranded=result.stranded)
-    return result
 
 
 def _owners(sources: Sources) -> dict[str, list[str]]:

@@ -76,7 +76,19 @@ def foreign(uuid: str) -> ReportRefusal:
     return ReportRefusal("inventory.foreign_cell", f"{uuid} belongs to another cell")
 
 
-def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusal | None:
+def without_unknown(update: InventoryUpdate, known: Collection[str]) -> tuple[InventoryUpdate, list[str]]:
+    """The update without the traits that are neither custom nor known to the book, which nobody can ask for; and these,
+    each once.
+    """
+    named = dict.fromkeys(trait for report in update.providers for trait in report.traits)
+    if not (unknown := [trait for trait in named if not is_custom(trait) and trait not in known]):
+        return update, []
+    left = [tuple(trait for trait in one.traits if trait not in unknown) for one in update.providers]
+    reports = (replace(one, traits=traits) for one, traits in zip(update.providers, left, strict=True))
+    return replace(update, providers=tuple(reports)), unknown
+
+
+def flaw(update: InventoryUpdate) -> ReportRefusal | None:
     """Return the error of an update that can be found without the book; None when there is none."""
     reports = update.providers
     if reports and (reports[0].uuid != update.root_uuid or reports[0].parent_uuid is not None):
@@ -96,23 +108,19 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusa
             return ReportRefusal("inventory.takes_from", f"{report.uuid} cannot take from itself")
         seen.add(report.uuid)
         names.update(() if report.theirs else (report.name,))
-        wrong = _flaw_of_report(report, known_traits)
+        wrong = _flaw_of_report(report)
         if wrong is not None:
             return wrong
     return None
 
 
-def _flaw_of_report(report: ProviderReport, known_traits: Collection[str]) -> ReportRefusal | None:
+def _flaw_of_report(report: ProviderReport) -> ReportRefusal | None:
     for name, inventory in report.inventories.items():
         if not is_class(name):
             reason = f"{name[:MAX_SHOWN]!r} is neither a standard resource class nor CUSTOM_{suggestion(name)}"
             return ReportRefusal("class.unknown", reason)
         if inventory.reserved > inventory.total:
             return ReportRefusal("inventory.reserved", f"{name} of {report.uuid}: reserved exceeds total")
-    for trait in report.traits:
-        if not is_custom(trait) and trait not in known_traits:
-            reason = f"{trait} is neither a standard trait nor CUSTOM_{suggestion(trait, known_traits)}"
-            return ReportRefusal("trait.unknown", reason)
     return None
 
 
