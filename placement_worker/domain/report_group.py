@@ -184,10 +184,8 @@ class ReportGroup:
 
     def _is_bound(self, number: int) -> bool:
         """Whether the root's cell is settled, so that a report of the same content changes nothing."""
-        cell = self._cells.get(self.keys[number][0])
-        if self.bus == ABOVE_CELLS:
-            return self.updates[number].cell is None or cell not in (None, ABOVE_CELLS)
-        return cell is not None
+        cell, named = self._cells.get(self.keys[number][0]), self.updates[number].cell
+        return named in (None, cell) if self.bus == ABOVE_CELLS else cell is not None
 
     def settle(self, fresh: Sequence[int], results: Sequence[Applied | ReportRefusal]) -> None:
         """Record the results of the planned updates."""

@@ -271,17 +271,14 @@ class _Draft:
     def _bound(self, update: InventoryUpdate) -> str | None:
         """Return the cell of a root after a report on this bus. A report on the API bus does not bind an unbound root.
 
-        A source on the API bus may name the cell of a root that has none, unless a consumer uses the root: that
-        consumer may belong to another cell, which could then no longer release its allocations.
+        A source on the API bus may name the cell, unless a consumer uses the root: that consumer may belong to another
+        cell, which could then no longer release its allocations.
         """
         root = update.root_uuid
         named = update.cell if self._bus == ABOVE_CELLS else None
-        if root not in self.providers:
+        if root not in self.providers or (named and not self._is_used(root)):
             return named or self._bus
-        known = self._cell(root)
-        if named and known in (None, ABOVE_CELLS) and not self._is_used(root):
-            return named
-        return known or (self._bus if self._bus != ABOVE_CELLS else None)
+        return self._cell(root) or (self._bus if self._bus != ABOVE_CELLS else None)
 
     def _is_anothers(self, update: InventoryUpdate, earlier: Sequence[str]) -> bool:
         """Whether a source on the API bus reports, for one cell, a root that it never reported before and that belongs

@@ -236,6 +236,7 @@ def test_a_refused_report_makes_no_other_stale() -> None:
         ("api", None, "c1", last(), True),
         ("api", "api", "c1", last(), True),
         ("api", "c1", "c1", last(), False),
+        ("api", "c1", "c2", last(), True),
         ("c1", None, None, last(), True),
         ("c1", "c1", None, last(), False),
         ("api", None, None, last(settled=False), True),
@@ -360,8 +361,10 @@ def test_the_cell_of_a_root_after_a_report(book: dict[str, Provider], bus: str, 
 
 
 def test_a_source_that_has_reported_a_root_before_may_name_another_cell() -> None:
-    planned = plan([told(cell="c2", total=9)], [(ROOT,)], of_cell("c1"), shape=2)
-    assert planned.after[ROOT].cell == "c1" and isinstance(planned.results[0], Applied)
+    """An Ironic that another cell serves from now on: no claim of that cell could have been released by it."""
+    for used, cell in (({}, "c2"), ({"VCPU": 1}, "c1")):
+        planned = plan([told(cell="c2", total=9)], [(ROOT,)], of_cell("c1", **used), shape=2)
+        assert planned.after[ROOT].cell == cell and isinstance(planned.results[0], Applied)
 
 
 def test_a_report_that_names_a_provider_of_another_cell_is_refused() -> None:
