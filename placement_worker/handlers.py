@@ -140,14 +140,12 @@ class PlacementHandlers:
             update = received.message
             if isinstance(update, messages.AggregateMembers):
                 outcomes.append(await self._set_members(update, received))
-                continue
-            if isinstance(update, messages.InventoryForget):
+            elif isinstance(update, messages.InventoryForget):
                 outcomes.append(await self._forget(update, received))
-                continue
-            if not isinstance(update, messages.InventoryUpdate):
+            elif isinstance(update, messages.InventoryUpdate):
+                outcomes.append(self._answer_report(received, update, next(results), replies))
+            else:
                 outcomes.append(Done() if isinstance(update, messages.InventoryReleased) else _unexpected(update))
-                continue
-            outcomes.append(self._answer_report(received, update, next(results), replies))
         if replies and self._publish is not None:
             await self._publish(batch[0].bus, replies)
         return outcomes

@@ -88,7 +88,7 @@ class ReportGroup:
         self._changed: dict[str, set[Key]] = {}  # by root: the reports that have changed its tree
         self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
-        self._unknown: dict[int, list[str]] = {}  # by update: the traits that were left out
+        self._unknown: dict[int, tuple[str, ...]] = {}  # by update: the traits that were left out
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
         self._of_root: dict[str, dict[Key, None]] = {}
         for key in (*sources, *self.keys):
@@ -105,7 +105,8 @@ class ReportGroup:
             wrong = None
             if not self._is_settled(number):
                 self.updates[number], self._unknown[number] = without_unknown(update, known_traits)
-                self._digests[number] = digest_of(self.updates[number].providers)
+                if self._unknown[number]:
+                    self._digests[number] = digest_of(self.updates[number].providers)
                 wrong = flaw(update)
             if wrong is None and is_foreign(self._cells.get(update.root_uuid), self.bus):
                 wrong = foreign(update.root_uuid)
@@ -120,13 +121,13 @@ class ReportGroup:
         (`takes_over`) takes the root over once the cell's conductor has released it, unless the owner reports the root
         in the same group.
         """
-        owners = _owners(self._sources)
+        owners: dict[str, list[str]] = {}
         present = {key for number, key in enumerate(self.keys) if number not in self.results}
         for number, update in enumerate(self.updates):
             if number in self.results or not update.source.startswith(COMPUTE_SOURCE):
                 continue
             root, source = self.keys[number]
-            has = owners.setdefault(root, [])
+            has = owners.setdefault(root, self._owners(root))
             if source in has:
                 continue
             if not has:
@@ -136,6 +137,11 @@ class ReportGroup:
                 owners[root] = [source]
             else:
                 self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])
+
+    def _owners(self, root: str) -> list[str]:
+        """The compute services (as sources) that have reported the root as their own: one, or none."""
+        named = [key for key in sorted(self._of_root[root]) if key[1].startswith(COMPUTE_SOURCE)]
+        return [key[1] for key in named if root in self._sources.get(key, NO_SOURCE).providers]
 
     def _is_free(self, root: str, owner: str, present: Collection[Key]) -> bool:
         return (root, owner) not in present and self._sources[root, owner].digest in FREE
@@ -244,7 +250,7 @@ class ReportGroup:
         return [self._numbered(number, sequence) for number in range(len(self.updates))]
 
     def _numbered(self, number: int, sequence: int) -> InventoryResult | ReportRefusal:
-        result, unknown = self.results[number], tuple(self._unknown.get(number, ())[:MAX_UNKNOWN])
+        result, unknown = self.results[number], self._unknown.get(number, ())[:MAX_UNKNOWN]
         if isinstance(result, ReportRefusal):
             return result
         return replace(result, sequence=sequence * (result.outcome == "applied"), unknown_traits=unknown)
@@ -253,18 +259,6 @@ class ReportGroup:
         root, source = self.keys[number]
         version = self.updates[number].version
         self._written[root, source] = ReportSource(version, self._digests[number], settled, tuple(providers))
-
-
-def _owners(sources: Sources) -> dict[str, list[str]]:
-    """Return {root: the compute services (as sources) that have reported the root as their own}.
-
-    A root has one owner: the report of a second one is refused.
-    """
-    owners: dict[str, list[str]] = {}
-    for (root, source), last in sorted(sources.items()):
-        if source.startswith(COMPUTE_SOURCE) and root in last.providers:
-            owners.setdefault(root, []).append(source)
-    return owners
 
 
 def is_retired(tree: Iterable[Provider]) -> bool:

@@ -76,16 +76,17 @@ def foreign(uuid: str) -> ReportRefusal:
     return ReportRefusal("inventory.foreign_cell", f"{uuid} belongs to another cell")
 
 
-def without_unknown(update: InventoryUpdate, known: Collection[str]) -> tuple[InventoryUpdate, list[str]]:
+def without_unknown(update: InventoryUpdate, known: Collection[str]) -> tuple[InventoryUpdate, tuple[str, ...]]:
     """The update without the traits that are neither custom nor known to the book, which nobody can ask for; and these,
     each once.
     """
-    named = dict.fromkeys(trait for report in update.providers for trait in report.traits)
-    if not (unknown := [trait for trait in named if not is_custom(trait) and trait not in known]):
-        return update, []
+    named = {trait: None for report in update.providers for trait in report.traits}
+    unknown = {trait: None for trait in named if not is_custom(trait) and trait not in known}
+    if not unknown:
+        return update, ()
     left = [tuple(trait for trait in one.traits if trait not in unknown) for one in update.providers]
     reports = (replace(one, traits=traits) for one, traits in zip(update.providers, left, strict=True))
-    return replace(update, providers=tuple(reports)), unknown
+    return replace(update, providers=tuple(reports)), tuple(unknown)
 
 
 def flaw(update: InventoryUpdate) -> ReportRefusal | None:
