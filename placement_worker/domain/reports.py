@@ -242,7 +242,7 @@ class _Draft:
         own = [report for report in update.providers if not report.theirs]
         reported = tuple(report.uuid for report in own)
         leaving = self._leaving(update, earlier, {report.uuid for report in update.providers})
-        moved, used = self._migrate(update, {*reported, *leaving})
+        moved, used = self._migrate(own, {*reported, *leaving})
         gone, stranded = self._partition_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
@@ -294,17 +294,17 @@ class _Draft:
     def _is_used(self, root: str) -> bool:
         return any(any(self.providers[uuid].used.values()) for uuid in self.trees.get(root, ()))
 
-    def _migrate(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
-        """Return (the new holdings, the usage after them). Allocations move only away from the providers in `own`,
-        which this report covers.
+    def _migrate(self, reports: Sequence[ProviderReport], covered: set[str]) -> tuple[dict[str, Holding], _Used]:
+        """Return (the new holdings, the usage after them). Allocations move only between the providers of the report's
+        own source, and away from those that it covers.
         """
-        sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
-        used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
+        sources = [uuid for uuid in sources_of(reports) if uuid in covered and uuid in self._holders]
+        used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(covered)}
         moved: dict[str, Holding] = {}
         for source in sources:
-            inventories = {report.uuid: _inventories(report) for report in update.providers}
+            inventories = {report.uuid: _inventories(report) for report in reports}
             now = {consumer: moved.get(consumer) or self._held(consumer) for consumer in self._holders[source]}
-            then = migrate_allocations(update.providers, source, inventories, used, now)
+            then = migrate_allocations(reports, source, inventories, used, now)
             before = [now[consumer] for consumer in then]
             used = {uuid: usage_after(used[uuid], uuid, before, then.values()) for uuid in used}
             moved.update(then)

@@ -173,3 +173,13 @@ def test_whose_place_is_known_goes_there() -> None:
         {ONE: {FLAT_ROOT: {"VGPU": 1}}, TWO: {FLAT_ROOT: {"VGPU": 2}}, THREE: {FLAT_ROOT: {"VGPU": 1}}}, known
     )
     assert planned.moved == {ONE: {RIGHT: {"VGPU": 1}}, TWO: {LEFT: {"VGPU": 2}}, THREE: {RIGHT: {"VGPU": 1}}}
+
+
+def test_nothing_moves_to_what_another_source_reports() -> None:
+    """It stays as it is, without the class: what had moved there could not be released, and no claim of its batch."""
+    below = report_of(part(FLAT_ROOT), part(LEFT, FLAT_ROOT, VCPU=4))
+    theirs = ProviderReport(
+        uuid=FLAT_ROOT, name=FLAT_ROOT, inventories={"VCPU": Inventory(total=4)}, takes_from=LEFT, theirs=True
+    )
+    result, planned, _ = upgrade({ONE: {LEFT: {"VCPU": 1}}}, report_of(theirs, part(LEFT, FLAT_ROOT)), below)
+    assert (result.stranded, planned.moved) == ((f"{LEFT}/VCPU",), {})
