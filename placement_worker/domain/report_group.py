@@ -205,7 +205,10 @@ class ReportGroup:
             # stranded. No other one is, but a compute service whose root was not released.
             answers_for = [*result.reported, *(uuid for uuid in result.stranded if "/" not in uuid)]
             given = {*answers_for, *self.earlier(number)}
-            self._write(number, not result.stranded, answers_for)
+            row = ReportSource(
+                self.updates[number].version, self._digests[number], not result.stranded, tuple(answers_for)
+            )
+            self._written[self.keys[number]] = row
             for key in self._beside(number):
                 row = self._written.get(key) or self._sources.get(key, NO_SOURCE)
                 left = tuple(uuid for uuid in row.providers if uuid not in given)
@@ -254,11 +257,6 @@ class ReportGroup:
         if isinstance(result, ReportRefusal):
             return result
         return replace(result, sequence=sequence * (result.outcome == "applied"), unknown_traits=unknown)
-
-    def _write(self, number: int, settled: bool, providers: Iterable[str]) -> None:
-        root, source = self.keys[number]
-        version = self.updates[number].version
-        self._written[root, source] = ReportSource(version, self._digests[number], settled, tuple(providers))
 
 
 def is_retired(tree: Iterable[Provider]) -> bool:
