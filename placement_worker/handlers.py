@@ -175,7 +175,7 @@ class PlacementHandlers:
             log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
         if unknown := result.unknown_traits:
             meant = suggestion(unknown[0], self._store.names.trait_ids)
-            log.warning("inventory.unknown_traits", code="trait.unknown", traits=unknown, reason=meant, **about)
+            log.warning("trait.unknown", traits=unknown, reason=meant, **about)
         if result.version:
             replies.append(messages.InventoryOutdated(version=result.version, **of_root))
         if result.owner is not None:
