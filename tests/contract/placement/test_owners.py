@@ -423,6 +423,19 @@ async def test_a_source_learns_which_version_of_its_report_the_book_has(store: R
     assert sent == [("c1", known)], "a report that comes twice is not outdated"
 
 
+async def test_a_trait_that_the_book_does_not_know_holds_up_no_report(store: ResourceBook) -> None:
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    (free,) = host(MINE, 1).providers
+    for version, vcpus in ((1, 4), (2, 1)):
+        named = replace(free, traits=("HW_NEWER", "CUSTOM_X"), inventories={"VCPU": Inventory(total=vcpus)})
+        update = replace(host(MINE, version), providers=(named,))
+        (done,) = await handlers.inventory([Received(update, Meta(id="m"), "c1", "placement.inventory")])
+        assert isinstance(done, Done) and isinstance(done.reply, InventoryResult)
+        assert (done.reply.outcome, done.reply.unknown_traits) == ("applied", ("HW_NEWER",))
+    (state,) = (await store.snapshot(None, 10)).providers
+    assert (state.traits, state.inventories["VCPU"][0]) == (("CUSTOM_X",), 1)
+
+
 def node(version: int, cell: str | None = None) -> InventoryUpdate:
     return replace(host(MINE, version), source="ironic-sync", cell=cell)
 
