@@ -175,6 +175,7 @@ class SyncLoop:
         finally:
             self._term = None
             metrics.LEADER.set(0)
+            metrics.PROBLEMS.clear()  # the next writer's, who may be another process
             sync_state.requeue_unacknowledged()
             sync_state.traces.close("ironic.term_ended")
 

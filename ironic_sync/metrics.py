@@ -12,7 +12,11 @@ RESYNC_S = Histogram("berth_ironic_resync_seconds", "How long reading all nodes 
 UPDATES = Counter("berth_ironic_updates", "Inventory updates published, by kind", ["kind"])
 MEASURED = Counter("berth_ironic_nodes_measured", "Readings of nodes' sensors published")
 NODES = Gauge("berth_ironic_nodes", "Nodes that were reported to the book")
-PROBLEMS = Gauge("berth_ironic_node_problems", "Nodes that cannot be placed on as they are, by code", ["code"])
+PROBLEMS = Gauge(
+    "berth_ironic_node_problems",
+    "Nodes that cannot be placed on as they are, by code; as of the last read of all",
+    ["code"],
+)
 LEADER = Gauge("berth_ironic_leader", "1 while this process is the writer")
 BOUND = Gauge("berth_ironic_bound", "1 while our queue is bound to Ironic's exchange")
 LATENCY_S = Histogram(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from functools import partial
 
 import structlog
@@ -236,6 +237,9 @@ class Reader:
         metrics.RESYNCS.labels("read").inc()
         metrics.RESYNC_S.observe(took_s)
         metrics.NODES.set(nodes)
+        metrics.PROBLEMS.clear()
+        for code, many in Counter(problems.values()).items():
+            metrics.PROBLEMS.labels(code).set(many)
         log.info("ironic.resync", nodes=nodes, took_s=round(took_s, 3), problems=len(problems))
         if problems:
             log.warning("ironic.problems", nodes=dict(list(problems.items())[:100]), of=len(problems))

@@ -276,6 +276,3 @@ class SyncState:
             return
         if after.problem:
             log.error("ironic.node_problem", node=after.uuid, code=after.problem, state=after.state)
-            metrics.PROBLEMS.labels(after.problem).inc()
-        if before.problem:
-            metrics.PROBLEMS.labels(before.problem).dec()

@@ -141,7 +141,7 @@ class ResourceBook:
         """
         return await self._write(
             lambda transaction: report(transaction, updates, bus),
-            lambda: names_of_reports(updates, self.names.trait_ids),
+            lambda: names_of_reports(updates),
         )
 
     async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:

@@ -28,7 +28,7 @@ from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.refusal import Why
 from placement_worker.domain.reports import HOLDERS_BUSY, NAME_TAKEN, ReportRefusal
 from placement_worker.domain.trees import ChangeMembership, DeleteTree
-from placement_worker.domain.values import ABOVE_CELLS, Provider
+from placement_worker.domain.values import ABOVE_CELLS, Provider, suggestion
 
 T = TypeVar("T")
 
@@ -140,49 +140,48 @@ class PlacementHandlers:
             update = received.message
             if isinstance(update, messages.AggregateMembers):
                 outcomes.append(await self._set_members(update, received))
-                continue
-            if isinstance(update, messages.InventoryForget):
+            elif isinstance(update, messages.InventoryForget):
                 outcomes.append(await self._forget(update, received))
-                continue
-            if not isinstance(update, messages.InventoryUpdate):
+            elif isinstance(update, messages.InventoryUpdate):
+                outcomes.append(self._answer_report(received, update, next(results), replies))
+            else:
                 outcomes.append(Done() if isinstance(update, messages.InventoryReleased) else _unexpected(update))
-                continue
-            result = next(results)
-            of_root = {"source": update.source, "root": update.root_uuid}
-            about = {"bus": received.bus, "cause": received.meta.cause, **of_root}
-            if isinstance(result, ReportRefusal):
-                metrics.REPORTS.labels(result.code).inc()
-                log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
-                if result.code == HOLDERS_BUSY:
-                    outcomes.append(Wait(result.code, result.reason))
-                    continue
-                if result.code != NAME_TAKEN or not update.source.startswith(messages.COMPUTE_SOURCE):
-                    outcomes.append(Refuse(result.code, result.reason))
-                    continue
-                # No dead letter: the service repeats it until the name is free.
-                replies.append(
-                    messages.InventoryTaken(
-                        source=update.source, root_uuid=update.root_uuid, code=result.code, reason=result.reason
-                    )
-                )
-                outcomes.append(Done(Refusal(code=result.code, reason=result.reason)))
-                continue
-            metrics.REPORTS.labels(result.outcome).inc()
-            if result.stranded:
-                log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
-            if result.version:
-                replies.append(
-                    messages.InventoryOutdated(source=update.source, root_uuid=update.root_uuid, version=result.version)
-                )
-            if result.owner is not None:
-                log.error(result.outcome, code=result.outcome, owner=result.owner, **about)
-                replies.append(
-                    messages.InventoryTaken(source=update.source, root_uuid=update.root_uuid, owner=result.owner)
-                )
-            outcomes.append(Done(result))
         if replies and self._publish is not None:
             await self._publish(batch[0].bus, replies)
         return outcomes
+
+    def _answer_report(
+        self,
+        received: Received,
+        update: messages.InventoryUpdate,
+        result: messages.InventoryResult | ReportRefusal,
+        replies: list[Message],
+    ) -> Outcome:
+        """The outcome of a report. replies: what its source is told of it is added to these."""
+        of_root = {"source": update.source, "root_uuid": update.root_uuid}
+        about = {"bus": received.bus, "cause": received.meta.cause, "source": update.source, "root": update.root_uuid}
+        if isinstance(result, ReportRefusal):
+            metrics.REPORTS.labels(result.code).inc()
+            log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
+            if result.code == HOLDERS_BUSY:
+                return Wait(result.code, result.reason)
+            if result.code != NAME_TAKEN or not update.source.startswith(messages.COMPUTE_SOURCE):
+                return Refuse(result.code, result.reason)
+            # No dead letter: the service repeats it until the name is free.
+            replies.append(messages.InventoryTaken(code=result.code, reason=result.reason, **of_root))
+            return Done(Refusal(code=result.code, reason=result.reason))
+        metrics.REPORTS.labels(result.outcome).inc()
+        if result.stranded:
+            log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
+        if unknown := result.unknown_traits:
+            meant = suggestion(unknown[0], self._store.names.trait_ids)
+            log.warning("trait.unknown", traits=unknown, reason=meant, **about)
+        if result.version:
+            replies.append(messages.InventoryOutdated(version=result.version, **of_root))
+        if result.owner is not None:
+            log.error(result.outcome, code=result.outcome, owner=result.owner, **about)
+            replies.append(messages.InventoryTaken(owner=result.owner, **of_root))
+        return Done(result)
 
     async def _reported(
         self, updates: Sequence[messages.InventoryUpdate], bus: str

@@ -25,8 +25,9 @@ from cell_conductor.domain.instance import Instance
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.tables import decode
 from placement_worker.book import ResourceBook
+from placement_worker.domain.values import Holding
 from placement_worker.operations import audit
-from placement_worker.operations.audit import Holding, claim_occupied, generations
+from placement_worker.operations.audit import claim_occupied, generations
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 log = structlog.get_logger(__name__)

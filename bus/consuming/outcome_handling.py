@@ -28,15 +28,7 @@ from bus.port import BusError, BusForbidden, Delivery, PublishRefused
 from bus.publishing import Confirmation, Mode, Waiter
 from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
 from bus.topology import delay_exchange
-from bus.wire import (
-    MAX_LETTER_BYTES,
-    REPLY_PREFIX,
-    Malformed,
-    Packed,
-    may_gather,
-    pack,
-    shown,
-)
+from bus.wire import MAX_LETTER_BYTES, REPLY_PREFIX, Malformed, Packed, may_gather, pack, shown
 
 log = structlog.get_logger("bus.consuming.consumer")
 

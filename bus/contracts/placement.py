@@ -48,7 +48,7 @@ class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     here in the same transaction (an upgrade in place: a host reported flat until now, nested from now on). Several may
     take from one; who fits moves whole, largest first. takes: consumers known to use this very provider. theirs:
     another source reports this provider (its host, a network agent's parent): it is named only as the parent of
-    providers below it, must be in the book, and is left as it is.
+    providers below it, must be in the book below the parent that is named, and is left as it is.
     """
 
     uuid: Uuid
@@ -69,7 +69,8 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `version` rises with every report of one `source` about one root; an older one loses. Providers that this
     source reported before under this root and that are absent now are removed. An empty `providers` removes
-    the tree. The first provider is the root (parent_uuid None); a parent comes before its children.
+    the tree, but nothing that another source has reported since. The first provider is the root (parent_uuid None); a
+    parent comes before its children.
     cell: the cell of the root, named by a source above cells, so that no other cell may claim on it. None: any may.
     takes_over: the compute service's source that has this root by the book, and is gone for good or has given the
     host up, as the cell's conductor has announced (`HostsReleased`). It counts only after `InventoryReleased` of that
@@ -90,12 +91,14 @@ class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.
     outcome: applied | unchanged | stale (an older version lost to `version`) | host.other_service (the root is
     `owner`'s, another compute service's; nothing was changed). Refusals come as `refusal.v1`.
     stranded: rows that the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
-    goes there; it is removed by the first report that finds it unused.
+    goes there; it is removed by the first report that finds it unused. unknown_traits: the first of those that are
+    neither standard nor custom; the report counts without them.
     """
 
     outcome: str
     sequence: int = 0
     stranded: tuple[str, ...] = ()
+    unknown_traits: tuple[TraitName, ...] = ()
     version: Version = 0
     owner: Word | None = None
 

@@ -48,10 +48,7 @@ from placement_worker.domain.moves import (
     total_of,
     whole_source,
 )
-from placement_worker.domain.server_groups import (
-    permitted,
-    visible_members,
-)
+from placement_worker.domain.server_groups import permitted, visible_members
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members
 
 ClaimItem = Claim | ClaimAll | Release | Revert | Swap

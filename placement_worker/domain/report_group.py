@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import encode
 from bus.contracts.placement import COMPUTE_SOURCE, OTHER_SERVICE, InventoryResult, InventoryUpdate, ProviderReport
-from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign
+from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign, without_unknown
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ABOVE_CELLS, Provider, is_class, is_custom, is_foreign
 
@@ -31,6 +31,7 @@ class ReportSource(Struct, frozen=True):
 
 
 DIGEST_BYTES = 16
+MAX_UNKNOWN = 16  # traits that a result names
 NO_SOURCE = ReportSource(-1, b"", False, ())
 Sources = Mapping[Key, ReportSource]
 
@@ -48,12 +49,12 @@ RELEASED = b"released"
 FREE = (RELEASED, TAKEN_OUT)
 
 
-def names_of_reports(updates: Sequence[InventoryUpdate], known_traits: Collection[str]) -> tuple[set[str], set[str]]:
+def names_of_reports(updates: Sequence[InventoryUpdate]) -> tuple[set[str], set[str]]:
     """The (classes, CUSTOM_ traits) that the valid updates name, which are created ahead of their transaction."""
     classes: set[str] = set()
     traits: set[str] = set()
     for update in updates:
-        if flaw(update, known_traits) is None:
+        if flaw(update) is None:
             for report in update.providers:
                 classes.update(filter(is_class, report.inventories))
                 traits.update(filter(is_custom, report.traits))
@@ -77,7 +78,7 @@ class ReportGroup:
     def __init__(
         self, updates: Sequence[InventoryUpdate], sources: Sources, *, cells: Mapping[str, str | None], bus: str
     ) -> None:
-        self.updates = updates
+        self.updates = list(updates)
         self.bus = bus
         self._cells = cells
         self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
@@ -87,16 +88,26 @@ class ReportGroup:
         self._changed: dict[str, set[Key]] = {}  # by root: the reports that have changed its tree
         self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
+        self._unknown: dict[int, tuple[str, ...]] = {}  # by update: the traits that were left out
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
+        self._of_root: dict[str, dict[Key, None]] = {}
+        for key in (*sources, *self.keys):
+            self._of_root.setdefault(key[0], {})[key] = None
 
     def refuse_invalid(self, known_traits: Collection[str]) -> None:
         """Refuse updates that are invalid in themselves, whatever the book holds, and a report about a root of another
-        cell, before its version can make the reports of the root's own cell stale.
+        cell, before its version can make the reports of the root's own cell stale. Traits that the book does not know
+        are left out: what else the report says of the host must not be lost with them.
 
         The other providers of a report, and roots that no source ever reported, are checked when the report is planned.
         """
         for number, update in enumerate(self.updates):
-            wrong = None if self._is_settled(number) else flaw(update, known_traits)
+            wrong = None
+            if not self._is_settled(number):
+                self.updates[number], self._unknown[number] = without_unknown(update, known_traits)
+                if self._unknown[number]:
+                    self._digests[number] = digest_of(self.updates[number].providers)
+                wrong = flaw(update)
             if wrong is None and is_foreign(self._cells.get(update.root_uuid), self.bus):
                 wrong = foreign(update.root_uuid)
             if wrong is not None:
@@ -110,13 +121,13 @@ class ReportGroup:
         (`takes_over`) takes the root over once the cell's conductor has released it, unless the owner reports the root
         in the same group.
         """
-        owners = _owners(self._sources)
+        owners: dict[str, list[str]] = {}
         present = {key for number, key in enumerate(self.keys) if number not in self.results}
         for number, update in enumerate(self.updates):
             if number in self.results or not update.source.startswith(COMPUTE_SOURCE):
                 continue
             root, source = self.keys[number]
-            has = owners.setdefault(root, [])
+            has = owners.setdefault(root, self._owners(root))
             if source in has:
                 continue
             if not has:
@@ -126,6 +137,11 @@ class ReportGroup:
                 owners[root] = [source]
             else:
                 self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])
+
+    def _owners(self, root: str) -> list[str]:
+        """The compute services (as sources) that have reported the root as their own: one, or none."""
+        named = [key for key in sorted(self._of_root[root]) if key[1].startswith(COMPUTE_SOURCE)]
+        return [key[1] for key in named if root in self._sources.get(key, NO_SOURCE).providers]
 
     def _is_free(self, root: str, owner: str, present: Collection[Key]) -> bool:
         return (root, owner) not in present and self._sources[root, owner].digest in FREE
@@ -174,10 +190,8 @@ class ReportGroup:
 
     def _is_bound(self, number: int) -> bool:
         """Whether the root's cell is settled, so that a report of the same content changes nothing."""
-        cell = self._cells.get(self.keys[number][0])
-        if self.bus == ABOVE_CELLS:
-            return self.updates[number].cell is None or cell not in (None, ABOVE_CELLS)
-        return cell is not None
+        cell, named = self._cells.get(self.keys[number][0]), self.updates[number].cell
+        return named in (None, cell) if self.bus == ABOVE_CELLS else cell is not None
 
     def settle(self, fresh: Sequence[int], results: Sequence[Applied | ReportRefusal]) -> None:
         """Record the results of the planned updates."""
@@ -188,12 +202,19 @@ class ReportGroup:
             outcome = "applied" if result.changed else "unchanged"
             self.results[number] = InventoryResult(outcome=outcome, stranded=result.stranded)
             # From now on this source is responsible for the providers that it reports, and for its former ones that are
-            # stranded.
+            # stranded. No other one is, but a compute service whose root was not released.
             answers_for = [*result.reported, *(uuid for uuid in result.stranded if "/" not in uuid)]
-            self._write(number, not result.stranded, answers_for)
-            if number in self._taken_over:
-                root, owner = self.keys[number][0], self._taken_over[number]
-                self._written[root, owner] = ReportSource(self._sources[root, owner].version, b"", False, ())
+            given = {*answers_for, *self.earlier(number)}
+            row = ReportSource(
+                self.updates[number].version, self._digests[number], not result.stranded, tuple(answers_for)
+            )
+            self._written[self.keys[number]] = row
+            for key in self._beside(number):
+                row = self._written.get(key) or self._sources.get(key, NO_SOURCE)
+                left = tuple(uuid for uuid in row.providers if uuid not in given)
+                is_free = row.digest in FREE or not key[1].startswith(COMPUTE_SOURCE)
+                if is_free and len(left) < len(row.providers):
+                    self._written[key] = ReportSource(row.version, b"", False, left)
             for root in (self.keys[number][0], *result.left) if result.changed else ():
                 self._changed.setdefault(root, set()).add(self.keys[number])
 
@@ -211,39 +232,31 @@ class ReportGroup:
         return self._sources.get(self.keys[number], NO_SOURCE)
 
     def earlier(self, number: int) -> Sequence[str]:
-        """The providers that an update's source reported before, and those of the source whose root it takes over."""
-        own = self.source(number).providers
-        if number not in self._taken_over:
-            return own
-        taken = self._sources[self.keys[number][0], self._taken_over[number]].providers
-        return tuple(dict.fromkeys((*own, *taken)))
+        """The providers that an update takes out if it does not report them: those that its source reported before, and
+        those of the source whose root it takes over, but none that a further source reports by now. With the root it
+        takes out the whole tree, also a root that no source answers for.
+        """
+        root, taken = self.keys[number][0], self._taken_over.get(number)
+        rows = {key: self._sources.get(key, NO_SOURCE) for key in self._beside(number)}
+        others = {uuid for row in rows.values() if row.digest not in FREE for uuid in row.providers}
+        own = [*self.source(number).providers, *(() if taken is None else rows[root, taken].providers)]
+        own += () if self.updates[number].providers else (root,)
+        return tuple(uuid for uuid in dict.fromkeys(own) if uuid not in others)
+
+    def _beside(self, number: int) -> list[Key]:
+        """The other sources of an update's root."""
+        own = self.keys[number]
+        return [key for key in self._of_root[own[0]] if key != own]
 
     def answers(self, sequence: int) -> list[InventoryResult | ReportRefusal]:
         """Every result, in order; a result that changed the book carries the transaction's feed number."""
-        return [_numbered(self.results[number], sequence) for number in range(len(self.updates))]
+        return [self._numbered(number, sequence) for number in range(len(self.updates))]
 
-    def _write(self, number: int, settled: bool, providers: Iterable[str]) -> None:
-        root, source = self.keys[number]
-        version = self.updates[number].version
-        self._written[root, source] = ReportSource(version, self._digests[number], settled, tuple(providers))
-
-
-def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> InventoryResult | ReportRefusal:
-    if isinstance(result, InventoryResult) and result.outcome == "applied":
-        return InventoryResult(outcome="applied", sequence=sequence, stranded=result.stranded)
-    return result
-
-
-def _owners(sources: Sources) -> dict[str, list[str]]:
-    """Return {root: the compute services (as sources) that have reported the root as their own}.
-
-    A root has one owner: the report of a second one is refused.
-    """
-    owners: dict[str, list[str]] = {}
-    for (root, source), last in sorted(sources.items()):
-        if source.startswith(COMPUTE_SOURCE) and root in last.providers:
-            owners.setdefault(root, []).append(source)
-    return owners
+    def _numbered(self, number: int, sequence: int) -> InventoryResult | ReportRefusal:
+        result, unknown = self.results[number], self._unknown.get(number, ())[:MAX_UNKNOWN]
+        if isinstance(result, ReportRefusal):
+            return result
+        return replace(result, sequence=sequence * (result.outcome == "applied"), unknown_traits=unknown)
 
 
 def is_retired(tree: Iterable[Provider]) -> bool:

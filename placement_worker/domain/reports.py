@@ -76,7 +76,20 @@ def foreign(uuid: str) -> ReportRefusal:
     return ReportRefusal("inventory.foreign_cell", f"{uuid} belongs to another cell")
 
 
-def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusal | None:
+def without_unknown(update: InventoryUpdate, known: Collection[str]) -> tuple[InventoryUpdate, tuple[str, ...]]:
+    """The update without the traits that are neither custom nor known to the book, which nobody can ask for; and these,
+    each once.
+    """
+    named = {trait: None for report in update.providers for trait in report.traits}
+    unknown = {trait: None for trait in named if not is_custom(trait) and trait not in known}
+    if not unknown:
+        return update, ()
+    left = [tuple(trait for trait in one.traits if trait not in unknown) for one in update.providers]
+    reports = (replace(one, traits=traits) for one, traits in zip(update.providers, left, strict=True))
+    return replace(update, providers=tuple(reports)), tuple(unknown)
+
+
+def flaw(update: InventoryUpdate) -> ReportRefusal | None:
     """Return the error of an update that can be found without the book; None when there is none."""
     reports = update.providers
     if reports and (reports[0].uuid != update.root_uuid or reports[0].parent_uuid is not None):
@@ -96,23 +109,19 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusa
             return ReportRefusal("inventory.takes_from", f"{report.uuid} cannot take from itself")
         seen.add(report.uuid)
         names.update(() if report.theirs else (report.name,))
-        wrong = _flaw_of_report(report, known_traits)
+        wrong = _flaw_of_report(report)
         if wrong is not None:
             return wrong
     return None
 
 
-def _flaw_of_report(report: ProviderReport, known_traits: Collection[str]) -> ReportRefusal | None:
+def _flaw_of_report(report: ProviderReport) -> ReportRefusal | None:
     for name, inventory in report.inventories.items():
         if not is_class(name):
             reason = f"{name[:MAX_SHOWN]!r} is neither a standard resource class nor CUSTOM_{suggestion(name)}"
             return ReportRefusal("class.unknown", reason)
         if inventory.reserved > inventory.total:
             return ReportRefusal("inventory.reserved", f"{name} of {report.uuid}: reserved exceeds total")
-    for trait in report.traits:
-        if not is_custom(trait) and trait not in known_traits:
-            reason = f"{trait} is neither a standard trait nor CUSTOM_{suggestion(trait, known_traits)}"
-            return ReportRefusal("trait.unknown", reason)
     return None
 
 
@@ -128,10 +137,10 @@ def plan(
     """Plan valid updates that came on one bus, in order. Each is applied as a whole or not at all, and those together
     whose providers have exchanged their names.
 
-    earlier[n]: the providers in the previous report of the source of updates[n] about that root. book: every provider
-    of every tree that contains a root, a provider or a provider name of the updates. holdings: the allocations of every
-    consumer of a provider that others take from. shape: the new shape of every provider that changes; it is higher than
-    any shape in the book.
+    earlier[n]: the providers that updates[n] takes out if it does not report them (`ReportGroup.earlier`). book: every
+    provider of every tree that contains a root, a provider or a provider name of the updates. holdings: the allocations
+    of every consumer of a provider that others take from. shape: the new shape of every provider that changes; it is
+    higher than any shape in the book.
     """
     draft = _Draft(book, holdings, bus, shape)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
@@ -226,13 +235,14 @@ class _Draft:
             return foreign(update.root_uuid)
         for report in update.providers:
             known = self.providers.get(report.uuid)
-            if report.theirs and (known is None or known.root != update.root_uuid):
-                reason = f"the source that owns {report.uuid} has not reported it in this tree"
+            # With another parent than it has, the parents of the tree could go round in a circle.
+            if report.theirs and (known is None or known.parent != report.parent_uuid):
+                reason = f"the source that owns {report.uuid} has not reported it there"
                 return ReportRefusal("inventory.not_there", reason)
         own = [report for report in update.providers if not report.theirs]
         reported = tuple(report.uuid for report in own)
         leaving = self._leaving(update, earlier, {report.uuid for report in update.providers})
-        moved, used = self._migrate(update, {*reported, *leaving})
+        moved, used = self._migrate(own, {*reported, *leaving})
         gone, stranded = self._partition_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
@@ -262,17 +272,14 @@ class _Draft:
     def _bound(self, update: InventoryUpdate) -> str | None:
         """Return the cell of a root after a report on this bus. A report on the API bus does not bind an unbound root.
 
-        A source on the API bus may name the cell of a root that has none, unless a consumer uses the root: that
-        consumer may belong to another cell, which could then no longer release its allocations.
+        A source on the API bus may name the cell, unless a consumer uses the root: that consumer may belong to another
+        cell, which could then no longer release its allocations.
         """
         root = update.root_uuid
         named = update.cell if self._bus == ABOVE_CELLS else None
-        if root not in self.providers:
+        if root not in self.providers or (named and not self._is_used(root)):
             return named or self._bus
-        known = self._cell(root)
-        if named and known in (None, ABOVE_CELLS) and not self._is_used(root):
-            return named
-        return known or (self._bus if self._bus != ABOVE_CELLS else None)
+        return self._cell(root) or (self._bus if self._bus != ABOVE_CELLS else None)
 
     def _is_anothers(self, update: InventoryUpdate, earlier: Sequence[str]) -> bool:
         """Whether a source on the API bus reports, for one cell, a root that it never reported before and that belongs
@@ -287,17 +294,17 @@ class _Draft:
     def _is_used(self, root: str) -> bool:
         return any(any(self.providers[uuid].used.values()) for uuid in self.trees.get(root, ()))
 
-    def _migrate(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
-        """Return (the new holdings, the usage after them). Allocations move only away from the providers in `own`,
-        which this report covers.
+    def _migrate(self, reports: Sequence[ProviderReport], covered: set[str]) -> tuple[dict[str, Holding], _Used]:
+        """Return (the new holdings, the usage after them). Allocations move only between the providers of the report's
+        own source, and away from those that it covers.
         """
-        sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
-        used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
+        sources = [uuid for uuid in sources_of(reports) if uuid in covered and uuid in self._holders]
+        used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(covered)}
         moved: dict[str, Holding] = {}
         for source in sources:
-            inventories = {report.uuid: _inventories(report) for report in update.providers}
+            inventories = {report.uuid: _inventories(report) for report in reports}
             now = {consumer: moved.get(consumer) or self._held(consumer) for consumer in self._holders[source]}
-            then = migrate_allocations(update.providers, source, inventories, used, now)
+            then = migrate_allocations(reports, source, inventories, used, now)
             before = [now[consumer] for consumer in then]
             used = {uuid: usage_after(used[uuid], uuid, before, then.values()) for uuid in used}
             moved.update(then)
@@ -309,7 +316,8 @@ class _Draft:
     def _leaving(self, update: InventoryUpdate, earlier: Sequence[str], reported: set[str]) -> list[str]:
         """The providers of this tree that the source no longer reports, deepest first."""
         tree = self.trees.get(update.root_uuid, set())
-        leaving = [u for u in (sorted(tree) if not reported else earlier) if u in tree and u not in reported]
+        is_whole = not reported and update.root_uuid in earlier
+        leaving = [u for u in (sorted(tree) if is_whole else earlier) if u in tree and u not in reported]
         return sorted(leaving, key=lambda uuid: (-self._depth(uuid), uuid))
 
     def _depth(self, uuid: str) -> int:

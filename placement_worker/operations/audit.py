@@ -20,7 +20,7 @@ from placement_worker.book import ResourceBook, claim
 from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.reports import changes_of
-from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.domain.values import ABOVE_CELLS, Holding
 from placement_worker.store import feed, tables
 from placement_worker.store.claims import COUNT_ANEW, WRONG
 from placement_worker.store.postgres_rows import PostgresBookTransaction
@@ -256,8 +256,6 @@ async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> Cl
         await fetch(connection, sa.update(inventories).where(this).values(reserved=_STOCK.total, capacity=0))
     return reply
 
-
-Holding = Mapping[str, Mapping[str, int]]
 
 _SHARERS = sa.select(tables.providers.c.uuid).where(SHARES)
 _ALIVE = tables.consumers.c.released_at.is_(None)

@@ -180,7 +180,7 @@ def _check_together(book: BookExport) -> None:
             if top.parent not in book.providers:
                 raise InvalidExport(f"the parent of {provider.uuid} is missing")
             top = book.providers[top.parent]
-        if provider.root != top.uuid:
+        if top.parent is not None or provider.root != top.uuid:
             raise InvalidExport(f"{provider.uuid} is not under its root {provider.root}")
     for uuid, consumer in book.consumers.items():
         for name, resources in consumer.holding.items():

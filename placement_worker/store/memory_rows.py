@@ -22,14 +22,7 @@ from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, Sources, is_retired
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.trees import WantedTrees
-from placement_worker.domain.values import (
-    ClaimedProvider,
-    ConsumerState,
-    GroupKey,
-    Members,
-    Provider,
-    claimed_provider,
-)
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider, claimed_provider
 from placement_worker.store import port
 from placement_worker.store.memory_reads import MemoryReads, check_storable
 from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key, renamed_key

@@ -232,32 +232,18 @@ class MemoryBookTable(MemoryDatabase):
         self.remove_name(NameKind.CLASS, old)
 
     def silent(self, before: float) -> list[Key]:
-        """The sources whose last report is older than `before` (seconds since the epoch) and whose root does not exist
-        or is covered by a newer report of another source.
+        """The sources whose last report is older than `before` (seconds since the epoch) and whose root does not exist,
+        or that answer for no provider.
         """
-
-        def is_of_no_use(key: Key) -> bool:
-            mine = set(self.sources[key].providers)
-            return key[0] not in self.providers or any(
-                other[0] == key[0] and self.reported_at[other] > self.reported_at[key] and mine <= set(report.providers)
-                for other, report in self.sources.items()
-            )
-
-        return [key for key in self.sources if self.reported_at[key] < before and is_of_no_use(key)]
+        of_no_use = (key for key, last in self.sources.items() if key[0] not in self.providers or not last.providers)
+        return [key for key in of_no_use if self.reported_at[key] < before]
 
     def is_taken_out(self, key: Key) -> bool:
-        """Whether a source's last report removed its root, has not been completed, and no source has reported the root
-        since.
+        """Whether a source's last report removed its root, has not been completed, and it still answers for the root:
+        no other source has reported it since.
         """
         report = self.sources[key]
-        return (
-            not report.settled
-            and report.digest == TAKEN_OUT
-            and not any(
-                other[0] == key[0] and rival.digest != TAKEN_OUT and self.reported_at[other] >= self.reported_at[key]
-                for other, rival in self.sources.items()
-            )
-        )
+        return not report.settled and report.digest == TAKEN_OUT and key[0] in report.providers
 
     def purge(
         self,

@@ -404,6 +404,5 @@ class BookRows(Protocol):
         whether there may be more.
 
         keep_changes: the newest changes to keep. keep_fences_s: seconds after the release. keep_sources_s: seconds
-        after the last report; a source is deleted if its root no longer exists, or if a newer report of another source
-        covers all its providers.
+        after the last report; a source is deleted if its root no longer exists, or if it answers for no provider.
         """

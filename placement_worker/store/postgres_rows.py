@@ -314,17 +314,14 @@ def _purge_fences(keep_s: float, limit: int) -> ReturningDelete[Any]:
 
 def _purge_sources(keep_s: float, limit: int) -> ReturningDelete[Any]:
     """A source's row holds the version that later reports are compared with and the providers that the source may
-    remove. So a row is deleted only if its root no longer exists, or if a newer report of another source covers these
-    providers.
+    remove. So a row is deleted only if its root no longer exists, or if it has no such providers.
     """
-    silent, newer = sources.alias("silent").c, sources.alias("newer").c
+    silent = sources.alias("silent").c
     exist = sa.exists().where(providers.c.uuid == silent.root)
-    covered = sa.exists().where(
-        newer.root == silent.root, newer.updated_at > silent.updated_at, newer.providers.op("@>")(silent.providers)
-    )
+    is_over = sa.or_(~exist, sa.func.cardinality(silent.providers) == 0)
     some = (
         sa.select(silent.root, silent.source)
-        .where(silent.updated_at < sa.func.now() - timedelta(seconds=keep_s), sa.or_(~exist, covered))
+        .where(silent.updated_at < sa.func.now() - timedelta(seconds=keep_s), is_over)
         .limit(limit)
         .with_for_update(skip_locked=True, of=silent.root.table)
     )

@@ -52,16 +52,13 @@ def release(source: str, roots: Sequence[str], cell: str) -> sa.Update:
 
 
 def retired(limit: int) -> sa.Select[Any]:
-    """Sources whose tree was removed while it was in use, is no longer in use, and was reported by no source since."""
-    later, every = sources.alias("later"), providers.alias("every")
+    """Sources whose tree was removed while it was in use, is no longer in use, and has no other source since."""
+    every = providers.alias("every")
     is_empty = (
         sa.select(sa.func.bool_and(inventories.c.stranded & (inventories.c.used == 0)))
         .select_from(every.join(inventories, inventories.c.provider_id == every.c.id))
         .where(every.c.root_id == providers.c.id)
         .scalar_subquery()
-    )
-    reported = sa.exists().where(
-        later.c.root == sources.c.root, later.c.digest != TAKEN_OUT, later.c.updated_at >= sources.c.updated_at
     )
     columns = ("root", "source", "version", "digest", "settled", "providers")
     return (
@@ -71,7 +68,7 @@ def retired(limit: int) -> sa.Select[Any]:
             providers.c.root_id == providers.c.id,
             sources.c.settled.is_(False),
             sources.c.digest == TAKEN_OUT,
-            ~reported,
+            sources.c.root == sa.any_(sources.c.providers),
             is_empty,
         )
         .order_by(sources.c.root, sources.c.source)

@@ -95,6 +95,22 @@ async def test_other_sources_may_report_below_a_host_and_beside_it(store: Resour
     assert await outcomes(store, host(MINE, 2, source="agent", vcpus=5)) == ["applied"]
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+async def test_who_has_given_a_node_to_another_source_takes_it_out_no_more(store: ResourceBook, is_held: bool) -> None:
+    """An Ironic's removals are repeated for days; each took out, or closed, the node that another one had by then."""
+    east, west = (host(MINE, 1, source=f"ironic_{name}") for name in ("east", "west"))
+    assert await outcomes(store, east) == ["applied"]
+    if is_held:
+        await store.apply([claim(MINE)])
+    for version, outcome in ((2, "applied"), (3, "unchanged")):
+        assert await outcomes(store, replace(east, version=version, providers=())) == [outcome]
+        assert await outcomes(store, replace(west, version=version)) == [outcome]
+    assert await capacity(store) == 4
+    assert await store.remove_retired_trees(10) == []
+    assert await outcomes(store, replace(west, version=9, providers=())) == ["applied"]
+    assert await capacity(store) == (0 if is_held else None)
+
+
 async def test_the_next_one_takes_it_over_and_the_former_one_is_refused(store: ResourceBook) -> None:
     await outcomes(store, first(1, CHILD))
     await store.release_roots(FIRST, [MINE], bus="c1")
@@ -407,6 +423,19 @@ async def test_a_source_learns_which_version_of_its_report_the_book_has(store: R
     assert sent == [("c1", known)], "a report that comes twice is not outdated"
 
 
+async def test_a_trait_that_the_book_does_not_know_holds_up_no_report(store: ResourceBook) -> None:
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    (free,) = host(MINE, 1).providers
+    for version, vcpus in ((1, 4), (2, 1)):
+        named = replace(free, traits=("HW_NEWER", "CUSTOM_X"), inventories={"VCPU": Inventory(total=vcpus)})
+        update = replace(host(MINE, version), providers=(named,))
+        (done,) = await handlers.inventory([Received(update, Meta(id="m"), "c1", "placement.inventory")])
+        assert isinstance(done, Done) and isinstance(done.reply, InventoryResult)
+        assert (done.reply.outcome, done.reply.unknown_traits) == ("applied", ("HW_NEWER",))
+    (state,) = (await store.snapshot(None, 10)).providers
+    assert (state.traits, state.inventories["VCPU"][0]) == (("CUSTOM_X",), 1)
+
+
 def node(version: int, cell: str | None = None) -> InventoryUpdate:
     return replace(host(MINE, version), source="ironic-sync", cell=cell)
 
@@ -440,12 +469,13 @@ async def test_a_cells_own_bus_gives_nothing_to_another_cell(store: ResourceBook
 
 
 async def test_a_node_uuid_of_two_sources_above_cells_stays_with_the_first_cell(store: ResourceBook) -> None:
-    """Two Ironics, one a cell. One that changes its cell goes on reporting what it has reported before."""
+    """Two Ironics, one a cell. One that another cell serves from now on gives it what it has reported before."""
     other = replace(node(9, "c2"), source="ironic-sync-west")
     assert await notify(store, API, node(1, "c1"), other) == ["applied", "inventory.foreign_cell"]
     assert await notify(store, API, replace(other, version=10, providers=())) == ["inventory.foreign_cell"]
-    assert await notify(store, API, replace(node(2, "c2"), providers=host(MINE, 2, vcpus=9).providers)) == ["applied"]
-    assert await ask(store, "c2", claim(MINE)) == "gone"
+    assert await notify(store, API, node(2, "c2")) == ["applied"]
+    assert await ask(store, "c1", claim(MINE)) == "gone"
+    assert await ask(store, "c2", claim(MINE)) == "claimed"
 
 
 async def unbind(store: ResourceBook) -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from bus.clock import Clock, event_or_time
+from ironic_sync import metrics
 from ironic_sync.domain.rules import NO_CLASS
 from ironic_sync.reader import LIST_FROM, READS_A_SECOND
 from ironic_sync.source.port import SourceUnavailable
@@ -389,3 +390,23 @@ async def test_nodes_without_class_and_unreadable_ones_are_listed_and_hide_no_ot
         here.loop.read_all()
         await here.settle()
         assert here.loop.problems() == {}
+
+
+def counted_problems() -> dict[str, float]:
+    return {sample.labels["code"]: sample.value for one in metrics.PROBLEMS.collect() for sample in one.samples}
+
+
+async def test_the_next_writer_counts_the_problems_that_it_finds_on_record() -> None:
+    """It counted changes: none of these nodes, and one less than none when it was in order. The last one's stayed."""
+    nodes, here = world()
+    nodes.put(OTHER, resource_class=None)
+    for _ in range(2):
+        async with here.running():
+            await here.settle()
+            assert counted_problems() == {NO_CLASS: 1}
+        assert counted_problems() == {}
+        here = World(nodes, positions=here.positions)
+    nodes.put(OTHER, resource_class="gold")
+    async with here.running():
+        await here.settle()
+        assert counted_problems() == {}

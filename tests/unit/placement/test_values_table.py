@@ -53,6 +53,7 @@ from placement_worker.domain.values import (
     stored_inventory,
     suggestion,
 )
+from placement_worker.operations.export import BookExport, InvalidExport, checked
 from tests.unit.placement.test_claims import MIGRATION, VM, A, B, claim, holder, room, run
 from tests.unit.placement.test_claims import provider as holding_provider
 from tests.unit.placement.test_reports import ROOT, SECOND, node, update
@@ -331,7 +332,7 @@ def test_a_stale_report_after_a_flawed_one_is_still_stale() -> None:
 def test_a_report_proves_the_tree_no_more_when_another_source_has_changed_it(changed: bool, settled: bool) -> None:
     mine, others = (replace(update(node(ROOT)), source=source) for source in ("mine", "others"))
     both = group(mine, others)
-    done = [Applied(changed=is_changed, stranded=(), reported=(ROOT,)) for is_changed in (False, changed)]
+    done = [Applied(changed=is_changed, stranded=(), reported=()) for is_changed in (False, changed)]
     both.settle([0, 1], done)
     assert both.written()[ROOT, "mine"].settled is settled
 
@@ -369,3 +370,10 @@ def test_a_reported_root_may_be_renamed_as_the_root_that_it_is() -> None:
     before = provider(A)
     after = trees(before, reported={A}).update(before, UpdateProvider(uuid=A, name="other", parent=None))
     assert getattr(after, "name", after) == "other"
+
+
+def test_a_book_whose_parents_go_round_in_a_circle_is_not_imported() -> None:
+    """Each of these found itself again as its root. No walk up their tree would have ended afterwards."""
+    both = [provider(one, parent=other, root=one) for one, other in ((ROOT, SECOND), (SECOND, ROOT))]
+    with pytest.raises(InvalidExport, match="is not under its root"):
+        checked(BookExport(frozenset(), frozenset(), {one.uuid: one for one in both}, {}))
