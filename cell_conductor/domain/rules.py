@@ -125,11 +125,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
-    is_unsure = (
-        instance.state is State.BUILDING
-        and is_renumbered(instance, instance.attempt)
-        and context.set_back.may_lack(instance.requested_at)
-    )
+    is_unsure = instance.state is State.BUILDING and _may_have_forgotten(instance, context)
     up = replace(
         _with_attempt(instance, "active", at=event.at, reason=remark),
         stamps=_stamped(instance, event),
@@ -399,8 +395,16 @@ def _next(instance: Instance, at: float, context: StepContext) -> Step:
 
 def _end_left(left: Instance, context: StepContext) -> Destroy:
     """The order to destroy what the attempt has left; but what is complete stays unless the record proves it over."""
-    is_proved = is_over(left, left.attempt, left.here.host_uuid)
-    return steps.destroy_at(left, left.here, left.attempt, context, unless_built=not is_proved)
+    is_spared = _may_have_forgotten(left, context) and not is_over(left, left.attempt, left.here.host_uuid)
+    return steps.destroy_at(left, left.here, left.attempt, context, unless_built=is_spared)
+
+
+def _may_have_forgotten(build: Instance, context: StepContext) -> bool:
+    """Whether the database may have lost another record of this build, which gave out the same numbers.
+
+    By the time at which a scheduler took it: what its client says about that causes a search, and keeps no machine.
+    """
+    return is_renumbered(build, build.attempt) and context.set_back.may_lack(build.requested_at)
 
 
 def closed_to(instance: Instance, context: StepContext) -> Closed | None:

@@ -485,8 +485,9 @@ def _is_old_copy(world: World, one: RunningFact) -> bool:
 
 
 def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
-    """Whether a second service of the name has answered for a build in doubt, or one that was numbered anew has failed:
-    what is complete there is kept in quarantine, and listed. A record that is in a backup as it is now is doubted, too.
+    """Whether a second service of the name has answered for a build in doubt, or one that was numbered anew has failed,
+    or gone on: what is complete there is kept in quarantine, and listed. A record that is in a backup as it is now is
+    doubted, too.
     """
     found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
     return any(
@@ -512,17 +513,13 @@ def _has_failed_in_doubt(world: World, record: Instance, one: RunningFact) -> bo
 
 
 def _has_gone_on_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:
-    """Whether the build has left this attempt for an alternate, and its record proves nothing about it."""
+    """Whether the build has left this attempt for an alternate, and its record proves nothing about it: no search shows
+    which of two histories has numbered it, and its host ends it only as long as it is incomplete (seed 5402033).
+    """
     host = next((host for fleet in world.fleets.values() if (host := fleet.host(one.host_uuid)) is not None), None)
     is_over = record.state in (State.ACTIVE, State.FAILED) and 0 < record.reused_from <= one.attempt < record.attempt
-    has_second = world.move_watch.has_a_double(one.host_uuid)
-    return (
-        is_over
-        and has_second
-        and any(
-            host is not None and (tried.attempt, tried.host) == (one.attempt, host.plan.name)
-            for tried in record.history
-        )
+    return is_over and any(
+        host is not None and (tried.attempt, tried.host) == (one.attempt, host.plan.name) for tried in record.history
     )
 
 

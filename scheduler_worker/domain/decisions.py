@@ -194,7 +194,7 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
         build=_scheduled(request, claimed.cell, claimed.attempt, main.host_uuid, main.host),
         timeline=(
             replace(author.entry("chosen", chosen), scores=claimed.scores),
-            author.entry("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
+            author.entry("claimed", f"{main.host} at try {claimed.claims}; alternates: {alternates}"),
             author.entry("dispatched", f"to cell {claimed.cell}"),
         ),
     )

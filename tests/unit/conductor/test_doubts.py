@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import Destroy
+from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.doubt import is_in_doubt
@@ -65,6 +66,21 @@ def test_a_certain_build_destroys_what_it_has_left() -> None:
     fenced = step(asked, e.HostFenced(at=230.0, host_uuid=host(2)), FENCED_2).instance
     assert in_text(fenced.phase) == "claiming/building"
     assert [one.attempt for one in losses_of(asked, fenced, host(2), 230.0)] == [2]
+
+
+@pytest.mark.parametrize("requested_at", [999.0, 9e5])
+def test_no_client_keeps_a_second_machine_by_the_time_at_which_it_says_that_it_sent_its_request(
+    requested_at: float,
+) -> None:
+    """It causes a search. Whether a complete machine may be of forgotten history is judged by a scheduler's."""
+    said = replace(queried(), requested_at=requested_at, at=9e5, stamps=Stamps(requested=1.0), found=())
+    building = step(Instance(uuid=UUID), said, IN_DOUBT).instance
+    assert (building.state, building.doubted) == (State.BUILDING, False)
+    asked = step(building, e.TimedOut(at=9e5 + 5.0), IN_DOUBT).instance
+    left = step(asked, e.TimedOut(at=9e5 + 10.0), IN_DOUBT)
+    assert in_text(left.instance.phase) == "claiming/building"
+    spared = [one.unless_built for one in left.commands if isinstance(one, Destroy)]
+    assert spared == [IN_DOUBT.set_back.may_lack(requested_at)]
 
 
 def test_a_machine_on_a_first_host_that_was_passed_over_is_another_records() -> None:

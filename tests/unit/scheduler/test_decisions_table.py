@@ -188,7 +188,7 @@ def test_the_timeline_of_a_decision() -> None:
     lines = {one.what: one.detail for one in concluded.decision.timeline}
     assert list(lines) == ["not_claimed", "chosen", "claimed", "dispatched"]
     assert lines["not_claimed"] == "h9: full" and lines["claimed"].endswith("h1, h2")
-    assert lines["chosen"].startswith("h0 of 9") and lines["claimed"].startswith("h0 after 2")
+    assert lines["chosen"].startswith("h0 of 9") and lines["claimed"].startswith("h0 at try 2")
     stamped = with_stages(concluded.decision, Stamps(requested=1.0)).timeline
     assert [one.stamps and one.stamps.requested for one in stamped] == [None, None, None, 1.0]
     ((_, alone),) = conclude([placed(replace(CLAIMED, selections=CLAIMED.selections[:1]))], AUTHOR)
