@@ -193,11 +193,14 @@ UNSURE = "its build was given up in doubt, after the database was set back"
 RENUMBERED = "the database was set back, and its record may have numbered it anew"
 
 
+Rescans: TypeAlias = Mapping[tuple[str, str], str]  # {(host, instance): rescan}
+
+
 class Differences(Struct, frozen=True):
     """The disagreements: events for instances, and machines that are only reported.
 
-    harmful: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: (host,
-    rescan) of machines that are missing by a scan that may be older than the record: to be scanned again.
+    harmful: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: by (host,
+    instance), of machines that are missing by a scan that may be older than the record: to be scanned again.
     harmful_rescans: the same of machines that are missing, or over, and whose event would be harmful: while a breaker
     holds those, no scan ends the demand.
     """
@@ -205,8 +208,8 @@ class Differences(Struct, frozen=True):
     events: tuple[tuple[str, Event], ...] = ()
     harmful: tuple[tuple[str, Event], ...] = ()
     unexplained: tuple[Unexplained, ...] = ()
-    rescans: tuple[tuple[str, str], ...] = ()
-    harmful_rescans: tuple[tuple[str, str], ...] = ()
+    rescans: Rescans = {}
+    harmful_rescans: Rescans = {}
 
 
 def differences(
@@ -230,13 +233,13 @@ def differences(
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
-    rescans: list[tuple[str, str]] = []
-    harmful_rescans: list[tuple[str, str]] = []
+    rescans: dict[tuple[str, str], str] = {}
+    harmful_rescans: dict[tuple[str, str], str] = {}
 
-    def is_proof(record: Brief, host_uuid: str, demands: list[tuple[str, str]]) -> bool:
+    def is_proof(record: Brief, host_uuid: str, demands: dict[tuple[str, str], str]) -> bool:
         rescan = rescan_id(record)
         if rescan not in report.rescans and not has_just_changed(record.since, now=now, grace_s=grace_s):
-            demands.append((host_uuid, rescan))
+            demands[host_uuid, record.uuid] = rescan
         return rescan in report.rescans
 
     for host_uuid, running in running_on.items():
@@ -266,7 +269,7 @@ def differences(
         if is_proof(record, place, harmful_rescans if is_harmful else rescans):
             into = harmful if is_harmful else events
             into.append((record.uuid, _missing(report, place, now)))
-    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans), tuple(harmful_rescans))
+    return Differences(tuple(events), tuple(harmful), tuple(unexplained), rescans, harmful_rescans)
 
 
 def _not_listed(

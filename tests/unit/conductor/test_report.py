@@ -77,7 +77,8 @@ def found(made: ComputeHosts, *briefs: Brief) -> list[Event]:
 
 def demanded(differs: Differences) -> tuple[tuple[str, str], ...]:
     """(host, rescan) of all that a later scan has to show."""
-    return (*differs.rescans, *differs.harmful_rescans)
+    both = (*differs.rescans.items(), *differs.harmful_rescans.items())
+    return tuple((host, rescan) for (host, _), rescan in both)
 
 
 def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
