@@ -17,7 +17,7 @@ from bus.contracts.moves import Condition
 
 from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
-from .instance import FENCED, MACHINE_EXISTS, Brief, Instance, State
+from .instance import MACHINE_EXISTS, Brief, Instance, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
@@ -93,15 +93,10 @@ def is_unsure(record: Facts, attempt: int, host_uuid: str) -> bool:
     """Whether it was given up in doubt, without its host's answer, or under a number that may have been given out
     twice: its machine may be the one that the client had. A fence is such an answer.
     """
-    is_given_up = desire_of(record).condition is Condition.FAILED and record.code != FENCED
-    is_here = (attempt, host_uuid) == (record.attempt, record.host_uuid)
-    return (is_given_up or is_left(record)) and is_here and is_renumbered(record, attempt)
-
-
-def is_left(record: Facts) -> bool:
-    """Whether a build has left its current attempt, and waits for the claim of the next one."""
     desire = desire_of(record)
-    return desire.work is Work.BUILD and desire.here is Wish.GONE
+    is_left = desire.work is Work.BUILD and desire.here is Wish.GONE  # it waits for the claim of the next attempt
+    is_here = (attempt, host_uuid) == (record.attempt, record.host_uuid)
+    return (is_left or desire.condition is Condition.FAILED) and is_here and is_renumbered(record, attempt)
 
 
 def rescan_id(record: Facts) -> str:
