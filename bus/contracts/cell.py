@@ -8,7 +8,22 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word, Zone
+from .base import (
+    Allocations,
+    Attempt,
+    ClassName,
+    Count,
+    Generation,
+    GivenAttempt,
+    ImageName,
+    Label,
+    Message,
+    Reason,
+    TraitName,
+    Uuid,
+    Word,
+    Zone,
+)
 from .build import MachineSpec
 from .placement import ServerGroup
 from .stages import Stamps
@@ -63,7 +78,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     stamps: Stamps | None = None
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
-    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
+    attempt: GivenAttempt = 1
 
 
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
@@ -89,7 +104,7 @@ class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     migration: Uuid
     host_uuid: Uuid | None = None
-    image: str = ""
+    image: ImageName = ""
     runs: bool = True
 
 
@@ -97,7 +112,7 @@ class NumberedAttempt(Struct, frozen=True, kw_only=True):
     """Which attempt to build which instance something is about."""
 
     instance_uuid: Uuid
-    attempt: int
+    attempt: Attempt
 
 
 class AttemptOnHost(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=True):
@@ -111,7 +126,7 @@ class MachineOrder(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A command about the machine of one attempt, with all that its host is to know of the instance. See `Spawn`."""
 
     spec: InstanceSpec
-    attempt: int
+    attempt: Attempt
     host_uuid: Uuid
     allocations: Allocations
     service: Word
@@ -540,7 +555,7 @@ class CellBuildQuery(Message, frozen=True, kw_only=True, tag="cell.build.query.v
     """
 
     spec: InstanceSpec
-    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
+    attempt: GivenAttempt = 1
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
     requested_at: float = 0.0

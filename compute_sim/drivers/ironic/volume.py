@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
-from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Uuid
+from bus.contracts.base import GivenAttempt, Uuid
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import VolumeRequest
 from compute_sim.driver import BuildAbort
@@ -75,7 +74,7 @@ class TargetMark(Struct, frozen=True):
 
     deployment: Uuid
     instance: Uuid
-    attempt: Annotated[int, Bound(ge=1)]
+    attempt: GivenAttempt
 
 
 class TargetExtra(Struct, frozen=True):

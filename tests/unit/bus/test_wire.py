@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus import wire
-from bus.contracts.base import Meta
+from bus.contracts.base import MAX_ATTEMPT, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
+from bus.contracts.cell import FoundMachine, Running
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
+from bus.contracts.moves import MachineChanged
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import InventoryUpdate
 from bus.contracts.queues import LANES, RETURN, lane_of
@@ -532,3 +534,26 @@ def test_an_operators_text_with_a_nul_is_refused() -> None:
         packed = wire.pack(structs.replace(command, reason=reason), Meta(id="m1"))
         (found,) = codec.read(Arrived(wire.single(packed, "", "q"), exchange="", routing_key="q"), "new")
         assert isinstance(found, wire.Malformed if is_refused else wire.Read)
+
+
+HOST = "10000000-0000-4000-8000-000000000001"
+INSTANCE = "00000000-0000-4000-8000-000000000001"
+
+
+@pytest.mark.parametrize("attempt", [-1, MAX_ATTEMPT + 1, 2**31])
+def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attempt: int) -> None:
+    running: Any = {"instance_uuid": INSTANCE, "attempt": attempt, "deployment": INSTANCE}
+    found: Any = {**running, "host_uuid": HOST, "host": "h", "service": "s1"}
+    for kind, value in ((Running, running), (FoundMachine, found)):
+        msgspec.convert({**value, "attempt": MAX_ATTEMPT}, kind)
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(value, kind)
+
+
+def test_the_name_of_an_image_is_bounded_where_it_is_parsed() -> None:
+    """One of 256 characters was kept; the check of a host in another cell that names it is read by nobody."""
+    changed = {"instance_uuid": INSTANCE, "host_uuid": HOST, "service": "s1", "attempt": 1, "order": 1, "done": True}
+    long = {**changed, "change": "snapshot", "image": "i" * 256}
+    msgspec.convert({**long, "image": "i" * 255}, MachineChanged)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(long, MachineChanged)
