@@ -536,14 +536,10 @@ def test_an_operators_text_with_a_nul_is_refused() -> None:
         assert isinstance(found, wire.Malformed if is_refused else wire.Read)
 
 
-HOST = "10000000-0000-4000-8000-000000000001"
-INSTANCE = "00000000-0000-4000-8000-000000000001"
-
-
 @pytest.mark.parametrize("attempt", [-1, MAX_ATTEMPT + 1, 2**31])
 def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attempt: int) -> None:
-    running: Any = {"instance_uuid": INSTANCE, "attempt": attempt, "deployment": INSTANCE}
-    found: Any = {**running, "host_uuid": HOST, "host": "h", "service": "s1"}
+    running: Any = {"instance_uuid": UUID, "attempt": attempt, "deployment": UUID}
+    found: Any = {**running, "host_uuid": UUID, "host": "h", "service": "s1"}
     for kind, value in ((Running, running), (FoundMachine, found)):
         msgspec.convert({**value, "attempt": MAX_ATTEMPT}, kind)
         with pytest.raises(msgspec.ValidationError):
@@ -552,7 +548,7 @@ def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attemp
 
 def test_the_name_of_an_image_is_bounded_where_it_is_parsed() -> None:
     """One of 256 characters was kept; the check of a host in another cell that names it is read by nobody."""
-    changed = {"instance_uuid": INSTANCE, "host_uuid": HOST, "service": "s1", "attempt": 1, "order": 1, "done": True}
+    changed = {"instance_uuid": UUID, "host_uuid": UUID, "service": "s1", "attempt": 1, "order": 1, "done": True}
     long = {**changed, "change": "snapshot", "image": "i" * 256}
     msgspec.convert({**long, "image": "i" * 255}, MachineChanged)
     with pytest.raises(msgspec.ValidationError):
