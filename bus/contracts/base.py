@@ -55,6 +55,12 @@ Count = Annotated[int, Bound(ge=0, le=MAX_AMOUNT)]
 Version = Annotated[int, Bound(ge=0, le=2**62)]
 Generation = Annotated[int, Bound(ge=0, le=2**62)]
 
+# The number of one life of a service, and the number of a message within it. A message of a lower epoch counts no more,
+# and its sender is told that epoch, to go on above it.
+MAX_EPOCH = 2**62
+Epoch = Annotated[int, Bound(ge=0, le=MAX_EPOCH)]
+Sequence = Annotated[int, Bound(ge=0, le=2**62)]
+
 # The number of an attempt to build an instance, from 1 (0: it is not known). A record may number on by thousands above
 # one that it has been told of, and a column holds 2**31 - 1.
 MAX_ATTEMPT = 2_000_000_000

@@ -13,12 +13,14 @@ from .base import (
     Attempt,
     ClassName,
     Count,
+    Epoch,
     Generation,
     GivenAttempt,
     ImageName,
     Label,
     Message,
     Reason,
+    Sequence,
     TraitName,
     Uuid,
     Word,
@@ -212,7 +214,7 @@ class QueueMarker(Message, frozen=True, kw_only=True, tag="compute.marker.v1"):
     """
 
     service: Word
-    epoch: int
+    epoch: Epoch
 
 
 class ComputeOutcome(StrEnum):
@@ -238,8 +240,8 @@ class ComputeResult(Message, AttemptOnHost, frozen=True, kw_only=True, tag="comp
     at: float = 0.0
     final: bool = False
     started_at: float = 0.0
-    epoch: int = 0
-    scan: int = 0
+    epoch: Epoch = 0
+    scan: Sequence = 0
 
 
 class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
@@ -306,8 +308,8 @@ class FromService(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     service: Word
     cell: Word
-    epoch: int
-    sequence: int
+    epoch: Epoch
+    sequence: Sequence
 
 
 class ComputeHosts(Message, FromService, frozen=True, kw_only=True, tag="compute.hosts.v1"):
@@ -325,9 +327,9 @@ class ComputeHosts(Message, FromService, frozen=True, kw_only=True, tag="compute
     hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()
     complete: bool = False
     seen_at: float = 0.0
-    first_sequence: int = 0
+    first_sequence: Sequence = 0
     pages: int = 1
-    scan: int = 0
+    scan: Sequence = 0
     ring_term: int = 0
     ring_number: int = 0
     rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)] = ()
@@ -392,7 +394,7 @@ class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdate
     """
 
     service: Word
-    epoch: Annotated[int, Bound(ge=0, le=2**62)]
+    epoch: Epoch
 
 
 class HostsContested(Message, frozen=True, kw_only=True, tag="conductor.contested.v1"):
@@ -441,8 +443,8 @@ class ReserveMachines(Message, frozen=True, kw_only=True, tag="compute.reserve.v
     """
 
     service: Word
-    epoch: int
-    sequence: int
+    epoch: Epoch
+    sequence: Sequence
     hosts: Annotated[tuple[ReservedOnHost, ...], Bound(max_length=1000)] = ()
 
 
@@ -453,7 +455,7 @@ class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     service: Word
-    epoch: int
+    epoch: Epoch
     code: Label
     reason: Reason = ""
     since: float = 0.0
@@ -557,5 +559,5 @@ class CellBuildQuery(Message, frozen=True, kw_only=True, tag="cell.build.query.v
     spec: InstanceSpec
     attempt: GivenAttempt = 1
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
-    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    sequence: Sequence = 0
     requested_at: float = 0.0

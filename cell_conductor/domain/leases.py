@@ -25,7 +25,6 @@ from .set_back import SetBack
 STEP_S = 2.0
 # The interval of a service that does not state how often it sends a heartbeat.
 DEFAULT_BEAT_S = 10.0
-FARTHEST_EPOCH = 2**62  # of a message that names one
 # A service that misses this many heartbeats in a row leaves its ring: its free nodes go to the others. That does no
 # harm if the service lives, so it is sooner than silence.
 RING_MISSED = 3
@@ -229,8 +228,6 @@ class LeaseTable:
     def renew(self, beat: Heartbeat, at: float) -> bool:
         """Apply one message of a service; at: seconds since the epoch. True: its state or its epoch has changed."""
         service, epoch, sequence = beat.service, beat.epoch, beat.sequence
-        if not (0 <= epoch <= _LAST and 0 <= sequence <= _LAST):
-            return False  # no service of ours
         held = self._held.get(service)
         if held is None:
             if len(self._held) >= MAX_SERVICES:
@@ -254,7 +251,7 @@ class LeaseTable:
 
     def note_outdated(self, service: str, epoch: int) -> None:
         """A message of this service came with an epoch below this one."""
-        if epoch <= FARTHEST_EPOCH and (service in self._outdated or len(self._outdated) < MAX_SERVICES):
+        if service in self._outdated or len(self._outdated) < MAX_SERVICES:
             self._outdated[service] = max(epoch, self._outdated.get(service, epoch))
 
     def outdated(self) -> dict[str, int]:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus import wire
-from bus.contracts.base import MAX_ATTEMPT, Meta
+from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
-from bus.contracts.cell import FoundMachine, Running
+from bus.contracts.cell import ComputeHosts, FoundMachine, Heartbeat, Running, ServiceOutdated
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.moves import MachineChanged
@@ -544,6 +544,19 @@ def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attemp
         msgspec.convert({**value, "attempt": MAX_ATTEMPT}, kind)
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(value, kind)
+
+
+@pytest.mark.parametrize("kind", [Heartbeat, ComputeHosts])
+@pytest.mark.parametrize(("epoch", "sequence"), [(MAX_EPOCH + 1, 1), (-1, 1), (1, 2**62 + 1), (1, -1)])
+def test_an_epoch_that_its_service_cannot_be_told_does_not_count(kind: Any, epoch: int, sequence: int) -> None:
+    """Its own messages were older than that for ever."""
+    beat: Any = {"type": kind.__struct_config__.tag, "service": "s", "cell": "c", "epoch": MAX_EPOCH, "sequence": 1}
+    assert (
+        msgspec.convert(beat, kind).epoch
+        == msgspec.convert({"type": "conductor.outdated.v1", "service": "s", "epoch": MAX_EPOCH}, ServiceOutdated).epoch
+    )
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({**beat, "epoch": epoch, "sequence": sequence}, kind)
 
 
 def test_the_name_of_an_image_is_bounded_where_it_is_parsed() -> None:

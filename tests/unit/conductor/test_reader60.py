@@ -34,7 +34,7 @@ from cell_conductor.domain.breaker import Finding, Listings, assess
 from cell_conductor.domain.events import MachineQuery
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Power, State
-from cell_conductor.domain.leases import FARTHEST_EPOCH, Lease, LeaseState, LeaseTable
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, rescan_id
 from cell_conductor.domain.set_back import SetBack
@@ -347,18 +347,6 @@ async def test_a_forgotten_service_is_not_taken_up_again_from_a_digest_that_was_
     await receive(ServiceGone(cell="c1", service="s3", at=200.0))
     await receive(ServicesDigest(cell="c1", term=1, number=2, down=page))
     assert keeper.down() == {} and set(keeper.forgotten()) == {"s3"}
-
-
-# --- 7. Which message is newer? Three bounds of an epoch.
-
-
-@pytest.mark.parametrize("epoch", [FARTHEST_EPOCH + 1])
-def test_an_epoch_that_its_service_cannot_be_told_does_not_count(epoch: int) -> None:
-    """Its own messages were older than that for ever, and it was not told."""
-    table = LeaseTable(5)
-    table.renew(beat("s1", epoch, 1), at=100.0)
-    is_newer = table.renew(beat("s1", 7, 1), at=101.0)
-    assert is_newer or table.outdated(), "it goes on above that epoch"
 
 
 # --- 8. Is it a loss? A build that was renumbered leaves a fenced host: with an alternate it is, without one it is not.
