@@ -140,7 +140,7 @@ class Guard:
         word was not asked when they explained it.
 
         What an operator keeps is gone only by a scan from after it was last seen. Returns (host, rescan) of these
-        scans.
+        scans; none for a machine that is listed: only that it is missing needs a proof.
         """
         await self._read()
         here, service = {(one.host_uuid, one.uuid) for one in unexplained}, report.service
@@ -166,7 +166,7 @@ class Guard:
         left = {one.place for one in found}.difference(await self._store.safety.delete(gone))
         for place in places - left:
             del self._recorded[place]
-        return [(one.place[0], one.rescan) for one in found if one not in gone]
+        return [(one.place[0], one.rescan) for one in found if one not in gone and one.place not in listed]
 
     async def reserve(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> None:
         """Send the machines to reserve for those hosts of a page that have others reserved."""
