@@ -503,9 +503,8 @@ class AboutService(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ServiceGone(Message, AboutService, frozen=True, kw_only=True, tag="conductor.service_gone.v1"):
-    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again.
-
-    at: seconds since the epoch; a service that is down since later was back.
+    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again, or a
+    digest states something else of it than before.
     """
 
 

@@ -385,33 +385,48 @@ DOWN = Lease(service="a", epoch=5, state=LeaseState.SILENT, since=3.0)
 
 
 @pytest.mark.parametrize(
-    ("recorded", "forgotten_at", "adopted"),
+    ("recorded", "stated", "adopted"),
     [
-        (DOWN, None, True),
-        (replace(DOWN, since=0.0), None, True),
-        (DOWN, 2.9, True),
-        (DOWN, 3.0, False),
-        (DOWN, 3.1, False),
-        (replace(DOWN, state=LeaseState.UP), 3.1, True),
+        (DOWN, None, False),
+        (replace(DOWN, interval_s=3.0, listed="h", era=7), None, False),
+        (replace(DOWN, since=4.0), None, True),
+        (replace(DOWN, since=2.0), None, True),
+        (replace(DOWN, epoch=6), None, True),
+        (replace(DOWN, state=LeaseState.STOPPED), None, True),
+        (replace(DOWN, state=LeaseState.UP), None, True),
+        (replace(DOWN, since=4.0), replace(DOWN, since=4.0), False),
+        (DOWN, replace(DOWN, since=4.0), True),
     ],
 )
 def test_a_lease_from_before_its_service_was_forgotten_is_not_adopted(
-    recorded: Lease, forgotten_at: float | None, adopted: bool
+    recorded: Lease, stated: Lease | None, adopted: bool
 ) -> None:
+    """stated: by the keeper, which has another clock."""
     table = Listened()
-    if forgotten_at is not None:
-        table.adopt([DOWN])
-        table.forget("a", forgotten_at)
-        assert len(table) == 0 and table.forgotten == {"a"}
+    table.adopt([DOWN])
+    if stated is not None:
+        table.follow((1, 1), [stated])
+    for _ in ("once", "again"):
+        table.forget("a")
+    assert len(table) == 0 and table.forgotten == {"a"}
     table.adopt([recorded])
     assert table.leases == ({"a": recorded} if adopted else {})
-    assert table.forgotten == (set() if adopted or forgotten_at is None else {"a"})
+    assert table.forgotten == (set() if adopted else {"a"})
+
+
+def test_a_service_that_sends_something_is_not_forgotten_any_more() -> None:
+    table = Listened()
+    table.forget("a")
+    assert table.forgotten == {"a"}
+    table.renew(beat("a", 1, 1, stopping=True), at=1.0)
+    table.remove(["a"])
+    assert table.forgotten == set()
 
 
 def test_a_service_that_is_up_is_not_forgotten() -> None:
     table = Listened()
     table.renew(beat("a", 1, 1), at=1.0)
-    table.forget("a", 2.0)
+    table.forget("a")
     assert table.up == ("a",) and table.forgotten == set()
 
 
@@ -448,10 +463,10 @@ def test_more_services_than_the_bound_are_not_kept(monkeypatch: pytest.MonkeyPat
     for service, epoch in (("a", 1), ("b", 1), ("a", 2)):
         table.note_outdated(service, epoch)
     assert table.outdated() == {"a": 2}
-    for service, at in (("a", 3.0), ("b", 3.0), ("a", 4.0)):
-        table.forget(service, at)
+    for service in ("a", "b", "a"):
+        table.forget(service)
     assert table.forgotten == {"a"}
-    table.adopt([replace(DOWN, since=4.0)])
+    table.adopt([DOWN])
     assert not table.leases
 
 
