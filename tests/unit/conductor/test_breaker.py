@@ -23,6 +23,7 @@ from bus.contracts.cell import (
     Running,
     Selection,
 )
+from bus.persistence.guarded_statement import Conflict
 from bus.port import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import breaker as breakers
@@ -43,6 +44,7 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NO_RECORD, Differences, Unexplained, UnexplainedKind, differences, rescan_id
 from cell_conductor.engine import Sender
 from cell_conductor.guard import Guard
+from cell_conductor.store.keyed import MAX_TRIES, RowsContended
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_report import CONFIG, MANY, MOVED_AT, SERVICE, SOURCE, guarded, moved, report_of_source
@@ -253,6 +255,27 @@ async def test_a_page_that_comes_again_after_an_outage_is_not_another_page_of_it
     await hosts.hosts(received[1:])
     assert {one.state for one in store._table.instances.values()} == {State.ACTIVE}
     assert [one.lost for one in await store.safety.breakers()] == [8]
+
+
+@pytest.mark.parametrize("conflicts", [MAX_TRIES - 1, MAX_TRIES])
+async def test_a_transaction_whose_rows_others_insert_first_is_tried_so_often(
+    conflicts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tripped = await opened_store(SystemClock()), Breaker(service="s", tripped_at=1.0)
+    left = [Conflict] * conflicts
+
+    async def inserted_first(*_: object, **__: object) -> None:
+        if left:
+            raise left.pop()
+
+    async with store.safety.keyed.transaction() as rows:
+        monkeypatch.setattr(type(rows), "put", inserted_first)
+    if conflicts < MAX_TRIES:
+        await store.safety.trip(tripped)
+    else:
+        with pytest.raises(RowsContended):
+            await store.safety.trip(tripped)
+    assert not left
 
 
 # --- A silent service lists, when it is back, what its records have ordered it to destroy: that opens no breaker.
