@@ -1,7 +1,8 @@
 """Checks what hosts report: the breakers and the quarantine, before all events that a report alone would end or
 destroy; the reservations of machines in quarantine; and hosts that the book has as another compute service's.
 
-A report without harmful events and unexplained machines costs nothing here. The reservations are level-triggered: a
+A report without harmful events and unexplained machines costs nothing here, and a page of one of all hosts a read of
+the service's breaker. The reservations are level-triggered: a
 report names the machines that are reserved; if they differ from the record, the service is sent the right ones. So no
 state is kept here, and any conductor of the cell does it. The book keeps which service has a host and refuses the
 inventory of a second one; the conductor has the states and listings of the services. One conductor of the cell, the
