@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
+from bus.contracts.cell import ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
 from bus.contracts.host_metrics import HostMetrics, HostMetricsPage, HostMetricsQuery, HostMetricsRecord
+from bus.contracts.waiting import BuildsWaiting
 from bus.contracts.workers import WorkerHeartbeat
 from bus.port import BusError
 from bus.turns import next_turn
