@@ -1,7 +1,8 @@
 """Checks what hosts report: the breakers and the quarantine, before all events that a report alone would end or
 destroy; the reservations of machines in quarantine; and hosts that the book has as another compute service's.
 
-A report without harmful events and unexplained machines costs nothing here. The reservations are level-triggered: a
+A report without harmful events and unexplained machines costs nothing here, and a page of one of all hosts a read of
+the service's breaker. The reservations are level-triggered: a
 report names the machines that are reserved; if they differ from the record, the service is sent the right ones. So no
 state is kept here, and any conductor of the cell does it. The book keeps which service has a host and refuses the
 inventory of a second one; the conductor has the states and listings of the services. One conductor of the cell, the
@@ -32,7 +33,20 @@ from bus.contracts.placement import COMPUTE_SOURCE, InventoryReleased
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.breaker import Finding, Listings, RecentFindings, ScanFindings, assess, misreserved, pages, reserved_on
+from .domain.breaker import (
+    Finding,
+    Listings,
+    PageFindings,
+    RecentFindings,
+    ScanFindings,
+    assess,
+    first_of,
+    is_whole,
+    key_of,
+    misreserved,
+    pages,
+    reserved_on,
+)
 from .domain.events import Event, InstanceEvent
 from .domain.instance import Instance
 from .domain.report import (
@@ -83,7 +97,7 @@ class Guard:
         self._bus = bus
         self._clock = clock
         self._limit = config.breaker_limit
-        self._scans: dict[str, ScanFindings] = {}
+        self._scans: dict[tuple[str, bool], ScanFindings] = {}  # by service, of all its hosts or of some
         self._recent = RecentFindings(config.breaker_window_s)
         self._known: dict[Unexplained, None] = {}
         self._recorded: dict[MachineKey, str] = {}  # {machine: service} as on record
@@ -95,17 +109,29 @@ class Guard:
         """
         self._log(report.service, found.unexplained)
         new = await self._note(report, found.unexplained)
-        scan = self._scan_of(report)
-        scan.pages += 1
-        scan.findings += [Finding(uuid, event) for uuid, event in found.harmful]
-        scan.quarantined += new
-        is_whole = bool(report.scan and report.first_sequence)
-        if is_whole and scan.pages < report.pages:
+        of, scan = self._scan_of(report)
+        page = scan.pages.setdefault(report.sequence, PageFindings())
+        page.findings = [Finding(uuid, event) for uuid, event in found.harmful]
+        page.quarantined += tuple(new)  # new the first time that it comes
+        if first_of(report):
+            await self._end_reset(report, found)
+        if not is_whole(report, scan.pages):
             return ()  # judged with the last page; if a page is lost, the next scan brings all of it again
-        del self._scans[report.service]
-        if not scan.findings and not scan.quarantined:
-            return ()
-        return await self._decide(report, scan)
+        events = await self._decide(report, list(scan.pages.values()))
+        del self._scans[of]
+        return events
+
+    async def _end_reset(self, report: ComputeHosts, found: Differences) -> None:
+        """What a reset allows is over for machines that a report of all hosts finds as they are on record."""
+        breaker = await self._store.safety.breaker(report.service)
+        if breaker is None:
+            return
+        hosts = {host.uuid for host in report.hosts if host.running is not None}
+        kept = {Finding(uuid, event).key for uuid, event in found.harmful}
+        kept.update(key_of(uuid, host) for host, uuid in found.harmful_rescans)
+        left = breaker.after_scan(hosts, kept)
+        if left != breaker:
+            await self._store.safety.trip(left, over=breaker)
 
     async def forget(
         self, report: ComputeHosts, unexplained: Sequence[Unexplained], words: Container[MachineKey] = ()
@@ -115,7 +141,7 @@ class Guard:
         word was not asked when they explained it.
 
         What an operator keeps is gone only by a scan from after it was last seen. Returns (host, rescan) of these
-        scans.
+        scans; none for a machine that is listed: only that it is missing needs a proof.
         """
         await self._read()
         here, service = {(one.host_uuid, one.uuid) for one in unexplained}, report.service
@@ -141,7 +167,7 @@ class Guard:
         left = {one.place for one in found}.difference(await self._store.safety.delete(gone))
         for place in places - left:
             del self._recorded[place]
-        return [(one.place[0], one.rescan) for one in found if one not in gone]
+        return [(one.place[0], one.rescan) for one in found if one not in gone and one.place not in listed]
 
     async def reserve(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> None:
         """Send the machines to reserve for those hosts of a page that have others reserved."""
@@ -170,34 +196,36 @@ class Guard:
         breaker = await self._store.safety.breaker(service)
         return breaker is not None and breaker.is_open
 
-    def _scan_of(self, report: ComputeHosts) -> ScanFindings:
-        key = (report.epoch, report.scan, report.first_sequence)
-        scan = self._scans.pop(report.service, None)
-        if scan is None or scan.key != key or not report.scan:
+    def _scan_of(self, report: ComputeHosts) -> tuple[tuple[str, bool], ScanFindings]:
+        of, key = (report.service, bool(first_of(report))), (report.epoch, first_of(report) or report.sequence)
+        scan = self._scans.pop(of, None)
+        if scan is None or scan.key != key:
             scan = ScanFindings(key)
-        self._scans[report.service] = scan
+        self._scans[of] = scan
         if len(self._scans) > MAX_SERVICES:
             del self._scans[next(iter(self._scans))]
-        return scan
+        return of, scan
 
-    async def _decide(self, report: ComputeHosts, scan: ScanFindings) -> Sequence[tuple[str, Event]]:
+    async def _decide(self, report: ComputeHosts, scan: Sequence[PageFindings]) -> Sequence[tuple[str, Event]]:
+        findings = [one for page in scan for one in page.findings]
+        quarantined = [one for page in scan for one in page.quarantined]
         # The comparison read without locks, and a busy cell's records are ahead of its reports: an event that the table
         # would ignore (a machine that came up after the scan) is no loss, and must not open a breaker.
-        if scan.findings:
-            effective = await self._effective([InstanceEvent(f.uuid, f.event) for f in scan.findings])
-            scan.findings = [
+        if findings:
+            effective = await self._effective([InstanceEvent(f.uuid, f.event) for f in findings])
+            findings = [
                 Finding(one.uuid, one.event, ordered=is_ordered(instance, one.event)) for one, instance in effective
             ]
-        if not scan.findings and not scan.quarantined:
+        if not findings and not quarantined:
             return ()
         service, safety, now = report.service, self._store.safety, self._clock.time()
         breaker = await safety.breaker(service)
         recent = self._recent.of(service, self._clock.monotonic())
-        verdict = assess(service, scan.findings, scan.quarantined, breaker, limit=self._limit, now=now, recent=recent)
+        verdict = assess(service, findings, quarantined, breaker, limit=self._limit, now=now, recent=recent)
         self._recent.add(service, verdict.counted, self._clock.monotonic())
         if verdict.tripped is not None:
-            self._recent.clear(service)
             await safety.trip(verdict.tripped)
+            self._recent.clear(service)
             metrics.TRIPPED.labels(service).inc()
             log.error(
                 "breaker.tripped",

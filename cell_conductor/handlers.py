@@ -56,7 +56,7 @@ from .domain.events import (
 )
 from .domain.instance import MACHINE_EXISTS
 from .domain.move_events import IN_DOUBT
-from .domain.report import Differences, Newest, differences
+from .domain.report import Differences, Newest, Rescans, differences
 from .domain.steps import cut
 from .engine import Engine, Unsearched
 from .fences import FenceKeeper
@@ -311,10 +311,10 @@ class HostHandlers:
         rescans += await self._guard.forget(report, found.unexplained, words)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
-        rescans = [*rescans, *found.rescans]
+        rescans = [*rescans, *_of_hosts(found.rescans)]
         # A scan does not end a demand whose event is held: such demands would fill the bounded request, each time.
         if found.harmful_rescans and not await self._guard.is_open(report.service):
-            rescans += found.harmful_rescans
+            rescans += _of_hosts(found.harmful_rescans)
         await self._request_rescan(report, rescans)
 
     def _may_have(self, service: str, host: str) -> bool:
@@ -367,6 +367,10 @@ class HostHandlers:
             flushed = await self._engine.take(piece, source="reports")
             if flushed is not None:
                 await flushed
+
+
+def _of_hosts(rescans: Rescans) -> list[tuple[str, str]]:
+    return [(host, rescan) for (host, _), rescan in rescans.items()]
 
 
 def _is_evacuation(message: Message) -> bool:

@@ -142,7 +142,8 @@ class LeaseKeeper:
         for received in batch:
             self._table.advance_clock(now_s)
             if isinstance(received.message, ServicesDigest) and received.message.cell == self._cell:
-                self._table.adopt(map(_lease_of, received.message.down))
+                page = received.message
+                self._table.follow((page.term, page.number), [_lease_of(one) for one in page.down])
             if isinstance(received.message, ServiceGone) and received.message.cell == self._cell:
                 self._forget(received.message)
             if isinstance(received.message, HostFence):
@@ -154,7 +155,7 @@ class LeaseKeeper:
         return [Done()] * len(batch)
 
     def _forget(self, gone: ServiceGone) -> None:
-        self._table.forget(gone.service, gone.at)
+        self._table.forget(gone.service)
         if self._keeping is not None:
             # It may have been recorded since it was deleted, or be up after all: it is deleted or written again.
             self._recorded = {**self._recorded, gone.service: Lease(service=gone.service, epoch=0)}

@@ -13,10 +13,11 @@ from typing import Protocol, runtime_checkable
 from msgspec import Struct
 
 from bus.contracts.base import Resources
-from bus.contracts.cell import InstanceSpec, Origin, WaitingBuild
+from bus.contracts.cell import InstanceSpec, Origin
 from bus.contracts.host_metrics import HostReading
 from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import ProviderReport
+from bus.contracts.waiting import WaitingBuild
 
 
 class BuildFault(Exception):

@@ -23,9 +23,9 @@ class Finder:
     async def find(self, question: FindMachines) -> MachinesFound:
         """Every machine of these instances with this deployment's mark that no order has ended.
 
-        Also those that are still being built, and those that are not on record here but were listed by their hosts
-        when these were last looked at. A thorough query is answered with those of other deployments as well, and one
-        that names hosts with the machines that these list now. Raises DriverUnavailable.
+        Also those that are still being built, and those that the record does not have but that their hosts listed when
+        these were last looked at, as the reports name them. A thorough query is answered with those of other
+        deployments as well, and one that names hosts with the machines that these list now. Raises DriverUnavailable.
         """
         if question.on_hosts:
             return await self._on_hosts(question)
@@ -35,16 +35,17 @@ class Finder:
             for key, entry in self._records.live(wanted).items()
             if is_there(entry, (entry.deployment or ours) if thorough else ours)
         }
-        unrecorded = {
+        listed_only = {
             (one.host_uuid, one.instance_uuid): one
-            for one in self._survey.unrecorded(wanted)
+            for one in self._survey.beside_record(wanted)
             if (thorough or one.deployment == ours) and not one.left
         }
+        recorded = {key: entry for key, entry in recorded.items() if key not in listed_only}
         places = sorted({host for host, _ in recorded})
         listed = await self._driver.list(places) if places else {}
         seen = {(one.host_uuid, one.instance_uuid): one for machines in listed.values() for one in machines}
         found = [self._recorded(key, entry, seen.get(key), ours) for key, entry in recorded.items()]
-        found += [self._unrecorded(one, ours) for key, one in unrecorded.items() if key not in recorded]
+        found += [self._listed(one, ours) for one in listed_only.values()]
         hosts, more = self._looked_at(question.hosts_after) if thorough else ((), False)
         return MachinesFound(machines=tuple(found), hosts=hosts, more=more)
 
@@ -53,7 +54,7 @@ class Finder:
         wanted, ours = frozenset(question.instance_uuids), question.deployment
         listed = await self._driver.list(sorted(self._survey.hosts.intersection(question.on_hosts)))
         found = [
-            self._unrecorded(one, ours)
+            self._listed(one, ours)
             for machines in listed.values()
             for one in machines
             if one.instance_uuid in wanted and one.deployment == ours and one.built and self._is_kept(one, ours)
@@ -85,7 +86,7 @@ class Finder:
             foreign=entry.deployment not in (None, ours),
         )
 
-    def _unrecorded(self, machine: Machine, ours: str) -> FoundMachine:
+    def _listed(self, machine: Machine, ours: str) -> FoundMachine:
         return FoundMachine(
             instance_uuid=machine.instance_uuid,
             host_uuid=machine.host_uuid,

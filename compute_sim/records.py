@@ -12,6 +12,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.base import MAX_EPOCH
 from bus.contracts.cell import ComputeResult, ReservedMachine, Spawn
 from bus.contracts.moves import MachineChanged
 from compute_sim.domain.attempts import ENDED, Entry, Phase, answer, is_lost
@@ -23,7 +24,7 @@ MAX_ENDED = 200_000  # fences and failures kept; a command that comes later than
 REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
 HOSTS_A_ROW = 1000
 VERSIONS_PER_MS = 2**20  # versions are milliseconds with room to count within one
-FARTHEST = 2**62 - 2**52  # no clock comes near it before the year 2100, and no contract lets numbers pass 2**62
+FARTHEST = 2**62 - 2**52  # no clock comes near it before the year 2100, and no contract lets versions pass 2**62
 
 
 class EntryRow(Struct, frozen=True, array_like=True, tag="e"):
@@ -235,17 +236,18 @@ class Records:
 
     def start(self, now_s: float) -> int:
         """Record a start. Its epoch is higher than all earlier ones, also when the clock was set back."""
-        self._numbers(NumbersRow(max(self.epoch + 1, int(now_s * 1000)), self.version, self.starts + 1))
+        epoch = min(max(self.epoch + 1, int(now_s * 1000)), MAX_EPOCH)
+        self._numbers(NumbersRow(epoch, self.version, self.starts + 1))
         return self.epoch
 
     def outgrow(self, epoch: int = 0, version: int = 0) -> bool:
         """Continue above the versions that others have received under this name; returns whether it was higher.
 
-        At most `FARTHEST`.
+        A version at most `FARTHEST`.
         """
-        if not (self.epoch < epoch <= FARTHEST or self.version < version <= FARTHEST):
+        if not (self.epoch < epoch < MAX_EPOCH or self.version < version <= FARTHEST):
             return False
-        if self.epoch < epoch <= FARTHEST:
+        if self.epoch < epoch < MAX_EPOCH:
             self.former.add(self.epoch)
             self.epoch = epoch + 1
         if self.version < version <= FARTHEST:

@@ -9,7 +9,7 @@ import structlog
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running
 from bus.turns import InParts
-from compute_sim.domain.attempts import Entry, Phase, is_leaving, lost
+from compute_sim.domain.attempts import LIVE, Entry, Phase, is_leaving, lost
 from compute_sim.driver import Driver, DriverHost, Machine
 from compute_sim.records import Records
 
@@ -36,7 +36,7 @@ class Survey:
         self._on_listed = on_listed
         self._names: dict[str, str] = {}
         self._listed: dict[str, None] = {}  # in the order in which they were first read
-        self._unrecorded: dict[str, list[Machine]] = {}  # by host: machines with a mark that are not on record
+        self._beside: dict[str, list[Machine]] = {}  # by host: machines with a mark that the record does not have
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Read from the driver which hosts there are; from now on builds are accepted for these, and only these."""
@@ -58,28 +58,33 @@ class Survey:
         """
         return tuple(islice(self._listed, after, after + most))
 
-    def unrecorded(self, instances: Collection[str]) -> list[Machine]:
-        """Machines of these instances that carry a mark and are not on record here, as their hosts last listed them."""
+    def beside_record(self, instances: Collection[str]) -> list[Machine]:
+        """Machines of these instances that carry a mark, as their hosts last listed them, that the record does not have
+        and that no order has ended. The record may be older than the machine, or have taken it for lost.
+        """
         return [
             one
-            for machines in self._unrecorded.values()
+            for machines in self._beside.values()
             for one in machines
-            if one.instance_uuid in instances and self._records.get((one.host_uuid, one.instance_uuid)) is None
+            if one.instance_uuid in instances and self._is_beside(one)
         ]
+
+    def _is_beside(self, machine: Machine) -> bool:
+        known = self._records.get((machine.host_uuid, machine.instance_uuid))
+        if machine.deployment is None or known is None:
+            return machine.deployment is not None
+        is_known = known.phase in LIVE and known.attempt >= (machine.attempt or UNKNOWN_ATTEMPT)
+        is_own = known.deployment in (None, machine.deployment)
+        return not (is_known and is_own) and not is_fenced(machine, known)
 
     def note_listed(self, listed: Mapping[str, Sequence[Machine]]) -> None:
         """Remember of what these hosts carry the part that is not on record."""
         self._listed.update(dict.fromkeys(listed))
         for host, machines in listed.items():
-            unrecorded = [
-                one
-                for one in machines
-                if one.deployment is not None and self._records.get((host, one.instance_uuid)) is None
-            ]
-            if unrecorded:
-                self._unrecorded[host] = unrecorded
+            if beside := [one for one in machines if self._is_beside(one)]:
+                self._beside[host] = beside
             else:
-                self._unrecorded.pop(host, None)
+                self._beside.pop(host, None)
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
         """The machines of each host that was seen; machines on record that their hosts do not carry
@@ -112,9 +117,9 @@ def made_by(entry: Entry, machine: Machine) -> bool:
     return (machine.attempt, machine.deployment) == (entry.attempt, entry.deployment)
 
 
-def _is_done_with(machine: Machine, known: Entry | None) -> bool:
-    """Whether all that an order could do about this machine is done: it is left as it is, and its attempt is fenced."""
-    if not machine.left or machine.attempt is None or known is None:
+def is_fenced(machine: Machine, known: Entry | None) -> bool:
+    """Whether an order on record has ended the attempt that the machine's mark names."""
+    if machine.attempt is None or known is None:
         return False
     return machine.attempt <= known.fence and known.deployment in (None, machine.deployment)
 
@@ -129,7 +134,8 @@ def _running(machine: Machine, known: Entry | None, *, reserved: bool) -> Runnin
         attempt=attempt,
         deployment=machine.deployment,
         built=machine.built and not is_building,
-        destroying=is_leaving(known, attempt) or _is_done_with(machine, known),
+        # One that is left as it is: all that an order could do about it is done.
+        destroying=is_leaving(known, attempt) or (machine.left and is_fenced(machine, known)),
         stopped=not machine.runs,
         reserved=reserved,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from bus.clock import Clock
-from bus.contracts.cell import MAX_WAITING, BuildsWaiting
+from bus.contracts.waiting import MAX_WAITING, BuildsWaiting
 from bus.faults import Transient
 from bus.port import BusError
 from compute_sim.driver import DriverFault, WaitingDriver

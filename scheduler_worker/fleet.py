@@ -14,9 +14,10 @@ from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
-from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
+from bus.contracts.cell import ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
 from bus.contracts.drains import MAX_DRAINED
 from bus.contracts.host_metrics import HostMetrics, HostMetricsPage, HostMetricsQuery, HostMetricsRecord
+from bus.contracts.waiting import BuildsWaiting
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from bus.port import BusError

@@ -55,6 +55,21 @@ Count = Annotated[int, Bound(ge=0, le=MAX_AMOUNT)]
 Version = Annotated[int, Bound(ge=0, le=2**62)]
 Generation = Annotated[int, Bound(ge=0, le=2**62)]
 
+# The number of one life of a service, and the number of a message within it. A message of a lower epoch counts no more,
+# and its sender is told that epoch, to go on above it.
+MAX_EPOCH = 2**62
+Epoch = Annotated[int, Bound(ge=0, le=MAX_EPOCH)]
+Sequence = Annotated[int, Bound(ge=0, le=2**62)]
+
+# The number of an attempt to build an instance, from 1 (0: it is not known). A record may number on by thousands above
+# one that it has been told of, and a column holds 2**31 - 1.
+MAX_ATTEMPT = 2_000_000_000
+Attempt = Annotated[int, Bound(ge=0, le=MAX_ATTEMPT)]
+GivenAttempt = Annotated[int, Bound(ge=1, le=MAX_ATTEMPT)]
+
+# The name of an image, of a snapshot too; "": none.
+ImageName = Annotated[str, Bound(max_length=255)]
+
 # Free text from outside is cut to this before it is stored or shown.
 MAX_REASON = 2000
 Reason = Annotated[str, Bound(max_length=MAX_REASON)]

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Amount, Generation, Message, Uuid, Word
+from .base import Amount, Attempt, Generation, Message, Uuid, Word
 from .placement import MAX_NAMED, ProviderState
 
 # Of one answer. A larger tree or project list is cut off there, and `more` is set.
@@ -34,7 +34,7 @@ class TreeHolder(Struct, frozen=True, kw_only=True, omit_defaults=True):
     project_id: str
     user_id: str
     consumer_type: str
-    attempt: int = 0
+    attempt: Attempt = 0
     holding: dict[Uuid, dict[str, int]] = {}
 
 
@@ -114,7 +114,7 @@ class HeldAllocation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     consumer: Uuid
     project_id: str
     run: str = ""
-    attempt: Annotated[int, Bound(ge=0, le=1_000_000)] = 0
+    attempt: Attempt = 0
     consumer_generation: Generation
     holding: dict[Uuid, dict[str, Amount]]
     hosts: tuple[Uuid, ...]

@@ -13,7 +13,7 @@ from uuid import UUID, uuid5
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Label, Message, Reason, Uuid, Word, Zone
+from .base import Attempt, ImageName, Label, Message, Reason, Uuid, Word, Zone
 from .deploy import ConfigDrive, ImageSource, Networks
 from .deploy import Volumes as VolumeRequests
 from .operations import EvacuationPolicy, HostAdminState
@@ -57,7 +57,7 @@ class MachineSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     project_id: Word
     user_id: Word = "unknown"
     name: Annotated[str, Bound(max_length=255)] = ""
-    image: Annotated[str, Bound(max_length=255)] = ""
+    image: ImageName = ""
     image_source: ImageSource | None = None
     config_drive: ConfigDrive | None = None
     networks: Networks = ()
@@ -153,7 +153,7 @@ class FunnelStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One try to build on one host: the claimed resources, how it ended."""
 
-    attempt: int
+    attempt: Attempt
     host: str
     outcome: str
     code: str = ""
@@ -178,7 +178,7 @@ class EventOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults
     terminal: bool = False
     cell: Word | None = None
     host_uuid: Uuid | None = None
-    attempt: int = 0
+    attempt: Attempt = 0
     reason: Reason = ""
     at: float = 0.0
     zone: Zone = ""

@@ -33,6 +33,7 @@ from bus.contracts import (
     objects,
     operations,
     placement,
+    waiting,
     workers,
 )
 from bus.contracts.base import Message, Refusal, tag_of
@@ -332,7 +333,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     asked_of_compute(cell.RescanHosts, "compute.rescan.{service}", "requests a report"),
     of_compute(cell.ComputeHosts, "compute.hosts.{service}", "service, epoch and sequence"),
     of_compute(cell.Heartbeat, "compute.heartbeat.{service}", "service, epoch and sequence"),
-    of_compute(cell.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
+    of_compute(waiting.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
     of_conductor(cell.ServicesDigest, "services.digest", "cell, term, number and page"),
     of_conductor(cell.RingMembers, "services.ring.{ring}", "ring, term and number"),
     of_conductor(cell.ServiceOutdated, "compute.outdated.{service}", "service and epoch"),

@@ -8,7 +8,24 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word, Zone
+from .base import (
+    Allocations,
+    Attempt,
+    ClassName,
+    Count,
+    Epoch,
+    Generation,
+    GivenAttempt,
+    ImageName,
+    Label,
+    Message,
+    Reason,
+    Sequence,
+    TraitName,
+    Uuid,
+    Word,
+    Zone,
+)
 from .build import MachineSpec
 from .placement import ServerGroup
 from .stages import Stamps
@@ -63,7 +80,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     stamps: Stamps | None = None
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
-    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
+    attempt: GivenAttempt = 1
 
 
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
@@ -89,7 +106,7 @@ class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     migration: Uuid
     host_uuid: Uuid | None = None
-    image: str = ""
+    image: ImageName = ""
     runs: bool = True
 
 
@@ -97,7 +114,7 @@ class NumberedAttempt(Struct, frozen=True, kw_only=True):
     """Which attempt to build which instance something is about."""
 
     instance_uuid: Uuid
-    attempt: int
+    attempt: Attempt
 
 
 class AttemptOnHost(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=True):
@@ -111,7 +128,7 @@ class MachineOrder(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A command about the machine of one attempt, with all that its host is to know of the instance. See `Spawn`."""
 
     spec: InstanceSpec
-    attempt: int
+    attempt: Attempt
     host_uuid: Uuid
     allocations: Allocations
     service: Word
@@ -197,7 +214,7 @@ class QueueMarker(Message, frozen=True, kw_only=True, tag="compute.marker.v1"):
     """
 
     service: Word
-    epoch: int
+    epoch: Epoch
 
 
 class ComputeOutcome(StrEnum):
@@ -223,8 +240,8 @@ class ComputeResult(Message, AttemptOnHost, frozen=True, kw_only=True, tag="comp
     at: float = 0.0
     final: bool = False
     started_at: float = 0.0
-    epoch: int = 0
-    scan: int = 0
+    epoch: Epoch = 0
+    scan: Sequence = 0
 
 
 class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
@@ -291,8 +308,8 @@ class FromService(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     service: Word
     cell: Word
-    epoch: int
-    sequence: int
+    epoch: Epoch
+    sequence: Sequence
 
 
 class ComputeHosts(Message, FromService, frozen=True, kw_only=True, tag="compute.hosts.v1"):
@@ -310,9 +327,9 @@ class ComputeHosts(Message, FromService, frozen=True, kw_only=True, tag="compute
     hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()
     complete: bool = False
     seen_at: float = 0.0
-    first_sequence: int = 0
+    first_sequence: Sequence = 0
     pages: int = 1
-    scan: int = 0
+    scan: Sequence = 0
     ring_term: int = 0
     ring_number: int = 0
     rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)] = ()
@@ -327,29 +344,6 @@ class Heartbeat(Message, FromService, frozen=True, kw_only=True, tag="compute.he
     stopping: bool = False
     interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
     ring: Word | None = None
-
-
-MAX_WAITING = 1000
-
-
-class WaitingBuild(NumberedAttempt, frozen=True, kw_only=True):
-    """An attempt that goes on as soon as the manager of its host answers. since: seconds since the epoch."""
-
-    since: float
-    reason: Reason
-
-
-class BuildsWaiting(Message, frozen=True, kw_only=True, tag="compute.waiting.v1"):
-    """All builds of a compute service that wait for what manages its hosts, such as an Ironic that is down.
-
-    Published again and again while there are any, and once more when there is none; each replaces the one before, and
-    holds for `lasts_s`. Builds beyond the first thousand are left out. Nothing is decided by it: it is shown.
-    """
-
-    service: Word
-    cell: Word
-    waiting: Annotated[tuple[WaitingBuild, ...], Bound(max_length=MAX_WAITING)] = ()
-    lasts_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
 
 
 MAX_RING_MEMBERS = 1000
@@ -377,7 +371,7 @@ class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdate
     """
 
     service: Word
-    epoch: Annotated[int, Bound(ge=0, le=2**62)]
+    epoch: Epoch
 
 
 class HostsContested(Message, frozen=True, kw_only=True, tag="conductor.contested.v1"):
@@ -426,8 +420,8 @@ class ReserveMachines(Message, frozen=True, kw_only=True, tag="compute.reserve.v
     """
 
     service: Word
-    epoch: int
-    sequence: int
+    epoch: Epoch
+    sequence: Sequence
     hosts: Annotated[tuple[ReservedOnHost, ...], Bound(max_length=1000)] = ()
 
 
@@ -438,7 +432,7 @@ class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     service: Word
-    epoch: int
+    epoch: Epoch
     code: Label
     reason: Reason = ""
     since: float = 0.0
@@ -486,9 +480,8 @@ class AboutService(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ServiceGone(Message, AboutService, frozen=True, kw_only=True, tag="conductor.service_gone.v1"):
-    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again.
-
-    at: seconds since the epoch; a service that is down since later was back.
+    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again, or a
+    digest states something else of it than before.
     """
 
 
@@ -540,7 +533,7 @@ class CellBuildQuery(Message, frozen=True, kw_only=True, tag="cell.build.query.v
     """
 
     spec: InstanceSpec
-    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
+    attempt: GivenAttempt = 1
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
-    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    sequence: Sequence = 0
     requested_at: float = 0.0

@@ -93,6 +93,11 @@ class VolumeRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         if self.properties and len(msgspec.json.encode(self.properties)) > MAX_VOLUME_PROPERTIES:
             raise ValueError(f"properties are larger than {MAX_VOLUME_PROPERTIES} bytes")
 
+    @property
+    def is_root(self) -> bool:
+        """Whether the machine boots from it."""
+        return self.boot_index == 0
+
     def __repr__(self) -> str:
         return f"VolumeRequest({self.volume_id!r}, boot_index={self.boot_index})"
 

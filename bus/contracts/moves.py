@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import ClassName, Count, Label, Message, Reason, Uuid, Word, matching
+from .base import ClassName, Count, ImageName, Label, Message, Reason, Uuid, Word, matching
 from .build import EventOfInstance, ImageProperties, RecordOfInstance
 from .cell import AttemptOnHost, InstanceSpec, MachineOrder, Selection
 from .deploy import ImageSource
@@ -98,7 +98,7 @@ class MoveRequest(Message, MoveOrder, frozen=True, kw_only=True, forbid_unknown_
 
     user_id: Word = "unknown"
     flavor: Label | None = None
-    image: Annotated[str, Bound(max_length=255)] | None = None
+    image: ImageName | None = None
     image_properties: ImageProperties | None = None
     image_source: ImageSource | None = None
     host: Annotated[str, Bound(max_length=255)] | None = None
@@ -165,7 +165,7 @@ class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     cell: Word
     spec: InstanceSpec
-    image: Annotated[str, Bound(max_length=255)]
+    image: ImageName
     last: Selection
     selections: Annotated[tuple[Selection, ...], Bound(min_length=1, max_length=9)]
     newest: Count
@@ -203,7 +203,7 @@ class MoveEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instan
     sequence: int = 0
     condition: Condition = Condition.MOVING
     flavor: str = ""
-    image: str = ""
+    image: ImageName = ""
     departure: Departure | None = None
 
 
@@ -306,7 +306,7 @@ class ChangeMachine(Message, MachineOrder, frozen=True, kw_only=True, tag="compu
     to_host: Uuid | None = None
     rescue_password: RescuePassword = ""
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
-    image: Annotated[str, Bound(max_length=255)] = ""
+    image: ImageName = ""
     asked_by: AskedBy | None = None
 
     def __post_init__(self) -> None:
@@ -336,7 +336,7 @@ class MachineChanged(Message, AttemptOnHost, frozen=True, kw_only=True, tag="com
     change: ChangeKind
     done: bool
     runs: bool | None = None
-    image: str = ""
+    image: ImageName = ""
     code: str = ""
     reason: Reason = ""
     refused: bool = False

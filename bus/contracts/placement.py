@@ -12,9 +12,11 @@ from .base import (
     MAX_AMOUNT,
     Allocations,
     Amount,
+    Attempt,
     ClassName,
     Count,
     Generation,
+    GivenAttempt,
     Label,
     Message,
     Reason,
@@ -273,7 +275,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     """
 
     consumer: Uuid
-    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
+    attempt: GivenAttempt = 1
     by: Word | None = None
     takes_over: Word | None = None
     consumer_generation: Generation | None = None
@@ -327,7 +329,7 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     holding: dict[Uuid, dict[str, Amount]] = {}
     members: dict[Uuid, Count] = {}
     holders: tuple[ClaimHolder, ...] = ()
-    attempt: Annotated[int, Bound(ge=0, le=1_000_000)] = 0
+    attempt: Attempt = 0
 
 
 # Members of a gang: instances that one build request may ask for.
@@ -372,7 +374,7 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     """
 
     consumer: Uuid
-    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
+    attempt: GivenAttempt | None = None
     project_id: Word | None = None
     of_migration: bool = False
     by: Word | None = None
@@ -405,8 +407,8 @@ class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):
 
     consumer: Uuid
     migration: Migration
-    source_attempt: Annotated[int, Bound(ge=0, le=1_000_000)]
-    attempt: Annotated[int, Bound(ge=1, le=1_000_000)]
+    source_attempt: Attempt
+    attempt: GivenAttempt
 
 
 class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.result.v1"):
@@ -431,7 +433,7 @@ class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True)
     """
 
     consumer: Uuid
-    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
+    attempt: GivenAttempt | None = None
     consumer_generation: Generation | None = None
     allocations: dict[Uuid, dict[str, Amount]] = {}
     project_id: Word

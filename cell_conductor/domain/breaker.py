@@ -18,6 +18,7 @@ from itertools import islice
 from types import MappingProxyType
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.base import Allocations
 from bus.contracts.cell import (
@@ -37,6 +38,11 @@ from .report import Unexplained, UnexplainedKind
 MAX_NAMED = 10_000
 
 
+def key_of(uuid: str, host_uuid: str) -> str:
+    """Names a machine in the record of a breaker."""
+    return f"{uuid}@{host_uuid}"
+
+
 class Finding(Struct, frozen=True):
     """One event that ends or destroys a machine because of a report and not of a client's request.
 
@@ -50,7 +56,7 @@ class Finding(Struct, frozen=True):
     @property
     def key(self) -> str:
         """Names the machine: its instance, on this host."""
-        return f"{self.uuid}@{getattr(self.event, 'host_uuid', '')}"
+        return key_of(self.uuid, getattr(self.event, "host_uuid", ""))
 
 
 class CountedAs(StrEnum):
@@ -66,7 +72,8 @@ NONE_COUNTED: Mapping[str, CountedAs] = MappingProxyType({})
 
 class Breaker(Struct, frozen=True, kw_only=True):
     """The record of one service's breaker. lost, quarantined, over: how many machines were, in the report that opened
-    it and in earlier ones of the window. machines: the keys of those of the report.
+    it and in earlier ones of the window. machines: the keys of those of the report; after a reset, of those that it
+    still allows.
 
     reset_at, reset_by: when and by whom an operator reset it, for these machines and no others (0, "": not yet).
     """
@@ -84,6 +91,15 @@ class Breaker(Struct, frozen=True, kw_only=True):
     def is_open(self) -> bool:
         """Whether it stops destruction."""
         return not self.reset_at
+
+    def after_scan(self, hosts: Collection[str], found: Collection[str]) -> Breaker:
+        """As it is after a scan of these hosts. found: the keys of the machines that it found to be lost or over, or
+        that are scanned again. What a reset allows is over for the others: one that is found again later is counted.
+        """
+        if self.is_open:
+            return self
+        machines = (key for key in self.machines if key in found or key.rpartition("@")[2] not in hosts)
+        return replace(self, machines=tuple(machines))
 
 
 class BreakerVerdict(Struct, frozen=True):
@@ -141,7 +157,7 @@ def _counted(
         if not finding.ordered and finding.key not in passed:
             yield finding.key, CountedAs.LOST if isinstance(finding.event, HostMissing) else CountedAs.OVER
     for one in quarantined:
-        yield f"{one.uuid}@{one.host_uuid}", CountedAs.QUARANTINED
+        yield key_of(one.uuid, one.host_uuid), CountedAs.QUARANTINED
 
 
 class RecentFindings:
@@ -173,13 +189,33 @@ class RecentFindings:
         self._of.pop(service, None)
 
 
-class ScanFindings(Struct):
-    """The findings of the pages of one scan of a service's hosts so far. A scan is assessed as a whole."""
+class PageFindings(Struct):
+    """The findings of one page of a scan, and the machines that it has newly put in quarantine."""
 
-    key: tuple[int, int, int]
-    pages: int = 0
-    findings: list[Finding] = []
-    quarantined: list[Unexplained] = []
+    findings: Sequence[Finding] = ()
+    quarantined: tuple[Unexplained, ...] = ()
+
+
+class ScanFindings(Struct):
+    """The findings of the pages of one scan of a service's hosts, by their sequences. A scan is assessed as a whole.
+
+    key: the epoch, and the sequence of the first page.
+    """
+
+    key: tuple[int, int]
+    pages: dict[int, PageFindings] = {}
+
+
+def first_of(report: ComputeHosts) -> int:
+    """The sequence of the first page of the report of all hosts that this page is of; 0: it is of none."""
+    return report.first_sequence or (report.sequence if report.complete else 0)
+
+
+def is_whole(report: ComputeHosts, pages: Collection[int]) -> bool:
+    """Whether a report has come as a whole with this page. pages: the sequences of those that have come: one that comes
+    again is no other page. One that is not of all hosts is whole by itself.
+    """
+    return not first_of(report) or (report.complete and len(pages) == report.pages)
 
 
 # At most this many hosts of all services are remembered; one that lists more counts as not having listed all.
@@ -217,7 +253,7 @@ class Listings:
                 self._drop(report.service, listed, list(listed.hosts))
             listed = self._services[report.service] = _Listed(report.epoch, {})
         listed.ring = (report.ring_term, report.ring_number)
-        first = report.first_sequence or (report.sequence if report.complete else 0)
+        first = first_of(report)
         if first and first != listed.first:
             listed.first, listed.pages = first, set()
         for host in report.hosts:
@@ -228,7 +264,7 @@ class Listings:
         if not first:
             return
         listed.pages.add(report.sequence)
-        if report.complete and len(listed.pages) == report.pages:
+        if is_whole(report, listed.pages):
             listed.whole = True
             self._drop(report.service, listed, [uuid for uuid, at in listed.hosts.items() if at != first])
 

@@ -15,7 +15,7 @@ from bus.contracts.operations import FenceState
 
 from .instance import FENCED, NOT_TRIED, Instance
 from .leases import Lease
-from .report import is_left, is_over, rescan_of
+from .report import is_over, rescan_of
 
 
 class RunningAfterFence(Struct, frozen=True):
@@ -86,12 +86,15 @@ class Loss(Struct, frozen=True, kw_only=True):
         return rescan_of("loss", self.host_uuid, self.instance_uuid, self.attempt, self.at)
 
 
-def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:
+def losses_of(
+    before: Instance, after: Instance, host_uuid: str, at: float, *, unsure: bool = False
+) -> tuple[Loss, ...]:
     """The machines of an instance that this host may have by the previous record, and that the new record gave up.
 
-    That of an attempt which a build has left is one, whatever its number: the fence answers for its host.
+    Whatever their numbers: the fence answers for its host. unsure: it was given up because nobody knows its outcome: an
+    operator decides about its machine.
     """
-    proof = replace(after, doubted=False, reused_from=0) if is_left(after) else after
+    proof = replace(after, doubted=unsure, reused_from=0)
     machines = []
     if before.host_uuid == host_uuid:
         machines.append((before.attempt, before.here.service))

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from msgspec import Struct, field
 
+from bus.contracts.base import MAX_ATTEMPT
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import Departure, MoveKind, MoveState
@@ -222,7 +223,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def next_attempt(self) -> int:
         """The number of the next attempt."""
-        return self.last_attempt + 1
+        return min(self.last_attempt + 1, MAX_ATTEMPT)
 
     @property
     def is_in_place(self) -> bool:

@@ -9,10 +9,10 @@ have another host to go to. A machine that the service may run is destroyed by i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
+from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,7 +25,6 @@ from .set_back import SetBack
 STEP_S = 2.0
 # The interval of a service that does not state how often it sends a heartbeat.
 DEFAULT_BEAT_S = 10.0
-FARTHEST_EPOCH = 2**62  # of a message that names one
 # A service that misses this many heartbeats in a row leaves its ring: its free nodes go to the others. That does no
 # harm if the service lives, so it is sooner than silence.
 RING_MISSED = 3
@@ -44,6 +43,9 @@ class LeaseState(StrEnum):
     UP = "up"
     SILENT = "silent"  # suspected: the heartbeats did not come
     STOPPED = "stopped"  # it announced that it stops
+
+
+Stretch: TypeAlias = tuple[int, LeaseState, float]
 
 
 class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,6 +72,11 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
         is_as_known = known is not None and (known.epoch, known.state) == (self.epoch, self.state)
         hosts = set(self.listed.split()) if is_as_known and set_back.is_of(self.era) else set[str]()
         return bool(hosts) and hosts <= fenced
+
+    @property
+    def stretch(self) -> Stretch:
+        """For how long its service is in this state: of which process, and since when."""
+        return self.epoch, self.state, self.since
 
     @property
     def code(self) -> str:
@@ -106,13 +113,14 @@ class _Held(Struct):
     """A lease as this conductor holds it.
 
     sequence: of the last message of its epoch (_NONE: none was received here); beat_at: the clock's value then. ring:
-    with whom it shares its free nodes.
+    with whom it shares its free nodes. stated: by the newest digest that had it (None: none had it).
     """
 
     lease: Lease
     sequence: int
     beat_at: float
     ring: str | None = None
+    stated: Stretch | None = None
 
 
 class LeaseTable:
@@ -125,7 +133,8 @@ class LeaseTable:
         self._listens_since: float | None = None  # by the clock, when the record was adopted
         self._delivered: float | None = None
         self._outdated: dict[str, int] = {}
-        self._forgotten: dict[str, float] = {}  # services that are gone for good, and since when
+        self._digest = (0, 0)  # the newest one's term and number
+        self._forgotten: dict[str, Stretch | None] = {}  # services that are gone for good, as the keeper had them then
 
     def __len__(self) -> int:
         return len(self._held)
@@ -167,7 +176,7 @@ class LeaseTable:
     @property
     def forgotten(self) -> frozenset[str]:
         """Services that are gone for good, as an operator has stated since this conductor started."""
-        return frozenset(self._forgotten.keys() - self._held.keys())
+        return frozenset(self._forgotten)
 
     @property
     def abandoned(self) -> dict[str, Lease]:
@@ -207,21 +216,36 @@ class LeaseTable:
             held = self._held.get(lease.service)
             if held is not None and held.lease.epoch < lease.epoch:
                 self.note_outdated(lease.service, lease.epoch)
-            forgotten_at = self._forgotten.get(lease.service, -math.inf)
-            is_forgotten = lease.state is not LeaseState.UP and lease.since <= forgotten_at
+            is_forgotten = self._forgotten.get(lease.service) == lease.stretch
             if held is None and not is_forgotten and len(self._held) < MAX_SERVICES:
                 # After its departure no message of that epoch counts: it is a copy, or was overtaken.
                 sequence = _LAST if lease.state is LeaseState.STOPPED else _NONE
                 self._held[lease.service] = _Held(lease, sequence, self._clock)
+                self._forgotten.pop(lease.service, None)  # it was back
 
-    def forget(self, service: str, at: float) -> None:
-        """Drop a service that an operator has stated to be gone. at: when; seconds since the epoch.
+    def follow(self, digest: tuple[int, int], down: Sequence[Lease]) -> None:
+        """Adopt what a page of the keeper's digest states, unless a newer digest came. digest: its term and number."""
+        if digest < self._digest:
+            return
+        self._digest = digest
+        self.adopt(down)
+        for lease in down:
+            if (held := self._held.get(lease.service)) is not None:
+                held.stated = lease.stretch
 
-        A digest from before that may come later, and is not adopted. One that is up is kept: it sends heartbeats.
+    def forget(self, service: str) -> None:
+        """Drop a service that an operator has stated to be gone.
+
+        A digest from before that may come later, which states of it what the last one did: that is not adopted. One
+        that is up is kept: it sends heartbeats.
         """
+        held = self._held.get(service)
         self.remove([service])
-        if service not in self._held and (service in self._forgotten or len(self._forgotten) < MAX_SERVICES):
-            self._forgotten[service] = at
+        if held is None:
+            if len(self._forgotten) < MAX_SERVICES:
+                self._forgotten.setdefault(service, None)
+        elif service not in self._held and len(self._forgotten) < MAX_SERVICES:
+            self._forgotten[service] = held.stated or held.lease.stretch
 
     def advance_clock(self, now_s: float) -> None:
         """Record that the bus has delivered a message; now_s: monotonic."""
@@ -248,13 +272,12 @@ class LeaseTable:
     def renew(self, beat: Heartbeat, at: float) -> bool:
         """Apply one message of a service; at: seconds since the epoch. True: its state or its epoch has changed."""
         service, epoch, sequence = beat.service, beat.epoch, beat.sequence
-        if not (0 <= epoch <= _LAST and 0 <= sequence <= _LAST):
-            return False  # no service of ours
         held = self._held.get(service)
         if held is None:
             if len(self._held) >= MAX_SERVICES:
                 return False
             held = self._held[service] = _Held(Lease(service=service, epoch=_NONE), _NONE, self._clock)
+            self._forgotten.pop(service, None)
         before = held.lease
         if epoch < before.epoch:
             self.note_outdated(service, before.epoch)
@@ -273,7 +296,7 @@ class LeaseTable:
 
     def note_outdated(self, service: str, epoch: int) -> None:
         """A message of this service came with an epoch below this one."""
-        if epoch <= FARTHEST_EPOCH and (service in self._outdated or len(self._outdated) < MAX_SERVICES):
+        if service in self._outdated or len(self._outdated) < MAX_SERVICES:
             self._outdated[service] = max(epoch, self._outdated.get(service, epoch))
 
     def outdated(self) -> dict[str, int]:

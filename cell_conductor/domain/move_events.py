@@ -114,6 +114,15 @@ def close(instance: Instance, ending: MoveEnd, at: float, context: StepContext) 
     return after(earlier, Step(without_move(other.instance), other.commands))
 
 
+def end_with_instance(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
+    """The instance is over, and so is the move: every request that has not had its end has failed."""
+    if instance.move is None:
+        return Step(instance)
+    earlier = answer(instance, ending, at, context)
+    other = answer_other(earlier.instance, ending, at, context)
+    return after(earlier, Step(without_move(other.instance), other.commands))
+
+
 def answer_or_tell(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
     """The end of the request that is under way. If it has had one, the instance's state is announced all the same:
     schedulers have another host, or another flavor, on record.

@@ -62,6 +62,7 @@ from .move_events import (
 from .move_steps import (
     CLAIMS,
     adopt,
+    answered,
     arrived,
     as_left,
     begin_claimed,
@@ -325,6 +326,7 @@ def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     move = move_of(instance)
     if not is_awaited(instance, event, source_of(move), move.source_attempt):
         return Step(instance)
+    event = answered(instance, event)
     if event.done and instance.is_leaving:
         return change(replace(instance, image=event.image), State.PREPARING, event.at, context)
     if event.done:
@@ -446,7 +448,7 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
     """The host has carried out the command, or reports that it could not; if it does not know, it is queried again."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
-    move = move_of(instance)
+    move, event = move_of(instance), answered(instance, event)
     if not event.done:
         ending = MoveEnd(MoveState.FAILED, event.code or "change.failed", event.reason)
         if event.runs is None:

@@ -12,6 +12,7 @@ from bus.contracts.cell import InstanceSpec, Origin, Selection, Spawn
 from bus.contracts.moves import (
     RESCUE_FAILED,
     CellMove,
+    ChangeKind,
     MoveKind,
     MoveState,
 )
@@ -43,6 +44,7 @@ from .steps import Step, StepContext
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
 CLAIMS = frozenset({*LEAVES, MoveKind.RESIZE})
 AWAITS_CONFIRM = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
+NO_IMAGE = "snapshot.no_image"
 
 
 def leave(instance: Instance, at: float, context: StepContext) -> Step:
@@ -338,6 +340,18 @@ def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt
     """Whether this answers the change that was last commanded: that of the service that has the host now."""
     answered = (event.order, event.attempt, event.host_uuid, event.service)
     return answered == (move_of(instance).order, attempt, where.host_uuid, where.service)
+
+
+def answered(instance: Instance, event: ChangeEnded) -> ChangeEnded:
+    """The host's answer to the change that was last commanded. A snapshot that names no image is not done: a machine is
+    given up for an image that is kept. One that boots from a volume has none.
+    """
+    if not event.done or event.image or change_of(instance) is not ChangeKind.SNAPSHOT:
+        return event
+    assert instance.spec is not None
+    if any(one.is_root for one in instance.spec.volumes):
+        return event
+    return replace(event, done=False, code=NO_IMAGE, reason="the host has not named the image that it has kept")
 
 
 def as_left(instance: Instance, event: ChangeEnded) -> Instance:

@@ -17,7 +17,7 @@ from bus.contracts.moves import Condition
 
 from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
-from .instance import FENCED, MACHINE_EXISTS, Brief, Instance, State
+from .instance import MACHINE_EXISTS, Brief, Instance, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
@@ -93,15 +93,10 @@ def is_unsure(record: Facts, attempt: int, host_uuid: str) -> bool:
     """Whether it was given up in doubt, without its host's answer, or under a number that may have been given out
     twice: its machine may be the one that the client had. A fence is such an answer.
     """
-    is_given_up = desire_of(record).condition is Condition.FAILED and record.code != FENCED
-    is_here = (attempt, host_uuid) == (record.attempt, record.host_uuid)
-    return (is_given_up or is_left(record)) and is_here and is_renumbered(record, attempt)
-
-
-def is_left(record: Facts) -> bool:
-    """Whether a build has left its current attempt, and waits for the claim of the next one."""
     desire = desire_of(record)
-    return desire.work is Work.BUILD and desire.here is Wish.GONE
+    is_left = desire.work is Work.BUILD and desire.here is Wish.GONE  # it waits for the claim of the next attempt
+    is_here = (attempt, host_uuid) == (record.attempt, record.host_uuid)
+    return (is_left or desire.condition is Condition.FAILED) and is_here and is_renumbered(record, attempt)
 
 
 def rescan_id(record: Facts) -> str:
@@ -193,11 +188,14 @@ UNSURE = "its build was given up in doubt, after the database was set back"
 RENUMBERED = "the database was set back, and its record may have numbered it anew"
 
 
+Rescans: TypeAlias = Mapping[tuple[str, str], str]  # {(host, instance): rescan}
+
+
 class Differences(Struct, frozen=True):
     """The disagreements: events for instances, and machines that are only reported.
 
-    harmful: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: (host,
-    rescan) of machines that are missing by a scan that may be older than the record: to be scanned again.
+    harmful: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: by (host,
+    instance), of machines that are missing by a scan that may be older than the record: to be scanned again.
     harmful_rescans: the same of machines that are missing, or over, and whose event would be harmful: while a breaker
     holds those, no scan ends the demand.
     """
@@ -205,8 +203,8 @@ class Differences(Struct, frozen=True):
     events: tuple[tuple[str, Event], ...] = ()
     harmful: tuple[tuple[str, Event], ...] = ()
     unexplained: tuple[Unexplained, ...] = ()
-    rescans: tuple[tuple[str, str], ...] = ()
-    harmful_rescans: tuple[tuple[str, str], ...] = ()
+    rescans: Rescans = {}
+    harmful_rescans: Rescans = {}
 
 
 def differences(
@@ -230,13 +228,13 @@ def differences(
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
-    rescans: list[tuple[str, str]] = []
-    harmful_rescans: list[tuple[str, str]] = []
+    rescans: dict[tuple[str, str], str] = {}
+    harmful_rescans: dict[tuple[str, str], str] = {}
 
-    def is_proof(record: Brief, host_uuid: str, demands: list[tuple[str, str]]) -> bool:
+    def is_proof(record: Brief, host_uuid: str, demands: dict[tuple[str, str], str]) -> bool:
         rescan = rescan_id(record)
         if rescan not in report.rescans and not has_just_changed(record.since, now=now, grace_s=grace_s):
-            demands.append((host_uuid, rescan))
+            demands[host_uuid, record.uuid] = rescan
         return rescan in report.rescans
 
     for host_uuid, running in running_on.items():
@@ -266,7 +264,7 @@ def differences(
         if is_proof(record, place, harmful_rescans if is_harmful else rescans):
             into = harmful if is_harmful else events
             into.append((record.uuid, _missing(report, place, now)))
-    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans), tuple(harmful_rescans))
+    return Differences(tuple(events), tuple(harmful), tuple(unexplained), rescans, harmful_rescans)
 
 
 def _not_listed(

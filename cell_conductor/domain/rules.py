@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Spawn
+from bus.contracts.moves import MoveState
 from bus.contracts.stages import Stamps
 
 from . import steps
@@ -32,6 +33,7 @@ from .events import (
 )
 from .fences import Closed
 from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
+from .move_events import MoveEnd, after, end_with_instance
 from .report import is_later, is_over, is_renumbered
 from .set_back import doubted_from, numbered_on
 from .steps import Step, StepContext
@@ -465,9 +467,10 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
         answered=True,
         queried=False,
         doubted=instance.doubted and instance.code in (OUTCOME_UNKNOWN, LOST),
-        move=None,
     )
-    return steps.announce(over, BuildState.FAILED, at, context, terminal=not instance.answered)
+    moved = end_with_instance(over, MoveEnd(MoveState.FAILED, over.code, over.reason), at, context)
+    failed = steps.announce(moved.instance, BuildState.FAILED, at, context, terminal=not instance.answered)
+    return after(moved, failed)
 
 
 def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:

@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import CLOCKS_APART_S
+from bus.contracts.base import MAX_ATTEMPT
 
 from .desires import DELETE_REQUESTED, desire_of
 from .events import BuildRequested, DeleteRequested, Event, MoveRequested, is_begun_by
@@ -151,4 +152,6 @@ def forgotten_attempts(instance: Instance) -> int:
     """How many numbers above those on record the release of what its client has deleted covers: a record in doubt may
     lack moves, whose claims have later numbers. Nothing of them is wanted any more, wherever they are.
     """
-    return FORGOTTEN_ATTEMPTS if instance.doubted and instance.phase in DELETE_REQUESTED else 0
+    if not instance.doubted or instance.phase not in DELETE_REQUESTED:
+        return 0
+    return min(FORGOTTEN_ATTEMPTS, MAX_ATTEMPT - instance.next_attempt)

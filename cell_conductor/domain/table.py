@@ -516,7 +516,7 @@ class FenceSteps:
             self.proofs.update(dict.fromkeys(relied_on(before, after, context.fences)))
             self.hosts.update(self.proofs)
             for host in fenced_hosts(before, context.fences) if not doubt.is_in_doubt(after) else ():
-                self.losses += losses_of(before, after, host, at)
+                self.losses += losses_of(before, after, host, at, unsure=after.code == rules.OUTCOME_UNKNOWN)
         self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
         return Step(after, _without_starts(commands, context))
 

@@ -23,6 +23,8 @@ from cell_conductor.domain.set_back import SetBack
 
 log = structlog.get_logger(__name__)
 
+MAX_TRIES = 10  # of one transaction
+
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
 Value = TypeVar("Value", bound=Struct)
 Given = ParamSpec("Given")
@@ -116,6 +118,15 @@ class Unrecognised(Transient):
         super().__init__("the database was set back, which has to be recognised first")
 
 
+class RowsContended(Transient):
+    """Others have inserted a row first each time that a transaction was tried."""
+
+    code = "keyed.contended"
+
+    def __init__(self) -> None:
+        super().__init__(f"others have inserted its rows first, {MAX_TRIES} times")
+
+
 class Keyed(Protocol):
     """An adapter. Each write of a keeper of the leases is one statement, which is guarded by what `LeaseStore` has
     decided on, and by the state of the database: a keeper that is paused holds no lock for which the next one waits.
@@ -149,13 +160,16 @@ Store = TypeVar("Store", bound=KeyedStore)
 def in_transaction(
     work: Callable[Concatenate[Store, KeyedRows, Given], Awaitable[Result]],
 ) -> Callable[Concatenate[Store, Given], Coroutine[Any, Any, Result]]:
-    """A method that is given the rows of a transaction. It is done again when another has inserted a row first."""
+    """A method that is given the rows of a transaction. It is done again when another has inserted a row first, which
+    it finds then. Raises RowsContended.
+    """
 
     @wraps(work)
     async def run(store: Store, /, *given: Given.args, **named: Given.kwargs) -> Result:
-        while True:
+        for _ in range(MAX_TRIES):
             with suppress(Conflict):
                 async with store.keyed.transaction() as rows:
                     return await work(store, rows, *given, **named)
+        raise RowsContended
 
     return run

@@ -196,9 +196,11 @@ class Safety(KeyedStore):
         return await rows.read(BREAKERS)
 
     @in_transaction
-    async def trip(self, rows: KeyedRows, breaker: Breaker) -> None:
-        """Put a breaker on record."""
-        await rows.put(BREAKERS, [breaker], over=await rows.find(BREAKERS, [breaker.service], Lock.UPDATE))
+    async def trip(self, rows: KeyedRows, breaker: Breaker, *, over: Breaker | None = None) -> None:
+        """Put a breaker on record. over: only in the place of this one, as it was read; None: of any."""
+        known = await rows.find(BREAKERS, [breaker.service], Lock.UPDATE)
+        if over is None or known.get(breaker.service) == over:
+            await rows.put(BREAKERS, [breaker], over=known)
 
     @in_transaction
     async def reset(

@@ -77,6 +77,7 @@ _OUTCOMES = {
     Phase.GONE: ComputeOutcome.DESTROYED,
 }
 ENDED = frozenset({Phase.FAILED, Phase.GONE})
+LIVE = frozenset({Phase.BUILDING, Phase.RUNNING})
 LOST = "instance.lost"
 
 
@@ -155,7 +156,7 @@ def is_leaving(entry: Entry | None, attempt: int) -> bool:
 
 def is_there(entry: Entry, deployment: str) -> bool:
     """Whether a machine of this deployment is there, or is being built, and no order has ended it."""
-    is_kept = entry.phase in (Phase.BUILDING, Phase.RUNNING) and entry.attempt > entry.fence
+    is_kept = entry.phase in LIVE and entry.attempt > entry.fence
     return is_kept and not _is_anothers(entry, deployment)
 
 

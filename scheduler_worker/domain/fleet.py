@@ -16,8 +16,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
-from bus.contracts.cell import BuildsWaiting, WaitingBuild
 from bus.contracts.host_metrics import HostMetric, HostMetrics
+from bus.contracts.waiting import BuildsWaiting, WaitingBuild
 from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkerRecord, WorkersPage, WorkersQuery
 from scheduler_worker.domain.hosts import Floats, HostTable, Rows
 

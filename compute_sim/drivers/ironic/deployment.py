@@ -13,7 +13,7 @@ import structlog
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
-from bus.contracts.cell import WaitingBuild
+from bus.contracts.waiting import WaitingBuild
 from bus.retrying import doubled_s
 from compute_sim.config import IronicConfig
 from compute_sim.driver import Build, BuildAbort, BuildFault, DriverBusy, DriverOutage, DriverUnavailable, Reschedule

@@ -17,7 +17,7 @@ from typing import Protocol
 import httpx
 
 from bus.clock import Clock
-from bus.contracts.cell import WaitingBuild
+from bus.contracts.waiting import WaitingBuild
 from bus.openstack.rest import api_root
 from compute_sim.config import IronicConfig
 from compute_sim.driver import (

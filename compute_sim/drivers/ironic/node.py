@@ -12,7 +12,7 @@ import structlog
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Uuid, Word, reason_of
+from bus.contracts.base import GivenAttempt, Uuid, Word, reason_of
 from compute_sim.driver import Machine
 
 log = structlog.get_logger(__name__)
@@ -77,7 +77,7 @@ class Mark(Struct, frozen=True, omit_defaults=True):
     cell: Word
     service: Word
     instance: Uuid
-    attempt: Annotated[int, Bound(ge=1)]
+    attempt: GivenAttempt
     order: Annotated[int, Bound(ge=0)] = 0  # of the last rebuild of this machine
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
-from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Uuid
+from bus.contracts.base import GivenAttempt, Uuid
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import VolumeRequest
 from compute_sim.driver import BuildAbort
@@ -16,7 +15,6 @@ from compute_sim.drivers.ironic.node import Mark
 
 # With these a node attaches none; Ironic's others (`cinder`, `external`) read the node's volume targets.
 WITHOUT_VOLUMES = frozenset({None, "noop"})
-ROOT = 0  # the boot index of the volume that the machine boots from
 
 
 class Volumes(Protocol):
@@ -64,7 +62,7 @@ class StaticVolumes:
 
 def boots_from_volume(spec: InstanceSpec) -> bool:
     """Whether the machine boots from a volume. Raises BuildAbort: it is to have an image as well."""
-    if all(volume.boot_index != ROOT for volume in spec.volumes):
+    if not any(volume.is_root for volume in spec.volumes):
         return False
     if spec.image or spec.image_source is not None:
         raise BuildAbort("volume.and_image", "the machine is to boot from a volume and from an image")
@@ -76,7 +74,7 @@ class TargetMark(Struct, frozen=True):
 
     deployment: Uuid
     instance: Uuid
-    attempt: Annotated[int, Bound(ge=1)]
+    attempt: GivenAttempt
 
 
 class TargetExtra(Struct, frozen=True):

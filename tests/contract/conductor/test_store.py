@@ -552,7 +552,12 @@ async def test_a_breaker_is_reset_once(safety: Safety) -> None:
     await safety.trip(tripped)
     assert await safety.breaker("s") == tripped and await safety.breakers() == [tripped]
     assert await safety.reset("s", "op", 2.0) and not await safety.reset("s", "op", 3.0)
-    assert await safety.breaker("s") == replace(tripped, reset_at=2.0, reset_by="op")
+    reset = replace(tripped, reset_at=2.0, reset_by="op")
+    assert await safety.breaker("s") == reset
+    await safety.trip(replace(reset, machines=()), over=tripped)
+    assert await safety.breaker("s") == reset, "it is not as it was read"
+    await safety.trip(replace(reset, machines=()), over=reset)
+    assert await safety.breaker("s") == replace(reset, machines=())
 
 
 async def test_many_machines_are_decided_about_at_once_as_they_were_seen(safety: Safety) -> None:

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus import wire
-from bus.contracts.base import Meta
+from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
+from bus.contracts.cell import ComputeHosts, FoundMachine, Heartbeat, Running, ServiceOutdated
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
+from bus.contracts.moves import MachineChanged
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import InventoryUpdate
 from bus.contracts.queues import BY_QUEUE, LANES, RETURN, lane_of
@@ -533,3 +535,35 @@ def test_an_operators_text_with_a_nul_is_refused() -> None:
         packed = wire.pack(structs.replace(command, reason=reason), Meta(id="m1"))
         (found,) = codec.read(Arrived(wire.single(packed, "", "q"), exchange="", routing_key="q"), "new")
         assert isinstance(found, wire.Malformed if is_refused else wire.Read)
+
+
+@pytest.mark.parametrize("attempt", [-1, MAX_ATTEMPT + 1, 2**31])
+def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attempt: int) -> None:
+    running: Any = {"instance_uuid": UUID, "attempt": attempt, "deployment": UUID}
+    found: Any = {**running, "host_uuid": UUID, "host": "h", "service": "s1"}
+    for kind, value in ((Running, running), (FoundMachine, found)):
+        msgspec.convert({**value, "attempt": MAX_ATTEMPT}, kind)
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(value, kind)
+
+
+@pytest.mark.parametrize("kind", [Heartbeat, ComputeHosts])
+@pytest.mark.parametrize(("epoch", "sequence"), [(MAX_EPOCH + 1, 1), (-1, 1), (1, 2**62 + 1), (1, -1)])
+def test_an_epoch_that_its_service_cannot_be_told_does_not_count(kind: Any, epoch: int, sequence: int) -> None:
+    """Its own messages were older than that for ever."""
+    beat: Any = {"type": kind.__struct_config__.tag, "service": "s", "cell": "c", "epoch": MAX_EPOCH, "sequence": 1}
+    assert (
+        msgspec.convert(beat, kind).epoch
+        == msgspec.convert({"type": "conductor.outdated.v1", "service": "s", "epoch": MAX_EPOCH}, ServiceOutdated).epoch
+    )
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({**beat, "epoch": epoch, "sequence": sequence}, kind)
+
+
+def test_the_name_of_an_image_is_bounded_where_it_is_parsed() -> None:
+    """One of 256 characters was kept; the check of a host in another cell that names it is read by nobody."""
+    changed = {"instance_uuid": UUID, "host_uuid": UUID, "service": "s1", "attempt": 1, "order": 1, "done": True}
+    long = {**changed, "change": "snapshot", "image": "i" * 256}
+    msgspec.convert({**long, "image": "i" * 255}, MachineChanged)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(long, MachineChanged)

@@ -17,15 +17,13 @@ import pytest
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.cell import (
-    MAX_WAITING,
-    BuildsWaiting,
     ComputeOutcome,
     InstanceSpec,
     QueueMarker,
     RingMembers,
-    WaitingBuild,
 )
 from bus.contracts.moves import ChangeKind, ChangeMachine, MachineChanged
+from bus.contracts.waiting import MAX_WAITING, BuildsWaiting, WaitingBuild
 from bus.port import BusError
 from compute_sim.changes import Changes
 from compute_sim.config import ComputeConfig, Device, HostSize

@@ -118,6 +118,37 @@ async def test_one_that_is_not_on_record_is_found_by_its_mark() -> None:
     assert await ask(service) == ()
 
 
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        (Entry(1, Phase.GONE, fence=1, reported=True, deployment=OURS), True),  # older than the machine
+        (Entry(3, Phase.FAILED, reported=True, code="instance.lost", deployment=OURS), True),  # away for a moment
+        (Entry(2, Phase.RUNNING, deployment=OURS), True),
+        (Entry(3, Phase.GONE, fence=3, reported=True, deployment=OURS), False),
+        (Entry(4, Phase.FAILED, fence=3, reported=True, deployment=OURS), False),
+        (Entry(3, Phase.GONE, fence=3, reported=True, deployment=THEIRS), True),  # an order of theirs
+    ],
+)
+async def test_a_machine_that_its_host_lists_is_found_whatever_the_journal_has(entry: Entry, found: bool) -> None:
+    """A build was begun once more beside a machine that each report lists."""
+    driver = Marking()
+    driver.machines[HOSTS[0], INSTANCES[0]] = 3
+    service = Service(driver)
+    service.records.put((HOSTS[0], INSTANCES[0]), entry)
+    await service.agent.resume()
+    listed = (await service.survey.running())[HOSTS[0]]
+    assert [(one.attempt, one.destroying) for one in listed] == [(3, not found)]
+    assert [(one.host_uuid, one.attempt) for one in await ask(service)] == ([(HOSTS[0], 3)] if found else [])
+
+
+async def test_a_later_attempt_that_is_begun_is_found_in_place_of_what_was_listed() -> None:
+    driver = Marking()
+    driver.machines[HOSTS[0], INSTANCES[0]] = 3
+    service = await started(driver)
+    service.records.put((HOSTS[0], INSTANCES[0]), Entry(4, Phase.RUNNING, deployment=OURS))
+    assert [one.attempt for one in await ask(service)] == [4]
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 async def test_another_deployments_machine_is_left_out(recorded: bool) -> None:
     driver = Marking()

@@ -15,7 +15,7 @@ import pytest
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
-from bus.contracts.base import Message, Meta
+from bus.contracts.base import MAX_EPOCH, Message, Meta
 from bus.contracts.cell import (
     ComputeHosts,
     ComputeResult,
@@ -524,7 +524,7 @@ async def test_it_goes_on_above_a_version_that_the_book_has_of_it() -> None:
         InventoryOutdated(source="compute-s", root_uuid=ROOT, version=1),
         InventoryOutdated(source="compute-another", root_uuid=ROOT, version=2**61),
         InventoryOutdated(source="compute-s", root_uuid=ROOT, version=FARTHEST + 1),
-        ServiceOutdated(service="s", epoch=FARTHEST + 1),
+        ServiceOutdated(service="s", epoch=MAX_EPOCH),
     ],
 )
 async def test_a_late_copy_anothers_word_and_what_leaves_no_room_change_nothing(message: Message) -> None:

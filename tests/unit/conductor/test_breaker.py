@@ -23,6 +23,8 @@ from bus.contracts.cell import (
     Running,
     Selection,
 )
+from bus.persistence.guarded_statement import Conflict
+from bus.port import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import breaker as breakers
 from cell_conductor.domain.breaker import (
@@ -42,6 +44,7 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NO_RECORD, Differences, Unexplained, UnexplainedKind, differences, rescan_id
 from cell_conductor.engine import Sender
 from cell_conductor.guard import Guard
+from cell_conductor.store.keyed import MAX_TRIES, RowsContended
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_report import CONFIG, MANY, MOVED_AT, SERVICE, SOURCE, guarded, moved, report_of_source
@@ -185,6 +188,94 @@ async def test_what_an_open_breaker_holds_takes_no_place_in_a_request_for_rescan
     await hosts.hosts([Received(replace(report, sequence=2), Meta(id="n"), CELL, "conductor.hosts")])
     *_, again = [one.rescans for one in bus.published if isinstance(one, RescanHosts)]
     assert len(again) == MAX_RESCANS and again[0] == rescan_id(deleting)
+
+
+async def test_what_a_false_alarm_has_named_is_counted_when_it_is_missing_again() -> None:
+    """Ironic was wrong for an hour, nothing was lost, and the breaker was reset. Wrong once more, it lost them all."""
+    clock, config, bus = SystemClock(), ConductorConfig(), cast(Bus, Silent())
+    store = await opened_store(clock)
+    instances = [active(number) for number in range(BUSY_MANY)]
+    await insert(store, *instances)
+    engine = engine_of(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
+    hosts = hosts_of(engine, store, clock, config, bus)
+    there = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=store.deployment) for one in instances)
+    rescans = tuple(rescan_id(one) for one in instances)
+
+    async def report(sequence: int, runs: tuple[Running, ...], demanded: tuple[str, ...] = rescans) -> list[int]:
+        page = HostReport(uuid=BUSY_HOST, name="h", running=runs)
+        made = listing(BUSY_SERVICE, sequence=sequence, hosts=(page,), rescans=demanded, first_sequence=sequence)
+        await hosts.hosts([Received(made, Meta(id=str(sequence)), CELL, "conductor.hosts")])
+        return [len(one.machines) for one in await store.safety.breakers() if one.is_open]
+
+    assert await report(1, ()) == [BUSY_MANY]
+    assert await store.safety.reset(BUSY_SERVICE, "ann", clock.time())
+    assert await report(2, (), ()) == [], "they are scanned again, and the reset holds until then"
+    assert [len(one.machines) for one in await store.safety.breakers()] == [BUSY_MANY]
+    assert await report(3, there) == []
+    assert await report(4, ()) == [BUSY_MANY]
+    assert {one.state for one in store._table.instances.values()} == {State.ACTIVE}
+
+
+class FailsOnce(Kept):
+    """The first message that is published meets an outage."""
+
+    async def publish(self, message: object, **_: object) -> None:
+        await super().publish(message)
+        if len(self.published) == 1:
+            raise BusUnavailable("it restarts")
+
+
+async def test_a_page_that_comes_again_after_an_outage_is_not_another_page_of_its_scan() -> None:
+    """Four machines of each page were missing: eight at once open the breaker of five, and none of them is lost."""
+    first, second = [active(k) for k in range(4)], [active(k) for k in range(4, 8)]
+    second = [replace(one, selections=(replace(one.here, host_uuid=HOST),)) for one in second]
+    clock, config, bus = SystemClock(), ConductorConfig(), cast(Bus, FailsOnce())
+    store = await opened_store(clock)
+    await insert(store, *first, *second, active(9))
+    engine = engine_of(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
+    hosts = hosts_of(engine, store, clock, config, bus)
+    rescans = tuple(rescan_id(one) for one in (*first, *second))
+    page_1, page_2 = (
+        listing(
+            BUSY_SERVICE,
+            sequence=n,
+            hosts=(HostReport(uuid=uuid, name="h", running=()),),
+            complete=n == 2,
+            first_sequence=1,
+            pages=2,
+            scan=7,
+            rescans=rescans,
+        )
+        for n, uuid in ((1, BUSY_HOST), (2, HOST))
+    )
+    received = [Received(one, Meta(id=str(one.sequence)), CELL, "conductor.hosts") for one in (page_1, page_2)]
+    with pytest.raises(BusUnavailable):
+        await hosts.hosts(received[:1])
+    await hosts.hosts(received[:1])
+    await hosts.hosts(received[1:])
+    assert {one.state for one in store._table.instances.values()} == {State.ACTIVE}
+    assert [one.lost for one in await store.safety.breakers()] == [8]
+
+
+@pytest.mark.parametrize("conflicts", [MAX_TRIES - 1, MAX_TRIES])
+async def test_a_transaction_whose_rows_others_insert_first_is_tried_so_often(
+    conflicts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tripped = await opened_store(SystemClock()), Breaker(service="s", tripped_at=1.0)
+    left = [Conflict] * conflicts
+
+    async def inserted_first(*_: object, **__: object) -> None:
+        if left:
+            raise left.pop()
+
+    async with store.safety.keyed.transaction() as rows:
+        monkeypatch.setattr(type(rows), "put", inserted_first)
+    if conflicts < MAX_TRIES:
+        await store.safety.trip(tripped)
+    else:
+        with pytest.raises(RowsContended):
+            await store.safety.trip(tripped)
+    assert not left
 
 
 # --- A silent service lists, when it is back, what its records have ordered it to destroy: that opens no breaker.
@@ -349,6 +440,19 @@ def test_the_findings_of_a_report_take_effect_all_or_none(
         assert opened.machines == tuple(f"i{n}@{HOST}" for n in machines)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "found", "left"),
+    [((), (), (1, 2)), ((HOST,), (), ()), ((HOST,), (2,), (2,)), (("other",), (1,), (1, 2))],
+)
+def test_a_reset_allows_what_a_scan_does_not_find_again_no_more(
+    hosts: tuple[str, ...], found: tuple[int, ...], left: tuple[int, ...]
+) -> None:
+    after = RESET.after_scan(hosts, [f"i{n}@{HOST}" for n in found])
+    assert after == replace(RESET, machines=tuple(f"i{n}@{HOST}" for n in left))
+    is_open = replace(RESET, reset_at=0.0)
+    assert is_open.after_scan(hosts, ()) == is_open
+
+
 def test_machines_beyond_the_bound_are_counted_and_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breakers, "MAX_NAMED", 2)
     opened = assess("s", lost(3, 1, 2), [], None, limit=1, now=7.0).tripped
@@ -365,8 +469,8 @@ def test_a_machine_counts_within_the_window(at: float, counts: bool) -> None:
 
 
 def test_a_scan_begins_without_pages() -> None:
-    scan = ScanFindings((1, 2, 3))
-    assert (scan.key, scan.pages, scan.findings, scan.quarantined) == ((1, 2, 3), 0, [], [])
+    scan = ScanFindings((1, 2))
+    assert (scan.key, scan.pages) == ((1, 2), {})
 
 
 # --- Which service lists which host.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Refusal
+from bus.contracts.base import MAX_ATTEMPT, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent
 from bus.contracts.cell import UNKNOWN_ATTEMPT, FoundMachine, InstanceSpec
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
@@ -15,6 +16,7 @@ from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import EndedMove, Instance, State
 from cell_conductor.domain.report import is_over
+from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.move_scenario import MOVE, request
@@ -466,3 +468,19 @@ def test_a_delete_of_what_has_come_to_rest_since_releases_what_is_on_record(befo
     known = step(known, GONE, IN_DOUBT).instance
     release = question_of(known)
     assert isinstance(release, Release) and release.attempt == before.next_attempt
+
+
+@pytest.mark.parametrize("attempt", [1_000_000, MAX_ATTEMPT])
+def test_what_follows_from_a_machine_that_a_service_has_found_is_what_placement_reads(attempt: int) -> None:
+    """A delete of an instance that the database has forgotten asked for a release which was refused each time."""
+    machine = FoundMachine(instance_uuid=UUID, host_uuid=host(1), host="h", service="s1", attempt=attempt)
+    context = replace(PATIENCE, set_back=SetBack(at=1000.0))
+    era = context.set_back.first_number
+    event = e.DeleteRequested(at=1100.0, project_id="p", begun=True, found=(machine,), era=era)
+    gone = e.Destroyed(at=1101.0, attempt=attempt, host_uuid=host(1), service="s1")
+    deleted = step(step(Instance(uuid=UUID), event, context).instance, gone, context).instance
+    assert deleted.phase == (State.RELEASING, State.DELETED)
+    asked = msgspec.json.decode(msgspec.json.encode(question_of(deleted)), type=Release)
+    assert asked.attempt == min(attempt + FORGOTTEN_ATTEMPTS + 1, MAX_ATTEMPT)
+    doubted = replace(deleted, doubted=True)
+    msgspec.json.decode(msgspec.json.encode(question_of(doubted)), type=Release)

@@ -13,13 +13,14 @@ from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
 from bus.contracts.operations import EvacuationPolicy, FenceState
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.fences import Fence, RunningAfterFence
+from cell_conductor.domain.fences import Fence, RunningAfterFence, losses_of
 from cell_conductor.domain.instance import FENCED, Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_steps import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import FenceSteps, step
+from tests.unit.conductor.records import ON_1, ON_2, ON_3, fenced, record
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of
 from tests.unit.conductor.test_instance_table import BUILT, CONTEXT, IN_PLACE, fences, moved
 
@@ -326,6 +327,25 @@ def test_a_fence_that_fails_an_outdated_record_loses_the_machine_on_record() -> 
     stepped = steps.follow(outdated, step(outdated, event, context), event, context)
     assert stepped.instance.phase == OVER and stepped.instance.doubted
     assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(HERE), 4)]
+
+
+@pytest.mark.parametrize("alternates", [1, 0])
+def test_the_machine_of_a_renumbered_build_on_a_fenced_host_is_a_loss(alternates: int) -> None:
+    """With an alternate it was one, without it was none."""
+    selections = (ON_1, ON_2, ON_3)[: 2 + alternates]
+    building = record(State.BUILDING, selections=selections, reused_from=1, queried=False)
+    context, steps, event = fenced(2), FenceSteps(), e.HostFenced(at=300.0, host_uuid=host(2))
+    steps.follow(building, step(building, event, context), event, context)
+    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(2), 2)]
+
+
+@pytest.mark.parametrize(("state", "then"), [(State.RELEASING, State.FAILED), (State.RELEASING, State.DELETED)])
+@pytest.mark.parametrize("unsure", [True, False])
+def test_what_was_given_up_in_doubt_is_no_loss_until_it_is_deleted(state: State, then: State, *, unsure: bool) -> None:
+    """An operator decides about it, whatever its host's fence."""
+    before = record(State.BUILDING, queried=False, doubted=True)
+    lost = losses_of(before, replace(before, state=state, then=then), host(2), 300.0, unsure=unsure)
+    assert bool(lost) is (not unsure or then is State.DELETED)
 
 
 def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:

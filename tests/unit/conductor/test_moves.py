@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import FoundMachine, InstanceSpec, MachinesFound
-from bus.contracts.deploy import ImageSource
+from bus.contracts.deploy import ImageSource, VolumeRequest
 from bus.contracts.moves import (
     RESCUE_FAILED,
     ChangeKind,
@@ -29,6 +29,7 @@ from cell_conductor.domain.events import SourceQuery
 from cell_conductor.domain.instance import Power, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_events import condition_of
+from cell_conductor.domain.move_steps import NO_IMAGE
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of
@@ -54,7 +55,8 @@ from tests.unit.conductor.move_scenario import (
     seen,
     to_resized,
 )
-from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, missed, selection, spawned
+from tests.unit.conductor.records import BY_REVERT, changing, in_place, moving
+from tests.unit.conductor.scenario import PATIENCE, RELEASED, SPEC, UUID, host, missed, selection, spawned
 from tests.unit.conductor.test_single_conditions import fences_on
 
 # --- moves to another host as scenarios of the table: each way back ends on the source
@@ -324,6 +326,44 @@ def test_a_shelved_machine_that_runs_though_its_start_failed_is_not_on_record_as
     made.end(1, 1, done=False, code="broken", runs=True)
     assert (made.instance.state, made.instance.power, made.instance.image) == (State.ACTIVE, Power.RUNNING, "")
     assert made.terminals[-1] == (MoveKind.UNSHELVE, MoveState.FAILED, "broken")
+
+
+ROOT_VOLUME = replace(SPEC, volumes=(VolumeRequest(volume_id="v"),))
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "state"),
+    [
+        (SPEC, NO_IMAGE, State.CHANGING),
+        (replace(SPEC, volumes=(VolumeRequest(volume_id="v", boot_index=1),)), NO_IMAGE, State.CHANGING),
+        (ROOT_VOLUME, "", State.DESTROYING),
+    ],
+)
+def test_a_machine_whose_image_has_no_name_is_not_given_up(spec: InstanceSpec, code: str, state: State) -> None:
+    """Its host answers the snapshot as done: it was destroyed, and built anew later."""
+    shelving = changing(MoveKind.SHELVE, offload=True, order=5)
+    made = Scenario(replace(shelving, spec=spec, power=Power.RUNNING, image=""))
+    made.end(2, 2, image="")
+    assert (made.instance.state, bool(made.destroys)) == (state, state is State.DESTROYING)
+    assert [one[2] for one in made.terminals] == ([code] if code else [])
+
+
+def test_a_machine_that_leaves_its_cell_stays_where_its_image_has_no_name() -> None:
+    made = Scenario(moving(State.HANDING_OVER, move={"to_cell": "c2", "handed_over": True, "order": 5}, order=5))
+    made.end(1, 1, image="")
+    assert made.instance.phase == (State.REVERTING, None) and not made.destroys
+    assert made.instance.move is not None and made.instance.move.lost_code == NO_IMAGE
+
+
+def test_a_revert_that_waits_ends_with_the_machine_that_is_lost() -> None:
+    made = Scenario(in_place(State.RESIZED, move={**BY_REVERT, "answered": True}, queried=False))
+    made.apply(missed(made.instance))
+    assert made.instance.phase == (State.RELEASING, State.FAILED)
+    made.apply(RELEASED)
+    made.apply(e.Released(at=131.0, consumer=MOVE))
+    assert made.instance.state is State.FAILED
+    ends = [(one.request_id, one.state, one.code) for one in made.commands if isinstance(one, MoveEvent)]
+    assert ends == [(OTHER, MoveState.FAILED, "instance.lost")]
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])

@@ -127,8 +127,9 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
         (
             record(RELEASING, State.FAILED, doubted=True, move=replace(LEAVES, instance_released=True)),
             replace(RELEASED, consumer=MOVE),
-            {**RESTS, **numbered(), "state": State.FAILED, "since": 130.0, "answered": True, "doubted": False,
-             "move": None},
+            {**RESTS, "sequence": 22, "build_sequence": 21, "state": State.FAILED, "since": 130.0, "answered": True,
+             "doubted": False, "move": None, "ended_attempts": (1, 4),
+             "ended": (EndedMove(MOVE, MoveKind.MIGRATE, MoveState.FAILED, "old", "old"),)},
         ),
         (
             record(RELEASING, State.DELETED, move=replace(LEAVES, instance_released=True)),

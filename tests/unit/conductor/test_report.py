@@ -35,6 +35,7 @@ from cell_conductor.engine import Sender
 from cell_conductor.guard import Guard
 from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.safety import KEEP, DecidedMachine
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of, selection
 from tests.unit.conductor.world import Quiet, Relay, Silent, engine_of, hosts_of, insert, listing, opened_store
 
@@ -77,7 +78,8 @@ def found(made: ComputeHosts, *briefs: Brief) -> list[Event]:
 
 def demanded(differs: Differences) -> tuple[tuple[str, str], ...]:
     """(host, rescan) of all that a later scan has to show."""
-    return (*differs.rescans, *differs.harmful_rescans)
+    both = (*differs.rescans.items(), *differs.harmful_rescans.items())
+    return tuple((host, rescan) for (host, _), rescan in both)
 
 
 def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
@@ -230,6 +232,33 @@ async def test_a_machine_that_a_backup_has_on_record_again_is_taken_off_with_its
             assert await transaction.recognise() is not None
         await guard.forget(report, ())
         assert not await store.safety.records()
+
+
+async def test_a_scan_that_shows_a_kept_machine_being_destroyed_is_not_demanded_again() -> None:
+    """It was ordered destroyed, which its node's protection prevents, and then an operator kept it: each report was
+    answered with a demand, and each demand with a report. That it is missing has to be shown by a later scan.
+    """
+    clock, bus = SystemClock(), Quiet()
+    store = await opened_store(clock)
+    await store.safety.record("s1", [Unexplained(UUID, 3, host(3), UnexplainedKind.QUARANTINED, NO_RECORD)], 1.0)
+    await store.safety.decide([DecidedMachine(UUID)], KEEP, "ann", 2.0)
+    (record,) = await store.safety.records()
+    config, common = ConductorConfig(), {"bus": bus, "clock": clock}
+    engine = engine_of(store=store, relay=Relay(), config=config, cell="c1", **common)  # type: ignore[arg-type]
+    hosts = hosts_of(engine, store, clock, config, bus)  # type: ignore[arg-type]
+    there = Running(instance_uuid=UUID, attempt=3, deployment=store.deployment, destroying=True)
+
+    async def report(sequence: int, *runs: Running, rescans: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+        page = listing("s1", 3, runs=runs, rescans=rescans, sequence=sequence)
+        await hosts.hosts([Received(page, Meta(id="m"), "c1", "conductor.hosts")])
+        return [one.rescans for one in bus.published if isinstance(one, RescanHosts)]
+
+    assert await report(1, there) == []
+    assert await report(2, there, rescans=(record.rescan,)) == []
+    assert await report(3) == [(record.rescan,)]
+    assert [one.verdict for one in await store.safety.records()] == [KEEP]
+    assert await report(4, rescans=(record.rescan,)) == [(record.rescan,)]
+    assert not await store.safety.records()
 
 
 # --- Two compute services of different names report hosts of one uuid: it is noticed, and costs no instance.

@@ -240,13 +240,16 @@ RELEASES: list[Case] = [
     case(record(S.RELEASING, S.FAILED), replace(RELEASED, consumer=MOVE), "releasing/failed"),
     case(moving(S.RELEASING, S.FAILED), RELEASED, "releasing/failed"),
     case(moving(S.RELEASING, S.FAILED), replace(RELEASED, consumer=MOVE), "releasing/failed"),
-    case(moving(S.RELEASING, S.FAILED, {"source": None}), RELEASED, "failed", "build: failed old"),
+    case(
+        moving(S.RELEASING, S.FAILED, {"source": None}), RELEASED, "failed", "migrate: failed old", "build: failed old"
+    ),
     case(moving(S.RELEASING, S.FAILED, {"source": None, "claimed": True}), RELEASED, "releasing/failed"),
     case(moving(S.RELEASING, S.FAILED, {"instance_released": True}), RELEASED, "releasing/failed"),
     case(
         moving(S.RELEASING, S.FAILED, {"instance_released": True}),
         replace(RELEASED, consumer=MOVE),
         "failed",
+        "migrate: failed old",
         "build: failed old",
     ),
     case(moving(S.RELEASING, S.DELETED), RELEASED, "releasing/deleted"),

@@ -244,6 +244,23 @@ async def test_each_conductor_drops_it_and_adopts_no_digest_from_before() -> Non
     assert set(keeper.forgotten()) == set()
 
 
+async def test_a_forgotten_service_is_not_taken_up_again_from_a_digest_that_was_under_way() -> None:
+    """The keeper's clock is ahead of that of the conductor which took the order: this one waited for it for ever."""
+    keeper = keeper_of()
+    silent = replace(DOWN, since=203.0)
+    await receive(keeper, digest(silent))
+    await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
+    await receive(keeper, digest(silent, number=2))
+    assert keeper.down() == {} and set(keeper.forgotten()) == {"s3"}
+
+
+async def test_a_digest_that_is_older_than_the_newest_one_is_not_adopted() -> None:
+    keeper = keeper_of()
+    await receive(keeper, digest(number=2))
+    await receive(keeper, digest(DOWN, number=1))
+    assert keeper.down() == {}
+
+
 async def test_one_that_sends_heartbeats_is_not_dropped() -> None:
     keeper = keeper_of()
     await receive(keeper, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
@@ -255,7 +272,7 @@ async def test_one_that_was_up_is_not_forgotten_when_it_is_dropped_later() -> No
     """It was stated to be gone while it was up here: later its host was not looked at, where a machine may run."""
     table = LeaseTable(MISSED)
     table.renew(beat("s3", 6, 1), at=100.0)
-    table.forget("s3", 200.0)
+    table.forget("s3")
     table.renew(beat("s3", 6, 2, stopping=True), at=300.0)
     table.remove(["s3"])
     assert table.forgotten == frozenset() and not table.leases

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState
-from bus.contracts.cell import BuildsWaiting, WaitingBuild
 from bus.contracts.objects import (
     Aggregate,
     CellBus,
@@ -28,6 +27,7 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import GroupPolicy
+from bus.contracts.waiting import BuildsWaiting, WaitingBuild
 from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fleet

@@ -10,10 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState
-from bus.contracts.cell import BuildsWaiting, ServiceDown, ServicesDigest, WaitingBuild
+from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
+from bus.contracts.waiting import BuildsWaiting, WaitingBuild
 from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkersQuery
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fleet
