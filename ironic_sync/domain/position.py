@@ -87,11 +87,13 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, config: 
     """The node was read; the read was sent at `seq`.
 
     A read that may be older than a later notification gives nothing back: it is repeated instead. One sent before
-    the read that was last applied is forgotten.
+    the read that was last applied may have been answered after it, as a page of a list: it only takes away.
     """
-    if seq < position.read_seq:
-        return position
     placed = place(node, position.report)
+    if seq < position.read_seq:
+        if position.report is None or not offers_more(position.report, placed.report):
+            return position
+        return _with_report(replace(position, due_at=now), reserve_all(position.report), now)
     overtaken = position.notified_seq > seq
     if overtaken and offers_more(placed.report, position.report):
         return replace(position, due_at=now, read_seq=seq)

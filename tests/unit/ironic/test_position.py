@@ -461,6 +461,22 @@ def test_a_404_of_an_older_read_than_the_last_changes_nothing() -> None:
     assert step.apply_removed(before, seq=5, now=1000.0) is before
 
 
+@pytest.mark.parametrize("maintenance", [False, True])
+def test_an_answer_to_an_older_read_than_the_last_only_takes_away(*, maintenance: bool) -> None:
+    """A page of a list was answered after a later read of the node, and the node was in maintenance again by then."""
+    before = Position(uuid=UUID, version=3, report=REPORTED, read_seq=7)
+    page = parse_node({"uuid": UUID, **FREE_NODE, "resource_class": "x", "maintenance": maintenance})
+    assert isinstance(page, Node)
+    after = step.apply_read(before, page, seq=5, now=1000.0, config=CONFIG)
+    if not maintenance:
+        assert after is before
+        return
+    assert after.report is not None and after.report.inventories["CUSTOM_X"].reserved == 1
+    assert (after.version > before.version, after.due_at, after.read_seq) == (True, 1000.0, 7)
+    late = step.apply_read(after, page, seq=6, now=1001.0, config=CONFIG)
+    assert late is after, "it is held already"
+
+
 def state() -> SyncState:
     return SyncState({}, {}, clock=SystemClock(), config=IronicSyncConfig(max_nodes=10))
 
