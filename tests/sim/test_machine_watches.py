@@ -348,7 +348,7 @@ async def test_a_machine_of_a_build_given_up_in_doubt_may_run_beside_a_second_se
     ("has_second", "reused_from", "quarantined", "tried", "breaks"),
     [
         pytest.param(True, 1, True, True, False, id="the second service answered in doubt"),
-        pytest.param(False, 1, True, True, True, id="one service of the name"),
+        pytest.param(False, 1, True, True, False, id="one service of the name: it answered late"),
         pytest.param(True, 0, True, True, True, id="never in doubt: it is over"),
         pytest.param(True, 1, False, True, True, id="not listed"),
         pytest.param(True, 1, True, False, True, id="not an attempt of the record"),
