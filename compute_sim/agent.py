@@ -193,7 +193,7 @@ class Agent:
                 return None
             if spared is DestroyVerdict.LOOK:
                 looking = self._jobs.without_build(key)
-                self._jobs.start(key, looking, self._look_then_destroy(key, looking, command))
+                self._jobs.start(key, looking, self._look_then_destroy(key, looking, command, known))
                 return None
         verdict, entry = on_destroy(known, command.attempt, command.deployment)
         self._verdicts[verdict].inc()
@@ -228,9 +228,9 @@ class Agent:
         chain.answers.add(attempt)
         self._jobs.start(key, chain, self._destroy_leftovers(key, chain, attempt, deployment))
 
-    async def _look_then_destroy(self, key: Key, chain: Chain, command: Destroy) -> None:
-        """Handle a Destroy without a record: the machine's own mark shows whether the attempt is complete, which is
-        then recorded.
+    async def _look_then_destroy(self, key: Key, chain: Chain, command: Destroy, known: Entry | None) -> None:
+        """Handle a Destroy of what is not on record: the machine's own mark shows whether the attempt is complete,
+        which is then recorded.
         """
         async with chain.lock:
             try:
@@ -239,7 +239,9 @@ class Agent:
                 log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
                 return
             entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment)
-            if self._records.get(key) is not None:  # another command has arrived meanwhile
+            if known is not None:
+                entry = replace(entry, fence=known.fence, project=known.project)
+            if self._records.get(key) is not known:  # another command has arrived meanwhile
                 self.take((command,))
             elif any(m.instance_uuid == key[1] and m.built and made_by(entry, m) for m in listed.get(key[0], ())):
                 self._records.put(key, entry)

@@ -420,10 +420,12 @@ def _having(instance: Instance, found: FoundMachine) -> Instance | None:
 
 def _sure(instance: Instance, at: float) -> Instance:
     """The record is certain. What it has forgotten may have given out the numbers that it gives out from now on, and
-    commanded the source to hand over: it is started if the move goes back to it.
+    commanded the source to hand over: it is started if the move goes back to it. What is resized in place is not
+    stopped: it hands over before another host builds from its disk.
     """
     move, reused_from = instance.move, instance.reused_from or instance.next_attempt
-    if move is not None and move.source is not None and move.kind is not MoveKind.EVACUATE:
+    is_stopped = instance.state is not State.RESIZING
+    if is_stopped and move is not None and move.source is not None and move.kind is not MoveKind.EVACUATE:
         move = replace(move, handed_over=True)
     return replace(certain(instance, at), queried=False, reused_from=reused_from, move=move)
 

@@ -190,7 +190,7 @@ def _stay(instance: Instance, refused: MoveEnd, at: float, context: StepContext)
         return answer_other(_rested(instance), refused, at, context)
     if not _is_wanted(instance, context):
         return Step(_rested(instance))
-    return Step(replace(instance, deadline=at + context.destroy_retry_s))
+    return Step(replace(instance, deadline=at + _wait_s(context)))
 
 
 def _rested(instance: Instance) -> Instance:

@@ -234,7 +234,8 @@ class FenceStore(KeyedStore):
     @in_transaction
     async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
         """Record a decision, unless one at least as new is on record; returns the decision that stands then. One to
-        lift what is no fence has ended no step here: it is lifted. What was found to run there stays with a fence.
+        lift what is no fence has ended no step here: it is lifted. What was found to run there stays with a fence, as
+        long as the service that found it is on record: one that is gone for good never reports anything else.
         """
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
         before = known.get(fence.host_uuid)
@@ -244,7 +245,9 @@ class FenceStore(KeyedStore):
         if fence.lifting and not is_fence:
             fence = replace(fence, state=FenceState.LIFTED)
         found = before.running if before is not None and is_fence else {}
-        await rows.put(FENCES, [replace(fence, running=found)], over=known)
+        leases = await rows.find(LEASES, found) if found else {}
+        known_runs = {service: runs for service, runs in found.items() if service in leases}
+        await rows.put(FENCES, [replace(fence, running=known_runs)], over=known)
         return fence
 
     @in_transaction

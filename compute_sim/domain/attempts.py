@@ -68,7 +68,7 @@ class DestroyVerdict(StrEnum):
     STALE = "stale"  # a newer attempt is here and stays: only the fence rises
     NOT_OURS = "not_ours"  # another deployment's machine is here and stays
     BUILT = "built"  # it was to go unless it is complete, and it is: it stays, and is reported again
-    LOOK = "look"  # it was to go unless it is complete, and nothing is on record: its host is looked at first
+    LOOK = "look"  # it was to go unless it is complete, and is not on record: its host is looked at first
 
 
 _OUTCOMES = {
@@ -106,8 +106,14 @@ def on_spawn(
 
 
 def on_destroy_unless_built(entry: Entry | None, attempt: int, deployment: str | None) -> DestroyVerdict | None:
-    """Whether a Destroy that spares a complete machine ends here. None: it is one like any other."""
+    """Whether a Destroy that spares a complete machine ends here. None: it is one like any other.
+
+    A record that may be older than the machine, or has taken it for lost, does not show whether it is complete.
+    """
     if entry is None:
+        return DestroyVerdict.LOOK
+    is_older = entry.phase in (*ENDED, Phase.RUNNING) and attempt > max(entry.attempt, entry.fence)
+    if (is_older or (is_lost(entry) and attempt == entry.attempt)) and not _is_anothers(entry, deployment):
         return DestroyVerdict.LOOK
     is_built = entry.phase is Phase.RUNNING and entry.attempt == attempt and attempt > entry.fence
     return DestroyVerdict.BUILT if is_built and not _is_anothers(entry, deployment) else None

@@ -350,13 +350,19 @@ async def test_what_a_fenced_host_was_found_to_run_stays_with_its_fence(instance
     for service, passed in (("s", ()), ("t", ()), ("t", ("s", "u"))):
         await fences.note_running(FENCE, service, {A: 1}, passed)
     assert await fences.fences() == [replace(FENCE, running={"t": found})]
+    term = await instances.leases.keep("p", 10.0, None)
+    assert term is not None and await instances.leases.record(term, [replace(SILENT, service="t")])
     again = replace(FENCE, version=4)
     assert await fences.put(again) is again
     assert await fences.fences() == [replace(again, running={"t": found})]
-    await fences.put(replace(FENCE, version=5, state=FenceState.LIFTING))
-    assert await fences.lift(HOST, 5, 9.0)
-    await fences.put(replace(FENCE, version=6))
-    assert await fences.fences() == [replace(FENCE, version=6)]
+    assert await instances.leases.forget("t")  # its service is gone for good, and never reports that it is off
+    await fences.put(last := replace(FENCE, version=5))
+    assert await fences.fences() == [last]
+    await fences.note_running(last, "t", {A: 1}, ())
+    await fences.put(replace(FENCE, version=6, state=FenceState.LIFTING))
+    assert await fences.lift(HOST, 6, 9.0)
+    await fences.put(replace(FENCE, version=7))
+    assert await fences.fences() == [replace(FENCE, version=7)]
 
 
 async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -> None:

@@ -476,6 +476,29 @@ async def test_a_complete_machine_stays_and_is_reported_active_again(recorded: b
     assert service.records.is_live(*KEY)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry(1, Phase.GONE, fence=1, reported=True, project="p"),  # older than the machine
+        Entry(2, Phase.RUNNING, fence=1, project="p"),
+        Entry(3, Phase.FAILED, fence=1, reported=True, code="instance.lost", project="p"),  # away for a moment
+    ],
+)
+@pytest.mark.parametrize("there", [True, False])
+async def test_a_complete_machine_stays_that_the_journal_does_not_have(entry: Entry, there: bool) -> None:
+    """A search finds it by its mark; the order that was to spare it destroyed it."""
+    driver = Scripted()
+    service = await started(driver)
+    driver.machines[KEY] = 3 if there else 2
+    service.records.put(KEY, entry)
+    await service.carry_out(replace(ENDED, attempt=3))
+    ended = ComputeOutcome.ACTIVE if there else ComputeOutcome.DESTROYED
+    assert [(one.attempt, one.outcome) for one in service.results] == [(3, ended)]
+    assert driver.machines == ({KEY: 3} if there else {})
+    known = service.records.get(KEY)
+    assert known is not None and (known.fence, known.phase) == ((1, Phase.RUNNING) if there else (3, Phase.GONE))
+
+
 async def test_one_that_is_being_built_is_ended() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()

@@ -17,7 +17,8 @@ from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import SetBack, is_outdated
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import FenceSteps, step
-from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, brief, fenced, moving
+from tests.unit.conductor.move_scenario import Scenario, claimed
+from tests.unit.conductor.records import IN_DOUBT, ON_1, ON_2, brief, fenced, in_place, moving
 from tests.unit.conductor.scenario import PATIENCE, S1_SILENT, SPEC, UUID, answering, host, queried, selection, spawned
 from tests.unit.conductor.scenario import on as on_services
 from tests.unit.conductor.test_doubts_table import (
@@ -161,6 +162,18 @@ def test_the_source_is_started_where_a_revert_in_doubt_goes_on() -> None:
     now = step(doubted(S.REVERTING), searched(SOURCE), IN_DOUBT).instance
     back = step(now, answering(now, e.Reverted(at=320.0, attempt=5, consumer_generation=9)), IN_DOUBT)
     assert in_text(back.instance.phase) == "restarting"
+
+
+def test_a_resize_in_place_in_doubt_hands_nothing_over_that_was_not_stopped() -> None:
+    """It failed after the search, and the next host was commanded to build from the disk of a machine that ran."""
+    made = Scenario(step(in_place(S.RESIZING, doubted=True), searched(SOURCE), IN_DOUBT).instance, IN_DOUBT)
+    assert (made.instance.state, made.instance.doubted) == (S.RESIZING, False)
+    made.end(1, 1, done=False, code="broken", runs=True)
+    made.end(1, 1, runs=True)
+    assert in_text(made.instance.phase) == "claiming/preparing"
+    made.apply(claimed(5))
+    made.end(3, 5)
+    assert (made.instance.state, made.spawns) == (S.HANDING_OVER, [])
 
 
 def followed(before: Instance, event: e.Event, context: StepContext) -> tuple[Instance, list[Loss]]:

@@ -21,6 +21,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.lease_keeper import LeaseKeeper
@@ -345,6 +346,8 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
         report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
         return (await keeper.without_losses(report, "d"))[1]
 
+    term = await store.leases.keep("p", 60.0, None)
+    assert term is not None and await store.leases.record(term, [Lease(service="s", epoch=1)])
     await fenced(1, 1_000.0)
     assert await scanned(runs) == [(HOST, keeper.known[HOST].rescan)]
     assert not keeper.known[HOST].running

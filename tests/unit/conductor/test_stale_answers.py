@@ -227,3 +227,13 @@ def test_an_answer_from_before_the_destination_was_used_again_undoes_nothing() -
     _fence(made, 2)
     made.apply(late)
     assert made.instance.state is State.RESIZED, "that its source is there was answered to another question"
+
+
+def test_an_answer_that_takes_as_long_as_it_may_is_to_the_question_that_is_asked_then() -> None:
+    """Each question was numbered anew before the services had answered it: the move waited for its source for ever."""
+    made = to_resized()
+    made.context = replace(fenced(2), answer_timeout_s=60.0)
+    made.apply(e.HostFenced(at=220.0, host_uuid=host(2)))
+    for at in (400.0, 600.0):
+        made.apply(e.TimedOut(at=at))
+        assert made.instance.deadline is not None and made.instance.deadline > at + 60.0
