@@ -12,7 +12,7 @@ import structlog
 
 from bus.bus import Bus
 from bus.cell_links import CellLinks
-from bus.clock import Clock, event_or_time
+from bus.clock import Clock, LogInterval, event_or_time
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Wait
 from bus.contracts import book as queries
 from bus.contracts import placement as messages
@@ -97,6 +97,7 @@ class PlacementHandlers:
         self._committed = committed
         self._claimed = claimed
         self._publish = publish
+        self._unknown_log = LogInterval(clock)  # of traits, which each report of a source names again
         self._reads: dict[type[Message], Callable[[Any], Awaitable[Message]]] = {
             ChangesRequest: lambda one: store.changes(one.after, one.limit, one.history),
             SnapshotRequest: lambda one: store.snapshot(one.after, one.limit),
@@ -173,9 +174,9 @@ class PlacementHandlers:
         metrics.REPORTS.labels(result.outcome).inc()
         if result.stranded:
             log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
-        if unknown := result.unknown_traits:
+        if (unknown := result.unknown_traits) and (reports := self._unknown_log.count()):
             meant = suggestion(unknown[0], self._store.names.trait_ids)
-            log.warning("trait.unknown", traits=unknown, reason=meant, **about)
+            log.warning("trait.unknown", traits=unknown, reason=meant, reports=reports, **about)
         if result.version:
             replies.append(messages.InventoryOutdated(version=result.version, **of_root))
         if result.owner is not None:

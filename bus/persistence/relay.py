@@ -235,8 +235,8 @@ class Relay:
 
     @property
     def missing(self) -> Collection[str]:
-        """The buses that rows wait for, and on which this relay does not publish."""
-        return self._unknown
+        """The buses that rows wait for, and on which nothing can be published now."""
+        return {*self._unknown, *self._left.values()}
 
     @property
     def held(self) -> int:
@@ -272,7 +272,7 @@ class Relay:
             return
         lane = self._lanes.get(bus)
         if lane is None:
-            _left.labels("unknown_bus").inc()
+            self._leave(row_id, bus, "unknown_bus")
             if bus not in self._unknown:  # once is enough, until the bus is added
                 self._unknown.add(bus)
                 log.error("outbox.unknown_bus", row=row_id, bus=bus)

@@ -366,7 +366,7 @@ class RabbitTransport:
                 self._reply_session = await Session.connect(
                     self._address, self._names, f"{self._connection_name} direct replies"
                 )
-            if current.lost.is_set():  # closed meanwhile, and this one must not stay behind
+            if self._closing or current.lost.is_set():  # meanwhile, and this one must not stay behind
                 await self._reply_session.close()
             return self._reply_session
 

@@ -214,7 +214,7 @@ class ReportGroup:
                 left = tuple(uuid for uuid in row.providers if uuid not in given)
                 is_free = row.digest in FREE or not key[1].startswith(COMPUTE_SOURCE)
                 if is_free and len(left) < len(row.providers):
-                    self._written[key] = ReportSource(row.version, b"", False, left)
+                    self._written[key] = replace(row, settled=False, providers=left)  # what was given up stays so
             for root in (self.keys[number][0], *result.left) if result.changed else ():
                 self._changed.setdefault(root, set()).add(self.keys[number])
 

@@ -128,12 +128,13 @@ def left_of_gangs(
     dispatched before. None: enough of it have started, so each of the others is a build for itself.
     """
     left: dict[str, Gang] = {}
-    for pending, admission in zip(builds, admissions, strict=True):
-        if pending.gang is None:
-            continue
-        gang = left.get(pending.gang.uuid, pending.gang)
+    both = zip(reversed(builds), reversed(admissions), strict=True)
+    # The first copy of each member: of a request that came twice it is withdrawn once.
+    members = {one.instance_uuid: (one.gang, admission) for one, admission in both if one.gang is not None}
+    for uuid, (whole, admission) in members.items():
+        gang = left.get(whole.uuid, whole)
         build = admission.build if isinstance(admission, Answered) else None
-        if pending.instance_uuid in deleted or (build is not None and build.state in WITHDRAWN):
+        if uuid in deleted or (build is not None and build.state in WITHDRAWN):
             left[gang.uuid] = replace(gang, size=gang.size - 1, min_count=min(gang.min_count, gang.size - 1))
         elif build is not None and build.cell is not None:
             left[gang.uuid] = replace(gang, size=gang.size - 1, min_count=max(gang.min_count - 1, 0))

@@ -171,6 +171,25 @@ async def test_an_outage_is_logged_when_it_begins_at_intervals_and_when_it_ends(
 
 
 @on_virtual_time
+async def test_a_bus_is_missing_until_what_waits_for_it_is_published() -> None:
+    """A cell that was removed was left again while its broker was away, entered for the same row, left, and so on."""
+    bus, table = PostedBus("c1"), LeftRows()
+    table.rows = {1}
+    relay = Relay(table, {}, clock=SystemClock())
+    running = asyncio.create_task(relay.run())
+    relay.send([1], OUTGOING)
+    assert set(relay.missing) == {"c1"}
+    bus.go()
+    relay.add_bus(bus)  # type: ignore[arg-type]
+    await asyncio.sleep(60.0)
+    assert set(relay.missing) == {"c1"}
+    bus.come_back()
+    await asyncio.sleep(60.0)
+    assert not relay.missing and not table.rows
+    await cancelled(running)
+
+
+@on_virtual_time
 async def test_a_drain_does_not_wait_for_a_bus_that_is_away_but_for_what_goes_on_others() -> None:
     """A worker that stopped while one of its cells was away took its whole grace time."""
     away, there, table = PostedBus("c1"), PostedBus("c2"), LeftRows()

@@ -143,8 +143,8 @@ def test_who_takes_a_root_over_answers_for_what_its_owner_reported() -> None:
     both.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
     assert both.written() == {
         (ROOT, MINE): replace(last(2), settled=True),
-        (ROOT, YOURS): ReportSource(7, b"", False, ()),
-        (ROOT, "s"): ReportSource(1, b"", False, ()),
+        (ROOT, YOURS): ReportSource(7, RELEASED, False, ()),
+        (ROOT, "s"): last(settled=False, providers=()),
     }
 
 
@@ -188,7 +188,21 @@ def test_who_reports_a_provider_last_answers_for_it(
 ) -> None:
     one = group(told(2, source="heir"), sources={(ROOT, former): row})
     one.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
-    assert one.written().get((ROOT, former)) == (None if left is None else ReportSource(1, b"", False, left))
+    assert one.written().get((ROOT, former)) == (None if left is None else replace(row, settled=False, providers=left))
+
+
+@pytest.mark.parametrize("digest", [RELEASED, TAKEN_OUT], ids=["released", "taken out"])
+def test_a_root_stays_given_up_though_another_source_reports_a_part_of_it(digest: bytes) -> None:
+    """No other compute service could take the root over any more, and one that was taken out stayed for good."""
+    yours = replace(last(settled=False, providers=(ROOT, CHILD)), digest=digest)
+    agent = group(told(source="agent"), sources={(ROOT, YOURS): yours})
+    agent.settle([0], [Applied((CHILD,), (), True)])
+    assert agent.written()[ROOT, YOURS] == replace(yours, providers=(ROOT,))
+    heir = group(TAKES, sources=agent.written())
+    heir.refuse_owned()
+    assert heir.results == {}
+    end = group(replace(ENDS, source="agent", version=3), sources=agent.written())
+    assert tuple(end.earlier(0)) == (CHILD, ROOT)
 
 
 # --- which report is stale, and which changes nothing

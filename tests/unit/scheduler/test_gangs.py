@@ -298,6 +298,15 @@ def test_a_gang_of_which_enough_have_started_is_none_any_more() -> None:
     assert left_of_gangs(gang, [STARTED, STARTED, STARTED, Start()], ()) == {UUID_: None}
 
 
+def test_a_member_of_a_request_that_came_twice_is_withdrawn_once() -> None:
+    """Two members were left, and one of them started alone, though all of the gang were to start together."""
+    gang = members_of(taken(replace(REQUEST, count=3, min_count=3)), start=0)
+    again = members_of(taken(replace(REQUEST, count=3, min_count=3)), start=3)
+    admissions = [*[Start()] * 3, *[Answered(outcome=Done())] * 3]
+    found = left_of_gangs([*gang, *again], admissions, {gang[1].instance_uuid})
+    assert found == {UUID_: Gang(uuid=UUID_, size=2, min_count=2)}
+
+
 def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
     assert results(with_gang_results(states(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
 
