@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 
 import msgspec
@@ -31,7 +29,6 @@ from tests.kit.sources import (
     nodes,
     numbers_without_unit,
     parsed,
-    public_definitions,
     silent_raises,
     slots_of,
     sources,
@@ -318,21 +315,6 @@ def test_a_body_of_pass_has_its_reason_beside_it() -> None:
 # --- docstrings
 
 
-def test_what_is_public_is_described() -> None:
-    """Modules, classes, functions and methods of the product."""
-    wrong: list[str] = []
-    for path in sources(*OURS):
-        tree = parsed(path)
-        if tree.body and not ast.get_docstring(tree):
-            wrong.append(f"{where(path, 1)} the module")
-        for name, node in public_definitions(tree):
-            if any(isinstance(one, ast.Attribute) and one.attr == "setter" for one in node.decorator_list):
-                continue
-            if not ast.get_docstring(node):
-                wrong.append(f"{where(path, node.lineno)} {name}")
-    assert wrong == []
-
-
 # Each module of these says once which fault its functions raise, or the docstring is the help of a command.
 RAISES_ALLOWED = {
     "placement_worker/rest/": "HttpFault: the REST API's answer, which `rest/faults.py` describes",
@@ -385,62 +367,3 @@ def test_a_docstring_of_a_class_names_fields_that_it_has() -> None:
             names = (name for group in named for name in re.split(r", | and ", group))
             wrong += [f"{where(path, node.lineno)} {node.name}: no {name}" for name in names if name not in known]
     assert wrong == []
-
-
-# What a decision is made of, and the modules of a package that may read it (`docs/concepts/one-place.md`).
-LATE = {"patience_s", "expiration_s", "meta.waited_s"}
-COPY = {"redelivered", "meta.attempt", "received.exhausted", "received.given_up", "given_up_of"}
-CELLS_STORES = {f"cell_conductor/store/{name}.py" for name in ("keyed", "memory")}
-SET_BACK = {"set_back_at", "set_back.at", "made_at"}
-ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
-    ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),
-    ("late", (*WORKERS, "berth"), LATE, {"scheduler_worker/nova/select.py"}),
-    ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/requests.py", "scheduler_worker/nova/select.py"}),
-    ("release", ("scheduler_worker",), {"ReleaseRun"}, {"scheduler_worker/domain/builds.py"}),
-    ("taken over", ("scheduler_worker",), {"take_over"}, {"scheduler_worker/claims.py"}),
-    ("copy", ("cell_conductor",), COPY, {"cell_conductor/handlers.py"}),
-    ("set back", ("cell_conductor",), SET_BACK, {"cell_conductor/domain/set_back.py", *CELLS_STORES}),
-    ("set back", ("scheduler_worker", "placement_worker", "compute_sim", "berth"), SET_BACK, set()),
-    ("copy", ("placement_worker", "compute_sim", "ironic_sync", "berth"), COPY, set()),
-)
-# They carry a message's time to the broker and from there; the last ones that of a call of Nova.
-CARRIERS = {
-    "bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py", "bus/rabbitmq/session.py",
-    "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/relay.py", "scheduler_worker/nova/rpc_server.py",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("decision", "packages", "made_of", "modules"), ONE_PLACE)
-def test_a_decision_has_one_place(
-    decision: str, packages: tuple[str, ...], made_of: set[str], modules: set[str]
-) -> None:
-    found = [
-        (str(path.relative_to(ROOT)), f"{name} in line {line}")
-        for path in sources(*packages)
-        for name, line in read_in(path)
-        if name in made_of
-    ]
-    others = [f"{decision}: {module} reads {what}" for module, what in found if module not in modules | CARRIERS]
-    assert others == []
-    assert modules <= {module for module, _ in found}, "it has moved"
-
-
-def read_in(path: Path) -> Iterator[tuple[str, int]]:
-    """(name, line) of each attribute that a file reads, alone and with its owner, and of each function it calls."""
-    for node in nodes(path):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
-            yield from ((name, node.lineno) for name in (node.attr, f"{owner}.{node.attr}"))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            yield node.func.id, node.lineno
-
-
-@pytest.mark.parametrize("page", ["one-place", "mechanisms"])
-def test_the_functions_that_decide_are_where_the_page_says(page: str) -> None:
-    text = (ROOT / f"docs/concepts/{page}.md").read_text()
-    missing = [name for name in re.findall(r"`(\w+/[\w/]+\.py)[:`]", text) if not (ROOT / name).exists()]
-    for name, member in re.findall(r"`(\w+/[\w/]+\.py): (\w+)`", text):
-        defined = {getattr(node, "name", "") for node in nodes(ROOT / name)}
-        assigned = {getattr(getattr(node, "target", None), "id", "") for node in nodes(ROOT / name)}
-        missing += [] if member in defined | assigned else [f"{name}: {member}"]
-    assert missing == []

@@ -1,10 +1,9 @@
-"""docs/concepts/architecture.md names what exists, and who imports whom is as it describes."""
+"""Who imports whom is as docs/concepts/architecture.md describes."""
 
 from __future__ import annotations
 
 import ast
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,6 @@ import pytest
 
 from bus.contracts.catalogue import MESSAGES
 from tests.kit.sources import OURS, ROOT, WORKERS, imports, nodes, sources, where, within
-
-# --- docs/concepts/architecture.md names what exists, and who may import whom is as it describes.
-
-
-TABLE = (ROOT / "docs" / "concepts" / "architecture.md").read_text().partition("## Where to put the next")[2]
-NAMED = re.findall(r"`([\w./]+/[\w./]*?)(?:::(\w+))?`", TABLE)
 
 # A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of the book.
 MAY_IMPORT = {"scheduler_worker": ("placement_worker.replica",)}
@@ -34,24 +27,6 @@ PURE_NAMES = {
     "datetime": {"datetime", "timedelta", "UTC"},
     "uuid": {"UUID", "uuid5", "NAMESPACE_URL", "NAMESPACE_OID", "NAMESPACE_DNS"},
 }
-
-
-@pytest.mark.parametrize(("path", "test"), [named for named in NAMED if not named[0].startswith(("store/", "domain/"))])
-def test_a_place_that_the_table_names_exists(path: str, test: str) -> None:
-    assert (ROOT / path).exists()
-    assert not test or re.search(rf"^(async )?def {test}\(", (ROOT / path).read_text(), re.MULTILINE)
-
-
-def test_the_table_names_places_and_tests() -> None:
-    assert sum(bool(test) for _, test in NAMED) >= 8 and len(NAMED) >= 20
-
-
-def test_the_readers_guide_to_the_scheduler_names_every_module() -> None:
-    """It is read from top to bottom; 26 modules had come since and stood in no row."""
-    guide = (ROOT / "scheduler_worker" / "README.md").read_text()
-    named = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+)\.py`", guide)}
-    modules = {path.stem for folder in ("", "domain") for path in (ROOT / "scheduler_worker" / folder).glob("*.py")}
-    assert sorted(modules - named - {"__init__"}) == []
 
 
 # --- who may import whom
