@@ -1,7 +1,7 @@
 """Keeps the leases of a cell's compute services: takes heartbeats, fails builds over, publishes who is down.
 
 Every conductor receives every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does
-no harm). One of them, the keeper (`store.leases`), records the state of services and publishes it, a digest a cell.
+no harm). One of them, the keeper (`leases.next_keeper`), records the state of services, and publishes it.
 A service that an operator has stated to be gone for good is forgotten: nothing waits for its answers.
 """
 

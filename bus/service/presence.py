@@ -22,7 +22,7 @@ LEAVE_S = 1.0
 
 
 def announce_presence(service: Service, env: Environment, bus: Bus, role: str) -> None:
-    """Have a service publish a heartbeat on this bus every `env.heartbeat_s` seconds; where that is None, never."""
+    """Have a service publish a heartbeat on this bus every `heartbeat_s` of `env`; where that is None, never."""
     if env.heartbeat_s is not None:
         presence = Presence(service, bus, role=role, every_s=env.heartbeat_s)
         service.add_task("presence", presence.run)

@@ -125,12 +125,12 @@ class HostsView(Struct, eq=False):
 
     @property
     def cell(self) -> Rows:
-        """Index of the host's cell in `table.cells`."""
+        """Index of the host's cell in `cells` of the table."""
         return self.table.cell[self.index].astype(np.intp)
 
     @property
     def service(self) -> Rows:
-        """Index of the host's compute service in `table.services`, or NO_SERVICE."""
+        """Index of the host's compute service in `services` of the table, or NO_SERVICE."""
         return self.table.service[self.index].astype(np.intp)
 
     @property

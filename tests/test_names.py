@@ -1,0 +1,142 @@
+"""Names that no type checker looks at: keywords of `replace`, attributes that a test patches, names in docstrings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from berth.settings import Settings
+from tests.kit import sources as kit
+from tests.kit.sources import OURS, ROOT, TESTING, nodes, sources, where
+from tests.kit.struct_types import every_field, may_have, module_of, replaces
+
+# The share of the keywords whose struct an annotation has to tell; `tests.kit.replace_sites` looks at the others.
+LEAST_TOLD = 0.75
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees() -> Iterator[None]:
+    """The syntax trees of all tests are large: they are let go of."""
+    yield
+    kit.forget()
+
+
+def test_a_replace_names_fields_of_its_struct() -> None:
+    wrong: list[str] = []
+    told, all_of = 0, 0
+    for path in sources(*OURS, *TESTING):
+        for call in replaces(path):
+            all_of += len(call.keywords)
+            told += len(call.keywords) if call.of is not None else 0
+            wrong += [
+                f"{where(path, call.line)} {field}"
+                for field in call.keywords
+                if field not in every_field() or (call.of is not None and not may_have(call.of, field))
+            ]
+    assert wrong == []
+    assert told > LEAST_TOLD * all_of
+
+
+def test_what_a_test_patches_is_there() -> None:
+    """A patch that is not reached in a run is not seen to miss its target, nor is one with `raising=False`."""
+    wrong: list[str] = []
+    found = 0
+    for path in sources(*TESTING):
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and re.search(r"(?:^|\.)(?:setattr|patch|object)$", ast.unparse(node.func)):
+                for target, name in _patched(path, node):
+                    found += 1
+                    if not hasattr(target, name):
+                        wrong.append(f"{where(path, node.lineno)} {ast.unparse(node.args[0])} {name}")
+    assert wrong == []
+    assert found > 300
+
+
+def _patched(path: Path, call: ast.Call) -> Iterator[tuple[Any, str]]:
+    """What a call patches, and the name of the attribute, where both stand in the call: none of a local variable."""
+    match call.args:
+        case [ast.Constant(value=str() as dotted), *_] if dotted.partition(".")[0] in (*OURS, *TESTING):
+            owner, _, name = dotted.rpartition(".")
+            yield _imported(owner), name
+        case [ast.Name() | ast.Attribute() as target, ast.Constant(value=str() as name), *_]:
+            parts = ast.unparse(target).split(".")
+            known = {} if "(" in ast.unparse(target) else _imports(path)
+            if parts[0] in known:
+                owner = known[parts[0]]
+                for part in parts[1:]:
+                    owner = getattr(owner, part)
+                yield owner, name
+
+
+def _imported(dotted: str) -> Any:
+    """The module or class of this name."""
+    try:
+        return import_module(dotted)
+    except ModuleNotFoundError:
+        module, _, name = dotted.rpartition(".")
+        return getattr(import_module(module), name)
+
+
+def _imports(path: Path) -> dict[str, Any]:
+    """The modules and classes of ours that a file imports at its top level, by the name that they have in it."""
+    found: dict[str, Any] = {}
+    for node in kit.parsed(path).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in OURS:
+            for alias in node.names:
+                found[alias.asname or alias.name] = _imported(f"{node.module}.{alias.name}")
+    return found
+
+
+# Names of others that begin like a module of ours.
+FOREIGN = {"nova.exception"}
+
+
+def test_a_name_in_a_docstring_is_one_of_ours() -> None:
+    """`module.name` in backticks whose first part is a module of ours: something in it, a code, or a setting."""
+    modules = {module_of(path) for path in sources(*OURS, *TESTING)}
+    stems = {one.rpartition(".")[2] for one in modules}
+    known = {".".join(one.split(".")[-2:]) for one in modules}
+    for path in sources(*OURS, *TESTING):
+        stem = module_of(path).rpartition(".")[2]
+        for node in nodes(path):
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    known.add(f"{stem}.{name}")
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    known.add(f"{stem}.{name}")
+    known |= {name for page in ("codes", "settings", "messages") for name in _dotted_in(page)}
+    known |= {*_settings(Settings), *FOREIGN}
+    wrong = [
+        f"{where(path, getattr(node, 'lineno', 1))} {name}"
+        for path in sources(*OURS)
+        for node in nodes(path)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for name in re.findall(r"(?<!`)`([a-z_]+\.[A-Za-z_]+)`(?!`)", ast.get_docstring(node) or "")
+        if name.partition(".")[0] in stems and name not in known and not name.endswith((".py", ".toml", ".json"))
+    ]
+    assert wrong == []
+
+
+def _dotted_in(page: str) -> list[str]:
+    text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
+    return [f"{first}.{second}" for first, second in re.findall(r"\b([a-z_]+)\.(?=([a-z_]+)\b)", text)]
+
+
+def _settings(section: type) -> Iterator[str]:
+    """`section.name` of each setting."""
+    for field in msgspec.structs.fields(section):
+        kind = next((one for one in (field.type, *get_args(field.type)) if _is_struct(one)), None)
+        if kind is not None:
+            yield from (f"{field.name}.{one.name}" for one in msgspec.structs.fields(kind))
+            yield from _settings(kind)
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
