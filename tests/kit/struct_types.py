@@ -51,7 +51,7 @@ def _paths() -> dict[str, Path]:
 
 
 @cache
-def _names(module: str) -> dict[str, tuple[str, str]]:
+def imported_names(module: str) -> dict[str, tuple[str, str]]:
     """What the names of a module stand for: (module, name), the name empty where it is a module itself."""
     path = _paths()[module]
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
@@ -66,13 +66,14 @@ def _names(module: str) -> dict[str, tuple[str, str]]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 found[alias.asname or alias.name.partition(".")[0]] = (alias.name if alias.asname else "", "")
-    for name in _defined(module):
+    for name in definitions(module):
         found[name] = (module, name)
     return found
 
 
 @cache
-def _defined(module: str) -> dict[str, ast.AST]:
+def definitions(module: str) -> dict[str, ast.AST]:
+    """What a module defines at its top level, by name; nothing of a module that is not ours."""
     path = _paths().get(module)
     if path is None:
         return {}
@@ -90,11 +91,11 @@ def _defined(module: str) -> dict[str, ast.AST]:
 def _symbol(module: str, name: str) -> tuple[str, str, ast.AST] | None:
     """The definition that a name of a module stands for, through imports."""
     for _ in range(8):
-        if (node := _defined(module).get(name)) is not None:
+        if (node := definitions(module).get(name)) is not None:
             return module, name, node
-        if module not in _paths() or name not in _names(module):
+        if module not in _paths() or name not in imported_names(module):
             return None
-        module, name = _names(module)[name]
+        module, name = imported_names(module)[name]
         if not name:
             return None
     return None
@@ -120,7 +121,7 @@ def bases(found: Class) -> frozenset[Class]:
 def _derived() -> dict[Class, set[Class]]:
     found: dict[Class, set[Class]] = {}
     for module in _paths():
-        for name, node in _defined(module).items():
+        for name, node in definitions(module).items():
             if isinstance(node, ast.ClassDef):
                 for base in bases(Class(module, name)):
                     found.setdefault(base, set()).add(Class(module, name))
@@ -157,7 +158,7 @@ def _of_annotation(module: str, node: ast.expr | None) -> Type | None:
             if isinstance(symbol[2], ast.expr):  # an alias
                 return _of_annotation(symbol[0], symbol[2])
         case ast.Attribute(value=ast.Name(id=owner), attr=name):
-            target = _names(module).get(owner)
+            target = imported_names(module).get(owner)
             return _of_annotation(target[0], ast.Name(id=name)) if target and not target[1] else None
         case ast.BinOp(op=ast.BitOr(), left=left, right=right):
             sides = [side for side in (left, right) if not (isinstance(side, ast.Constant) and side.value is None)]
@@ -281,7 +282,7 @@ class _Scope:
             case ast.Name(id=name) if name not in self.known and (symbol := _symbol(self.module, name)):
                 return self._result(*symbol)
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner not in self.known:
-                target = _names(self.module).get(owner)
+                target = imported_names(self.module).get(owner)
                 if target is not None and not target[1] and (symbol := _symbol(target[0], name)):
                     return self._result(*symbol)
             case ast.Attribute(value=value, attr=name):
@@ -304,7 +305,7 @@ class _Scope:
 def replaces(path: Path) -> Iterator[Call]:
     """The calls of `msgspec.structs.replace` in a file, each with the type of what is replaced."""
     module = module_of(path)
-    names = {name for name, target in _names(module).items() if target == ("msgspec.structs", "replace")}
+    names = {name for name, target in imported_names(module).items() if target == ("msgspec.structs", "replace")}
 
     scopes: dict[tuple[Function, ...], _Scope] = {}
 
