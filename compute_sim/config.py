@@ -114,6 +114,8 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`static` attaches the ports that a request names to the node's; `neutron` also makes ports on the networks that
     it names, and removes them with the machine; `none` leaves the network alone.
     """
+    ports: dict[Uuid, Word] = {}
+    """For `network` = `static`: {port: the project whose machines it may be attached to}. Others are refused."""
     neutron: NeutronConfig = NeutronConfig()
     """For `network` = `neutron`."""
     volumes: Literal["none", "static"] = "none"
@@ -150,6 +152,10 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Serve only nodes of this conductor group of Ironic. Not set: of every group."""
     shards: Annotated[tuple[Label, ...], Bound(max_length=1000)] = ()
     """Serve only nodes of these shards. Empty: of every shard."""
+    restrict_to_owner: bool = True
+    """Whether a node with an owner and no lessee takes builds of its owner alone. One with a lessee always takes the
+    lessee's alone.
+    """
     share: Annotated[int, Bound(ge=0)] = 0
     """Which part of the free nodes is this cell's, from 0; for several cells on one Ironic."""
     shares: Annotated[int, Bound(ge=1)] = 1

@@ -302,7 +302,7 @@ class BareMetal:
 
     def _host(self, node: IronicNode, holding: Collection[str]) -> DriverHost:
         attributes = dict(ATTRIBUTES)
-        if project := node.serves(self._config.canary_project):
+        if project := node.serves(self._config):
             attributes[PROJECT] = project
         if node.health == WARNING:
             attributes[HEALTH] = "warning"
@@ -375,7 +375,7 @@ def make_network(config: IronicConfig, clock: Clock) -> Network:
     """The network that the settings name. Raises SettingsError: Neutron's login cannot be used."""
     if config.network == "neutron":
         return NeutronNetwork(config, clock=clock)
-    return StaticNetwork() if config.network == "static" else NoNetwork()
+    return StaticNetwork(config.ports) if config.network == "static" else NoNetwork()
 
 
 def make_volumes(config: IronicConfig) -> Volumes:
