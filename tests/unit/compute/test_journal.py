@@ -128,7 +128,7 @@ def test_each_damaged_byte_is_noticed_and_costs_no_other_row(tmp_path: Path) -> 
             if wrong == whole[offset]:
                 continue
             path.write_bytes(whole[:offset] + bytes((wrong,)) + whole[offset + 1 :])
-            journal = Journal(path, PurgeRow)
+            journal = Journal(path, PurgeRow, synced=False)
             found = journal.open()
             journal.close()
             damage = journal.damage
