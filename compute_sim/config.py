@@ -226,6 +226,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     state_dir: str | None = None
     """The directory in which the service remembers its machines across processes. Not set: `machines` below the site's
     `state_dir`. Empty: in memory, and lost with the process (`compute.in_memory`, a warning at its start).
+    With `driver` = `ironic` it is synced, to survive a power cut.
     """
     heartbeat_interval_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
     """Seconds between two heartbeats of the service. `conductor.missed_heartbeats` of them make it silent."""
