@@ -72,7 +72,9 @@ class NeutronConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     url: str = "http://127.0.0.1:9696"
     """Neutron's API, with or without /v2.0."""
     keystone: KeystoneLogin = KeystoneLogin()
-    """As `ironic_sync.keystone`; the user may make ports in the projects of the requests."""
+    """As `ironic_sync.keystone`; the user may make ports in the projects of the requests, and read all networks,
+    ports and RBAC policies (role admin).
+    """
     username: str = ""
     """For HTTP basic, without Keystone."""
     password: Secret = ""

@@ -366,6 +366,14 @@ async def test_a_rebuild_writes_the_image_of_the_source_that_it_names(metal: Met
     assert (info["image_source"], info["image_checksum"]) == (named.source, named.checksum)
 
 
+async def test_a_stopped_node_runs_after_its_rebuild_and_the_answer_says_so(metal: Metal) -> None:
+    driver = await metal.deployed(build(metal.first), images={"debian-12": IMAGE})
+    assert not (await driver.change(order(metal.first, ChangeKind.STOP, 3))).runs
+    assert metal.node["power_state"] == "power off"
+    assert (await driver.change(order(metal.first, ChangeKind.REBUILD, 4, image="debian-12"))).runs
+    assert metal.node["power_state"] == "power on"
+
+
 async def test_a_rescue_needs_a_password_and_ends_with_its_machine(metal: Metal, driver: Driver, built: str) -> None:
     with pytest.raises(ChangeFault, match="rescue_password") as caught:
         await driver.change(order(built, ChangeKind.RESCUE, 3))
