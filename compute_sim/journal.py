@@ -105,6 +105,8 @@ class Journal(Generic[Row]):
                 self.rewrite(rows)
                 return rows
             os.ftruncate(self._file, good)
+            if self._is_synced:
+                os.fsync(self._file)  # of a process that died before its sync
             self._sync_directory()
         self.rows = len(rows)
         return rows

@@ -69,11 +69,22 @@ def test_a_new_file_and_a_rewritten_one_are_whole_on_the_disk_and_in_their_direc
 ) -> None:
     """Fences and `gone` of `driver = "ironic"` are in this file; a power cut takes the last of them."""
     journal = opened(tmp_path / "j")
-    assert disk.synced == [tmp_path.name]
+    assert disk.synced == ["j", tmp_path.name]
     journal.append([1])
     journal.rewrite([1])
     journal.close()
-    assert disk.synced[1:] == ["j.new", "j.new > j", tmp_path.name]
+    assert disk.synced[2:] == ["j.new", "j.new > j", tmp_path.name]
+
+
+def test_what_a_process_that_was_killed_had_not_synced_is_synced_before_it_is_relied_on(
+    tmp_path: Path, disk: Disk
+) -> None:
+    killed = opened(tmp_path / "j")
+    killed.append([1])
+    killed.close()
+    disk.synced.clear()
+    opened(tmp_path / "j").close()
+    assert disk.synced == ["j", tmp_path.name]
 
 
 async def test_one_sync_is_for_all_that_wait_and_for_none_that_come_later(tmp_path: Path, disk: Disk) -> None:
