@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -42,7 +42,8 @@ class ResultSender:
     """A queue of results, published in the order they came, in batches that grow under load.
 
     on_reported: called with the results that were confirmed. A batch that was confirmed only in part is published again
-    as a whole: results may arrive twice, which conductors expect.
+    as a whole: results may arrive twice, which conductors expect. sync: returns when what is on record survives a power
+    cut.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class ResultSender:
         clock: Clock,
         rng: random.Random,
         on_reported: Callable[[Sequence[Result]], None],
+        sync: Callable[[], Awaitable[None]],
         service: str,
     ) -> None:
         self._bus = bus
         self._clock = clock
         self._retrying = Retrying(RESULTS, clock, rng)
         self._on_reported = on_reported
+        self._sync = sync
         self._service = service
         self._waiting: deque[tuple[Result, str]] = deque()  # each with its trace
         self._some = asyncio.Event()
@@ -106,6 +109,7 @@ class ResultSender:
             batch = list(itertools.islice(self._waiting, MAX_BATCH))
             if not batch:
                 return
+            await self._sync()
             await self._publish(batch)
             for _ in batch:
                 self._waiting.popleft()

@@ -72,7 +72,9 @@ class NeutronConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     url: str = "http://127.0.0.1:9696"
     """Neutron's API, with or without /v2.0."""
     keystone: KeystoneLogin = KeystoneLogin()
-    """As `ironic_sync.keystone`; the user may make ports in the projects of the requests."""
+    """As `ironic_sync.keystone`; the user may make ports in the projects of the requests, and read all networks,
+    ports and RBAC policies (role admin).
+    """
     username: str = ""
     """For HTTP basic, without Keystone."""
     password: Secret = ""
@@ -114,6 +116,8 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`static` attaches the ports that a request names to the node's; `neutron` also makes ports on the networks that
     it names, and removes them with the machine; `none` leaves the network alone.
     """
+    ports: dict[Uuid, Word] = {}
+    """For `network` = `static`: {port: the project whose machines it may be attached to}. Others are refused."""
     neutron: NeutronConfig = NeutronConfig()
     """For `network` = `neutron`."""
     volumes: Literal["none", "static"] = "none"
@@ -150,6 +154,10 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Serve only nodes of this conductor group of Ironic. Not set: of every group."""
     shards: Annotated[tuple[Label, ...], Bound(max_length=1000)] = ()
     """Serve only nodes of these shards. Empty: of every shard."""
+    restrict_to_owner: bool = True
+    """Whether a node with an owner and no lessee takes builds of its owner alone. One with a lessee always takes the
+    lessee's alone.
+    """
     share: Annotated[int, Bound(ge=0)] = 0
     """Which part of the free nodes is this cell's, from 0; for several cells on one Ironic."""
     shares: Annotated[int, Bound(ge=1)] = 1
@@ -220,6 +228,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     state_dir: str | None = None
     """The directory in which the service remembers its machines across processes. Not set: `machines` below the site's
     `state_dir`. Empty: in memory, and lost with the process (`compute.in_memory`, a warning at its start).
+    With `driver` = `ironic` it is synced, to survive a power cut.
     """
     heartbeat_interval_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
     """Seconds between two heartbeats of the service. `conductor.missed_heartbeats` of them make it silent."""

@@ -86,7 +86,7 @@ class Fleet:
 
     def __init__(self, plans: Sequence[HostPlan], records: Records, path: Path | None = None) -> None:
         self._hosts = {plan.uuid: Host(plan) for plan in plans}
-        self._journal: Journal[Row] | None = Journal(path, Row) if path else None  # type: ignore[arg-type]
+        self._journal: Journal[Row] | None = Journal(path, Row, synced=False) if path else None  # type: ignore[arg-type]
         self._listeners: list[Callable[[Sequence[str]], None]] = []
         self._guests = 0
         self.records = records
@@ -98,7 +98,8 @@ class Fleet:
         if not config.state_dir:
             return cls(plans, Records())
         base = Path(config.state_dir)
-        return cls(plans, Records(base / f"{cell}.{service}.records"), base / f"{cell}.{service}.machines")
+        records = Records(base / f"{cell}.{service}.records", synced=config.driver != "hypervisor")
+        return cls(plans, records, base / f"{cell}.{service}.machines")
 
     def open(self) -> None:
         """Read the earlier state back. Raises JournalInUse, JournalUnusable."""

@@ -49,6 +49,7 @@ class ComputeHandlers:
         reserve: Callable[[ReserveMachines], Awaitable[None]],
         on_rescan: Callable[[RescanHosts], None],
         find: Callable[[FindMachines], Awaitable[MachinesFound]],
+        sync: Callable[[], Awaitable[None]],
         ring: Ring | None = None,
         contested: ContestedHosts | None = None,
     ) -> None:
@@ -62,6 +63,7 @@ class ComputeHandlers:
         self._reserve = reserve
         self._on_rescan = on_rescan
         self._find = find
+        self._sync = sync
         self._ring = ring
         self._contested = contested
 
@@ -90,6 +92,7 @@ class ComputeHandlers:
                     taken.append(message)
                 outcomes.append(DONE)
         self._agent.take(taken)
+        await self._sync()
         for place, question in questions:
             outcomes[place] = await self._answer(question)
         for marker in markers:
@@ -126,6 +129,7 @@ class ComputeHandlers:
                 self._take_conflict(message, self._contested)
         if any(isinstance(received.message, ReportHosts) for received in batch):
             self._on_report_requested()
+        await self._sync()
         return [DONE] * len(batch)
 
     def _take_conflict(self, message: Message, contested: ContestedHosts) -> None:

@@ -1,7 +1,7 @@
-"""An append-only file that survives the death of its process, though not of its machine.
+"""An append-only file that survives the death of its process, and after `sync` that of its machine.
 
-Each append is one write to the operating system, so appended rows are there after a SIGKILL. It is
-not synced to the disk: a simulated fleet need not survive a power cut. A line that was cut short is dropped.
+Each append is one write to the operating system, so appended rows are there after a SIGKILL. What a power cut must not
+take is synced to the disk; the machines of a simulated fleet end with it. A line that was cut short is dropped.
 
 A line is a row as JSON, a tab and the checksum of that JSON, so that a damaged byte is noticed wherever it is. A
 damaged file is kept aside whole, logged, and written anew from all lines that can be read. A line without
@@ -10,6 +10,8 @@ a checksum is one of a release that wrote none.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fcntl
 import os
 import re
@@ -65,15 +67,19 @@ class Damage(Struct, frozen=True):
 class Journal(Generic[Row]):
     """One file of JSON lines of one (union of) row type, owned by one process at a time.
 
-    damage: what `open` found; None when all could be read.
+    damage: what `open` found; None when all could be read. synced: whether it is to survive a power cut.
     """
 
-    def __init__(self, path: Path, row_type: type[Row]) -> None:
+    def __init__(self, path: Path, row_type: type[Row], *, synced: bool = True) -> None:
         self._path = path
+        self._is_synced = synced
         self._encode = msgspec.json.Encoder().encode
         self._decode: Callable[[bytes], Row] = msgspec.json.Decoder(row_type).decode
         self._file = -1
         self._lock = -1
+        self._syncing = asyncio.Lock()
+        self._appended = 0  # rows, since the start
+        self._on_disk = 0  # of these
         self.rows = 0  # in the file: its owner rewrites it by this number
         self.damage: Damage | None = None
 
@@ -82,22 +88,26 @@ class Journal(Generic[Row]):
 
         Raises JournalUnusable when it is damaged and cannot be kept aside.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._path.with_name(self._path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            self._lock = -1
-            raise JournalInUse(f"{self._path} is in use by another process") from None
-        rows, good, self.damage = self._read()
-        if self.damage is not None:
-            self.damage = self._back_up(self.damage)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        if self.damage is not None:
-            self.rewrite(rows)
-            return rows
-        os.ftruncate(self._file, good)
+        with self._writing():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._path.with_name(self._path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._lock)
+                self._lock = -1
+                raise JournalInUse(f"{self._path} is in use by another process") from None
+            rows, good, self.damage = self._read()
+            if self.damage is not None:
+                self.damage = self._back_up(self.damage)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            if self.damage is not None:
+                self.rewrite(rows)
+                return rows
+            os.ftruncate(self._file, good)
+            if self._is_synced:
+                os.fsync(self._file)  # of a process that died before its sync
+            self._sync_directory()
         self.rows = len(rows)
         return rows
 
@@ -150,7 +160,10 @@ class Journal(Generic[Row]):
         try:
             shutil.copyfile(self._path, fresh)
             fresh.chmod(0o600)
+            if self._is_synced:
+                _sync_and_close(os.open(fresh, os.O_RDONLY))
             fresh.replace(kept)
+            self._sync_directory()
         except OSError as error:
             raise JournalUnusable(f"{problem}, and it cannot be copied to {kept}: {error.strerror or error}") from error
         metrics.JOURNALS_DAMAGED.labels(self._path.name).inc()
@@ -173,16 +186,43 @@ class Journal(Generic[Row]):
         """
         if self._file < 0 or not rows:
             return
-        end = os.fstat(self._file).st_size
-        try:
-            self._write(self._file, self._written(rows))
-        except OSError as error:
-            os.ftruncate(self._file, end)  # the line behind one that was cut short could not be read
-            raise self._not_written(error) from error
+        with self._writing():
+            end = os.fstat(self._file).st_size
+            try:
+                self._write(self._file, self._written(rows))
+            except OSError:
+                os.ftruncate(self._file, end)  # the line behind one that was cut short could not be read
+                raise
         self.rows += len(rows)
+        self._appended += len(rows)
 
-    def _not_written(self, error: OSError) -> JournalUnusable:
-        return JournalUnusable(f"{self._path} cannot be written: {error.strerror or error}", code=NOT_WRITTEN)
+    async def sync(self) -> None:
+        """Return when the rows that were appended so far outlive the machine. Raises JournalUnusable.
+
+        A disk takes milliseconds, so one sync is for all that have come meanwhile, in a thread.
+        """
+        wanted = self._appended
+        async with self._syncing:
+            if not self._is_synced or self._file < 0 or self._on_disk >= wanted:
+                return
+            appended = self._appended
+            with self._writing():
+                await asyncio.to_thread(_sync_and_close, os.dup(self._file))
+            self._on_disk = max(self._on_disk, appended)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A fault of the disk is one that names the file, whichever call it leaves. Raises JournalUnusable."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"{self._path} cannot be written: {error.strerror or error}"
+            raise JournalUnusable(reason, code=NOT_WRITTEN) from error
+
+    def _sync_directory(self) -> None:
+        """A file that is new, or has a new name, is in its directory after a power cut only then."""
+        if self._is_synced:
+            _sync_and_close(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY))
 
     def _written(self, rows: Iterable[Row]) -> bytes:
         encode = self._encode
@@ -200,17 +240,30 @@ class Journal(Generic[Row]):
             return
         kept = list(rows)
         fresh = self._path.with_name(self._path.name + ".new")
+        with self._writing():
+            try:
+                file = self._made(fresh, kept)
+                os.replace(fresh, self._path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    fresh.unlink(missing_ok=True)  # it may take the space that is missing
+                raise
+            os.close(self._file)
+            self._file, self.rows, self._on_disk = file, len(kept), self._appended
+            self._sync_directory()
+
+    def _made(self, fresh: Path, rows: Sequence[Row]) -> int:
+        """A file of these rows, whole on the disk before it takes the place of another."""
         file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
-            for at in range(0, len(kept), 1000):
-                self._write(file, self._written(kept[at : at + 1000]))
-        except OSError as error:
+            for at in range(0, len(rows), 1000):
+                self._write(file, self._written(rows[at : at + 1000]))
+            if self._is_synced:
+                os.fsync(file)
+        except OSError:
             os.close(file)
-            fresh.unlink()  # it may take the space that is missing
-            raise self._not_written(error) from error
-        os.replace(fresh, self._path)
-        os.close(self._file)
-        self._file, self.rows = file, len(kept)
+            raise
+        return file
 
     def close(self) -> None:
         """Give the file back. Closing twice is fine."""
@@ -218,6 +271,13 @@ class Journal(Generic[Row]):
             if getattr(self, name) >= 0:
                 os.close(getattr(self, name))
                 setattr(self, name, -1)
+
+
+def _sync_and_close(file: int) -> None:
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _check(body: bytes) -> bytes:

@@ -114,6 +114,7 @@ class Parts:
             clock=self.clock,
             rng=self._env.rng,
             on_reported=self.records.reported,
+            sync=self.records.sync,
             service=self._service,
         )
 
@@ -193,6 +194,7 @@ class Parts:
             reserve=self.quarantine.reserve,
             on_rescan=self.changes.on_rescan,
             find=self.finder.find,
+            sync=self.records.sync,
             ring=self.ring,
             contested=self.contested,
         )

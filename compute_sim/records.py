@@ -86,8 +86,9 @@ Row = EntryRow | PurgeRow | FailuresRow | ReservedRow | InBookRow | UndeployingR
 class Records:
     """One service's memory. Reads are plain dictionary look-ups; each change is written before it is relied on."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._journal: Journal[Row] | None = Journal(path, Row) if path else None  # type: ignore[arg-type]
+    def __init__(self, path: Path | None = None, *, synced: bool = True) -> None:
+        """synced: whether a power cut is to be survived, as machines do that are real."""
+        self._journal: Journal[Row] | None = Journal(path, Row, synced=synced) if path else None  # type: ignore[arg-type]
         self._entries: dict[Key, Entry] = {}
         self._spawns: dict[Key, Spawn] = {}
         self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is forgotten first
@@ -146,6 +147,14 @@ class Records:
             self._journal.append([*rows, *forgotten])
             if self._journal.rows > REWRITE_AFTER + 4 * len(self._entries):
                 self._journal.rewrite(self._snapshot())
+
+    async def sync(self) -> None:
+        """Return when what was written so far survives a power cut, if it is to. Raises JournalUnusable.
+
+        Awaited before a command is acknowledged, a result published or a machine's mark wiped.
+        """
+        if self._journal is not None:
+            await self._journal.sync()
 
     def put(self, key: Key, entry: Entry, spawn: Spawn | None = None) -> None:
         """Remember one entry and write it."""

@@ -355,6 +355,7 @@ REPLIES: tuple[type[Message], ...] = (
 BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}
 
 FORBIDDEN = "role.forbidden"
+MAX_SHOWN = 100  # characters of a value in the reason of a refusal
 
 # {message: {field: the values that are an operator's; None: every value but the default}}. All other fields of a
 # message that a project publishes are the project's.
@@ -362,9 +363,12 @@ OPERATORS: Mapping[type[Message], Mapping[str, frozenset[Any] | None]] = {
     build.BuildRequest: {
         "host": None,
         "forced": None,  # past the filters
+        "image_source": None,  # an address that Ironic reads for it, with Ironic's own rights
+        "volumes": None,  # an address that a node connects to
     },
     moves.MoveRequest: {
         "kind": frozenset({moves.MoveKind.MIGRATE, moves.MoveKind.LIVE_MIGRATE, moves.MoveKind.EVACUATE}),
+        "image_source": None,
         "host": None,
         "forced": None,  # past the filters
         "fenced": None,  # the statement that the host is off
@@ -394,7 +398,7 @@ def operators_rights(message: Message) -> tuple[str, ...]:
 
 def forbidden(message: Message) -> str:
     """Why a project's message is refused, in words."""
-    used = ", ".join(f"{field}={getattr(message, field)!s}" for field in operators_rights(message))
+    used = ", ".join(f"{field}={str(getattr(message, field))[:MAX_SHOWN]}" for field in operators_rights(message))
     return f"only an operator may request {used}"
 
 

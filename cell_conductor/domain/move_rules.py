@@ -464,8 +464,10 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
         instance = replace(instance, power=Power.RUNNING, image="")
     if move.kind in (MoveKind.RESCUE, MoveKind.UNRESCUE):
         instance = replace(instance, power=Power.RESCUED if move.kind is MoveKind.RESCUE else Power.RUNNING)
-    if move.kind is MoveKind.STOP:
+    if move.kind is MoveKind.STOP or (move.kind is MoveKind.REBUILD and event.runs is False):
         instance = replace(instance, power=Power.STOPPED)
+    if move.kind is MoveKind.REBUILD and event.runs:  # Ironic switches the node on
+        instance = replace(instance, power=Power.RUNNING)
     return close(over(instance, event.at, context), DONE, event.at, context)
 
 

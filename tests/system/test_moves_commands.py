@@ -75,6 +75,7 @@ def test_an_instance_is_resized_and_taken_back_migrated_and_kept(berth: Berth, i
 def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, instance: str) -> None:
     for command, condition in (
         (["stop"], "stopped"),
+        (["rebuild", "--image", "debian"], "stopped"),
         (["start"], "active"),
         (["rescue", "--password", "sesame"], "rescued"),
         (["unrescue"], "active"),
@@ -89,7 +90,7 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
         assert (f"now      {condition}" in berth("show", instance).out) == (condition != "active")
     moves = berth("moves", "--instance", instance, "--json").data
     assert [one["kind"] for one in moves] == [
-        *("unshelve", "offload", "shelve", "rebuild", "unrescue", "rescue", "start", "stop"),
+        *("unshelve", "offload", "shelve", "rebuild", "unrescue", "rescue", "start", "rebuild", "stop"),
     ]
     assert all(one["state"] == "done" for one in moves)
 

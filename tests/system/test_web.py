@@ -173,6 +173,12 @@ OPERATORS_RIGHTS: list[dict[str, Any]] = [
     {"kind": "evacuate", "fenced": True},
     {"kind": "unshelve", "host": "x"},
     {"kind": "resize", "flavor": "m1.small", "host": "x", "forced": True},
+    {"kind": "rebuild", "image": "i", "image_source": {"source": "http://169.254.169.254/"}},
+]
+OPERATORS_BUILDS: list[dict[str, Any]] = [
+    {"host": "x", "forced": True},
+    {"image_source": {"source": "file:///etc/passwd"}},
+    {"volumes": [{"volume_id": "v"}]},
 ]
 
 
@@ -185,8 +191,8 @@ def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
         assert code_of(see.post(path, json={"kind": "stop"}), 403) == "role.forbidden"
         for right in OPERATORS_RIGHTS:
             assert code_of(alice.post(path, json=right), 403) == "role.forbidden", right
-        placed = {"flavor": "m1.tiny", "host": "x", "forced": True}
-        assert code_of(alice.post("/api/v1/builds", json=placed), 403) == "role.forbidden"
+        for fields in OPERATORS_BUILDS:
+            assert code_of(alice.post("/api/v1/builds", json={"flavor": "m1.tiny", **fields}), 403) == "role.forbidden"
         assert code_of(alice.post(path, json={"kind": "stop", "project_id": "p-bob"}), 400) == "request.invalid"
         assert code_of(alice.post(path, json={"kind": "stop", "imag": "x"}), 400) == "request.invalid"
         stopped = alice.post(path, json={"kind": "stop"})

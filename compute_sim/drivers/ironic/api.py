@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -26,7 +26,7 @@ from compute_sim.drivers.ironic.volume import Targets, VolumeTarget
 
 T = TypeVar("T")
 
-MAX_NODES = 100_000
+MAX_NODES = 1_000_000  # as ironic_sync.max_nodes; pages without an end would fill the memory
 PAGE = 1000
 DETAILED_PAGE = 100  # a node with all its fields may have tens of kB
 MAX_FAILURES = 3  # of a node's history that a reason names
@@ -108,16 +108,16 @@ class IronicApi:
         found: builtins.list[IronicNode] = []
         fields = ",".join((FIELDS, *(name for name, wanted in self._config.more_fields.items() if wanted)))
         params = {"fields": fields, "limit": str(PAGE), **filters}
-        for _ in range(MAX_NODES // PAGE):
+        while True:  # a page may be smaller than is asked for: `[api] max_limit` of ironic.conf
             page = _parse(await self._call("GET", "/v1/nodes", params=params), Page)
             nodes = page.readable()
             found.extend(nodes)
             if page.next is None or not page.nodes:
-                break
+                return found
             if not nodes:
                 raise DriverUnavailable("Ironic's answer is not understood: no node of a page can be read")
+            _check_number(found)
             params["marker"] = nodes[-1].uuid
-        return found
 
     async def node(self, ident: str) -> IronicNode | None:
         """One node; None: Ironic answers that there is none."""
@@ -133,14 +133,14 @@ class IronicApi:
         """All nodes with all their fields, in Ironic's order."""
         found: builtins.list[dict[str, Any]] = []
         params = {"detail": "true", "limit": str(DETAILED_PAGE)}
-        for _ in range(MAX_NODES // DETAILED_PAGE):
+        while True:
             page = _parse(await self._call("GET", "/v1/nodes", params=params), dict[str, Any])
             nodes = page.get("nodes") or []
             found.extend(nodes)
             if not page.get("next") or not nodes:
-                break
+                return found
+            _check_number(found)
             params["marker"] = str(nodes[-1]["uuid"])
-        return found
 
     async def set_maintenance(self, ident: str, *, on: bool, reason: str = "") -> Refused | None:
         """Set maintenance with a reason, or take it away."""
@@ -277,6 +277,12 @@ async def whole(request: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
         if not call.cancelled():
             call.exception()
         raise
+
+
+def _check_number(nodes: Sequence[Any]) -> None:
+    """A part of the nodes would look like all of them. Raises DriverUnavailable."""
+    if len(nodes) >= MAX_NODES:
+        raise DriverUnavailable(f"Ironic lists more than {MAX_NODES} nodes")
 
 
 def _taken(answer: httpx.Response, path: str) -> httpx.Response:

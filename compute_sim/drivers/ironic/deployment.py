@@ -203,9 +203,11 @@ class NodeDeployment:
             raise Reschedule("node.maintenance", "the node is in maintenance")
         if node.retired:
             raise Reschedule("node.retired", "the node is retired")
-        canary = self._config.canary_project
-        if canary is not None and node.unproven is not None and self._build.spec.project_id != canary:
-            raise Reschedule("node.unproven", f"the node has failed and is not tried yet: {node.unproven.why}")
+        serves = node.serves(self._config)
+        if serves not in ("", self._build.spec.project_id):
+            if node.unproven is not None and serves == self._config.canary_project:
+                raise Reschedule("node.unproven", f"the node has failed and is not tried yet: {node.unproven.why}")
+            raise Reschedule("node.other_project", f"the node serves builds of project {serves} alone")
         if node.health == "Critical":
             raise Reschedule("node.unhealthy", "Ironic reports the node's health as Critical")
         if node.provision_state != "available":

@@ -68,6 +68,9 @@ class MachineRecords(Protocol):
     def note_undeploying(self, host: str, instance: str, mark: tuple[int, str] | None) -> None:
         """The node is about to be undeployed; None: it is."""
 
+    async def sync(self) -> None:
+        """Return when what was noted survives a power cut."""
+
 
 class BareMetal:
     """The driver of one service's nodes: those that carry its mark, and its share of those that carry no mark."""
@@ -169,6 +172,7 @@ class BareMetal:
             if node.mark is not None:
                 mark = (node.mark.attempt, node.mark.deployment)
                 self._records.note_undeploying(host_uuid, instance_uuid, mark)
+                await self._records.sync()
             refused = await self._let_go(node)
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
         self._records.note_undeploying(host_uuid, instance_uuid, None)
@@ -302,7 +306,7 @@ class BareMetal:
 
     def _host(self, node: IronicNode, holding: Collection[str]) -> DriverHost:
         attributes = dict(ATTRIBUTES)
-        if project := node.serves(self._config.canary_project):
+        if project := node.serves(self._config):
             attributes[PROJECT] = project
         if node.health == WARNING:
             attributes[HEALTH] = "warning"
@@ -375,7 +379,7 @@ def make_network(config: IronicConfig, clock: Clock) -> Network:
     """The network that the settings name. Raises SettingsError: Neutron's login cannot be used."""
     if config.network == "neutron":
         return NeutronNetwork(config, clock=clock)
-    return StaticNetwork() if config.network == "static" else NoNetwork()
+    return StaticNetwork(config.ports) if config.network == "static" else NoNetwork()
 
 
 def make_volumes(config: IronicConfig) -> Volumes:

@@ -10,6 +10,8 @@ from msgspec import Struct
 from bus.contracts.cell import InstanceSpec
 from compute_sim.driver import BuildAbort
 
+OTHER_PROJECT = "network.other_project"
+
 
 class Attachments(Struct, frozen=True):
     """vifs: the ports to attach to the node, in order. network_data: for the config drive, as OpenStack has it."""
@@ -48,13 +50,23 @@ class NoNetwork:
 
 
 class StaticNetwork:
-    """`network = "static"`: the ports that the request names are attached; they are made and removed elsewhere."""
+    """`network = "static"`: the ports that the request names are attached; they are made and removed elsewhere.
+
+    ports: {port: its project}, because there is nobody to ask.
+    """
+
+    def __init__(self, ports: Mapping[str, str]) -> None:
+        self._ports = ports
 
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
-        """The ports as they are named. Raises BuildAbort when a network is requested instead."""
-        if any(attachment.port is None for attachment in spec.networks):
+        """The ports as they are named. Raises BuildAbort: a network is requested, or a port of another project."""
+        ports = tuple(wanted.port for wanted in spec.networks if wanted.port is not None)
+        if len(ports) < len(spec.networks):
             raise BuildAbort("network.static", 'a network is requested, and with "static" only ports can be')
-        return Attachments(tuple(attachment.port for attachment in spec.networks if attachment.port is not None))
+        foreign = [port for port in ports if self._ports.get(port) != spec.project_id]
+        if foreign:
+            raise BuildAbort(OTHER_PROJECT, f"compute.ironic.ports has no {foreign[0]} of project {spec.project_id}")
+        return Attachments(ports)
 
     async def release(self, node: str, instance: str) -> None:
         """They are not ours to remove."""

@@ -1,8 +1,9 @@
 """`network = "neutron"`: ports are made in Neutron for the networks that a request names, and removed with its machine.
 
-A port that the request names is attached as it is and never changed here. A port of ours is known by its name, which
-holds the instance, the node and its number, together with its `device_id`. Ironic binds it to the node when it is
-attached; the machine configures itself by DHCP.
+berth's own login may use all networks and ports; a machine gets those that its project may use alone. A port that the
+request names is attached as it is and never changed here. A port of ours is known by its name, which holds the
+instance, the node and its number, together with its `device_id`, network and project. Ironic binds it to the node when
+it is attached; the machine configures itself by DHCP.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.contracts.base import reason_of
 from bus.contracts.cell import InstanceSpec
+from bus.contracts.deploy import NetworkRequest
 from bus.faults import Fault
 from bus.openstack import answers
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
@@ -24,11 +26,14 @@ from bus.openstack.rest import api_root, auth_of, error_text, tls_of
 from compute_sim.config import IronicConfig
 from compute_sim.driver import BuildAbort, DriverOutage, DriverUnavailable
 from compute_sim.drivers.ironic.api import whole
-from compute_sim.drivers.ironic.network import Attachments
+from compute_sim.drivers.ironic.network import OTHER_PROJECT, Attachments
 
 T = TypeVar("T")
 
 PORTS = "/v2.0/ports"
+NETWORKS = "/v2.0/networks"
+RBAC_POLICIES = "/v2.0/rbac-policies"
+EVERY_PROJECT = "*"  # as the target of a policy
 MAX_BODY = 2**20
 # For a request that Neutron refuses because of an object that it names: an unknown network, no address left, a quota.
 REFUSALS = frozenset({400, 404, 409, 413})
@@ -40,6 +45,8 @@ class Port(Struct, frozen=True):
     id: str
     name: str = ""
     device_id: str = ""
+    network_id: str = ""
+    project_id: str = ""
 
 
 class Ports(Struct, frozen=True):
@@ -49,9 +56,33 @@ class Ports(Struct, frozen=True):
 
 
 class OnePort(Struct, frozen=True):
-    """Neutron's answer to a port that was made."""
+    """Neutron's answer about one port."""
 
     port: Port
+
+
+class OwnedNetwork(Struct, frozen=True):
+    """A network as Neutron's REST API has it. Its `shared` is left out: it holds for the project that asks, berth's."""
+
+    project_id: str = ""
+
+
+class OneNetwork(Struct, frozen=True):
+    """Neutron's answer about one network."""
+
+    network: OwnedNetwork
+
+
+class RbacPolicy(Struct, frozen=True):
+    """A project that an object is shared with."""
+
+    target_tenant: str = ""
+
+
+class RbacPolicies(Struct, frozen=True):
+    """Neutron's answer to a list of them."""
+
+    rbac_policies: list[RbacPolicy] = []
 
 
 class NeutronNetwork:
@@ -83,20 +114,21 @@ class NeutronNetwork:
 
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
         """The ports that the request names, and one of ours for each network. Raises BuildAbort, DriverUnavailable."""
-        made: dict[str, str] = {}
+        for wanted in spec.networks:
+            await self._check_project(wanted, spec.project_id)
+        made: dict[tuple[str, str, str], str] = {}
         if any(wanted.network is not None for wanted in spec.networks):
-            made = {port.name: port.id for port in await self._ours(node, spec.instance_uuid)}
+            ours = await self._ours(node, spec.instance_uuid)
+            made = {(port.name, port.network_id, port.project_id): port.id for port in ours}
         vifs: builtins.list[str] = []
         for number, wanted in enumerate(spec.networks):
             name = _name(node, spec.instance_uuid, str(number))
-            if wanted.port is not None:
-                await self._look_at(wanted.port)
+            if wanted.network is None:
+                assert wanted.port is not None
                 vifs.append(wanted.port)
-            elif name in made:
-                vifs.append(made[name])
             else:
-                assert wanted.network is not None
-                vifs.append(await self._make(name, wanted.network, spec))
+                known = made.get((name, wanted.network, spec.project_id))
+                vifs.append(known or await self._make(name, wanted.network, spec))
         return Attachments(tuple(vifs))
 
     async def release(self, node: str, instance: str) -> None:
@@ -113,20 +145,38 @@ class NeutronNetwork:
             await self._auth.aclose()
 
     async def _ours(self, node: str, instance: str) -> builtins.list[Port]:
-        answer = await self._call("GET", PORTS, params={"device_id": instance})
-        if answer.is_error:
-            raise DriverUnavailable(_words(answer))
         prefix = _name(node, instance, "")
-        found = _parse(answer, Ports).ports
+        found = (await self._one(PORTS, Ports, params={"device_id": instance})).ports
         return [port for port in found if port.device_id == instance and port.name.startswith(prefix)]
 
-    async def _look_at(self, port: str) -> None:
-        """Ironic answers an unknown port as it does a failure of its own, for which every node would be tried."""
-        answer = await self._call("GET", f"{PORTS}/{port}")
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise BuildAbort("network.refused", f"{_words(answer)} (to port {port})")
+    async def _check_project(self, wanted: NetworkRequest, project: str) -> None:
+        """Raises BuildAbort: a login of the project could not use the port or network.
+
+        Ironic answers an unknown port as it does a failure of its own, for which every node would be tried.
+        """
+        if wanted.port is not None:
+            what, owner = f"port {wanted.port}", (await self._one(f"{PORTS}/{wanted.port}", OnePort)).port.project_id
+        else:
+            what = f"network {wanted.network}"
+            owner = (await self._one(f"{NETWORKS}/{wanted.network}", OneNetwork)).network.project_id
+        if owner == project or (wanted.network is not None and await self._is_shared(wanted.network, project)):
+            return
+        raise BuildAbort(OTHER_PROJECT, f"{what} is not of project {project}, and not shared with it")
+
+    async def _is_shared(self, network: str, project: str) -> bool:
+        """Whether a policy lets the project use the network; one that is shared with every project has one, too."""
+        params = {"object_type": "network", "object_id": network, "action": "access_as_shared"}
+        policies = (await self._one(RBAC_POLICIES, RbacPolicies, params=params)).rbac_policies
+        return any(policy.target_tenant in (project, EVERY_PROJECT) for policy in policies)
+
+    async def _one(self, path: str, kind: type[T], *, params: dict[str, str] | None = None) -> T:
+        """What Neutron has there; params: of a list. Raises BuildAbort: there is no such thing; DriverUnavailable."""
+        answer = await self._call("GET", path, params=params)
+        if answer.status_code == httpx.codes.NOT_FOUND and params is None:
+            raise BuildAbort("network.refused", f"{_words(answer)} (to {path})")
         if answer.is_error:
             raise DriverUnavailable(_words(answer))
+        return _parse(answer, kind)
 
     async def _make(self, name: str, network: str, spec: InstanceSpec) -> str:
         port = {

@@ -13,6 +13,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from bus.contracts.base import GivenAttempt, Uuid, Word, reason_of
+from compute_sim.config import IronicConfig
 from compute_sim.driver import Machine
 
 log = structlog.get_logger(__name__)
@@ -142,14 +143,11 @@ class IronicNode(Struct, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
-    @property
-    def project(self) -> str:
-        """The only project that a free node serves, by its lessee, else by its owner; "": it serves all."""
-        return self.lessee or self.owner or ""
-
-    def serves(self, canary_project: str | None) -> str:
+    def serves(self, config: IronicConfig) -> str:
         """The only project that it serves now; "": it serves all. An unproven node serves the canary's."""
-        return canary_project if canary_project is not None and self.unproven is not None else self.project
+        if config.canary_project is not None and self.unproven is not None:
+            return config.canary_project
+        return self.lessee or (self.owner if config.restrict_to_owner else None) or ""
 
     @property
     def disabled_reason(self) -> str:

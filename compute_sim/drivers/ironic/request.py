@@ -16,6 +16,7 @@ from compute_sim.drivers.ironic.node import MARK, Mark
 from compute_sim.drivers.ironic.volume import boots_from_volume
 
 MAX_HOSTNAME = 63
+GLANCE = "glance://"  # an image's uuid may stand alone
 # The entries of `instance_info` that name the image on a node: a rebuild from another one replaces all of them.
 IMAGE_ENTRIES = frozenset(
     {
@@ -25,13 +26,31 @@ IMAGE_ENTRIES = frozenset(
 )
 
 
-# InvalidImage and ImageChecksumError of ironic.common.exception, and the agent's ImageChecksumError, which mean the
-# instance's image alone.
+# What InvalidImage of ironic.common.exception and of the agent, and those below it, say: of the instance's image alone.
 _INVALID = (
     "instance_info",
+    "InvalidImage",
     "requested image is not valid",
+    "provided image is not valid",
     "image checksum is invalid or does not match",
     "Image failed to verify against checksum",
+    "image checksum algorithm cannot be loaded",
+    "remote checksum files is not supported",
+    "requested image lacks the required attributes",
+)
+# What others say of an image that they name: ImageRefValidationFailed, InvalidImageRef, ImageUnacceptable,
+# ImageNotFound, OciImageTagNotFound, ImageNotAuthorized, ImageDownloadFailed, OciImageNotSpecific,
+# ImageServiceAuthenticationRequired.
+_NAMING = (
+    "image href {} failed",
+    "image href {}.",
+    "mage {} is unacceptable",
+    "mage {} could not be found",
+    "mage tag {} could not be found",
+    "Not authorized for image {}.",
+    "download image {}, reason",
+    "requested image ({}) was not specific",
+    "requested image {} requires authentication",
 )
 
 
@@ -56,9 +75,11 @@ def is_of_request(words: str, image: ImageSource | None) -> bool:
     Ironic has no codes. Its words name the field that was written, `instance_info`, or an image of the request;
     the deploy ramdisk, which is the node's, has an image too.
     """
-    sources = () if image is None else (image.source, image.kernel, image.ramdisk)
-    named = (f"image href {source} failed" for source in sources if source is not None)
-    return any(one in words for one in (*_INVALID, *named))
+    if any(one in words for one in _INVALID):
+        return True
+    ours = () if image is None else (image.source, image.checksum, image.kernel, image.ramdisk)
+    names = {name for one in ours if one is not None for name in (one, one.removeprefix(GLANCE), f"{GLANCE}{one}")}
+    return any(form.format(name) in words for form in _NAMING for name in names)
 
 
 def take_patch(spec: InstanceSpec, mark: Mark, image: ImageSource | None) -> list[dict[str, Any]]:

@@ -131,8 +131,8 @@ async def test_a_microversion_that_ironic_does_not_support_is_answered_with_what
 
 NET, UNKNOWN_NET = "a0000000-0000-4000-8000-000000000001", "a0000000-0000-4000-8000-00000000000f"
 PORT = "90000000-0000-4000-8000-000000000000"
-NAMED = {"id": PORT, "name": "eth0", "device_id": "", "network_id": NET}
-THEIRS = {"id": "theirs", "name": "web", "device_id": INSTANCE, "network_id": NET}
+NAMED = {"id": PORT, "name": "eth0", "device_id": "", "network_id": NET, "project_id": "acme"}
+THEIRS = {"id": "theirs", "name": "web", "device_id": INSTANCE, "network_id": NET, "project_id": "acme"}
 
 
 class Neutron:
@@ -140,12 +140,15 @@ class Neutron:
 
     def __init__(self, keystone: KeystoneStandIn) -> None:
         self.ports: dict[str, dict[str, Any]] = {"theirs": dict(THEIRS), PORT: dict(NAMED)}
+        self.shared_with = "acme"  # the network, which is another project's
         self.made = 0
         self.removals: list[str] = []
         self.status = 0  # what every request is answered with; 0: as it should be
         self._keystone = keystone
         self.app = Starlette(
             routes=[
+                Route("/v2.0/networks/{network}", self._network),
+                Route("/v2.0/rbac-policies", self._policies),
                 Route("/v2.0/ports", self._ports, methods=["GET", "POST"]),
                 Route("/v2.0/ports/{port}", self._port, methods=["GET", "DELETE"]),
             ]
@@ -156,6 +159,22 @@ class Neutron:
             return Response(status_code=401)
         return Response(status_code=self.status) if self.status else None
 
+    async def _network(self, request: Request) -> Response:
+        if refusal := self._refusal(request):
+            return refusal
+        found = request.path_params["network"]
+        if found == NET:
+            return JSONResponse({"network": {"id": NET, "project_id": "infra", "shared": False}})
+        words = f"Network {found} could not be found."
+        return JSONResponse({"NeutronError": {"type": "NetworkNotFound", "message": words}}, 404)
+
+    async def _policies(self, request: Request) -> Response:
+        if refusal := self._refusal(request):
+            return refusal
+        asked = dict(request.query_params)
+        assert asked == {"object_type": "network", "object_id": NET, "action": "access_as_shared"}
+        return JSONResponse({"rbac_policies": [{"object_id": NET, "target_tenant": self.shared_with}]})
+
     async def _ports(self, request: Request) -> Response:
         if refusal := self._refusal(request):
             return refusal
@@ -163,9 +182,6 @@ class Neutron:
             device = request.query_params["device_id"]
             return JSONResponse({"ports": [port for port in self.ports.values() if port["device_id"] == device]})
         wanted = (await request.json())["port"]
-        if wanted["network_id"] != NET:
-            words = f"Network {wanted['network_id']} could not be found."
-            return JSONResponse({"NeutronError": {"type": "NetworkNotFound", "message": words}}, 404)
         self.made += 1
         port = {**wanted, "id": f"made-{self.made}"}
         self.ports[port["id"]] = port
@@ -232,6 +248,12 @@ async def test_a_port_that_neutron_does_not_have_ends_the_build(east: Region) ->
     """Ironic answers as if it had failed itself, and every node was tried."""
     unknown = NetworkRequest(port="90000000-0000-4000-8000-00000000000f")
     assert await fault(east.spawn(next(iter(east.pool.nodes)), unknown)) == (BuildAbort, "network.refused")
+
+
+async def test_a_network_that_is_not_shared_with_the_project_ends_the_build(east: Region) -> None:
+    east.neutron.shared_with = "others"
+    assert await fault(east.spawn(next(iter(east.pool.nodes)))) == (BuildAbort, "network.other_project")
+    assert (east.neutron.made, east.pool.vifs) == (0, {})
 
 
 async def test_an_attempt_has_its_port_once_and_removes_its_own_and_not_the_next_attempts(east: Region) -> None:

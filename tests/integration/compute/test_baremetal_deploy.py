@@ -105,12 +105,30 @@ OF_REQUEST = [
     f"Validation of image href {IMAGE.source} failed, reason: Got HTTP code 404 instead of 200 in response to HEAD",
     "Failed to prepare to deploy: The requested image is not valid for use.",
     "The supplied image checksum is invalid or does not match.",
+    "Failed to prepare to deploy: Image is invalid: the checksum does not match (InvalidImage)",
+    "The requested image checksum algorithm cannot be loaded.",
+    "Use of remote checksum files is not supported.",
+    "Deploy step failed: The provided image is not valid for use: Security: the detected format is qcow2",
+    f"Image {IMAGE.source} is unacceptable: the format does not match",
+    f"Image {IMAGE.source} could not be found.",
+    f"Not authorized for image {IMAGE.source}.",
+    f"Failed to download image {IMAGE.source}, reason: Got HTTP code 404",
+    f"Invalid image href {IMAGE.source}.",
+    f"The requested image {IMAGE.source} requires authentication which has not been provided. Unable to proceed.",
+]
+OF_THE_RAMDISK = [
+    "Image http://images/ipa.kernel could not be found.",
+    "Failed to download image http://images/ipa.kernel, reason: Got HTTP code 404",
 ]
 OF_NODE = "Validation of image href http://images/ipa.kernel failed, reason: Got HTTP code 404 instead of 200"
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"), [*((words, BuildAbort) for words in OF_REQUEST), (OF_NODE, Reschedule), ("no IPMI", Reschedule)]
+    ("words", "kind"),
+    [
+        *((words, BuildAbort) for words in OF_REQUEST),
+        *((words, Reschedule) for words in (OF_NODE, *OF_THE_RAMDISK, "no IPMI")),
+    ],
 )
 @pytest.mark.parametrize("code", ["node.invalid", "node.deploy_failed"])
 async def test_what_ironic_refuses_of_the_request_is_not_tried_on_node_after_node(
@@ -131,14 +149,14 @@ async def test_what_ironic_refuses_of_the_request_is_not_tried_on_node_after_nod
 async def test_a_port_that_does_not_exist_ends_the_build(metal: Metal, answer: int) -> None:
     """A fault of Ironic's own for the port was waited for like an Ironic that is away, for an hour on each node."""
     metal.pool.no_ports = {PORT: answer}
-    driver = await metal.driver(network="static", outage_timeout_s=0.1, deploy_timeout_s=60.0)
+    driver = await metal.driver(network="static", ports={PORT: "acme"}, outage_timeout_s=0.1, deploy_timeout_s=60.0)
     wanted = build(metal.first, networks=(NetworkRequest(port=PORT),))
     assert await fault(driver.spawn(wanted)) == (BuildAbort, "network.refused")
 
 
 async def test_a_port_whose_network_is_away_for_a_while_is_attached_later(metal: Metal) -> None:
     metal.pool.no_ports = {PORT: 503}
-    driver = await metal.driver(network="static", outage_timeout_s=60.0)
+    driver = await metal.driver(network="static", ports={PORT: "acme"}, outage_timeout_s=60.0)
     spawning = asyncio.create_task(driver.spawn(build(metal.first, networks=(NetworkRequest(port=PORT),))))
     await until(driver.waiting)
     metal.pool.no_ports = {PORT: 500}
@@ -151,7 +169,7 @@ async def test_a_port_whose_network_is_away_for_a_while_is_attached_later(metal:
 async def test_ports_are_attached_before_the_deployment_and_detached_when_it_never_began(metal: Metal) -> None:
     first, second, _ = metal.nodes
     requested: dict[str, Any] = {"networks": (NetworkRequest(port=PORT),)}
-    driver = await metal.deployed(build(first, **requested), network="static")
+    driver = await metal.deployed(build(first, **requested), network="static", ports={PORT: "acme"})
     assert metal.pool.vifs[first] == [PORT]
     await driver.destroy(first)
     metal.pool.invalid[second] = "no"
@@ -346,6 +364,14 @@ async def test_a_rebuild_writes_the_image_of_the_source_that_it_names(metal: Met
     assert (await driver.change(rebuild)).runs
     info = metal.node["instance_info"]
     assert (info["image_source"], info["image_checksum"]) == (named.source, named.checksum)
+
+
+async def test_a_stopped_node_runs_after_its_rebuild_and_the_answer_says_so(metal: Metal) -> None:
+    driver = await metal.deployed(build(metal.first), images={"debian-12": IMAGE})
+    assert not (await driver.change(order(metal.first, ChangeKind.STOP, 3))).runs
+    assert metal.node["power_state"] == "power off"
+    assert (await driver.change(order(metal.first, ChangeKind.REBUILD, 4, image="debian-12"))).runs
+    assert metal.node["power_state"] == "power on"
 
 
 async def test_a_rescue_needs_a_password_and_ends_with_its_machine(metal: Metal, driver: Driver, built: str) -> None:

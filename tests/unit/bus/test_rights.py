@@ -46,18 +46,21 @@ FIELDS_OF_PROJECT = {
     "build.request.v1": {
         "instance_uuid", "flavor", "project_id", "user_id", "name", "image", "availability_zone", "ignore_hosts",
         "max_attempts", "build_timeout_s", "server_group", "group", "different_host", "same_host", "image_properties",
-        "image_source", "config_drive", "networks", "volumes", "on_host_failure", "count", "also", "min_count",
+        "config_drive", "networks", "on_host_failure", "count", "also", "min_count",
     },
     "build.delete.v1": {"instance_uuid", "project_id"},
     "instance.move.v1": {
-        "request_id", "instance_uuid", "project_id", "user_id", "flavor", "image", "image_properties", "image_source",
-        "ignore_hosts",
+        "request_id", "instance_uuid", "project_id", "user_id", "flavor", "image", "image_properties", "ignore_hosts",
         "max_attempts", "policy", "migration", "auto_confirm_s", "offload", "rescue_password", "timeout_s",
     },
 }  # fmt: skip
 OPERATORS_OWN: list[tuple[type[Message], dict[str, Any]]] = [
     (BuildRequest, {**BUILD, "host": "h1"}),
     (BuildRequest, {**BUILD, "host": "h1", "forced": True}),
+    (BuildRequest, {**BUILD, "image_source": {"source": "http://169.254.169.254/latest/"}}),
+    (BuildRequest, {**BUILD, "image_source": {"source": "file:///etc/ironic/ironic.conf"}}),
+    (BuildRequest, {**BUILD, "volumes": [{"volume_id": "v", "properties": {"target_portal": "10.0.0.1:3260"}}]}),
+    (MoveRequest, {**MOVE, "kind": "rebuild", "image": "i", "image_source": {"source": "http://10.0.0.1:8500/"}}),
     (MoveRequest, {**MOVE, "kind": "revert", "force": True}),
     (MoveRequest, {**MOVE, "kind": "evacuate"}),
     (MoveRequest, {**MOVE, "kind": "evacuate", "fenced": True, "force": True}),
@@ -69,6 +72,8 @@ OPERATORS_OWN: list[tuple[type[Message], dict[str, Any]]] = [
 PROJECTS_OWN: list[tuple[type[Message], dict[str, Any]]] = [
     (BuildRequest, BUILD),
     (BuildRequest, {**BUILD, "count": 3, "min_count": 1, "ignore_hosts": ["h1"]}),
+    (BuildRequest, {**BUILD, "image": "debian-12", "networks": [{"network": UUID}, {"port": UUID}]}),
+    (MoveRequest, {**MOVE, "kind": "rebuild", "image": "debian-12"}),
     (MoveRequest, {**MOVE, "kind": "revert"}),
     (MoveRequest, {**MOVE, "kind": "confirm"}),
     (MoveRequest, {**MOVE, "kind": "resize", "flavor": "m1.large"}),

@@ -193,7 +193,9 @@ def test_item_16_a_request_of_very_many_values_is_not_read() -> None:
             assert str(wire.MAX_CLIENT_VALUES) in got.reason and len(body) <= wire.MAX_CLIENT_BYTES
 
 
-def test_the_largest_request_is_read() -> None:
+@pytest.mark.parametrize("is_operators", [False, True])
+def test_the_largest_request_is_read(is_operators: bool) -> None:
+    of_operator: dict[str, Any] = {"volumes": [{"volume_id": UUID, "properties": {"a": "b" * 16_000}}] * 16}
     body = request(
         name="n" * 255,
         ignore_hosts=["h" * 255] * 256,
@@ -206,9 +208,12 @@ def test_the_largest_request_is_read() -> None:
             "network_data": {"a": "b" * 65_000},
         },
         networks=[{"port": UUID}] * 16,
-        volumes=[{"volume_id": UUID, "properties": {"a": "b" * 16_000}}] * 16,
+        **(of_operator if is_operators else {}),
     )
-    (got,) = read(arrived(body, routing_key="build.request.17.p"))
+    way = (
+        {"exchange": "", "routing_key": "scheduler.requests"} if is_operators else {"routing_key": "build.request.17.p"}
+    )
+    (got,) = read(arrived(body, **way))
     assert isinstance(got, wire.Read), got.reason
     assert not has_more_values(body, wire.MAX_CLIENT_VALUES // BY_TYPE[BuildRequest].max_batch)
 

@@ -226,7 +226,13 @@ async def test_a_port_that_is_being_made_when_its_build_is_given_up_is_removed()
     class Neutron(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             if request.method == "POST":
-                port = {"id": "made", "device_id": INSTANCE, "name": f"berth-{INSTANCE}-{NODE}-0"}
+                port = {
+                    "id": "made",
+                    "network_id": OTHER,
+                    "project_id": "p",
+                    "device_id": INSTANCE,
+                    "name": f"berth-{INSTANCE}-{NODE}-0",
+                }
                 requested.set()
                 carrying_out = asyncio.ensure_future(self.make(port))  # a server goes on, whoever waits for its answer
                 await asyncio.shield(carrying_out)
@@ -234,6 +240,8 @@ async def test_a_port_that_is_being_made_when_its_build_is_given_up_is_removed()
             if request.method == "DELETE":
                 del ports[request.url.path.rpartition("/")[2]]
                 return httpx.Response(204)
+            if "/networks/" in request.url.path:
+                return httpx.Response(200, json={"network": {"id": OTHER, "project_id": "p"}})
             return httpx.Response(200, json={"ports": list(ports.values())})
 
         async def make(self, port: dict[str, str]) -> None:

@@ -128,7 +128,7 @@ def test_each_damaged_byte_is_noticed_and_costs_no_other_row(tmp_path: Path) -> 
             if wrong == whole[offset]:
                 continue
             path.write_bytes(whole[:offset] + bytes((wrong,)) + whole[offset + 1 :])
-            journal = Journal(path, PurgeRow)
+            journal = Journal(path, PurgeRow, synced=False)
             found = journal.open()
             journal.close()
             damage = journal.damage
@@ -270,7 +270,7 @@ STEP = st.tuples(st.sampled_from(STEPS), st.integers(0, 3), st.integers(1, 4))
 @given(steps=st.lists(STEP, max_size=60))
 def test_what_is_read_back_is_what_was_known(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]) -> None:  # fmt: skip  # noqa: E501
     path = tmp_path_factory.mktemp("r") / "s.records"
-    records = Records(path)
+    records = Records(path, synced=False)
     records.open()
     for what, number, attempt in steps:
         key = (A, str(number))
@@ -289,7 +289,7 @@ def test_what_is_read_back_is_what_was_known(tmp_path_factory: pytest.TempPathFa
         if after is not None:
             records.put(key, after)
     records.close()
-    again = Records(path)
+    again = Records(path, synced=False)
     again.open()
     assert dict(again.entries()) == dict(records.entries())
     assert again.running() == records.running()
@@ -318,7 +318,7 @@ def test_epochs_and_versions_rise_also_when_the_clock_goes_back(tmp_path: Path) 
 def test_old_ends_are_forgotten_and_running_machines_never(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(records_module, "MAX_ENDED", 10)
     monkeypatch.setattr(records_module, "REWRITE_AFTER", 20)
-    records = Records(tmp_path / "s.records")
+    records = Records(tmp_path / "s.records", synced=False)
     records.open()
     records.put((A, "keeps"), Entry(1, Phase.RUNNING))
     for number in range(200):
@@ -327,7 +327,7 @@ def test_old_ends_are_forgotten_and_running_machines_never(monkeypatch: pytest.M
     assert len(known) == 11 and (A, "keeps") in known and (A, "199") in known and (A, "0") not in known
     records.close()
     assert len((tmp_path / "s.records").read_bytes().splitlines()) < 100
-    again = Records(tmp_path / "s.records")
+    again = Records(tmp_path / "s.records", synced=False)
     again.open()
     assert dict(again.entries()) == known
     again.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 import msgspec
@@ -17,6 +19,7 @@ from compute_sim.config import IronicConfig
 from compute_sim.driver import Build, BuildAbort, BuildFault
 from compute_sim.drivers.ironic.api import IronicApi
 from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.network import StaticNetwork
 from compute_sim.drivers.ironic.neutron import NeutronNetwork
 
 NODE = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
@@ -26,23 +29,42 @@ INSTANCE = "11111111-2222-4333-8444-555555555555"
 DEPLOYMENT = "d0000000-0000-4000-8000-000000000001"
 
 
-def neutron(posted: list[dict]) -> httpx.MockTransport:
+def neutron(
+    posted: list[dict], *, owner: str = "victim", shared_with: str = "somebody", ports: Sequence[dict] = ()
+) -> httpx.MockTransport:
+    """The port and the network are the owner's; berth's own project may use the network (`shared`)."""
+
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method == "POST":
             port = json.loads(request.content)["port"]
             posted.append(port)
             return httpx.Response(201, json={"port": {"id": "made", **port}})
         if request.url.path.endswith(FOREIGN_PORT):
-            return httpx.Response(200, json={"port": {"id": FOREIGN_PORT, "project_id": "victim"}})
+            return httpx.Response(200, json={"port": {"id": FOREIGN_PORT, "project_id": owner}})
         if "/networks/" in request.url.path:
-            network = {"id": FOREIGN_NETWORK, "project_id": "victim", "shared": False, "router:external": False}
+            network = {"id": FOREIGN_NETWORK, "project_id": owner, "shared": True, "router:external": True}
             return httpx.Response(200, json={"network": network})
-        return httpx.Response(200, json={"ports": []})
+        if request.url.path.endswith("/rbac-policies"):
+            return httpx.Response(200, json={"rbac_policies": [{"target_tenant": shared_with}]})
+        return httpx.Response(200, json={"ports": list(ports)})
 
     return httpx.MockTransport(answer)
 
 
-@pytest.mark.xfail(strict=True, reason="Found A1")
+@contextlib.asynccontextmanager
+async def network(transport: httpx.MockTransport) -> AsyncIterator[NeutronNetwork]:
+    made = NeutronNetwork(IronicConfig(network="neutron"), clock=SystemClock(), transport=transport)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def wants(*, port: str | None = None) -> InstanceSpec:
+    named = NetworkRequest(network=FOREIGN_NETWORK) if port is None else NetworkRequest(port=port)
+    return InstanceSpec(instance_uuid=INSTANCE, project_id="attacker", networks=(named,))
+
+
 def test_a_request_that_names_networks_or_an_image_by_address_is_an_operators() -> None:
     """Either the request is refused here, or the driver checks whose they are: one of these tests has to hold."""
     request = BuildRequest(
@@ -56,37 +78,72 @@ def test_a_request_that_names_networks_or_an_image_by_address_is_an_operators() 
     assert operators_rights(request)
 
 
-@pytest.mark.xfail(strict=True, reason="Found A1")
 async def test_no_port_is_made_on_another_projects_network() -> None:
     posted: list[dict] = []
-    network = NeutronNetwork(IronicConfig(network="neutron"), clock=SystemClock(), transport=neutron(posted))
-    spec = InstanceSpec(
-        instance_uuid=INSTANCE, project_id="attacker", networks=(NetworkRequest(network=FOREIGN_NETWORK),)
-    )
-    try:
-        with pytest.raises(BuildAbort):
-            await network.prepare(NODE, spec)
-    finally:
-        await network.close()
-    assert posted == []
+    async with network(neutron(posted)) as here:
+        with pytest.raises(BuildAbort) as refused:
+            await here.prepare(NODE, wants())
+    assert (refused.value.code, posted) == ("network.other_project", [])
 
 
-@pytest.mark.xfail(strict=True, reason="Found A1")
-async def test_no_port_of_another_project_is_attached() -> None:
-    network = NeutronNetwork(IronicConfig(network="neutron"), clock=SystemClock(), transport=neutron([]))
-    spec = InstanceSpec(instance_uuid=INSTANCE, project_id="attacker", networks=(NetworkRequest(port=FOREIGN_PORT),))
-    try:
-        with pytest.raises(BuildAbort):
-            await network.prepare(NODE, spec)
-    finally:
-        await network.close()
+@pytest.mark.parametrize("who", [{"owner": "attacker"}, {"shared_with": "attacker"}, {"shared_with": "*"}])
+async def test_a_port_is_made_on_a_network_that_the_project_may_use(who: dict[str, str]) -> None:
+    posted: list[dict] = []
+    async with network(neutron(posted, **who)) as here:
+        assert (await here.prepare(NODE, wants())).vifs == ("made",)
+    assert [port["project_id"] for port in posted] == ["attacker"]
 
 
-@pytest.mark.xfail(strict=True, reason="Found A1")
-async def test_a_node_that_was_leased_to_another_project_since_is_not_taken() -> None:
-    """The driver reads the node again because the book may be behind, and looks at all but its lessee and owner."""
+@pytest.mark.parametrize("shared_with", ["somebody", "attacker"])
+async def test_no_port_of_another_project_is_attached(shared_with: str) -> None:
+    """Neutron shares networks, and no ports."""
+    async with network(neutron([], shared_with=shared_with)) as here:
+        with pytest.raises(BuildAbort) as refused:
+            await here.prepare(NODE, wants(port=FOREIGN_PORT))
+    assert refused.value.code == "network.other_project"
+
+
+async def test_a_port_of_the_project_is_attached() -> None:
+    async with network(neutron([], owner="attacker")) as here:
+        assert (await here.prepare(NODE, wants(port=FOREIGN_PORT))).vifs == (FOREIGN_PORT,)
+
+
+@pytest.mark.parametrize(
+    "other", [{"project_id": "other"}, {"network_id": "8296eb22-b44b-4cba-95b1-3a66b31189aa"}, {"name": "eth0"}]
+)
+async def test_a_port_of_our_name_is_taken_with_its_network_and_project_alone(other: dict[str, str]) -> None:
+    """Whoever makes a port chooses its name and its device."""
+    ours = {"name": f"berth-{INSTANCE}-{NODE}-0", "device_id": INSTANCE, "project_id": "attacker"}
+    ours |= {"network_id": FOREIGN_NETWORK}
+    theirs = {"id": "theirs", **ours, **other}
+    for ports, vif in ([{"id": "ours", **ours}, theirs], "ours"), ([theirs], "made"):
+        async with network(neutron([], owner="attacker", ports=ports)) as here:
+            assert (await here.prepare(NODE, wants())).vifs == (vif,)
+
+
+async def test_a_static_port_is_attached_to_the_machines_of_its_project_alone() -> None:
+    for owner, listed in ("victim", FOREIGN_PORT), ("attacker", FOREIGN_NETWORK):
+        with pytest.raises(BuildAbort) as refused:
+            await StaticNetwork({listed: owner}).prepare(NODE, wants(port=FOREIGN_PORT))
+        assert refused.value.code == "network.other_project"
+    assert (await StaticNetwork({FOREIGN_PORT: "attacker"}).prepare(NODE, wants(port=FOREIGN_PORT))).vifs
+
+
+@pytest.mark.parametrize(
+    ("field", "restricts", "code"),
+    [
+        ("lessee", True, "node.other_project"),
+        ("lessee", False, "node.other_project"),
+        ("owner", True, "node.other_project"),
+        ("owner", False, None),
+    ],
+)
+async def test_a_node_that_another_project_has_got_since_is_not_taken(
+    field: str, restricts: bool, code: str | None
+) -> None:
+    """The driver reads the node again because the book may be behind."""
     patches: list[bytes] = []
-    node = {"uuid": NODE, "provision_state": "available", "lessee": "victim", "power_state": "power off"}
+    node = {"uuid": NODE, "provision_state": "available", field: "victim", "power_state": "power off"}
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method == "PATCH":
@@ -104,19 +161,20 @@ async def test_a_node_that_was_leased_to_another_project_since_is_not_taken() ->
             return httpx.Response(202)
         return httpx.Response(200, json=node)
 
-    config = IronicConfig(poll_interval_s=0.001, watch_interval_s=0.001)
+    config = IronicConfig(poll_interval_s=0.001, watch_interval_s=0.001, restrict_to_owner=restricts)
     driver = BareMetal(config, cell="c1", service="s", clock=SystemClock(), transport=httpx.MockTransport(answer))
     await driver.open()
     spec = InstanceSpec(instance_uuid=INSTANCE, project_id="attacker")
     try:
-        with pytest.raises(BuildFault):
-            await driver.spawn(Build(NODE, spec, 1, {NODE: {"CUSTOM_BM": 1}}, DEPLOYMENT))
+        await driver.spawn(Build(NODE, spec, 1, {NODE: {"CUSTOM_BM": 1}}, DEPLOYMENT))
+    except BuildFault as fault:
+        assert (fault.code, patches) == (code, [])
+    else:
+        assert code is None
     finally:
         await driver.close()
-    assert patches == []
 
 
-@pytest.mark.xfail(strict=True, reason="Found B19")
 async def test_all_nodes_are_read_where_ironic_gives_small_pages() -> None:
     """[api] max_limit of ironic.conf bounds a page: after 100 of them the rest is left out without a word."""
 

@@ -281,6 +281,23 @@ def test_a_rebuild_replaces_the_source_of_its_image(image: str, named: str | Non
     assert rebuild.spec == made.instance.spec == wanted
 
 
+@pytest.mark.parametrize(("runs", "power"), [(True, Power.RUNNING), (False, Power.STOPPED), (None, Power.STOPPED)])
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_a_stopped_instance_is_on_record_as_its_rebuild_has_left_it(
+    runs: bool | None, power: Power, fails_first: bool
+) -> None:
+    """A node runs after it; the record said `stopped`, and a stop did nothing."""
+    made = Scenario(replace(active(), power=Power.STOPPED))
+    if fails_first:
+        made.apply(request(MoveKind.REBUILD, request_id=OTHER))
+        made.end(1, 1, done=False, code="node.rebuild_failed", runs=False)
+    made.apply(request(MoveKind.REBUILD, request_id=UUID))
+    made.end(1, 1, runs=runs)
+    assert (made.instance.state, made.instance.power) == (State.ACTIVE, power)
+    stopping = changes(made.apply(request(MoveKind.STOP, request_id=MOVE)))
+    assert len(stopping) == (power is Power.RUNNING)
+
+
 def rescued() -> Scenario:
     made = begun(MoveKind.RESCUE, rescue_password="sesame")
     made.end(1, 1, runs=True)
