@@ -97,9 +97,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allocation_attempts: Annotated[int, Bound(ge=1, le=100)] = 12
     """Reads of one such allocation before it is left to the next read of all nodes."""
     leader_poll_interval_s: Annotated[float, Bound(gt=0, le=2)] = 1.0
-    """Seconds between two attempts to become the leader, and between two of its heartbeats. Well below the silence
-    that ends a term.
-    """
+    """Seconds between two attempts to become the leader, and between two renewals of its lease of 5 seconds."""
     removed_retention_s: Annotated[float, Bound(gt=0)] = 7 * 86_400.0
     """Seconds that a removed node stays on record and its removal is repeated."""
 

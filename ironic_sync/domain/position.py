@@ -39,6 +39,7 @@ class Position(Struct, frozen=True, kw_only=True):
     updated_at: str | None = None
     read_at: float | None = None
     due_at: float | None = None
+    absent_since: float | None = None
     tries: int = 0
     notified_seq: int = 0
     read_seq: int = 0
