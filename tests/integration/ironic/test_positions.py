@@ -37,7 +37,7 @@ from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
 from scheduler_worker.config import SchedulerConfig
-from tests.kit.waiting import until, until_equal
+from tests.kit.waiting import until
 from tests.unit.ironic.world import Nodes, World
 
 # --- One suite for both keepers of positions.
@@ -198,7 +198,7 @@ async def test_the_lease_is_renewed_while_positions_are_read(processes: Processe
     async with beside.raw() as locked:
         await locked.execute("LOCK TABLE positions IN ACCESS EXCLUSIVE MODE")
         running = asyncio.create_task(loop.run())
-        await until_equal(renewed, True)
+        await until(renewed)
         assert not loop.is_leader  # it reads
     await until(lambda: loop.sync_state is not None)
     assert loop.sync_state is not None and len(loop.sync_state.positions) == 2 * PAGE + 1

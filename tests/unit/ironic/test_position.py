@@ -36,6 +36,7 @@ from tests.unit.ironic.world import reserved as reserved_in
 
 UUID = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 CONFIG = IronicSyncConfig()
+AT_ONCE = IronicSyncConfig(absent_retention_s=0.0)  # a node that Ironic does not show is removed
 STATES = ("available", "active", "cleaning", "manageable")
 
 
@@ -295,7 +296,9 @@ async def test_a_clock_that_is_set_back_puts_off_no_publication() -> None:
 
 async def test_that_a_node_is_gone_is_published_again_too() -> None:
     """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
-    nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0, removed_retention_s=1000.0)
+    nodes, here = world(
+        resync_interval_s=60.0, republish_interval_s=300.0, absent_retention_s=0.0, removed_retention_s=1000.0
+    )
     async with here.running():
         await here.settle()
         nodes.nodes.clear()
@@ -316,7 +319,7 @@ async def test_that_a_node_is_gone_is_published_again_too() -> None:
 
 
 async def test_removed_nodes_are_forgotten_after_a_while() -> None:
-    nodes, here = world(removed_retention_s=1000.0, republish_interval_s=500.0)
+    nodes, here = world(absent_retention_s=0.0, removed_retention_s=1000.0, republish_interval_s=500.0)
     async with here.running():
         await here.settle()
         nodes.nodes.clear()
@@ -450,7 +453,7 @@ REPORTED = ProviderReport(uuid=UUID, name=UUID, inventories={"CUSTOM_X": Invento
 def test_a_404_that_was_overtaken_by_a_notification_takes_nothing_out(notified_seq: int, *, removed: bool) -> None:
     """Deleted and created again while the read was under way: it is read again at once, and stays in the book."""
     before = Position(uuid=UUID, version=3, report=REPORTED, notified_seq=notified_seq, read_seq=2)
-    after = step.apply_removed(before, seq=5, now=1000.0)
+    after = step.apply_removed(before, seq=5, now=1000.0, config=AT_ONCE)
     assert (after.report is None) is removed
     assert (after.version > before.version) is removed
     assert after.due_at == (None if removed else 1000.0)
@@ -458,7 +461,7 @@ def test_a_404_that_was_overtaken_by_a_notification_takes_nothing_out(notified_s
 
 def test_a_404_of_an_older_read_than_the_last_changes_nothing() -> None:
     before = Position(uuid=UUID, version=3, report=REPORTED, read_seq=7)
-    assert step.apply_removed(before, seq=5, now=1000.0) is before
+    assert step.apply_removed(before, seq=5, now=1000.0, config=AT_ONCE) is before
 
 
 @pytest.mark.parametrize("maintenance", [False, True])
