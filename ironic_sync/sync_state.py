@@ -173,7 +173,9 @@ class SyncState:
         """
         now = self._clock.time()
         for uuid, position in list(self.positions.items()):
-            if position.problem and step.is_held(position):
+            if position.problem == ABSENT:
+                self._republish.add(uuid)  # an operator may have deleted it: a report would make it anew
+            elif position.problem and step.is_held(position):
                 self._move(position, step.republished(position, now=now))
             elif position.report is not None or position.due_at is not None:
                 self._republish.add(uuid)

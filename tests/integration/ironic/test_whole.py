@@ -288,6 +288,17 @@ async def test_a_node_that_is_absent_for_long_is_removed(site: Site) -> None:
         assert await rest.reserved(second) == 0
 
 
+async def test_a_child_node_is_in_no_list_and_not_offered(site: Site) -> None:
+    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, resync_interval_s=0.05):
+        parent, child = ironic.pool.nodes
+        await book.until(lambda: book.offered() == {parent, child})
+        async with asking(f"{ironic.url}/v1/nodes/{child}") as ask:
+            await ask("PATCH", "", [{"op": "add", "path": "/parent_node", "value": parent}])
+            await book.until(lambda: book.offered() == {parent})
+            await ask("PATCH", "", [{"op": "remove", "path": "/parent_node"}])
+            await book.until(lambda: book.offered() == {parent, child})
+
+
 async def test_changes_while_no_process_ran_are_found(site: Site) -> None:
     async with stand_in(site, 2) as ironic, book_on(site) as book:
         first, second = ironic.pool.nodes
