@@ -32,8 +32,10 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     url: str = "http://127.0.0.1:6385"
     """Ironic's API, with or without /v1."""
-    microversion: Annotated[str, matching(r"^1\.[0-9]{1,3}$", "an API version such as 1.81")] = "1.52"
-    """Of Ironic's API. 1.52: the newest field that is read is `allocation_uuid`."""
+    microversion: Annotated[str, matching(r"^1\.[0-9]{1,3}$", "an API version such as 1.81")] = "1.83"
+    """Of Ironic's API, at most: an Ironic that is older is asked with its newest, down to 1.52. 1.83: the newest field
+    that is read is `parent_node`.
+    """
     keystone: KeystoneLogin = KeystoneLogin()
     """Credentials for Keystone. The token is renewed when it expires."""
     token: Secret = ""
@@ -77,7 +79,9 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_size: Annotated[int, Bound(ge=1, le=1000)] = 500
     """Nodes in one page."""
     max_nodes: Annotated[int, Bound(ge=1, le=1_000_000)] = 100_000
-    """The most nodes that are followed; further ones are logged (`ironic.too_many_nodes`) and left out."""
+    """The most nodes that are followed; further ones are logged (`ironic.too_many_nodes`) and left out. As many again
+    that are gone stay on record.
+    """
     reads_in_flight: Annotated[int, Bound(ge=1, le=256)] = 16
     """Reads of single nodes under way."""
     transient_retry_s: Seconds = 1.0
@@ -97,8 +101,11 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allocation_attempts: Annotated[int, Bound(ge=1, le=100)] = 12
     """Reads of one such allocation before it is left to the next read of all nodes."""
     leader_poll_interval_s: Annotated[float, Bound(gt=0, le=2)] = 1.0
-    """Seconds between two attempts to become the leader, and between two of its heartbeats. Well below the silence
-    that ends a term.
+    """Seconds between two attempts to become the leader, and between two renewals of its lease of 5 seconds."""
+    absent_retention_s: Annotated[float, Bound(ge=0, le=366 * 86_400)] = 7 * 86_400.0
+    """Seconds that a node of which Ironic answers that there is none stays in the book, held back and named as
+    `node.absent`, before it is removed with what operators gave it. One whose deletion Ironic announced is removed at
+    once.
     """
     removed_retention_s: Annotated[float, Bound(gt=0)] = 7 * 86_400.0
     """Seconds that a removed node stays on record and its removal is repeated."""

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 
 import structlog
+from msgspec import Struct
 
 from bus.clock import Clock, event_or_time
 from bus.contracts.host_metrics import HostReading
@@ -23,46 +24,43 @@ UNHANDLED = "notification.unhandled"
 RECOUNTED_EVENTS = 64  # distinct event names counted by name; an event type beyond that is counted as "other"
 
 
+class ListeningTerm(Struct, frozen=True):
+    """What notifications change in one term of this process."""
+
+    sync_state: SyncState
+    follow_allocation: Callable[[str], None]
+    read_all: Callable[[], None]
+    measured: Callable[[HostReading], None]
+
+
 class NotificationListener:
     """Binds, consumes, and turns each delivery into a step of the sync_state, in order of arrival.
 
+    A process has one subscription, which rests between its terms.
     A delivery is acknowledged once its changes are saved. One that only causes a read is acknowledged by a process that
     was the only writer after it had come: every later writer reads all nodes, so that no read is lost with this one.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        sync_state: SyncState,
-        *,
-        clock: Clock,
-        config: IronicSyncConfig,
-        follow_allocation: Callable[[str], None],
-        read_all: Callable[[], None],
-        measured: Callable[[HostReading], None],
-    ) -> None:
+    def __init__(self, transport: Transport, *, clock: Clock, config: IronicSyncConfig) -> None:
         self._transport = transport
-        self._sync_state = sync_state
         self._clock = clock
         self._config = config
-        self._look_at_allocation = follow_allocation
-        self._read_all = read_all
-        self._measured = measured
+        self._term: ListeningTerm | None = None  # None: deliveries go back, for the writer
         self._subscription: Subscription | None = None
         self._check = asyncio.Event()
-        self._stopped = False
         self._events: set[str] = set()
         self._logged_missing = False
         self.bound = False
         self.exchange_missing = False  # the exchange is not there: Ironic makes it with its first notification
+        transport.on_reconnect(self._check.set)
 
-    async def run(self) -> None:
+    async def run(self, term: ListeningTerm) -> None:
         """Bind, consume, and bind again after each reconnection and now and then, until cancelled.
 
         Ironic's exchange is not durable: it goes with the broker and takes the binding along, and may be made anew
         while we are connected. So the binding is repeated with each read of all; repeating it costs nothing.
         """
-        self._transport.on_reconnect(self._check.set)
+        self._term = term
         first = True  # nodes are read even while there is nothing to bind to
         try:
             while True:
@@ -70,7 +68,7 @@ class NotificationListener:
                 was_bound, self.bound = self.bound, await self._bind()
                 metrics.BOUND.set(self.bound)
                 if first or (self.bound and not was_bound):
-                    self._read_all()
+                    term.read_all()
                 first = False
                 wait_s = self._config.resync_interval_s if self.bound else self._config.bind_retry_s
                 if await event_or_time(self._check, self._clock, wait_s):
@@ -78,14 +76,13 @@ class NotificationListener:
         finally:
             self.bound = False
             metrics.BOUND.set(0)
-            await self.stop()
+            self.stop()
 
-    async def stop(self) -> None:
-        """Take no more notifications."""
-        self._stopped = True
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None:
-            await subscription.cancel()
+    def stop(self) -> None:
+        """Take no more notifications in this term."""
+        self._term = None
+        if self._subscription is not None:
+            self._subscription.pause()
 
     async def _bind(self) -> bool:
         config = self._config
@@ -95,7 +92,11 @@ class NotificationListener:
             await self._transport.bind_foreign(
                 config.own_queue, config.exchange, [f"{topic}.*" for topic in config.topics]
             )
-            if self._subscription is None and not self._stopped:
+            if self._term is None:
+                return False
+            if self._subscription is not None:
+                self._subscription.resume()
+            else:
                 self._subscription = await self._transport.consume(
                     config.own_queue, self.on_delivery, prefetch=config.prefetch
                 )
@@ -119,15 +120,19 @@ class NotificationListener:
 
         One that cannot be handled is given up, and all nodes are read, which covers it.
         """
+        term = self._term
+        if term is None:
+            delivery.nack(requeue=True)
+            return
         try:
-            self._take(delivery)
+            self._take(delivery, term)
         except Exception as error:  # the input is foreign; reading all nodes covers its subject
             metrics.REJECTED.labels(UNHANDLED).inc()
             log.error("ironic.unhandled", code=UNHANDLED, error=type(error).__name__, where=_where(error))
             delivery.ack()
-            self._read_all()
+            term.read_all()
 
-    def _take(self, delivery: Delivery) -> None:
+    def _take(self, delivery: Delivery, term: ListeningTerm) -> None:
         notification = parse(delivery.body)
         if isinstance(notification, Rejected):
             metrics.REJECTED.labels(notification.code).inc()
@@ -140,13 +145,13 @@ class NotificationListener:
         if isinstance(notification, Sensors):
             delivery.ack()  # lost with this process, the next one is newer
             if notification.reading is not None:
-                self._measured(notification.reading)
+                term.measured(notification.reading)
             return
-        self._act(notification)
-        self._sync_state.take(delivery)
+        self._act(notification, term)
+        term.sync_state.take(delivery)
 
-    def _act(self, notification: Notification) -> None:
-        known = self._sync_state.positions.get(notification.subject or "")
+    def _act(self, notification: Notification, term: ListeningTerm) -> None:
+        known = term.sync_state.positions.get(notification.subject or "")
         means = effect_of(notification, seen_updated_at=known.updated_at if known else None)
         log.debug(
             "ironic.notification",
@@ -158,10 +163,10 @@ class NotificationListener:
         if means == NO_EFFECT:
             return
         if means.allocation is not None:
-            self._look_at_allocation(means.allocation)
+            term.follow_allocation(means.allocation)
             return
         cause = notification.request_id or notification.message_id
-        self._sync_state.apply_notification(means, cause, notification.event)
+        term.sync_state.apply_notification(means, cause, notification.event)
 
     def _event(self, notification: Notification | Sensors) -> str:
         """A label from outside, so the number of different ones is bounded."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
+from msgspec import Struct
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
@@ -18,8 +19,8 @@ from bus.port import Transport
 from bus.tracing.tracer import Tracer
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
-from ironic_sync.domain.position import source_of
-from ironic_sync.listener import NotificationListener
+from ironic_sync.domain.position import Position, source_of
+from ironic_sync.listener import ListeningTerm, NotificationListener
 from ironic_sync.measuring import Measurements
 from ironic_sync.notification_traces import NotificationTraces
 from ironic_sync.reader import Reader
@@ -53,7 +54,6 @@ class SyncLoop:
         self._tracer = tracer
         self._source = source
         self._positions = positions
-        self._transport = transport
         self._publish_all = publish_all
         self._clock = clock
         self._rng = rng
@@ -61,6 +61,7 @@ class SyncLoop:
         self._source_name = source_of(config.name)
         self._waiting = False
         self._term: _Term | None = None
+        self._listener = NotificationListener(transport, clock=clock, config=config)
 
     @property
     def is_leader(self) -> bool:
@@ -76,7 +77,7 @@ class SyncLoop:
         term = self._term
         if term is None:
             return self._waiting
-        listening = term.listener.bound or term.listener.exchange_missing
+        listening = self._listener.bound or self._listener.exchange_missing
         return listening and term.reader.reachable and term.reader.last_all_at is not None
 
     @property
@@ -116,7 +117,7 @@ class SyncLoop:
         term, until = self._term, self._clock.monotonic() + grace_s
         if term is None:
             return
-        await term.listener.stop()
+        self._listener.stop()
         while not term.writer.idle and self._clock.monotonic() < until:
             await self._clock.sleep(DRAIN_POLL_S)
 
@@ -139,88 +140,74 @@ class SyncLoop:
             await self._clock.sleep(self._config.leader_poll_interval_s)
 
     async def _serve_term(self) -> None:
-        async with self._positions.become_leader() as term:
+        async with self._positions.become_leader() as kept:
             log.info("ironic.leading")
             self._waiting = False
-            await self._lead(term)
+            await self._run_together(kept)
 
-    async def _lead(self, kept: Term) -> None:
-        config = self._config
-        sync_state = SyncState(
-            *await kept.load(),
-            clock=self._clock,
-            config=config,
-            traces=NotificationTraces(self._tracer),
-        )
-        reader = Reader(self._source, sync_state, clock=self._clock, rng=self._rng, config=config)
-        writer = Writer(
-            kept, sync_state, self._publish_all, clock=self._clock, cell=config.cell, source=self._source_name
-        )
-        measurements = Measurements(
-            self._publish_all, clock=self._clock, max_nodes=config.max_nodes, source=self._source_name
-        )
-        listener = NotificationListener(
-            self._transport,
-            sync_state,
-            clock=self._clock,
-            config=config,
-            follow_allocation=reader.follow_allocation,
-            read_all=reader.read_all,
-            measured=measurements.add,
-        )
-        self._term = _Term(sync_state, reader, writer, listener, measurements)
-        metrics.LEADER.set(1)
-        try:
-            await self._run_together(self._term, kept)
-        finally:
-            self._term = None
-            metrics.LEADER.set(0)
-            metrics.PROBLEMS.clear()  # the next writer's, who may be another process
-            sync_state.requeue_unacknowledged()
-            sync_state.traces.close("ironic.term_ended")
-
-    async def _run_together(self, term: _Term, kept: Term) -> None:
-        """All side tasks live and die together; the first fault is the term's end."""
+    async def _run_together(self, kept: Term) -> None:
+        """All tasks of a term live and die together, the renewal of its lease first; the first fault is its end."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(term.writer.save())
-                tasks.create_task(term.writer.publish())
-                tasks.create_task(term.reader.run())
-                tasks.create_task(term.reader.run_all())
-                tasks.create_task(term.listener.run())
-                tasks.create_task(term.measurements.run())
-                tasks.create_task(self._check(term, kept))
+                tasks.create_task(self._keep_lease(kept))
+                term = self._term_of(kept, *await kept.load())
+                for run in (
+                    term.writer.save(),
+                    term.writer.publish(),
+                    term.reader.run(),
+                    term.reader.run_all(),
+                    self._listener.run(term.listening),
+                    term.measurements.run(),
+                ):
+                    tasks.create_task(run)
+                self._term = term
+                metrics.LEADER.set(1)
         except (
             ExceptionGroup
         ) as faults:  # not `except*`: an exception that is raised from there is wrapped in a group again
             raise first_fault(faults) from faults
+        finally:
+            if (ended := self._term) is not None:
+                self._term = None
+                metrics.LEADER.set(0)
+                metrics.PROBLEMS.clear()  # the next writer's, who may be another process
+                ended.sync_state.requeue_unacknowledged()
+                ended.sync_state.traces.close("ironic.term_ended")
 
-    async def _check(self, term: _Term, kept: Term) -> None:
-        """Notice soon when another process has become the writer, and purge nodes that were removed long ago."""
+    def _term_of(self, kept: Term, positions: Mapping[str, Position], published: Mapping[str, int]) -> _Term:
+        config, clock, source = self._config, self._clock, self._source_name
+        sync_state = SyncState(
+            positions, published, clock=clock, config=config, traces=NotificationTraces(self._tracer)
+        )
+        reader = Reader(self._source, sync_state, clock=clock, rng=self._rng, config=config)
+        writer = Writer(kept, sync_state, self._publish_all, clock=clock, cell=config.cell, source=source)
+        measurements = Measurements(self._publish_all, clock=clock, max_nodes=config.max_nodes, source=source)
+        listening = ListeningTerm(sync_state, reader.follow_allocation, reader.read_all, measurements.add)
+        return _Term(sync_state, reader, writer, listening, measurements)
+
+    async def _keep_lease(self, kept: Term) -> None:
+        """Renew the lease, and purge nodes that were removed long ago. A database that does not answer ends no term:
+        only another writer does, and until there is one nothing else may change the positions.
+        """
         purge_at = self._clock.monotonic()
         while True:
             await self._clock.sleep(self._config.leader_poll_interval_s)
-            await kept.check()
-            if self._clock.monotonic() >= purge_at:
-                purge_at = self._clock.monotonic() + self._config.republish_interval_s
-                reported_before = self._clock.time() - self._config.removed_retention_s
-                await kept.purge(reported_before)
-                term.sync_state.purge(reported_before)
+            try:
+                await kept.renew()
+                if self._term is not None and self._clock.monotonic() >= purge_at:
+                    purge_at = self._clock.monotonic() + self._config.republish_interval_s
+                    reported_before = self._clock.time() - self._config.removed_retention_s
+                    await kept.purge(reported_before)
+                    self._term.sync_state.purge(reported_before)
+            except Transient as fault:
+                log.warning("ironic.lease_waits", code=fault.code, reason=fault.reason)
 
 
-class _Term:
+class _Term(Struct, frozen=True):
     """The parts of one term."""
 
-    def __init__(
-        self,
-        sync_state: SyncState,
-        reader: Reader,
-        writer: Writer,
-        listener: NotificationListener,
-        measurements: Measurements,
-    ) -> None:
-        self.sync_state = sync_state
-        self.reader = reader
-        self.writer = writer
-        self.listener = listener
-        self.measurements = measurements
+    sync_state: SyncState
+    reader: Reader
+    writer: Writer
+    listening: ListeningTerm
+    measurements: Measurements

@@ -26,12 +26,13 @@ JITTER = 0.1  # of the time between two reads of all, so that several systems do
 # costs Ironic what some ten single reads do.
 LIST_FROM = 100
 LIST_SHARE = 50
-# Single reads that begin in a second, while lists can be read: past it what waits becomes a list. A read is some
-# milliseconds of work; without a bound a storm's reads took so much that its notifications waited.
+# Single reads that begin in a second, while lists can be read, beside a list too: past it what waits becomes a list. A
+# read is some milliseconds of work; without a bound a storm's reads took so much that its notifications waited.
 READS_A_SECOND = 100
-# After a list that stood for single reads nothing is read for as long as it took, and for this at least: what a storm
+# After a list that stood for single reads no other one does for as long as it took, within these bounds: what a storm
 # takes out of the book needs no read, and comes first.
 LEAST_REST_S = 0.5
+MOST_REST_S = 30.0
 MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all nodes finds the changes
 
 
@@ -54,7 +55,7 @@ class Reader:
         self._allocations: dict[str, asyncio.Task[None]] = {}
         self._all = asyncio.Event()
         self._reading_all = False
-        self._lists_instead = False  # the read of all that is under way, or requested, stands for the single reads
+        self._lists_instead = False  # the read of all that is requested, or began then, stands for single reads
         self._lists_work = True
         self._unlisted = 0  # nodes that the last list did not have: another one would not have them either
         self._rest_until = float("-inf")
@@ -92,17 +93,20 @@ class Reader:
             await event_or_time(self._all, self._clock, wait_s)
             self._reading_all = True
             self._all.clear()
+            stands = self._lists_instead
             if self._clock.monotonic() >= republish_at:
                 self._sync_state.republish_all(gone_since=self._clock.time() - self._config.removed_retention_s)
                 republish_at = self._clock.monotonic() + self._config.republish_interval_s
             began = self._clock.monotonic()
             complete = await self._read_all()
             ended = self._clock.monotonic()
-            if self._lists_instead:
-                self._rest_until = ended + max(ended - began, LEAST_REST_S)
+            if stands:
+                self._rest_until = ended + min(max(ended - began, LEAST_REST_S), MOST_REST_S)
+                self._lists_instead = False
+                self._sync_state.list_ended()
             if not complete:
                 self._all.set()
-            self._reading_all = self._lists_instead = False
+            self._reading_all = False
             self._lists_work = complete
             self._sync_state.planned.set()
             if complete or await self._wait_for_answer():
@@ -137,8 +141,7 @@ class Reader:
 
     def _start_due(self) -> None:
         now = self._clock.time()
-        if self._reads_list_instead(now):
-            return
+        self._leave_to_list(now)
         while len(self._reading) < self._config.reads_in_flight and not self._held_back_s():
             uuid = self._sync_state.pop_due(now)
             if uuid is None:
@@ -151,18 +154,20 @@ class Reader:
             self._reading[uuid] = task
             task.add_done_callback(partial(self._ended, uuid))
 
-    def _reads_list_instead(self, now: float) -> bool:
-        """Whether a read of all stands for single reads. None does while such reads fail: single ones may not."""
+    def _leave_to_list(self, now: float) -> None:
+        """Where very many nodes wait, a read of all stands for their reads, and only for these: a node that is named
+        later is read beside it. None does while such reads fail: single ones may not.
+        """
         most = max(LIST_FROM, len(self._sync_state.positions) // LIST_SHARE) + self._unlisted
         is_possible = self._lists_work and self._clock.monotonic() >= self._rest_until
         if not self._lists_instead and is_possible and self._sync_state.has_more_due(most, now):
             self._lists_instead = True
+            self._sync_state.leave_to_list(now)
             self.read_all()
-        return self._lists_instead
 
     def _wait_s(self) -> float | None:
-        """Seconds until the next single read may begin; None: when one ends, a list ends, or a node is planned."""
-        if self._lists_instead or len(self._reading) >= self._config.reads_in_flight:
+        """Seconds until the next single read may begin; None: when one ends, or a node is planned."""
+        if len(self._reading) >= self._config.reads_in_flight:
             return None
         due_at = self._sync_state.next_due()
         return None if due_at is None else max(due_at - self._clock.time(), self._held_back_s())
@@ -171,8 +176,7 @@ class Reader:
         """Seconds for which single reads are held back. While lists fail they are not: nothing else reads a node."""
         if not self._lists_work:
             return 0.0
-        now = self._clock.monotonic()
-        return max(self._rest_until - now, self._pace.wait_s(now), 0.0)
+        return self._pace.wait_s(self._clock.monotonic())
 
     def _ended(self, uuid: str, _: object) -> None:
         del self._reading[uuid]
@@ -224,9 +228,8 @@ class Reader:
             log.warning("ironic.resync_failed", code=fault.code, reason=fault.reason)
             return False
         self.reachable = True
-        for uuid in sync_state.known():
-            if sync_state.positions[uuid].read_seq < first:
-                sync_state.schedule_read(uuid)
+        for uuid in sync_state.unlisted(first):
+            sync_state.schedule_read(uuid)
         self._unlisted = sync_state.count_waiting(first)
         self.last_all_at = self._clock.time()
         self._report_all(self._clock.monotonic() - began)

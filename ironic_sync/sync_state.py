@@ -18,6 +18,7 @@ from ironic_sync.domain import position as step
 from ironic_sync.domain.effect import Effect
 from ironic_sync.domain.node import Node, Unreadable
 from ironic_sync.domain.position import Position
+from ironic_sync.domain.rules import ABSENT
 from ironic_sync.notification_traces import NotificationTraces
 
 log = structlog.get_logger(__name__)
@@ -55,8 +56,12 @@ class SyncState:
         self._in_flight: set[int] = set()  # numbers of reads that were sent and not answered
         self._due: list[tuple[float, str]] = []
         self._ready: dict[str, None] = {}  # whose time has come, in its order
+        self._left_to_list: list[str] = []  # the same, of which a list that is under way may bring the answer
         self._republish: set[str] = set()
+        self._gone: set[str] = set()
+        self._logged_full = False
         for uuid, position in self.positions.items():
+            self._count(position)
             if position.version > self.published.get(uuid, 0):
                 self.unsaved[uuid] = None
                 self.moved.set()
@@ -100,7 +105,9 @@ class SyncState:
             return
         self.notified_at[before.uuid] = (self._clock.monotonic(), cause)
         self.traces.begin(before.uuid, what, cause)
-        after = step.notified(before, taken=effect.reserve_all, seq=self.next_seq(), now=self._clock.time())
+        after = step.notified(
+            before, taken=effect.reserve_all, deleted=effect.deleted, seq=self.next_seq(), now=self._clock.time()
+        )
         self._move(before, after)
 
     def settle(self, uuid: str) -> None:
@@ -144,8 +151,10 @@ class SyncState:
         before = self._of(uuid)
         if before is None:
             return
-        after = step.apply_removed(before, seq=seq, now=self._clock.time())
+        after = step.apply_removed(before, seq=seq, now=self._clock.time(), config=self._config)
         self._move(before, after)
+        if after.report is None:
+            self._republish.discard(uuid)
         if after.version == 0 and after.due_at is None and not self._is_disputed(after):
             del self.positions[uuid]  # never reported: a made-up uuid leaves nothing behind
 
@@ -156,14 +165,19 @@ class SyncState:
             self._move(before, step.failed(before, now=self._clock.time(), config=self._config))
 
     def republish_all(self, *, gone_since: float) -> None:
-        """Report every node to the book again, each when it is next read.
+        """Report every node to the book again, each when it is next read; now what is held for a fault, as no read may
+        show it.
 
         Nodes that have gone since are not read any more: their removal is reported now, because inventory in use when
         it was removed stays in the book, without capacity, until a later report finds it unused.
         """
         now = self._clock.time()
         for uuid, position in list(self.positions.items()):
-            if position.report is not None or position.due_at is not None:
+            if position.problem == ABSENT:
+                self._republish.add(uuid)  # an operator may have deleted it: a report would make it anew
+            elif position.problem and step.is_held(position):
+                self._move(position, step.republished(position, now=now))
+            elif position.report is not None or position.due_at is not None:
                 self._republish.add(uuid)
             elif position.version and (position.read_at or 0.0) >= gone_since:
                 self._move(position, step.republished(position, now=now))
@@ -187,8 +201,22 @@ class SyncState:
         return [uuid for uuid, position in self.positions.items() if position.report is not None]
 
     def count_waiting(self, unread_since: int) -> int:
-        """How many nodes are to be read, and had no answer to a request that was sent at that number or later."""
-        return sum(one.due_at is not None and one.read_seq < unread_since for one in self.positions.values())
+        """How many nodes are to be read now, and had no answer to a request that was sent at that number or later."""
+        now = self._clock.time()
+        return sum(
+            one.due_at is not None and one.due_at <= now and one.read_seq < unread_since
+            for one in self.positions.values()
+        )
+
+    def unlisted(self, first: int) -> list[str]:
+        """Reported nodes of which a list has nothing that began at that number. One that is known to be absent is read
+        again when that has been so for long.
+        """
+        return [
+            uuid
+            for uuid in self.known()
+            if (one := self.positions[uuid]).read_seq < first and not (one.read_seq and one.problem == ABSENT)
+        ]
 
     def problems(self) -> dict[str, str]:
         """{node: code} of nodes that cannot be placed on as they are, by node."""
@@ -210,6 +238,21 @@ class SyncState:
         """Whether more than this many nodes wait for their reads."""
         self._call_up(now)
         return len(self._ready) > most
+
+    def leave_to_list(self, now: float) -> None:
+        """The nodes that wait for their reads now wait for a list instead. Those whose time comes later do not."""
+        self._call_up(now)
+        self._left_to_list += self._ready
+        self._ready.clear()
+
+    def list_ended(self) -> None:
+        """What the list did not answer is to be read singly."""
+        now, left = self._clock.time(), self._left_to_list
+        self._left_to_list = []
+        for uuid in left:
+            position = self.positions.get(uuid)
+            if position is not None and position.due_at is not None and position.due_at <= now:
+                self._ready[uuid] = None
 
     def pop_due(self, now: float) -> str | None:
         """A node whose time has come. It is not planned any more until a step plans it."""
@@ -240,13 +283,23 @@ class SyncState:
             if is_over and position.version < limit and not self._is_disputed(position):
                 del self.positions[uuid]
                 self.published.pop(uuid, None)
+                self._gone.discard(uuid)
 
     def _of(self, uuid: str) -> Position | None:
-        position = self.positions.get(uuid)
-        if position is None and len(self.positions) >= self._config.max_nodes:
-            log.error("ironic.too_many_nodes", node=uuid, max_nodes=self._config.max_nodes)
-            return None
-        return position or Position(uuid=uuid)
+        if (position := self.positions.get(uuid)) is not None:
+            return position
+        known, most = len(self.positions), self._config.max_nodes
+        is_full = known - len(self._gone) >= most or known >= 2 * most
+        if is_full and not self._logged_full:
+            log.error("ironic.too_many_nodes", node=uuid, max_nodes=most)
+        self._logged_full = is_full  # once, and not for each node of each list
+        return None if is_full else Position(uuid=uuid)
+
+    def _count(self, position: Position) -> None:
+        if step.is_gone(position):
+            self._gone.add(position.uuid)
+        else:
+            self._gone.discard(position.uuid)
 
     def _mark_republished(self, after: Position, before: Position, now: float) -> Position:
         # Overtaken by a notification, it is read again at once: an offer is reported again after a fresh read, too.
@@ -258,6 +311,7 @@ class SyncState:
     def _move(self, before: Position, after: Position) -> None:
         """Adopt a step, to be saved (and reported) where that changes."""
         self.positions[after.uuid] = after
+        self._count(after)
         if after.due_at != before.due_at:
             self._ready.pop(after.uuid, None)
         if after.due_at is not None and (after.due_at != before.due_at or after.read_seq != before.read_seq):
@@ -266,7 +320,7 @@ class SyncState:
         self._log_problem(before, after)
         if after.read_seq > after.notified_seq and after.version <= self.published.get(after.uuid, 0):
             self.settle(after.uuid)  # read as requested, and the book knows it all
-        if (after.version, after.problem, after.state) == (before.version, before.problem, before.state):
+        if _kept(after) == _kept(before):
             return
         self.unsaved[after.uuid] = None
         self.moved.set()
@@ -276,3 +330,8 @@ class SyncState:
             return
         if after.problem:
             log.error("ironic.node_problem", node=after.uuid, code=after.problem, state=after.state)
+
+
+def _kept(position: Position) -> tuple[object, ...]:
+    """What of a position is saved as soon as it changes."""
+    return position.version, position.problem, position.state, position.absent_since

@@ -18,6 +18,7 @@ from bus.openstack.keystone import KeystoneAuth
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 
+MAX_VERSION = 16
 IRONIC_VERSION = "X-OpenStack-Ironic-API-Version"
 _LEAST, _MOST = "X-OpenStack-Ironic-API-Minimum-Version", "X-OpenStack-Ironic-API-Maximum-Version"
 MAX_ERROR = 1_500  # characters of a service's error that go into a reason
@@ -99,6 +100,19 @@ def error_text(body: bytes) -> str:
 def _only(message: dict[str, Any]) -> Any:
     """Neutron and Keystone put the error under a name of its own."""
     return next(iter(message.values())) if len(message) == 1 else None
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """A microversion as numbers; (0, 0): it is none."""
+    major, _, minor = text.partition(".")
+    if not (text.isascii() and major.isdigit() and minor.isdigit() and len(text) <= MAX_VERSION):
+        return (0, 0)
+    return int(major), int(minor)
+
+
+def newest_version(headers: Mapping[str, str]) -> tuple[int, int]:
+    """The newest microversion that an answer of Ironic says it has; (0, 0): it says none."""
+    return parse_version(headers.get(_MOST) or "")
 
 
 def version_advice(headers: Mapping[str, str], setting: str) -> str:

@@ -152,16 +152,32 @@ SELECT count(*), CASE WHEN NOT $2 THEN set_config('synchronous_commit', 'off', t
 # Of the rows for a bus the longest untaken go first, so that those which fail again and again go round; and each bus
 # has the limit to itself, so that one with many rows does not hold up the others.
 TAKE_OLD = """
-WITH gone AS (DELETE FROM outbox WHERE id = ANY($4::bigint[]) RETURNING 1),
-taken AS (
-    UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox WHERE id IN (
+WITH RECURSIVE gone AS (DELETE FROM outbox WHERE id = ANY($4::bigint[]) RETURNING 1),
+buses AS (
+    (SELECT bus FROM outbox ORDER BY bus LIMIT 1)
+    UNION ALL
+    SELECT next.bus FROM buses CROSS JOIN LATERAL (
+        SELECT bus FROM outbox WHERE outbox.bus > buses.bus ORDER BY bus LIMIT 1
+    ) AS next
+),
+back AS MATERIALIZED (SELECT id, bus, taken_at FROM outbox WHERE id = ANY($5::bigint[])),
+found AS (
+    SELECT old.id FROM buses CROSS JOIN LATERAL (
         SELECT id FROM (
-            SELECT id, row_number() OVER (PARTITION BY bus ORDER BY taken_at, id) AS place FROM outbox
-            WHERE (taken_at < now() - make_interval(secs => $1) OR id = ANY($5::bigint[]))
-                AND NOT bus = ANY($3::text[]) AND NOT id = ANY($4::bigint[])
-        ) AS ranked WHERE place <= $2
-    ) AND (taken_at < now() - make_interval(secs => $1) OR id = ANY($5::bigint[]))
-    ORDER BY id FOR UPDATE SKIP LOCKED) RETURNING id, body
+            (SELECT id, taken_at FROM outbox WHERE bus = buses.bus
+                AND taken_at < now() - make_interval(secs => $1) AND NOT id = ANY($4::bigint[])
+             ORDER BY bus, taken_at LIMIT $2)
+            UNION
+            SELECT id, taken_at FROM back WHERE bus = buses.bus AND NOT id = ANY($4::bigint[])
+        ) AS both_kinds ORDER BY taken_at LIMIT $2
+    ) AS old WHERE NOT buses.bus = ANY($3::text[])
+),
+taken AS (
+    UPDATE outbox SET taken_at = now() WHERE id IN (
+        SELECT outbox.id FROM found JOIN outbox USING (id)
+        WHERE taken_at < now() - make_interval(secs => $1) OR outbox.id = ANY($5::bigint[])
+        ORDER BY outbox.id FOR UPDATE OF outbox SKIP LOCKED
+    ) RETURNING id, body
 )
 SELECT deleted.rows, taken.id, taken.body
 FROM (SELECT count(*) AS rows FROM gone) AS deleted LEFT JOIN taken ON true

@@ -92,6 +92,8 @@ CREATE TABLE outbox (
 )
  WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 
+CREATE INDEX outbox_of_bus ON outbox (bus, taken_at);
+
 ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
 
 CREATE TABLE handled (

@@ -11,6 +11,7 @@ CREATE TABLE positions (
     updated_at TEXT,
     read_at DOUBLE PRECISION,
     due_at DOUBLE PRECISION,
+    absent_since DOUBLE PRECISION,
     PRIMARY KEY (node)
 );
 
@@ -18,8 +19,9 @@ CREATE INDEX positions_problem ON positions (node) WHERE problem <> '';
 
 CREATE TABLE leadership (
     one BOOLEAN NOT NULL CHECK (one),
-    epoch BIGINT NOT NULL,
+    term BIGINT NOT NULL,
     since TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    expires_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
     PRIMARY KEY (one)
 );
 
@@ -31,4 +33,4 @@ CREATE TABLE identity (
 
 INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
 
-INSERT INTO leadership (one, epoch) VALUES (true, 0);
+INSERT INTO leadership (one, term) VALUES (true, 0);

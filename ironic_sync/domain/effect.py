@@ -16,13 +16,15 @@ from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES
 class Effect(Struct, frozen=True, kw_only=True):
     """The reaction to one notification.
 
-    read: the node to read again. reserve_all: hold that node back at once, before reading it. announced: nothing has
-    happened yet, another notification is to follow; read only in case it does not.
+    read: the node to read again. reserve_all: hold that node back at once, before reading it. deleted: Ironic says that
+    it has deleted it. announced: nothing has happened yet, another notification is to follow; read only in case it does
+    not.
     allocation: an allocation that will set some node's instance_uuid: look at it until it has.
     """
 
     read: str | None = None
     reserve_all: bool = False
+    deleted: bool = False
     announced: bool = False
     allocation: str | None = None
 
@@ -43,7 +45,8 @@ def effect_of(notification: Notification, *, seen_updated_at: str | None = None)
     if notification.status is Status.START and notification.action not in _ALWAYS_TRUE:
         return Effect(read=notification.subject, announced=True)
     taken = notification.kind == "node" and _is_fact(notification) and _reserves_all(notification)
-    return Effect(read=notification.subject, reserve_all=taken and not _older(notification.updated_at, seen_updated_at))
+    taken = taken and not _older(notification.updated_at, seen_updated_at)
+    return Effect(read=notification.subject, reserve_all=taken, deleted=taken and notification.action == "delete")
 
 
 def _of_allocation(notification: Notification) -> Effect:

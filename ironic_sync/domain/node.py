@@ -27,6 +27,7 @@ class Node(Struct, frozen=True, kw_only=True):
     traits: Annotated[tuple[TraitName, ...], Bound(max_length=MAX_TRAITS)] = ()
     allocation_uuid: ShortText | None = None
     updated_at: ShortText | None = None
+    parent_node: ShortText | None = None
 
 
 class Allocation(Struct, frozen=True, kw_only=True):

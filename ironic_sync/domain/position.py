@@ -14,9 +14,10 @@ from bus.contracts.placement import InventoryUpdate, ProviderReport
 from bus.retrying import doubled_s
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Node
-from ironic_sync.domain.rules import is_transient, offers_more, place, reserve_all
+from ironic_sync.domain.rules import ABSENT, is_transient, offers_more, place, reserve_all
 
 SOURCE = "ironic"
+DELETED_AT = 0.0  # `absent_since` of a node whose deletion Ironic has announced: long enough
 
 
 def source_of(name: str) -> str:
@@ -29,6 +30,7 @@ class Position(Struct, frozen=True, kw_only=True):
 
     report: None = nothing reported, or removed. version: of the last report; it outlives a removal, so that a node
     created again under its old uuid still reports with a newer one. due_at: when to read it next; None: with all.
+    absent_since: when Ironic first answered that there is no such node, though it was reported.
     """
 
     uuid: str
@@ -39,6 +41,7 @@ class Position(Struct, frozen=True, kw_only=True):
     updated_at: str | None = None
     read_at: float | None = None
     due_at: float | None = None
+    absent_since: float | None = None
     tries: int = 0
     notified_seq: int = 0
     read_seq: int = 0
@@ -62,11 +65,12 @@ def next_version(last: int, now: float) -> int:
     return max(last + 1, int(now * 1_000_000))
 
 
-def notified(position: Position, *, taken: bool, seq: int, now: float) -> Position:
+def notified(position: Position, *, taken: bool, deleted: bool = False, seq: int, now: float) -> Position:
     """A notification named the node: plan a read now, and reserve the node at once if the notification takes it
     away.
     """
-    wanted = replace(position, notified_seq=seq, due_at=now, tries=0)
+    absent_since = DELETED_AT if deleted else position.absent_since
+    wanted = replace(position, notified_seq=seq, due_at=now, tries=0, absent_since=absent_since)
     if not taken or position.report is None:
         return wanted
     return _with_report(wanted, reserve_all(position.report), now)
@@ -106,26 +110,37 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, config: 
         read_seq=seq,
         tries=position.tries + 1 if node.provision_state == position.state else 0,
         due_at=None,
+        absent_since=None,
     )
     due_at = now if overtaken else _due(known, now, config)
     return _with_report(replace(known, due_at=due_at), placed.report, now)
 
 
-def apply_removed(position: Position, *, seq: int, now: float) -> Position:
-    """Ironic answered that the node does not exist (a 404 to a read of it; absence from a list proves nothing)."""
+def apply_removed(position: Position, *, seq: int, now: float, config: IronicSyncConfig) -> Position:
+    """Ironic answered that the node does not exist (a 404 to a read of it; absence from a list proves nothing).
+
+    Ironic also answers so while it hides nodes, as from a user who has lost a role. A removal takes along what was
+    given to the provider, so the node is held back until it is seen again, or Ironic's word of the deletion or a long
+    time proves that it is gone.
+    """
     if seq < position.read_seq:
         return position
     if position.notified_seq > seq:
         return replace(position, due_at=now, read_seq=seq)
+    since = now if position.absent_since is None else position.absent_since
+    if position.report is not None and now < since + config.absent_retention_s:
+        due_at = since + config.absent_retention_s
+        absent = replace(position, problem=ABSENT, absent_since=since, read_seq=seq, due_at=due_at, tries=0)
+        return _with_report(absent, reserve_all(position.report), now)
     gone = replace(position, problem="", state=None, updated_at=None, read_at=now, read_seq=seq, due_at=None, tries=0)
-    return _with_report(gone, None, now)
+    return _with_report(replace(gone, absent_since=None), None, now)
 
 
 def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, config: IronicSyncConfig) -> Position:
     """Ironic's answer about the node is no node. It is held back, reported as a problem, and read again."""
     if seq < position.read_seq:
         return position
-    wrong = replace(failed(position, now=now, config=config), problem=problem, read_seq=seq)
+    wrong = replace(failed(position, now=now, config=config), problem=problem, read_seq=seq, absent_since=None)
     return wrong if wrong.report is None else _with_report(wrong, reserve_all(wrong.report), now)
 
 
@@ -136,6 +151,16 @@ def failed(position: Position, *, now: float, config: IronicSyncConfig) -> Posit
         tries=position.tries + 1,
         due_at=now + doubled_s(config.failed_retry_s, config.failed_retry_max_s, position.tries),
     )
+
+
+def is_gone(position: Position) -> bool:
+    """Whether Ironic has no such node, as far as is known, and the book had it."""
+    return position.problem == ABSENT or (position.report is None and position.version > 0)
+
+
+def is_held(position: Position) -> bool:
+    """Whether the last report offers nothing."""
+    return position.report is not None and reserve_all(position.report) is position.report
 
 
 def republished(position: Position, *, now: float) -> Position:

@@ -50,11 +50,15 @@ class Placed(Struct, frozen=True, kw_only=True):
 
 
 NO_CLASS: Final = "node.no_resource_class"
+ABSENT: Final = "node.absent"
 
 
 def unavailable(node: Node) -> bool:
-    """Whether the node takes no instance, whatever its use (unknown states count as unavailable)."""
-    return bool(node.maintenance) or node.power_state in DEAD_POWER or node.provision_state not in FREE_STATES
+    """Whether the node takes no instance, whatever its use (unknown states count as unavailable). A child node (a DPU
+    in its parent) takes none: Ironic lists none, so no compute service has it.
+    """
+    is_broken = bool(node.maintenance) or node.power_state in DEAD_POWER
+    return is_broken or node.parent_node is not None or node.provision_state not in FREE_STATES
 
 
 def reserved(node: Node) -> bool:

@@ -13,14 +13,23 @@ import msgspec
 from bus.contracts.base import reason_of
 from bus.openstack import answers
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, unanswered
-from bus.openstack.rest import IRONIC_VERSION, api_root, error_text, is_ironics, version_advice
+from bus.openstack.rest import (
+    IRONIC_VERSION,
+    api_root,
+    error_text,
+    is_ironics,
+    newest_version,
+    parse_version,
+    version_advice,
+)
 from bus.tracing.context import CURRENT
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 
 MAX_NODE_BYTES = 4 * 1024 * 1024  # driver_info, properties and extra are free-form
 MAX_PAGE_BYTES = 64 * 1024 * 1024
-MAX_PAGES = 10_000
+MAX_LISTED = 4_000_000  # nodes of one list, whatever the size of its pages
+OLDEST = (1, 52)  # has all fields that are read but `parent_node`, and no child nodes either
 # `fields` keeps a page at 600 bytes a node. Ironic refuses updated_at there, and fails on allocation_uuid.
 FIELDS = "uuid,provision_state,power_state,maintenance,instance_uuid,resource_class,traits"
 
@@ -45,10 +54,11 @@ class RestSource:
         verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        headers = {"Accept": "application/json", IRONIC_VERSION: microversion}
+        headers = {"Accept": "application/json"}
         if token:
             headers["X-Auth-Token"] = token
         self._auth = auth
+        self._wanted_version = self._version = microversion
         self._timeout_s = timeout_s
         self._list_timeout_s = list_timeout_s
         self._page_size = page_size
@@ -79,18 +89,25 @@ class RestSource:
         Raises SourceUnavailable, or SourceRefused: the answer is not a list of nodes, or has no end.
         """
         params = {"fields": FIELDS, "limit": str(self._page_size)}
-        for _ in range(MAX_PAGES):
+        self._version = self._wanted_version  # Ironic may have been upgraded
+        listed, before = 0, list[str]()
+        while listed <= MAX_LISTED:
             raw = await self._get("/v1/nodes", params, self._list_timeout_s, MAX_PAGE_BYTES)
+            if raw is None and before:
+                params["marker"] = before.pop()  # the node of the marker was deleted meanwhile: from the one before it
+                continue
             if raw is None or not isinstance(raw.get("nodes"), list):
                 raise SourceRefused("the node list has no nodes", code="ironic.not_a_list")
-            yield [parse_node(node) for node in raw["nodes"]]
+            nodes = [parse_node(node) for node in raw["nodes"]]
+            yield nodes
             marker = _marker(raw.get("next"))
             if marker is None:
                 return
-            if marker == params.get("marker"):
+            if marker == params.get("marker") or not nodes:
                 raise SourceRefused("the node list goes round in circles", code="ironic.endless_list")
-            params["marker"] = marker
-        raise SourceRefused(f"more than {MAX_PAGES} pages of nodes", code="ironic.endless_list")
+            before = [node.uuid for node in nodes if node.uuid not in (None, marker)]
+            params["marker"], listed = marker, listed + len(nodes)
+        raise SourceRefused(f"more than {MAX_LISTED} nodes", code="ironic.endless_list")
 
     async def get_allocation(self, uuid: str) -> Allocation | None:
         """One of Ironic's allocations; None: there is none. Raises SourceUnavailable or SourceRefused."""
@@ -116,12 +133,18 @@ class RestSource:
         """The JSON object of a 200; None for a 404 that Ironic itself gave."""
         scope = CURRENT.get()
         span = None if scope is None else scope.begin("ironic GET", **{"url.path": path})
-        headers = None if span is None else {"traceparent": span.context.header}
+        headers = {} if span is None else {"traceparent": span.context.header}
         problem = SourceUnavailable.code
         try:
-            answer = await answers.request(
-                self._client, "GET", path, timeout_s=timeout_s, max_bytes=max_bytes, params=params, headers=headers
-            )
+            while True:
+                headers[IRONIC_VERSION] = asked = self._version
+                answer = await answers.request(
+                    self._client, "GET", path, timeout_s=timeout_s, max_bytes=max_bytes, params=params, headers=headers
+                )
+                newest = newest_version(answer.headers)
+                if answer.status_code != httpx.codes.NOT_ACCEPTABLE or not OLDEST <= newest < parse_version(asked):
+                    break
+                self._version = f"{newest[0]}.{newest[1]}"  # lower each time
             problem = str(answer.status_code) if answer.is_error else ""
         except SignInUnavailable as error:
             raise SourceUnavailable(error.reason, code=error.code) from error

@@ -1,21 +1,22 @@
 """Positions in memory, as PostgreSQL keeps them: for tests and simulation. It passes the same suite.
 
-The writer holds a lock in a transaction that stays open for its term, and every write compares the epoch that each new
-writer raises. As in the table, values that a process only counted for itself (reads, tries) are not kept.
+The writer has a lease, and every write compares the term that each new writer raises. As in the table, values that a
+process only counted for itself (reads, tries) are not kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
+from bus.faults import Transient
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
 from ironic_sync.domain.position import Position
-from ironic_sync.store.port import NotLeader
+from ironic_sync.store.port import LEASE_S, PAGE, NotLeader
 
 LEADER = ("leader",)
 
@@ -27,8 +28,8 @@ class MemoryPositionTable(MemoryDatabase):
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.positions: dict[str, Position] = {}
         self.versions: dict[str, int] = {}
-        self.epoch = 0
-        self.holding: MemoryDatabaseTransaction | None = None
+        self.term = 0
+        self.expires_at = float("-inf")
 
 
 class MemoryPositions:
@@ -46,40 +47,47 @@ class MemoryPositions:
         return self._table.positions
 
     def become_leader(self) -> AbstractAsyncContextManager[MemoryTerm]:
-        """Become the only writer. Raises NotLeader at once while another one is."""
+        """Become the only writer, and let go of the lease at the end. Raises NotLeader at once while another one is."""
         return self._become_leader()
 
     def depose(self) -> None:
-        """Let another take over while the writer does not know it yet (as when its connection is cut)."""
-        table = self._table
-        table.epoch += 1
-        if table.holding is not None:
-            table.release(table.holding, [LEADER])
+        """Let another take over while the writer does not know it yet (as when it was stopped for long)."""
+        self._table.term += 1
+        self._table.expires_at = float("-inf")
 
     @asynccontextmanager
     async def _become_leader(self) -> AsyncIterator[MemoryTerm]:
         table = self._table
-        async with self._session.transaction() as holding:
-            if not holding.is_free(LEADER):
+        async with self._session.transaction() as transaction:
+            await transaction.lock([LEADER])
+            if table.expires_at > table.clock.time():
                 raise NotLeader("another process is the writer")
-            await holding.lock([LEADER])
-            table.holding = holding
-            epoch = table.epoch = table.epoch + 1
-            yield MemoryTerm(self._session, holding, epoch)
+            number = table.term + 1
+            transaction.will(partial(setattr, table, "term", number))
+            transaction.will(partial(setattr, table, "expires_at", table.clock.time() + LEASE_S))
+        term = MemoryTerm(self._session, number)
+        try:
+            yield term
+        finally:
+            with suppress(Transient, NotLeader):
+                await term.renew(for_s=0.0)
 
 
 class MemoryTerm:
     """One term of being the only writer."""
 
-    def __init__(self, session: MemorySession, holding: MemoryDatabaseTransaction, epoch: int) -> None:
+    def __init__(self, session: MemorySession, number: int) -> None:
         assert isinstance(session.database, MemoryPositionTable)
         self._session = session
         self._table = session.database
-        self._holding = holding
-        self._epoch = epoch
+        self._number = number
 
     async def load(self) -> tuple[Mapping[str, Position], Mapping[str, int]]:
         """All positions by node, and the version of each that was published."""
+        nodes = sorted(self._table.positions)
+        for _ in range(0, len(nodes), PAGE):
+            async with self._session.transaction() as transaction:
+                await transaction.statement()
         async with self._fenced():
             return dict(self._table.positions), dict(self._table.versions)
 
@@ -105,17 +113,16 @@ class MemoryTerm:
             transaction.will(partial(self._drop, old))
         return len(old)
 
-    async def check(self) -> None:
-        """Whether this is still the only writer."""
-        await self._holding.statement()
-        async with self._fenced():
-            pass  # entering compares the epoch
+    async def renew(self, for_s: float = LEASE_S) -> None:
+        """Keep the lease for this long from now on."""
+        async with self._fenced() as transaction:
+            transaction.will(partial(setattr, self._table, "expires_at", self._table.clock.time() + for_s))
 
     @asynccontextmanager
     async def _fenced(self) -> AsyncIterator[MemoryDatabaseTransaction]:
         async with self._session.transaction() as transaction:
-            await transaction.statement()
-            if self._table.epoch != self._epoch:
+            await transaction.lock([LEADER])
+            if self._table.term != self._number:
                 raise NotLeader("another process has become the writer")
             yield transaction
 

@@ -22,7 +22,7 @@ from bus.persistence.tables import FIRST_ROW, MOMENT, UUID, ZERO, identity_table
 METADATA = MetaData()
 
 # version: of the last report; published: the last version that placement has taken. report: the message, NULL once the
-# node is gone. updated_at: Ironic's own text. read_at, due_at: seconds since the epoch.
+# node is gone. updated_at: Ironic's own text. read_at, due_at, absent_since: seconds since the epoch.
 positions = Table(
     "positions",
     METADATA,
@@ -36,17 +36,19 @@ positions = Table(
     Column("updated_at", Text),
     Column("read_at", Double),
     Column("due_at", Double),
+    Column("absent_since", Double),
     Index("positions_problem", "node", postgresql_where=text("problem <> ''")),
 )
 
-# epoch: raised by each new writer. A writer whose epoch is older writes nothing.
+# The lease of the one writer. term: raised by each new writer; one whose term is older writes nothing.
 leadership = Table(
     "leadership",
     METADATA,
     Column("one", Boolean, CheckConstraint("one"), primary_key=True),
-    needed("epoch", BigInteger),
+    needed("term", BigInteger),
     needed("since", MOMENT, default=func.now()),
-    info={FIRST_ROW: {"one": True, "epoch": 0}},
+    needed("expires_at", MOMENT, default=func.now()),
+    info={FIRST_ROW: {"one": True, "term": 0}},
 )
 
 identity_table(METADATA)

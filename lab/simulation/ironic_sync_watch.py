@@ -133,8 +133,8 @@ class _WatchedTerm:
     async def purge(self, reported_before: float) -> int:
         return await self._inner.purge(reported_before)
 
-    async def check(self) -> None:
-        await self._inner.check()
+    async def renew(self) -> None:
+        await self._inner.renew()
 
 
 def offers(report: ProviderReport | None) -> bool:

@@ -74,6 +74,7 @@ IRONIC = IronicSyncConfig(
     republish_interval_s=60.0,
     transient_retry_max_s=10.0,
     failed_retry_max_s=8.0,
+    absent_retention_s=20.0,  # notifications get lost, and at rest the book has what Ironic has
     page_size=2,
 )
 METAL_LIMIT_S = 120.0

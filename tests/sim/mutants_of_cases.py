@@ -85,8 +85,8 @@ def overtaken_404_accepted() -> AbstractContextManager[Any]:
     """A node is taken out on a 404 though an event of it came since."""
     apply_removed = position.apply_removed
 
-    def gone(before: Any, *, seq: int, now: float) -> Any:
-        return apply_removed(replace(before, notified_seq=0), seq=seq, now=now)
+    def gone(before: Any, **arguments: Any) -> Any:
+        return apply_removed(replace(before, notified_seq=0), **arguments)
 
     return patch.object(position, "apply_removed", gone)
 

@@ -301,7 +301,9 @@ async def _json(request: Request, kind: type) -> Any:
 
 
 def _passes(node: Mapping[str, Any], query: Mapping[str, str]) -> bool:
-    """Ironic's filters, as far as they are used here."""
+    """Ironic's filters, as far as they are used here. It lists no child nodes."""
+    if node["parent_node"] is not None:
+        return False
     requested = {name: query[name] for name in ("provision_state", "resource_class", "instance_uuid") if name in query}
     if any(node[name] != value for name, value in requested.items()):
         return False

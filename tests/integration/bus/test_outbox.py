@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import asyncpg
 import msgspec
@@ -157,6 +158,39 @@ async def test_deleting_finds_one_row_or_two_thousand_by_key(database: Database,
             assert "outbox_pkey" in plan, plan
             assert "Seq Scan" not in plan, plan
         await connection.execute("DEALLOCATE confirmed")
+
+
+def scanned(plan: dict[str, Any]) -> float:
+    """How many rows the scans of a plan that was carried out have read of the outbox."""
+    own = plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0) if plan.get("Relation Name") == "outbox" else 0
+    return own * plan["Actual Loops"] + sum(scanned(one) for one in plan.get("Plans", ()))
+
+
+SWEEP = "EXECUTE sweep(60, 200, '{cell2}', '{1,2}', '{3,4,6}')"
+
+
+@pytest.mark.parametrize("analyzed", [False, True], ids=["planned while it was empty", "planned for many"])
+@pytest.mark.parametrize("waiting", [2_000, 40_000])
+async def test_a_sweep_reads_what_it_takes_however_many_rows_wait(
+    database: Database, waiting: int, *, analyzed: bool
+) -> None:
+    """It ranked all of them for its 200: 200,000 rows took more than an hour to leave."""
+    async with database.single() as connection:
+        await connection.execute(f"PREPARE sweep(float8, bigint, text[], bigint[], bigint[]) AS {outbox.TAKE_OLD}")
+        await connection.execute(SWEEP)
+        await connection.execute(
+            "INSERT INTO outbox (bus, taken_at, body)"
+            " SELECT 'cell' || n % 3, now() - make_interval(secs => 100 + n), 'x' FROM generate_series(1, $1) n",
+            waiting,
+        )
+        if analyzed:
+            await connection.execute("ANALYZE outbox")
+        found = await connection.fetchval(f"EXPLAIN (ANALYZE, FORMAT JSON) {SWEEP}")
+        taken = await connection.fetchval("SELECT count(*) FROM outbox WHERE taken_at > now() - '60 s'::interval")
+        await connection.execute("DEALLOCATE sweep")
+    (plan,) = json.loads(found)
+    assert taken == 400
+    assert scanned(plan["Plan"]) < 10 * taken, scanned(plan["Plan"])
 
 
 async def test_nothing_to_publish_is_no_row(database: Database) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import partial
+from uuid import UUID
 
 import pytest
 from msgspec.structs import replace
@@ -31,18 +32,17 @@ from compute_sim.config import ComputeConfig, IronicConfig
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.position import Position
 from ironic_sync.store.memory import MemoryPositions
-from ironic_sync.store.port import NotLeader, Positions
+from ironic_sync.store.port import PAGE, NotLeader, Positions
 from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.waiting import until
+from tests.unit.ironic.world import Nodes, World
 
 # --- One suite for both keepers of positions.
 
 
-PATIENCE_S = 60.0
-LEADER_LIMIT_S = 40.0  # below the 60 s of any other transaction
 NODE = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 OTHER = "05dcdb28-1788-4480-9281-af335fc32c9f"
 REPORT = ProviderReport(
@@ -102,7 +102,7 @@ async def test_only_removed_and_published_nodes_are_forgotten(positions: Positio
 
 async def test_there_is_one_writer(positions: Positions) -> None:
     async with positions.become_leader() as term:
-        await term.check()
+        await term.renew()
         with pytest.raises(NotLeader):
             async with positions.become_leader():
                 pass
@@ -111,77 +111,100 @@ async def test_there_is_one_writer(positions: Positions) -> None:
         assert NODE in (await term.load())[0]
 
 
-async def test_a_writer_whose_connection_was_cut_is_fenced(postgres_url: str) -> None:
-    """The lock is gone with the connection; the next writer takes over at once; the first one cannot write."""
-    first, second = Database(postgres_url, "ironic_sync"), Database(postgres_url, "ironic_sync")
-    await first.open(MIGRATIONS)
-    await second.open(MIGRATIONS)
-    try:
-        with pytest.raises(Transient):
-            async with PostgresPositions(first).become_leader() as old:
-                await old.save([POSITION])
-                async with second.raw() as connection:
-                    await connection.fetch(
-                        "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
-                        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-                    )
-                async with _lead_soon(PostgresPositions(second)) as new:
-                    with pytest.raises(NotLeader):
-                        await old.save([replace(POSITION, version=8)])
-                    with pytest.raises(NotLeader):
-                        await old.mark_published({NODE: 8})
-                    assert (await new.load())[0][NODE].version == 7
-                await old.check()
-    finally:
-        await first.close()
-        await second.close()
+@pytest.fixture
+async def processes(postgres_url: str) -> AsyncIterator[tuple[PostgresPositions, PostgresPositions, Database]]:
+    """Two processes on one database, and a look at it beside them."""
+    databases = [Database(postgres_url, "ironic_sync") for _ in range(3)]
+    for one in databases:
+        await one.open(MIGRATIONS)
+    yield PostgresPositions(databases[0]), PostgresPositions(databases[1]), databases[2]
+    for one in databases:
+        await one.close()
 
 
-class _lead_soon:  # noqa: N801  (reads as a context manager)
-    """Become the writer as soon as the server has noticed that the one before is gone."""
-
-    def __init__(self, positions: PostgresPositions) -> None:
-        self._positions = positions
-
-    async def __aenter__(self):  # type: ignore[no-untyped-def]
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                self._lead = self._positions.become_leader()
-                try:
-                    return await self._lead.__aenter__()
-                except NotLeader:
-                    await asyncio.sleep(0.01)
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._lead.__aexit__(*error)  # type: ignore[arg-type]
+Processes = tuple[PostgresPositions, PostgresPositions, Database]
+CUT = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+    " WHERE pid <> pg_backend_pid() AND datname = current_database()"
+)
+IDLE_IN_TRANSACTION = (
+    "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%' AND pid <> pg_backend_pid()"
+)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["between transactions", "in one"])
-async def test_a_writer_that_is_stopped_is_replaced_in_seconds(postgres_url: str, *, inside: bool) -> None:
-    """Its connections kept the lock, or the epoch's row, for the server's 60 s: another was not the writer after 45."""
-    stopped, standing_by = (Database(postgres_url, "ironic_sync") for _ in range(2))
-    await stopped.open(MIGRATIONS)
-    await standing_by.open(MIGRATIONS)
-    replaced = False
-    with pytest.raises(Transient):  # the server has ended its connection
-        async with PostgresPositions(stopped).become_leader() as old:  # does nothing from now on, as under SIGSTOP
-            async with old._fenced() if inside else nullcontext():
-                async with asyncio.timeout(LEADER_LIMIT_S):
-                    while not replaced:
-                        try:
-                            async with PostgresPositions(standing_by).become_leader() as new:
-                                await new.save([POSITION])
-                                replaced = True
-                        except NotLeader:
-                            await asyncio.sleep(0.1)
-                if inside:
-                    await old.check()
-            with pytest.raises(NotLeader):
-                await old.save([replace(POSITION, version=99)])
-            await old.check()
-    assert replaced  # a timeout would have passed for a lost connection
-    await stopped.close()
-    await standing_by.close()
+async def test_a_writer_whose_connections_were_cut_goes_on(processes: Processes) -> None:
+    first, second, beside = processes
+    async with first.become_leader() as term:
+        await term.save([POSITION])
+        async with beside.single() as connection:
+            await connection.fetch(CUT)
+        with suppress(Transient):
+            await term.renew()
+        with suppress(Transient, NotLeader):
+            async with second.become_leader():
+                pass
+        with pytest.raises(NotLeader):
+            async with second.become_leader():
+                pass
+        await term.save([replace(POSITION, version=8)])
+        await term.renew()
+        assert (await term.load())[0][NODE].version == 8
+
+
+async def test_a_writer_that_was_stopped_for_long_writes_nothing(processes: Processes) -> None:
+    """It holds no lock while it is stopped, and whatever it does when it goes on is compared with the newer term."""
+    first, second, beside = processes
+    async with first.become_leader() as old:
+        await old.save([POSITION])
+        async with beside.single() as connection:
+            assert await connection.fetchval(IDLE_IN_TRANSACTION) == 0
+            await connection.execute("UPDATE leadership SET expires_at = now()")
+        await old.save([replace(POSITION, version=8)])  # nobody else has the lease yet
+        async with second.become_leader() as new:
+            for write in (
+                old.save([replace(POSITION, version=99)]),
+                old.save([]),
+                old.mark_published({NODE: 99}),
+                old.purge(1e6),
+                old.renew(),
+                old.load(),
+            ):
+                with pytest.raises(NotLeader):
+                    await write
+            loaded, published = await new.load()
+            assert (loaded[NODE].version, published[NODE]) == (8, 0)
+    async with beside.single() as connection:
+        assert await connection.fetchval("SELECT expires_at <= clock_timestamp() FROM leadership")
+
+
+async def test_the_lease_is_renewed_while_positions_are_read(processes: Processes) -> None:
+    """100,000 positions on a busy core took longer than the term of their writer."""
+    first, _, beside = processes
+    async with first.become_leader() as term:
+        await term.save([Position(uuid=str(UUID(int=number)), version=1) for number in range(1, 2 * PAGE + 2)])
+        assert len((await term.load())[0]) == 2 * PAGE + 1
+    source = Nodes()
+    here = World(source, positions=first, leader_poll_interval_s=0.001)  # type: ignore[arg-type]
+    here.clock = SystemClock()  # type: ignore[assignment]
+    loop = here.make_loop()
+    ends: set[object] = set()
+
+    async def renewed() -> bool:
+        async with beside.single() as connection:
+            ends.add(await connection.fetchval("SELECT expires_at FROM leadership"))
+        return len(ends) >= 5
+
+    await here.transport.open()
+    async with beside.raw() as locked:
+        await locked.execute("LOCK TABLE positions IN ACCESS EXCLUSIVE MODE")
+        running = asyncio.create_task(loop.run())
+        await until(renewed)
+        assert not loop.is_leader  # it reads
+    await until(lambda: loop.sync_state is not None)
+    assert loop.sync_state is not None and len(loop.sync_state.positions) == 2 * PAGE + 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await here.transport.close()
 
 
 # --- Several Ironics side by side, one for each cell: each is followed by an ironic-sync of its own name.

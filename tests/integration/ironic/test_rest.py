@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -121,10 +121,10 @@ async def test_an_unreachable_address() -> None:
     await reading.close()
 
 
-def answering(answer: Callable[[httpx.Request], httpx.Response]) -> RestSource:
+def answering(answer: Callable[[httpx.Request], httpx.Response], microversion: str = "1.52") -> RestSource:
     return RestSource(
         "http://ironic",
-        microversion="1.52",
+        microversion=microversion,
         timeout_s=60.0,
         list_timeout_s=60.0,
         page_size=2,
@@ -187,6 +187,86 @@ async def test_a_list_that_never_ends_and_one_that_is_none() -> None:
         [page async for page in none.list_nodes()]
     await endless.close()
     await none.close()
+
+
+MOST = "X-OpenStack-Ironic-API-Maximum-Version"
+VERSION = "X-OpenStack-Ironic-API-Version"
+
+
+def of_version(newest: str, asked: list[str]) -> Callable[[httpx.Request], httpx.Response]:
+    """An Ironic of this version; a child node shows its parent from 1.83 on."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(version := request.headers[VERSION])
+        headers = {"X-OpenStack-Ironic-API-Minimum-Version": "1.1", MOST: newest}
+        if int(version[2:]) > int(newest[2:]):
+            return httpx.Response(406, headers=headers)
+        child = {"parent_node": OTHERS["uuid"]} if int(version[2:]) >= 83 else {}
+        return httpx.Response(200, headers=headers, json={"uuid": UUID, **child})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("newest", "asked", "parent"),
+    [
+        ("1.109", ["1.83"] * 2, OTHERS["uuid"]),
+        ("1.83", ["1.83"] * 2, OTHERS["uuid"]),
+        ("1.58", ["1.83", "1.58", "1.58"], None),
+    ],
+)
+async def test_an_older_ironic_is_asked_with_its_newest_version(
+    newest: str, asked: list[str], parent: str | None
+) -> None:
+    seen: list[str] = []
+    reading = answering(of_version(newest, seen), microversion="1.83")
+    for _ in range(2):
+        node = await reading.get_node(UUID)
+        assert isinstance(node, Node) and node.parent_node == parent
+    assert seen == asked
+    await reading.close()
+
+
+@pytest.mark.parametrize("newest", ["1.38", "1.83", "1.x", "", "9" * 40])
+async def test_an_ironic_that_offers_no_version_is_refused(newest: str) -> None:
+    reading = answering(lambda _: httpx.Response(406, headers={MOST: newest}), microversion="1.83")
+    with pytest.raises(SourceRefused):
+        await reading.get_node(UUID)
+    await reading.close()
+
+
+def listing(nodes: list[str], most: int, gone: Sequence[str] = ()) -> Callable[[httpx.Request], httpx.Response]:
+    """Ironic's list of so many nodes a page. These are deleted after the first page; no list goes on from them."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        marker = request.url.params.get("marker")
+        if marker in gone:
+            text = {"error_message": {"faultstring": f"Node {marker} could not be found."}}
+            return httpx.Response(404, headers={VERSION: "1.83"}, json=text)
+        there = nodes if marker is None else [one for one in nodes[nodes.index(marker) + 1 :] if one not in gone]
+        page = there[:most]
+        more = {"next": f"http://ironic/v1/nodes?marker={page[-1]}"} if len(there) > most else {}
+        return httpx.Response(200, json={"nodes": [{"uuid": one} for one in page], **more})
+
+    return answer
+
+
+MANY = [f"00000000-0000-4000-8000-{number:012x}" for number in range(10_001)]
+
+
+async def test_a_list_of_very_many_small_pages_is_read_to_its_end() -> None:
+    """Ironic's own [api]max_limit may be small: 10,000 pages of one list were its end."""
+    reading = answering(listing(MANY, 1))
+    assert [node.uuid async for page in reading.list_nodes() for node in page] == MANY
+    await reading.close()
+
+
+@pytest.mark.parametrize("gone", [MANY[2:3], MANY[1:3]])
+async def test_a_list_goes_on_when_the_last_nodes_of_a_page_are_deleted(gone: list[str]) -> None:
+    """It began again, and where nodes are deleted steadily none ever ended."""
+    reading = answering(listing(MANY[:9], 3, gone))
+    assert [node.uuid async for page in reading.list_nodes() for node in page] == MANY[:9]
+    await reading.close()
 
 
 async def test_a_next_link_cannot_lead_elsewhere() -> None:

@@ -196,6 +196,109 @@ async def test_a_nodes_life_in_the_book(site: Site) -> None:
             await book.until(lambda: book.newest[uuid].providers == ())
 
 
+GIVEN_AGGREGATE = "7f1c2a44-0000-4000-8000-00000000000a"
+
+
+class Rest:
+    """The Placement REST API of a worker, as an operator uses it."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def ask(self, method: str, path: str, version: str, content: Any = None) -> Any:
+        headers = {"OpenStack-API-Version": f"placement {version}", "X-Auth-Token": "admin"}
+        answer = await self._client.request(method, path, json=content, headers=headers)
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return None
+        answer.raise_for_status()
+        return answer.json() if answer.content else {}
+
+    async def reserved(self, node: str) -> int | None:
+        """How much of a node is held back; None: the book does not have it."""
+        found = await self.ask("GET", f"/resource_providers/{node}/inventories", "1.4")
+        return (
+            None
+            if not found or not found["inventories"]
+            else sum(one["reserved"] for one in found["inventories"].values())
+        )
+
+    async def until_reserved(self, node: str, wanted: int | None) -> None:
+        async def is_so() -> bool:
+            return await self.reserved(node) == wanted
+
+        await until(is_so, LIMIT_S)
+
+    async def give(self, node: str) -> None:
+        await self.ask("PUT", f"/resource_providers/{node}/aggregates", "1.1", [GIVEN_AGGREGATE])
+        await self.ask("PUT", "/traits/CUSTOM_GIVEN", "1.6")
+        has = await self.ask("GET", f"/resource_providers/{node}/traits", "1.6")
+        has["traits"].append("CUSTOM_GIVEN")
+        await self.ask("PUT", f"/resource_providers/{node}/traits", "1.6", has)
+
+    async def given(self, node: str) -> tuple[list[str], bool]:
+        aggregates = await self.ask("GET", f"/resource_providers/{node}/aggregates", "1.1")
+        traits = await self.ask("GET", f"/resource_providers/{node}/traits", "1.6")
+        return aggregates["aggregates"], "CUSTOM_GIVEN" in traits["traits"]
+
+
+@asynccontextmanager
+async def book_with_rest(site: Site) -> AsyncIterator[Rest]:
+    """A placement worker, and its REST API."""
+    applications: list[Any] = []
+    worker = placement_worker.app.build(
+        environment(site, "placement"), PlacementConfig(), (), answer=applications.append
+    )
+    workers = InProcessWorkers()
+    try:
+        await workers.start(("placement", worker))
+        asgi = httpx.ASGITransport(app=applications[0])
+        async with httpx.AsyncClient(transport=asgi, base_url="http://placement", timeout=LIMIT_S) as client:
+            yield Rest(client)
+    finally:
+        await workers.stop()
+
+
+async def test_nodes_that_ironic_hides_for_a_while_keep_what_operators_gave_them(site: Site) -> None:
+    """The role of ironic-sync's user was taken away for seconds: no node was left, in a list or singly."""
+    settings = {"resync_interval_s": 0.05}
+    async with stand_in(site, 4) as ironic, book_with_rest(site) as rest, running(site, ironic.url, **settings):
+        nodes = list(ironic.pool.nodes)
+        for node in nodes:
+            await rest.until_reserved(node, 0)
+            await rest.give(node)
+        hidden = dict(ironic.pool.nodes)
+        ironic.pool.nodes.clear()
+        for node in nodes:
+            await rest.until_reserved(node, 1)
+        ironic.pool.nodes.update(hidden)
+        for node in nodes:
+            await rest.until_reserved(node, 0)
+            assert await rest.given(node) == ([GIVEN_AGGREGATE], True)
+        await ironic.pool.delete(ironic.pool.nodes[nodes[0]], "req-1")
+        await rest.until_reserved(nodes[0], None)
+
+
+async def test_a_node_that_is_absent_for_long_is_removed(site: Site) -> None:
+    settings = {"resync_interval_s": 0.05, "absent_retention_s": 0.2}
+    async with stand_in(site, 2) as ironic, book_with_rest(site) as rest, running(site, ironic.url, **settings):
+        first, second = ironic.pool.nodes
+        await rest.until_reserved(first, 0)
+        del ironic.pool.nodes[first]
+        await rest.until_reserved(first, None)
+        assert await rest.reserved(second) == 0
+
+
+async def test_a_child_node_is_in_no_list_and_not_offered(site: Site) -> None:
+    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, resync_interval_s=0.05):
+        parent, child = ironic.pool.nodes
+        await book.until(lambda: book.offered() == {parent, child})
+        async with asking(f"{ironic.url}/v1/nodes/{child}") as ask:
+            await ask("PATCH", "", [{"op": "add", "path": "/parent_node", "value": parent}])
+            await book.until(lambda: book.offered() == {parent})
+            await ask("PATCH", "", [{"op": "remove", "path": "/parent_node"}])
+            await book.until(lambda: book.offered() == {parent, child})
+
+
 async def test_changes_while_no_process_ran_are_found(site: Site) -> None:
     async with stand_in(site, 2) as ironic, book_on(site) as book:
         first, second = ironic.pool.nodes
@@ -288,6 +391,7 @@ class Workers:
             transient_retry_s=0.05,
             transient_retry_max_s=0.5,
             allocation_retry_s=0.05,
+            absent_retention_s=0.0,  # as Nova, which removes what Ironic does not show
         )
         workers = InProcessWorkers()
         cells = ("cell1",)

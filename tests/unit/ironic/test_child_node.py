@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from tests.unit.ironic import world as worlds
 from tests.unit.ironic.world import OTHER, Nodes, notification, turns, world  # noqa: F401
 
 
-@pytest.mark.xfail(strict=True, reason="Found B19")
 def test_a_child_node_is_not_offered() -> None:
     async def run() -> object:
         nodes, here = worlds.world()

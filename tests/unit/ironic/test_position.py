@@ -23,9 +23,9 @@ from ironic_sync.domain import position as step
 from ironic_sync.domain.effect import Effect
 from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.position import Position
-from ironic_sync.domain.rules import place, reserved
+from ironic_sync.domain.rules import ABSENT, place, reserved
 from ironic_sync.source.port import SourceUnavailable
-from ironic_sync.sync_state import SyncState
+from ironic_sync.sync_state import UNREADABLE, SyncState
 from tests.kit.cases import nightly
 from tests.unit.ironic.world import FREE, INSTANCE, NODE, OTHER, Nodes, World, body, notification, turns, world
 from tests.unit.ironic.world import FREE as FREE_NODE
@@ -36,6 +36,7 @@ from tests.unit.ironic.world import reserved as reserved_in
 
 UUID = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 CONFIG = IronicSyncConfig()
+AT_ONCE = IronicSyncConfig(absent_retention_s=0.0)  # a node that Ironic does not show is removed
 STATES = ("available", "active", "cleaning", "manageable")
 
 
@@ -295,7 +296,9 @@ async def test_a_clock_that_is_set_back_puts_off_no_publication() -> None:
 
 async def test_that_a_node_is_gone_is_published_again_too() -> None:
     """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
-    nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0, removed_retention_s=1000.0)
+    nodes, here = world(
+        resync_interval_s=60.0, republish_interval_s=300.0, absent_retention_s=0.0, removed_retention_s=1000.0
+    )
     async with here.running():
         await here.settle()
         nodes.nodes.clear()
@@ -315,8 +318,49 @@ async def test_that_a_node_is_gone_is_published_again_too() -> None:
         assert not again.positions.positions
 
 
+async def test_what_is_held_for_a_fault_is_published_again_unless_ironic_does_not_show_it() -> None:
+    """No read is applied to an unreadable node; one that is absent an operator may have deleted from the book."""
+    nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0)
+    nodes.put(OTHER)
+    async with here.running():
+        await here.settle()
+        nodes.put(NODE, traits="none")
+        del nodes.nodes[OTHER]
+        here.loop.read_all()
+        await here.settle()
+        assert here.loop.problems() == {NODE: UNREADABLE, OTHER: ABSENT}
+        before = dict(here.book.versions)
+        await here.pass_time(500)
+        assert here.book.versions[NODE] > before[NODE]
+        assert here.book.versions[OTHER] == before[OTHER]
+        nodes.put(OTHER)
+        here.loop.read_all()
+        await here.settle()
+        assert (reserved_in(here, NODE), reserved_in(here, OTHER)) == (1, 0)
+
+
+async def test_an_absent_node_is_removed_after_long_by_another_writer_too() -> None:
+    nodes, here = world(absent_retention_s=10_000.0)
+    async with here.running():
+        await here.settle()
+        nodes.nodes.clear()
+        here.loop.read_all()
+        await here.settle()
+        assert (reserved_in(here), here.loop.problems()) == (1, {NODE: ABSENT})
+        await here.pass_time(9_000)
+        assert (reserved_in(here), nodes.reads) == (1, 1)
+    again = World(nodes, positions=here.positions, absent_retention_s=10_000.0)
+    again.clock.now = here.clock.now
+    async with again.running():
+        await again.settle()
+        assert again.book.updates == [] and again.loop.problems() == {NODE: ABSENT}
+        await again.pass_time(2_000)
+        assert [update.providers for update in again.book.updates] == [()]
+        assert again.loop.problems() == {}
+
+
 async def test_removed_nodes_are_forgotten_after_a_while() -> None:
-    nodes, here = world(removed_retention_s=1000.0, republish_interval_s=500.0)
+    nodes, here = world(absent_retention_s=0.0, removed_retention_s=1000.0, republish_interval_s=500.0)
     async with here.running():
         await here.settle()
         nodes.nodes.clear()
@@ -450,7 +494,7 @@ REPORTED = ProviderReport(uuid=UUID, name=UUID, inventories={"CUSTOM_X": Invento
 def test_a_404_that_was_overtaken_by_a_notification_takes_nothing_out(notified_seq: int, *, removed: bool) -> None:
     """Deleted and created again while the read was under way: it is read again at once, and stays in the book."""
     before = Position(uuid=UUID, version=3, report=REPORTED, notified_seq=notified_seq, read_seq=2)
-    after = step.apply_removed(before, seq=5, now=1000.0)
+    after = step.apply_removed(before, seq=5, now=1000.0, config=AT_ONCE)
     assert (after.report is None) is removed
     assert (after.version > before.version) is removed
     assert after.due_at == (None if removed else 1000.0)
@@ -458,7 +502,7 @@ def test_a_404_that_was_overtaken_by_a_notification_takes_nothing_out(notified_s
 
 def test_a_404_of_an_older_read_than_the_last_changes_nothing() -> None:
     before = Position(uuid=UUID, version=3, report=REPORTED, read_seq=7)
-    assert step.apply_removed(before, seq=5, now=1000.0) is before
+    assert step.apply_removed(before, seq=5, now=1000.0, config=AT_ONCE) is before
 
 
 @pytest.mark.parametrize("maintenance", [False, True])

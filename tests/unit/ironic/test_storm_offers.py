@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-import pytest
-
 from tests.unit.ironic import world as worlds
 
 LIST_S = 300.0
 NODES = [str(uuid.UUID(int=number)) for number in range(1, 151)]
 
 
-@pytest.mark.xfail(strict=True, reason="Found B19")
 def test_a_node_that_becomes_free_is_offered_soon() -> None:
     async def run() -> float:
         nodes, here = worlds.world()

@@ -18,11 +18,13 @@ from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.memory import MemoryTransport
 from bus.port import BusUnavailable
+from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.notification import MAX_BODY_BYTES, MAX_SENSOR_VALUES, Rejected, Sensors, parse
 from ironic_sync.domain.sensors import metrics_of
 from ironic_sync.measuring import Measurements
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.store.memory import MemoryTerm
+from ironic_sync.sync_state import SyncState
 from tests.unit.ironic.world import Nodes, VirtualClock, World, notification, reserved, turns, world
 
 # --- the loop with its neighbours away: no exchange, a lost connection, Ironic, the bus, the database
@@ -209,14 +211,20 @@ async def test_a_broken_invariant_is_not_hidden_by_a_database_that_disconnects_i
     async def broken() -> None:
         raise BrokenInvariant("two writers")
 
+    async def load() -> tuple[()]:
+        return ()
+
     term = SimpleNamespace(
         writer=SimpleNamespace(save=unavailable, publish=broken),
         reader=SimpleNamespace(run=unavailable, run_all=unavailable),
-        listener=SimpleNamespace(run=unavailable),
+        listening=None,
         measurements=SimpleNamespace(run=unavailable),
+        sync_state=SyncState({}, {}, clock=VirtualClock(), config=IronicSyncConfig()),
     )
+    loop = World(Nodes()).loop
+    loop._term_of = lambda *_: term  # type: ignore[assignment, method-assign, return-value]
     with pytest.raises(BrokenInvariant, match="two writers"):
-        await World(Nodes()).loop._run_together(term, None)
+        await loop._run_together(SimpleNamespace(load=load))  # type: ignore[arg-type]
 
 
 async def test_a_process_that_stops_in_the_moment_in_which_its_term_ends_does_stop() -> None:

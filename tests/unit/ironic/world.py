@@ -24,7 +24,7 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.loop import SyncLoop
 from ironic_sync.source.port import IronicSource
-from ironic_sync.store.memory import MemoryPositions
+from ironic_sync.store.memory import MemoryPositions, MemoryPositionTable
 
 # --- a sync loop on a virtual clock, fed from the recordings, telling a book that remembers
 
@@ -182,7 +182,7 @@ class World:
         self.source = source
         self.book = Book()
         self.config = msgspec.convert({"resync_interval_s": 3600.0, **settings}, IronicSyncConfig)
-        self.positions = positions or MemoryPositions()
+        self.positions = positions or MemoryPositions(MemoryPositionTable(self.clock).session())
         self.transport = MemoryTransport(self.broker, "ironic_sync")
         self.ironic = MemoryTransport(self.broker, "ironic")
         self.loop = self.make_loop()
