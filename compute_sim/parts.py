@@ -66,6 +66,7 @@ class Parts:
         self._cell = cell
         self._service = service
         self.bus = env.bus(cell)
+        self.bus.publishes_as("compute_sim")
         self.clock = env.clock
         self.fleet = fleet or Fleet.planned(config, cell, service)
         self.records = self.fleet.records

@@ -43,6 +43,8 @@ from berth.site import Site
 from berth.trial import up
 from bus.bus import API
 from bus.owner import DEPLOYMENT, OWNERS
+from bus.persistence.address import CONNECTION_LOST
+from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import Revisions
 
 db = CommandGroup(no_args_is_help=True, help="The schemas of the database: revisions, check, upgrade.")
@@ -112,6 +114,8 @@ async def _read(site: Site) -> list[SchemaRevision]:
     connection: asyncpg.Connection = await connect(site.database_url, name="berth db")
     try:
         found = {each.schema: each for each in await find_schemas(connection)}
+    except CONNECTION_LOST as error:
+        raise_fault(error, closed=connection.is_closed())
     finally:
         await connection.close()
     for name in _expected(site):

@@ -25,6 +25,8 @@ from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import MARK, ForeignQueue, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
 from bus.wire import most_bytes
 
+CHECK_TIMEOUT_S = 10.0
+
 log = structlog.get_logger("bus.rabbitmq")
 
 
@@ -205,8 +207,10 @@ class RabbitTransport:
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
         logging.getLogger("aio_pika").setLevel(logging.CRITICAL)
         self._closing = False
-        self._opened = asyncio.Future()
-        self._keeper = asyncio.create_task(self._keep())
+        if self._keeper is None or self._keeper.done():
+            self._opened = asyncio.Future()
+            self._keeper = asyncio.create_task(self._keep())
+        assert self._opened is not None
         try:
             await self._opened
         except asyncio.CancelledError:  # its keeper would go on, and connect for nobody
@@ -235,6 +239,20 @@ class RabbitTransport:
         """Declare the shared topology of the bus."""
         await self._lasting(Session.declare_shared)
         self._shared = True
+
+    async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
+        """Try these keys on a connection of its own: in an alarm the broker reads no more of one that has published.
+        Then the check ends without an answer.
+        """
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                session = await Session.connect(self._address, self._names, f"{self._connection_name} permissions")
+                try:
+                    await session.check_publishes(keys)
+                finally:
+                    await session.close()
+        except (TimeoutError, BusUnavailable) as error:
+            log.warning("bus.permissions_unchecked", bus=self.name, reason=str(error) or type(error).__name__)
 
     async def mark(self, name: str, owner: str) -> None:
         """Leave a mark, or find it there."""
