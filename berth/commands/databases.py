@@ -113,11 +113,12 @@ async def _read(site: Site) -> list[SchemaRevision]:
     assert site.database_url is not None
     connection: asyncpg.Connection = await connect(site.database_url, name="berth db")
     try:
-        found = {each.schema: each for each in await find_schemas(connection)}
+        schemas = await find_schemas(connection)
     except CONNECTION_LOST as error:
         raise_fault(error, closed=connection.is_closed())
     finally:
         await connection.close()
+    found = {each.schema: each for each in schemas if each.state is not SchemaState.ABSENT}
     for name in _expected(site):
         if name not in found and name != IRONIC_SYNC:
             found[name] = assess(name, Revisions(), is_empty=True)

@@ -18,8 +18,8 @@ WHERE c.relnamespace = to_regnamespace(quote_ident($1)) AND c.relkind IN ('r', '
     AND (n.needed = 'SELECT' OR c.relname <> ALL ($2)) AND NOT has_table_privilege(c.oid, n.needed)
 UNION ALL
 SELECT c.relname || ' (USAGE)' FROM pg_class c
-WHERE c.relnamespace = to_regnamespace(quote_ident($1)) AND c.relkind = 'S'
-    AND NOT has_sequence_privilege(c.oid, 'USAGE')
+WHERE c.relnamespace = to_regnamespace(quote_ident($1))
+    AND CASE WHEN c.relkind = 'S' THEN NOT has_sequence_privilege(c.oid, 'USAGE') END
     AND NOT EXISTS (SELECT FROM pg_depend WHERE classid = 'pg_class'::regclass AND objid = c.oid AND deptype = 'i')
 UNION ALL
 SELECT proname || '() (EXECUTE)' FROM pg_proc

@@ -13,6 +13,7 @@ import aio_pika
 import structlog
 from aiormq import Channel
 from aiormq.abc import AbstractChannel, AbstractConnection
+from aiormq.exceptions import ChannelInvalidStateError
 from msgspec import structs
 from pamqp.commands import Queue
 
@@ -242,10 +243,16 @@ class Session:
 
     async def _try_publish(self, exchange: str, key: str) -> None:
         """The broker checks a publish when it comes, also in a transaction, which is then rolled back."""
-        async with self._on("trials") as channel:
-            await channel.tx_select(timeout=RPC_TIMEOUT_S)
-            await channel.basic_publish(b"", exchange=exchange, routing_key=key)
-            await channel.tx_rollback(timeout=RPC_TIMEOUT_S)
+        channel = await self.named("trials")
+        with translated():
+            try:
+                await channel.tx_select(timeout=RPC_TIMEOUT_S)
+                await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+                await channel.tx_rollback(timeout=RPC_TIMEOUT_S)
+            except ChannelInvalidStateError:  # the refusal was there before the roll-back was sent
+                async with asyncio.timeout(RPC_TIMEOUT_S):
+                    await channel.closing
+                raise
 
     async def _is_there(self, queue: str) -> bool:
         """Whether a shared queue exists, as far as these credentials may know: see `_declare_exchange`."""
