@@ -26,6 +26,7 @@ from berth.permissions import (
 from berth.reference.asyncapi import document
 from berth.settings import Settings
 from berth.site import Site
+from bus.contracts.base import reason_of
 
 MAX_USERS_BYTES = 16 * 1024 * 1024
 
@@ -88,7 +89,7 @@ def _check_users(grants: Sequence[Grant], listed: Path) -> None:
         text = sys.stdin.buffer.read(MAX_USERS_BYTES) if str(listed) == "-" else listed.read_bytes()
         there = {one.user for one in msgspec.json.decode(text, type=list[_ListedUser])}
     except (OSError, msgspec.MsgspecError) as error:
-        raise Stop(Exit.USAGE, "permissions.users", f"{listed} is no list of users: {error}") from error
+        raise Stop(Exit.USAGE, "permissions.users", f"{listed} is no list of users: {reason_of(error)}") from error
     if missing := sorted({one.user for one in grants} - there):
         raise Stop(Exit.NO, "permissions.user_missing", f"the broker has no user {', '.join(missing)}: make them first")
 
