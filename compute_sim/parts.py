@@ -66,7 +66,6 @@ class Parts:
         self._cell = cell
         self._service = service
         self.bus = env.bus(cell)
-        self.bus.publishes_as("compute_sim")
         self.clock = env.clock
         self.fleet = fleet or Fleet.planned(config, cell, service)
         self.records = self.fleet.records
@@ -230,6 +229,7 @@ class Parts:
 
     async def connect(self) -> None:
         """Connect and take the service's name, before anything of the machines is looked at. Raises NameTaken."""
+        self.bus.publishes_as("compute_sim")
         await self.bus.open()
         await self.name.hold()
 

@@ -31,28 +31,30 @@ from bus.contracts.base import reason_of
 MAX_USERS_BYTES = 16 * 1024 * 1024
 
 
+AsDefinitions = Annotated[bool, typer.Option("--definitions", help="As one file for `rabbitmqctl import_definitions`.")]
+OfExchanges = Annotated[
+    bool,
+    typer.Option("--exchanges", help="The exchanges that they name instead, as such a file: for RabbitMQ 4 first."),
+]
+Users = Annotated[
+    Path | None,
+    typer.Option(help="What `rabbitmqctl -q list_users --formatter json` prints: each user has to be in it; - reads."),
+]
+OfDatabase = Annotated[
+    bool, typer.Option("--database", help="The rights of each role in PostgreSQL instead, as SQL for psql.")
+]
+
+
 async def permissions(
     settings: Settings,
     role: Annotated[PermissionRole | None, typer.Option(help="Only this role's; default: each role's.")] = None,
     project: Annotated[list[str] | None, typer.Option(help="A project's user; may be given several times.")] = None,
     cell: Annotated[str | None, typer.Option(help="Of conductor and compute: only this cell's.")] = None,
     user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
-    as_definitions: Annotated[
-        bool, typer.Option("--definitions", help="As one file for `rabbitmqctl import_definitions`.")
-    ] = False,
-    of_exchanges: Annotated[
-        bool,
-        typer.Option("--exchanges", help="The exchanges that they name instead, as such a file: for RabbitMQ 4 first."),
-    ] = False,
-    users: Annotated[
-        Path | None,
-        typer.Option(
-            help="What `rabbitmqctl -q list_users --formatter json` prints: each user has to be in it; - reads."
-        ),
-    ] = None,
-    of_database: Annotated[
-        bool, typer.Option("--database", help="The rights of each role in PostgreSQL instead, as SQL for psql.")
-    ] = False,
+    as_definitions: AsDefinitions = False,
+    of_exchanges: OfExchanges = False,
+    users: Users = None,
+    of_database: OfDatabase = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the RabbitMQ permissions that each user needs, or the rights of each role in PostgreSQL.

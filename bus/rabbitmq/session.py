@@ -56,7 +56,7 @@ HEARTBEAT_S = 10
 # How the broker reports the argument that an exchange has, when another one is declared; at most 255 bytes of it.
 CURRENT_VALUE = re.compile(r"current is (?:the value )?'([^']*)")
 # A key of no message, and an exchange of RabbitMQ's own that only a user writes to who may do everything.
-UNLISTED, FOREIGN = "berth.unlisted", "amq.topic"
+UNLISTED, FOREIGN = "berth-unlisted", "amq.topic"
 UNKNOWN_OWNER, NO_OWNER = "unknown", "?"
 
 # The page with the remedies for queues that an earlier berth declared otherwise.

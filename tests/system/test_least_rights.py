@@ -27,6 +27,22 @@ from tests.system.test_permissions import MINE, PASSWORD, Guarded
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 OF_THE_DATABASE = ("placement", "scheduler", "conductor-cell1")
+ALLOWED = (
+    ("berth-operator", "db", "current"),
+    ("berth-operator", "db", "check"),
+    ("berth-operator", "check"),
+    ("berth-operator", "audit"),
+    ("berth-operator", "placement", "audit", "--repair"),
+    ("berth-operator", "quarantine", "list"),
+    ("berth-operator", "audit-log"),
+    ("berth-web", "quarantine", "list"),
+    ("berth-web", "breaker", "list"),
+    (RESTORE, "db", "upgrade"),
+)
+REFUSED = (
+    ("berth-placement", "db", "current"),
+    ("berth-placement", "quarantine", "list"),
+)
 NOBODY = "restorer"  # who may make schemas, and is a member of no role
 
 
@@ -89,9 +105,12 @@ def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_ba
     asyncio.run(system.grant())
     system.start()
     boot(system)
-    for arguments in (("db", "current"), ("db", "check"), ("check",), ("quarantine", "list"), ("audit-log",)):
-        done = system.berth(*arguments)
-        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+    for user, *arguments in ALLOWED:
+        done = system.berth(*arguments, user=user)
+        assert done.returncode == 0, (user, arguments, done.stdout, done.stderr)
+    for user, *arguments in REFUSED:
+        done = system.berth(*arguments, user=user)
+        assert "database.forbidden" in done.stderr and "Traceback" not in done.stderr, (user, arguments, done.stderr)
     saved = tmp_path / "backup"
     done = system.berth("backup", str(saved), user=BACKUP)
     assert done.returncode == 0, done.stderr
