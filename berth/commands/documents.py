@@ -57,10 +57,11 @@ async def permissions(
     of_database: OfDatabase = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the RabbitMQ permissions that each user needs, or the rights of each role in PostgreSQL.
+    """Print the rights that each user needs.
 
-    As rabbitmqctl commands, for the buses of the settings. Nothing is changed: the administrator of the broker makes
-    the users and runs the commands, or imports the definitions, and the database's administrator runs the SQL.
+    Of RabbitMQ as rabbitmqctl commands, for the buses of the settings; of PostgreSQL as SQL. Nothing is changed: the
+    administrator of the broker makes the users and runs the commands, or imports the definitions, and the database's
+    administrator runs the SQL.
     """
     if of_database:
         if role or project or cell or user or users or as_definitions or of_exchanges or as_json:
