@@ -21,7 +21,7 @@ from berth.settings import MEMORY, Settings
 from bus.bus import API
 from bus.contracts.base import Word
 from bus.contracts.book import HoldingRequest, ProjectUsageQuery
-from bus.contracts.catalogue import MESSAGES, OF_PROJECT, MessageRow, projects_key
+from bus.contracts.catalogue import MESSAGES, OF_PROJECT, MessageRow, projects_key, published_by
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from bus.contracts.nova_calls import NovaCall
 from bus.contracts.placement import Claim, ClaimAll, LocateRequest
@@ -224,9 +224,10 @@ def commands(grants: Sequence[Grant]) -> Iterator[str]:
     """
     for grant in grants:
         yield f"# {grant.role}, on {grant.broker}"
-        yield _line("set_permissions", grant, grant.configure, grant.write, grant.read)
         for exchange, topic in grant.topics.items():
             yield _line("set_topic_permissions", grant, exchange, topic.write, topic.read)
+        # Last: where a command before it fails, the user stays out, and is not let in to all keys.
+        yield _line("set_permissions", grant, grant.configure, grant.write, grant.read)
 
 
 def definitions(grants: Sequence[Grant]) -> dict[str, list[dict[str, str]]]:
@@ -305,7 +306,7 @@ def _grants(
 
 def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNames) -> None:
     """The permissions of a role on a bus of one kind."""
-    package, kinds = _CATALOGUE[role]
+    package, _ = _CATALOGUE[role]
     if role in MAKERS:
         _allow_making(allowed, names)
     for mark in _marks(role):
@@ -314,8 +315,7 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
         watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
             _allow_queue(allowed, queue, names)
-    home = (kind, Where.BOTH) if kind is kinds[0] else (kind,)
-    _allow_messages(allowed, [row for row in MESSAGES if package in row.publishers and row.where in home], names)
+    _allow_messages(allowed, published_by(package, kind), names)
     if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
         allowed.write[_literal(DEFAULT_EXCHANGE)] = None
         allowed.read[_literal(names.queue(DEAD_LETTERS))] = None

@@ -17,8 +17,8 @@ from bus import metrics
 from bus.clock import Clock, new_uuid
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta, Refusal
-from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
-from bus.contracts.queues import BY_QUEUE, EVENTS
+from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination, sample_keys
+from bus.contracts.queues import BY_QUEUE, EVENTS, Where
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import Delivery, QueueLocked, Transport
@@ -66,6 +66,7 @@ class Bus:
         self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
         self._owner: tuple[str, Callable[[], str], Callable[[], str]] | None = None
+        self._publishes: list[tuple[str, str]] = []
 
     @property
     def unavailable_reason(self) -> str:
@@ -83,6 +84,10 @@ class Bus:
         """
         self._owner = role, deployment, place
 
+    def publishes_as(self, package: str) -> None:
+        """Have `open` check that this user may publish what the catalogue lets a worker of this package publish."""
+        self._publishes = sample_keys(package, Where.API if self.name == API else Where.CELL)
+
     async def open(self) -> None:
         """Connect and declare the shared topology of the bus. Raises BusOwnedByAnother."""
         await self.transport.open()
@@ -94,6 +99,8 @@ class Bus:
             role, deployment, place = self._owner
             await enter(self.transport, self.name, role, deployment(), place())
         await self.transport.declare_shared()
+        if self._publishes:
+            await self.transport.check_publishes(self._publishes)
 
     async def close(self) -> None:
         """Send the gathered messages within the time bound, and close the connection."""

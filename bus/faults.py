@@ -55,6 +55,10 @@ class DatabaseForbidden(Forbidden):
     code = "database.forbidden"
 
 
+class DatabaseRightsMissing(DatabaseForbidden):
+    """The role lacks rights in the schema, which a person grants while the process runs."""
+
+
 class DatabaseUnprepared(DatabaseForbidden):
     """The schema lacks tables of berth's migrations: no worker has started yet, or the tables were dropped."""
 

@@ -256,6 +256,7 @@ class LocalTransport:
     """
 
     declare_shared = _forwarded("declare_shared")
+    check_publishes = _forwarded("check_publishes")
     mark = _forwarded("mark")
     owner_of = _forwarded("owner_of")
     unmark = _forwarded("unmark")

@@ -84,6 +84,16 @@ class BusForbidden(BusError):
     code = "bus.forbidden"
 
 
+class BusRightsMissing(BusForbidden):
+    """The broker knows the user, which lacks a permission. A person grants it while the process runs."""
+
+
+class BusTopicsOpen(BusRightsMissing):
+    """The user may publish to few exchanges, and there under any key: its topic permissions were not set."""
+
+    code = "bus.topics_open"
+
+
 class BusMarked(BusError):
     """A mark of this name exists with another owner. The error's text is the owner."""
 
@@ -201,8 +211,13 @@ class Transport(Protocol):
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus: exchanges, the queues of delayed messages, the queue of dead letters.
 
-        Existing exchanges and queues are left as they are. Raises BusUnavailable when something is missing that these
+        Existing exchanges and queues are left as they are. Raises BusRightsMissing when something is missing that these
         credentials may not declare.
+        """
+
+    async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
+        """Raise BusRightsMissing unless these credentials may publish to each of these (exchange, key), and
+        BusTopicsOpen where topic permissions are missing. Nothing is published.
         """
 
     async def mark(self, name: str, owner: str) -> None:

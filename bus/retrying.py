@@ -14,8 +14,8 @@ import tenacity
 from msgspec import Struct
 
 from bus.clock import Clock
-from bus.faults import Transient
-from bus.port import BusError, BusForbidden
+from bus.faults import DatabaseRightsMissing, Transient
+from bus.port import BusError, BusForbidden, BusRightsMissing
 
 T = TypeVar("T")
 
@@ -64,6 +64,8 @@ QUEUE_LOCKED = RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=60.0)
 CELL_UNAVAILABLE = RetryPolicy(first_s=0.5, longest_s=0.5, least=1.0)
 # For the database at the start of a process, or after its connections were lost: until it answers.
 DATABASE = RetryPolicy(first_s=0.1, longest_s=3.0)
+# For rights that a worker lacks at its start: until they are granted.
+RIGHTS = RetryPolicy(first_s=0.2, longest_s=15.0, least=1.0)
 # For a client's message that the broker does not accept: until the deadline of the request.
 CLIENT_PUBLISH = RetryPolicy(first_s=0.25, longest_s=0.25, least=1.0)
 # For a conductor's request for reports: until it is published.
@@ -80,6 +82,11 @@ NOVA_REPLY = RetryPolicy(first_s=0.25, longest_s=0.25, least=1.0, lasts_s=60.0)
 def passes_with_time(error: BaseException) -> bool:
     """Whether a wait helps: a server is unavailable, and has not refused the credentials."""
     return isinstance(error, Transient | BusError) and not isinstance(error, BusForbidden)
+
+
+def passes_with_a_grant(error: BaseException) -> bool:
+    """Whether a server knows this process and refuses it rights, which a person grants meanwhile."""
+    return isinstance(error, DatabaseRightsMissing | BusRightsMissing)
 
 
 def doubled_s(first_s: float, longest_s: float, times: int) -> float:

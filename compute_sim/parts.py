@@ -231,6 +231,7 @@ class Parts:
 
     async def connect(self) -> None:
         """Connect and take the service's name, before anything of the machines is looked at. Raises NameTaken."""
+        self.bus.publishes_as("compute_sim")
         await self.bus.open()
         await self.name.hold()
 

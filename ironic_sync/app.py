@@ -47,6 +47,7 @@ def build(
         known = ", ".join(env.cells)
         raise SettingsError("ironic_sync.cell", f"there is no cell {config.cell!r}; the settings know {known}")
     bus = env.bus(API)
+    bus.publishes_as("ironic_sync")
     service = Service("ironic-sync", clock=env.clock, log=log)
     positions = _positions(service, env, bus, config) if store is None else store
     if store is not None:

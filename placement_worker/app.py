@@ -102,6 +102,7 @@ def _store(
         service.add_task("identity", partial(watch_identity, database, lambda: store.rows.deployment, env.clock))
 
     def claim(bus: Bus) -> None:
+        bus.publishes_as("placement_worker")
         bus.belongs_to("placement", lambda: store.rows.deployment, lambda: "" if database is None else database.place)
 
     return store, claim

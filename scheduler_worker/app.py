@@ -177,6 +177,7 @@ def _parts(
         service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
 
     def claim(bus: Bus) -> None:
+        bus.publishes_as("scheduler_worker")
         bus.belongs_to("scheduler", lambda: store.deployment, lambda: "" if database is None else database.place)
 
     for bus in buses.values():

@@ -16,8 +16,10 @@ from berth.backup.manifest import READ_BYTES, BadBackup, Manifest, SchemaCopy, T
 from berth.schemas import SchemaState, assess, find_schemas, package_of, quoted
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST
+from bus.persistence.database import IS_THERE
 from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import Revisions, migrating
+from bus.persistence.rights import act_as_owner
 
 # PostgreSQL's error when a table of the backup is not one of the revision that the manifest names.
 MISMATCHES = (
@@ -81,7 +83,9 @@ async def _restore_schema(
 ) -> None:
     package = package_of(schema.schema)
     assert package is not None
-    await driver.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted(schema.schema)}")
+    if not await driver.fetchval(IS_THERE, quoted(schema.schema)):  # IF NOT EXISTS needs the right to make schemas, too
+        await driver.execute(f"CREATE SCHEMA {quoted(schema.schema)}")
+    await act_as_owner(driver, schema.schema)
     await driver.execute(f"SET LOCAL search_path = {quoted(schema.schema)}")
     await connection.run_sync(migrations.upgrade, package, schema.schema, schema.revision)
     await _require_complete(driver, schema)
@@ -97,7 +101,7 @@ async def _restore_schema(
         raise BadBackup(f"schema {schema.schema} does not take the backup: {error}", code="backup.mismatch") from error
     await connection.run_sync(migrations.upgrade, package, schema.schema)
     await driver.execute("ANALYZE " + ", ".join(quoted(table.table) for table in schema.tables))
-    await driver.execute("SET LOCAL search_path = DEFAULT")
+    await driver.execute("SET LOCAL search_path = DEFAULT; SET LOCAL ROLE NONE")
 
 
 async def _require_complete(driver: asyncpg.Connection, schema: SchemaCopy) -> None:

@@ -43,6 +43,8 @@ from berth.site import Site
 from berth.trial import up
 from bus.bus import API
 from bus.owner import DEPLOYMENT, OWNERS
+from bus.persistence.address import CONNECTION_LOST
+from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import Revisions
 
 db = CommandGroup(no_args_is_help=True, help="The schemas of the database: revisions, check, upgrade.")
@@ -111,9 +113,12 @@ async def _read(site: Site) -> list[SchemaRevision]:
     assert site.database_url is not None
     connection: asyncpg.Connection = await connect(site.database_url, name="berth db")
     try:
-        found = {each.schema: each for each in await find_schemas(connection)}
+        schemas = await find_schemas(connection)
+    except CONNECTION_LOST as error:
+        raise_fault(error, closed=connection.is_closed())
     finally:
         await connection.close()
+    found = {each.schema: each for each in schemas if each.state is not SchemaState.ABSENT}
     for name in _expected(site):
         if name not in found and name != IRONIC_SYNC:
             found[name] = assess(name, Revisions(), is_empty=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from berth.commands.common import AsJson, Exit, Stop, out, print_json
+from berth.database_rights import statements
 from berth.permissions import (
     OF_A_CELL,
     Grant,
@@ -22,6 +26,23 @@ from berth.permissions import (
 from berth.reference.asyncapi import document
 from berth.settings import Settings
 from berth.site import Site
+from bus.contracts.base import reason_of
+
+MAX_USERS_BYTES = 16 * 1024 * 1024
+
+
+AsDefinitions = Annotated[bool, typer.Option("--definitions", help="As one file for `rabbitmqctl import_definitions`.")]
+OfExchanges = Annotated[
+    bool,
+    typer.Option("--exchanges", help="The exchanges that they name instead, as such a file: for RabbitMQ 4 first."),
+]
+Users = Annotated[
+    Path | None,
+    typer.Option(help="What `rabbitmqctl -q list_users --formatter json` prints: each user has to be in it; - reads."),
+]
+OfDatabase = Annotated[
+    bool, typer.Option("--database", help="The rights of each role in PostgreSQL instead, as SQL for psql.")
+]
 
 
 async def permissions(
@@ -30,21 +51,27 @@ async def permissions(
     project: Annotated[list[str] | None, typer.Option(help="A project's user; may be given several times.")] = None,
     cell: Annotated[str | None, typer.Option(help="Of conductor and compute: only this cell's.")] = None,
     user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
-    as_definitions: Annotated[
-        bool, typer.Option("--definitions", help="As one file for `rabbitmqctl import_definitions`.")
-    ] = False,
-    of_exchanges: Annotated[
-        bool,
-        typer.Option("--exchanges", help="The exchanges that they name instead, as such a file: for RabbitMQ 4 first."),
-    ] = False,
+    as_definitions: AsDefinitions = False,
+    of_exchanges: OfExchanges = False,
+    users: Users = None,
+    of_database: OfDatabase = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the RabbitMQ permissions that each user needs.
+    """Print the rights that each user needs.
 
-    As rabbitmqctl commands, for the buses of the settings. Nothing is changed: the administrator of the broker makes
-    the users and runs the commands, or imports the definitions.
+    Of RabbitMQ as rabbitmqctl commands, for the buses of the settings; of PostgreSQL as SQL. Nothing is changed: the
+    administrator of the broker makes the users and runs the commands, or imports the definitions, and the database's
+    administrator runs the SQL.
     """
+    if of_database:
+        if role or project or cell or user or users or as_definitions or of_exchanges or as_json:
+            raise Stop(Exit.USAGE, "permissions.database", "--database prints all roles of the settings: alone")
+        for line in statements(settings):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+        return
     grants = _grants(settings, role, project or (), cell, user)
+    if users is not None:
+        _check_users(grants, users)
     if (as_definitions or of_exchanges) and len({one.broker for one in grants}) > 1:
         raise Stop(Exit.USAGE, "permissions.brokers", "these users are of several brokers: give --role, or --cell")
     if of_exchanges:
@@ -55,6 +82,23 @@ async def permissions(
         return
     for line in commands(grants):
         out.print(line, markup=False, soft_wrap=True)
+
+
+def _check_users(grants: Sequence[Grant], listed: Path) -> None:
+    """Raise Stop when a user is missing: RabbitMQ would set others' permissions, and no topic permissions at all, which
+    leaves every key open to them.
+    """
+    try:
+        text = sys.stdin.buffer.read(MAX_USERS_BYTES) if str(listed) == "-" else listed.read_bytes()
+        there = {one.user for one in msgspec.json.decode(text, type=list[_ListedUser])}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Stop(Exit.USAGE, "permissions.users", f"{listed} is no list of users: {reason_of(error)}") from error
+    if missing := sorted({one.user for one in grants} - there):
+        raise Stop(Exit.NO, "permissions.user_missing", f"the broker has no user {', '.join(missing)}: make them first")
+
+
+class _ListedUser(msgspec.Struct):
+    user: str
 
 
 def _grants(

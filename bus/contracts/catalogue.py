@@ -463,6 +463,28 @@ def project_of(key: str) -> str:
     return last if _PROJECT.fullmatch(last) and head in _OF_LANES[lane_of(last)] else ""
 
 
+# The kind of bus on which each worker publishes its messages of both kinds.
+HOMES = dict.fromkeys(("cell_conductor", "compute_sim"), Where.CELL)
+
+
+def published_by(package: str, where: Where) -> list[MessageRow]:
+    """The messages that a worker publishes on a bus of this kind."""
+    home = HOMES.get(package, Where.API)
+    kinds = (where, Where.BOTH) if where is home else (where,)
+    return [row for row in MESSAGES if package in row.publishers and row.where in kinds]
+
+
+def sample_keys(package: str, where: Where) -> list[tuple[str, str]]:
+    """(exchange, routing key) of each of these, with a word for each placeholder."""
+    found = [
+        (row.exchange, re.sub(r"\{[a-z_]+\}", "x", key))
+        for row in published_by(package, where)
+        for key in (row.key, row.batch_key)
+        if key
+    ]
+    return list(dict.fromkeys(found))
+
+
 def projects_key(template: str, project_id: str) -> str:
     """A key template of one project's messages, with the project and its lane filled in."""
     return template.replace(LANE, str(lane_of(project_id))).replace(OF_PROJECT, f".{project_id}")

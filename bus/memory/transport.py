@@ -113,6 +113,9 @@ class MemoryTransport:
         for planned in shared_queues():
             self._declare(planned)
 
+    async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
+        """A broker in memory knows no users."""
+
     async def mark(self, name: str, owner: str) -> None:
         """Leave a mark, or find it there."""
         self._check()

@@ -29,9 +29,18 @@ import structlog
 from bus.clock import Clock, SystemClock
 from bus.faults import DatabaseForbidden, DatabaseReplaced, DatabaseUnavailable, DatabaseUnprepared, Transient
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
-from bus.persistence.database_faults import FAILED_IN_USE, READ_ONLY, first_line, is_unusable, raise_fault, sqlstate
+from bus.persistence.database_faults import (
+    FAILED_IN_USE,
+    READ_ONLY,
+    UNPREPARED_STATES,
+    first_line,
+    is_unusable,
+    raise_fault,
+    sqlstate,
+)
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
 from bus.persistence.revision import UnsupportedSchema, is_migrated, lock_key, migrating
+from bus.persistence.rights import act_as_owner, check_rights, check_usage
 from bus.retrying import DATABASE, Retrying
 from bus.tracing.context import CURRENT
 
@@ -232,6 +241,8 @@ class Database:
                         self._failed(error)
                         if begin:
                             await self._roll_back(connection)
+                        if sqlstate(error) in UNPREPARED_STATES and not connection.is_closed():
+                            await check_usage(connection, self.schema)
                         raise_fault(error, closed=connection.is_closed())
                     except BaseException:
                         if begin:
@@ -409,6 +420,8 @@ class Database:
                 and (package is None or await is_migrated(connection, package, self.schema))
             ):
                 return False
+            if package is not None:
+                await check_rights(connection, self.schema)
             self._place = await _place_of(connection)
         return True
 
@@ -418,11 +431,15 @@ class Database:
             if not await driver.fetchval(IS_THERE, f'"{self.schema}"'):
                 await driver.execute(f'CREATE SCHEMA "{self.schema}"')
             if package is not None and not await is_migrated(driver, package, self.schema):
+                await act_as_owner(driver, self.schema)
                 async with _MIGRATING.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
                     from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
 
                     await connection.run_sync(migrations.upgrade, package, self.schema)
                 await is_migrated(driver, package, self.schema)  # raises when its tables are of another state
+                await driver.execute("SET LOCAL ROLE NONE")
+            if package is not None:
+                await check_rights(driver, self.schema)
             self._place = await _place_of(driver)
 
     def _log_waiting(self, error: BaseException, failures: int) -> None:

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import asyncpg
 
-from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepared, Transient
+from bus.faults import DatabaseForbidden, DatabaseRightsMissing, DatabaseUnavailable, DatabaseUnprepared, Transient
 from bus.persistence.address import ServerUntrusted
 
 # SQLSTATE (or its class) -> code of the Transient that it becomes. A longer key wins.
@@ -34,7 +34,8 @@ FAILED_IN_USE = (
 )
 # undefined_table, undefined_column, undefined_function, invalid_schema_name: no message is at fault.
 UNPREPARED_STATES = ("42P01", "42703", "42883", "3F000")
-FORBIDDEN_STATES = ("28", "3D000", "42501")
+FORBIDDEN_STATES = ("28", "3D000")
+RIGHTS_STATE = "42501"
 
 
 def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
@@ -52,6 +53,8 @@ def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
     if state in UNPREPARED_STATES:
         reason = f"{first_line(error)}: its schema was dropped or emptied, or no worker has prepared it yet"
         raise DatabaseUnprepared(reason) from error
+    if state == RIGHTS_STATE:
+        raise DatabaseRightsMissing(first_line(error)) from error
     if state is not None and state.startswith(FORBIDDEN_STATES):
         raise DatabaseForbidden(first_line(error)) from error
     raise error

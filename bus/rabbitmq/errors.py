@@ -13,6 +13,7 @@ from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelClosed, Cha
 from bus.port import (
     BusError,
     BusForbidden,
+    BusRightsMissing,
     BusUnavailable,
     PublishRefused,
     QueueDiffers,
@@ -33,7 +34,7 @@ _UNUSABLE = (ChannelInvalidStateError, asyncio.InvalidStateError, OSError, Timeo
 
 # By why the broker closed a channel.
 _CLOSED: dict[type[ChannelClosed], type[BusError]] = {
-    exceptions.ChannelAccessRefused: BusForbidden,
+    exceptions.ChannelAccessRefused: BusRightsMissing,
     exceptions.ChannelNotFoundEntity: QueueMissing,
     exceptions.ChannelLockedResource: QueueLocked,
     exceptions.ChannelPreconditionFailed: QueueDiffers,
@@ -76,9 +77,11 @@ def port_error(error: BaseException, about: str = "") -> BusError:
         return Unroutable(text)
     if isinstance(error, exceptions.DeliveryError):
         return PublishRefused(f"{about}: refused")
-    if isinstance(error, exceptions.ProbableAuthenticationError | exceptions.ConnectionNotAllowed):
-        return BusForbidden(text)
-    if isinstance(error, exceptions.ConnectionClosed) and error.args and error.args[0] == NOT_ALLOWED:
+    if isinstance(error, exceptions.ConnectionNotAllowed) or (
+        isinstance(error, exceptions.ConnectionClosed) and error.args and error.args[0] == NOT_ALLOWED
+    ):
+        return BusRightsMissing(text)
+    if isinstance(error, exceptions.ProbableAuthenticationError):
         return BusForbidden(text)
     if isinstance(error, ChannelClosed):
         # The text is the broker's own and names the thing meant, the only way to distinguish them; for other users of

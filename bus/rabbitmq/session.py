@@ -13,10 +13,22 @@ import aio_pika
 import structlog
 from aiormq import Channel
 from aiormq.abc import AbstractChannel, AbstractConnection
+from aiormq.exceptions import ChannelInvalidStateError
 from msgspec import structs
 from pamqp.commands import Queue
 
-from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, NotSent, Outgoing, QueueDiffers, QueueMissing
+from bus.port import (
+    BusError,
+    BusForbidden,
+    BusMarked,
+    BusRightsMissing,
+    BusTopicsOpen,
+    BusUnavailable,
+    NotSent,
+    Outgoing,
+    QueueDiffers,
+    QueueMissing,
+)
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.channels import CLOSE_TIMEOUT_S, CONFIRM_TIMEOUT_S, PublishChannel
 from bus.rabbitmq.errors import translated
@@ -43,6 +55,8 @@ HEARTBEAT_S = 10
 
 # How the broker reports the argument that an exchange has, when another one is declared; at most 255 bytes of it.
 CURRENT_VALUE = re.compile(r"current is (?:the value )?'([^']*)")
+# A key of no message, and an exchange of RabbitMQ's own that only a user writes to who may do everything.
+UNLISTED, FOREIGN = "berth-unlisted", "amq.topic"
 UNKNOWN_OWNER, NO_OWNER = "unknown", "?"
 
 # The page with the remedies for queues that an earlier berth declared otherwise.
@@ -188,7 +202,7 @@ class Session:
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus, unless it exists: some users may use it and not declare it.
 
-        Raises BusUnavailable: something is missing, and these credentials may not declare it.
+        Raises BusRightsMissing: something is missing, and these credentials may not declare it.
         """
         may_bind = True
         try:
@@ -201,9 +215,44 @@ class Session:
                 elif may_bind:  # who made it may have ended before it was bound
                     may_bind = await self._declare_if_allowed(real)
         except BusForbidden as error:
-            raise BusUnavailable(
+            raise BusRightsMissing(
                 f"another worker declares the bus's shared topology, and has not yet: {error}"
             ) from error
+
+    async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
+        """Try keys under their local names. Raises BusRightsMissing.
+
+        A topic exchange without topic permissions is open to all keys. That is right for a user that may do everything,
+        and else says that they were not set.
+        """
+        for exchange, key in keys:
+            await self._try_publish(self.names.exchange(exchange), key)
+        for exchange in dict.fromkeys(self.names.exchange(exchange) for exchange, _ in keys):
+            if not await self._may_publish(exchange, UNLISTED):
+                continue
+            if await self._may_publish(FOREIGN, UNLISTED):
+                return
+            raise BusTopicsOpen(f"exchange {exchange} takes any key of this user: its topic permissions are not set")
+
+    async def _may_publish(self, exchange: str, key: str) -> bool:
+        try:
+            await self._try_publish(exchange, key)
+        except BusRightsMissing:
+            return False
+        return True
+
+    async def _try_publish(self, exchange: str, key: str) -> None:
+        """The broker checks a publish when it comes, also in a transaction, which is then rolled back."""
+        channel = await self.named("trials")
+        with translated():
+            try:
+                await channel.tx_select(timeout=RPC_TIMEOUT_S)
+                await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+                await channel.tx_rollback(timeout=RPC_TIMEOUT_S)
+            except ChannelInvalidStateError:  # the refusal was there before the roll-back was sent
+                async with asyncio.timeout(RPC_TIMEOUT_S):
+                    await channel.closing
+                raise
 
     async def _is_there(self, queue: str) -> bool:
         """Whether a shared queue exists, as far as these credentials may know: see `_declare_exchange`."""

@@ -15,7 +15,17 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from bus import metrics
 from bus.clock import SystemClock
 from bus.contracts.queues import QueueRow
-from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, NotSent, Outgoing, QueueLocked, call_back
+from bus.port import (
+    BusError,
+    BusForbidden,
+    BusRightsMissing,
+    BusUnavailable,
+    Delivery,
+    NotSent,
+    Outgoing,
+    QueueLocked,
+    call_back,
+)
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
@@ -205,8 +215,10 @@ class RabbitTransport:
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
         logging.getLogger("aio_pika").setLevel(logging.CRITICAL)
         self._closing = False
-        self._opened = asyncio.Future()
-        self._keeper = asyncio.create_task(self._keep())
+        if self._keeper is None or self._keeper.done():
+            self._opened = asyncio.Future()
+            self._keeper = asyncio.create_task(self._keep())
+        assert self._opened is not None
         try:
             await self._opened
         except asyncio.CancelledError:  # its keeper would go on, and connect for nobody
@@ -233,8 +245,27 @@ class RabbitTransport:
 
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus."""
-        await self._lasting(Session.declare_shared)
+        # A worker that may not make it begins beside those that do: for a while there is nothing to say.
+        await self._lasting(Session.declare_shared, besides=(BusRightsMissing,))
         self._shared = True
+
+    async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
+        """Try these keys on a connection of its own: in an alarm the broker reads no more of one that has published.
+        Then the check ends without an answer.
+        """
+
+        async def check(_: Session) -> None:
+            session = await Session.connect(self._address, self._names, f"{self._connection_name} permissions")
+            try:
+                await session.check_publishes(keys)
+            finally:
+                await session.close()
+
+        try:
+            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                await self._lasting(check)
+        except TimeoutError:
+            log.warning("bus.permissions_unchecked", bus=self.name, limit_s=CONFIRM_TIMEOUT_S)
 
     async def mark(self, name: str, owner: str) -> None:
         """Leave a mark, or find it there."""
@@ -370,8 +401,9 @@ class RabbitTransport:
                 await self._reply_session.close()
             return self._reply_session
 
-    async def _lasting(self, work: Callable[[Session], Awaitable[T]]) -> T:
-        """Do it on this session; when that is lost meanwhile, on the next. Raises BusUnavailable in the end.
+    async def _lasting(self, work: Callable[[Session], Awaitable[T]], *, besides: tuple[type[BusError], ...] = ()) -> T:
+        """Do it on this session; when that is lost meanwhile, on the next, and also after the faults `besides`. Raises
+        BusUnavailable, or one of these, in the end.
 
         When several processes declare one quorum queue for the first time, RabbitMQ ends some of their connections
         with INTERNAL_ERROR; trying again is all that helps.
@@ -379,7 +411,7 @@ class RabbitTransport:
 
         def may_pass(error: BaseException) -> bool:
             # A queue is another process's, perhaps: the caller knows how long to wait.
-            passes = isinstance(error, BusUnavailable) and not isinstance(error, QueueLocked)
+            passes = isinstance(error, (BusUnavailable, *besides)) and not isinstance(error, QueueLocked)
             return passes and self._keeper is not None and not self._keeper.done()
 
         return await Retrying(SET_UP, self._clock, self._jitter).call(lambda: work(self._current()), may_pass)

@@ -15,6 +15,7 @@ import structlog
 from bus.clock import Clock
 from bus.consuming.stall_watch import LOOK_S, StallWatch
 from bus.faults import Fault, first_fault
+from bus.retrying import RIGHTS, Retrying, passes_with_a_grant
 
 if TYPE_CHECKING:
     from bus.consuming.consumer import Consumer
@@ -45,6 +46,7 @@ class Service:
         self.log = log if log is not None else structlog.get_logger("service").bind(service=name)
         self.ready = asyncio.Event()
         self.phase = "new"
+        self._refused = ""  # what a server refuses to this start
         self._resources: list[tuple[Callable[[], Awaitable[Any]] | None, Callable[[], Awaitable[Any]]]] = []
         self._declarations: list[Callable[[], Awaitable[Any]]] = []
         self._preparations: list[Callable[[], Awaitable[Any]]] = []
@@ -60,7 +62,8 @@ class Service:
 
     def add_resource(self, opening: Callable[[], Awaitable[Any]] | None, closing: Callable[[], Awaitable[Any]]) -> None:
         """Add a resource. Resources are opened in order before anything else, and those that were opened are closed in
-        the opposite order at the end. opening: None when it opens later, or by itself.
+        the opposite order at the end. opening: None when it opens later, or by itself; called again after rights were
+        missing.
         """
         self._resources.append((opening, closing))
 
@@ -127,7 +130,8 @@ class Service:
     def not_ready(self) -> list[str]:
         """Names of the parts that are not ready now; empty when the service can do its work."""
         failing = [problem for fn in self._checks.values() if (problem := fn())]
-        return failing if self.ready.is_set() else [f"service is {self.phase}", *failing]
+        refused = [self._refused] if self._refused else []
+        return failing if self.ready.is_set() else [f"service is {self.phase}", *refused, *failing]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set (drain, close, return) or a part fails (close, raise the first fault)."""
@@ -162,10 +166,10 @@ class Service:
         for opening, closing in self._resources:
             self._closings.append(closing)  # before it is opened: half open still needs closing
             if opening is not None:
-                await opening()
+                await self._permitted(opening)
         self._enter_phase("declaring")
         for step in self._declarations:
-            await step()
+            await self._permitted(step)
         for name, body in self._task_makers:
             self._spawn(name, body())
         self._enter_phase("preparing")
@@ -178,6 +182,17 @@ class Service:
             self._spawn(f"consumer {consumer.queue}", consumer.run())
         self._enter_phase("ready")
         self.ready.set()
+
+    async def _permitted(self, step: Callable[[], Awaitable[Any]]) -> None:
+        """Take a step of the start; again and again while a server refuses it rights that a person may grant."""
+
+        def say(error: BaseException, failures: int) -> None:
+            code = getattr(error, "code", "")
+            self._refused = f"{code}: {error}"
+            self.log.warning("service.rights_missing", code=code, reason=str(error), attempt=failures)
+
+        await Retrying(RIGHTS, self.clock).call(step, passes_with_a_grant, on_failure=say)
+        self._refused = ""
 
     async def _watch_stalls(self, watch: StallWatch) -> None:
         """Have consumers know that what they read may have waited while this process stood still."""

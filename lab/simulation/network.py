@@ -167,6 +167,9 @@ class SimTransport:
         """Declare what the bus shares."""
         await self._lasting(self._inner.declare_shared)
 
+    async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
+        """The broker of a simulation knows no users."""
+
     async def mark(self, name: str, owner: str) -> None:
         """Leave a mark, or find it there; at once, so that the run goes as it did before there were marks."""
         await self._inner.mark(name, owner)

@@ -245,7 +245,7 @@ OTHER_NAMES = {
         "scheduler_worker.store.migrations *.store.migrations *.libs *.machines"
     ),
     "exchanges, queues and routing keys": (
-        "amq.default berth.dead berth.delay berth.delayed berth.events berth.of.* berth.owner.* berth.probe "
+        "amq.default amq.topic berth.dead berth.delay berth.delayed berth.events berth.of.* berth.owner.* berth.probe "
         "berth.reply.*.* berth.return *.b *.* **.* *.*.*"
     ),
     "names under which handled messages are on record": "scheduler.changes.refused",

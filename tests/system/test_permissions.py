@@ -26,7 +26,9 @@ from berth.permissions import Grant, PermissionRole, definitions, exchanges, of_
 from berth.settings import BusSettings, CellSettings, Settings
 from berth.trial.servers import API_VHOST, RealServers, variables
 from berth.trial.worker_processes import WorkerProcesses
-from bus.port import BusForbidden, BusUnavailable
+from bus.contracts.catalogue import sample_keys
+from bus.contracts.queues import Where
+from bus.port import BusForbidden, BusRightsMissing, BusTopicsOpen
 from bus.rabbitmq import transport
 from bus.rabbitmq.transport import RabbitTransport
 from tests.kit.forks import ForkedProcess, run_berth
@@ -64,6 +66,10 @@ class Guarded:
         return msgspec.structs.replace(self.settings, bus=BusSettings(url=self.url(user)), cells=cells)
 
     def start(self) -> None:
+        self.spawn()
+        asyncio.run(self.processes.ready())
+
+    def spawn(self) -> None:
         processes = self.processes
         for name, *arguments in (
             ("placement", "placement"),
@@ -72,12 +78,11 @@ class Guarded:
             ("scheduler", "scheduler"),
         ):
             processes.start(name, *arguments, settings=variables(self.settings_of(f"berth-{name}")))
-        asyncio.run(processes.ready())
 
-    def berth(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def berth(self, *arguments: str, user: str = "berth-operator") -> subprocess.CompletedProcess[str]:
         """A command of the operator's."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-        env = {**kept, **variables(self.settings_of("berth-operator"))}
+        env = {**kept, **variables(self.settings_of(user))}
         return run_berth(*arguments, env=env, timeout_s=2 * PATIENCE_S)
 
 
@@ -482,13 +487,38 @@ async def test_what_an_agent_may_not_make_it_finds_when_another_worker_has_been_
         system.url("berth-compute-cell1", vhost), system.servers.broker.url(vhost)))  # fmt: skip
     await agent.open()
     version = await asyncio.to_thread(system.servers.broker.control, "version")
-    with contextlib.nullcontext() if version >= "4.3" else pytest.raises(BusUnavailable, match="has not yet"):
+    with contextlib.nullcontext() if version >= "4.3" else pytest.raises(BusRightsMissing, match="has not yet"):
         await agent.declare_shared()
     await maker.open()
     await maker.declare_shared()
     await agent.declare_shared()
     await agent.close()
     await maker.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "raised"),
+    [
+        ({}, None),
+        ({"topics": {}}, BusTopicsOpen),
+        ({"write": "^$"}, BusRightsMissing),
+        ({"configure": ".*", "write": ".*", "read": ".*", "topics": {}}, None),
+    ],
+    ids=["as printed", "no topic permissions", "no exchange", "all of everything"],
+)
+async def test_a_user_is_checked_for_what_it_may_publish_before_it_does(
+    system: Guarded, changed: dict[str, Any], raised: type[BusRightsMissing] | None
+) -> None:
+    grants = [one for one in of_role(PermissionRole.CONDUCTOR, system.settings) if one.vhost == "cell1"]
+    user = f"tried-{zlib.crc32(repr(changed).encode())}"
+    define(system.servers, [msgspec.structs.replace(one, user=user, **changed) for one in grants], system.settings)
+    bus = RabbitTransport(system.url(user, "cell1"), name="cell1")
+    await bus.open()
+    keys = sample_keys("cell_conductor", Where.CELL)
+    assert keys
+    with contextlib.nullcontext() if raised is None else pytest.raises(raised):
+        await bus.check_publishes(keys)
+    await bus.close()
 
 
 async def test_a_project_does_not_take_anothers_queue_whose_name_it_knows(system: Guarded) -> None:

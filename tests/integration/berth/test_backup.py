@@ -12,13 +12,18 @@ from pathlib import Path
 
 import asyncpg
 import pytest
+from sqlalchemy import make_url
 
 from berth.backup.copying import parents_first, save
 from berth.backup.manifest import MANIFEST, MANIFEST_SUM, BadBackup, read_manifest
 from berth.backup.restoring import restore
+from berth.database_rights import BACKUP, RESTORE, rights, statements
 from berth.schemas import SchemaState, assess, find_schemas, in_order, package_of
+from berth.settings import CellSettings, Settings
+from bus.faults import DatabaseRightsMissing
 from bus.persistence.database import Database
 from bus.persistence.revision import APPLIED, REVISION_TABLES, Revisions
+from bus.persistence.rights import check_rights
 from tests.kit import servers
 from tests.kit.cases import case
 from tests.kit.catalog import described
@@ -87,6 +92,35 @@ async def test_every_row_and_sequence_comes_back_in_a_schema_that_is_whole(
                 assert await described(left, name) == await described(right, name)
             await there.close()
             await here.close()
+
+
+async def test_a_restore_gives_each_schema_to_the_owner_that_it_is_made_for(backup: Path, postgres_server: str) -> None:
+    """The printed SQL runs before the restore, which runs as a member of the owners that is no superuser."""
+    settings = Settings(cells={"c1": CellSettings()})
+    with servers.fresh_database(postgres_server) as target:
+        admin = await asyncpg.connect(target)
+        await admin.execute("\n".join(statements(settings)))
+        await admin.execute(f"ALTER ROLE \"{RESTORE}\" PASSWORD 'secret'")
+        url = make_url(target).set(username=RESTORE, password="secret").render_as_string(hide_password=False)
+        await restore(url, backup)
+        owners = {one.schema: one.owner for one in rights(settings)}
+        found = await admin.fetch(
+            "SELECT nspname, array_agg(DISTINCT relowner::regrole::text) AS owners FROM pg_class c"
+            " JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = ANY ($1) GROUP BY 1",
+            list(owners),
+        )
+        assert {row["nspname"]: row["owners"] for row in found} == {one: [f'"{owners[one]}"'] for one in owners}
+        for schema, owner in owners.items():
+            await admin.execute(f'SET ROLE "{owner}"')
+            await check_rights(admin, schema)
+            for other in owners.keys() - {schema}:
+                with pytest.raises(DatabaseRightsMissing):
+                    await check_rights(admin, other)
+        await admin.execute(f'SET ROLE "{BACKUP}"')
+        await admin.fetch("SELECT * FROM placement.allocations")
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await admin.execute("DELETE FROM placement.allocations")
+        await admin.close()
 
 
 async def test_a_restored_database_is_seen_to_be_set_back(backup: Path, postgres_server: str) -> None:

@@ -7,12 +7,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
+from sqlalchemy import make_url
 
 from berth.trial.embedded.postgres import Postgres
-from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
+from bus.faults import DatabaseForbidden, DatabaseRightsMissing, DatabaseUnavailable, Transient
 from bus.persistence import database as module
 from bus.persistence.address import DatabaseAddress
 from bus.persistence.database import Database
@@ -339,6 +341,34 @@ async def test_a_wrong_database_is_refused_at_once(empty_database: str) -> None:
     database = Database(empty_database.replace("berth_test_", "berth_gone_"), "x")
     with pytest.raises(DatabaseForbidden):
         await database.open()
+
+
+@pytest.mark.parametrize("granted", ["", "GRANT USAGE ON SCHEMA x TO {role}"])
+async def test_a_schema_that_a_role_may_not_use_is_not_one_that_nobody_prepared(
+    empty_database: str, package: str, granted: str
+) -> None:
+    role = f"berth_{uuid4().hex[:12]}"
+    database = Database(empty_database, "x", pool_size=1)
+    await database.open(package)
+    await database.close()
+    admin = await asyncpg.connect(empty_database)
+    await admin.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'secret'; {granted.format(role=role)}")
+    url = make_url(empty_database).set(username=role, password="secret").render_as_string(hide_password=False)
+    database = Database(url, "x", pool_size=1)
+    try:
+        with pytest.raises(DatabaseRightsMissing) as refused:
+            await database.open(package)
+        assert refused.value.code == "database.forbidden"
+        for using in (database.raw, database.single):  # a command reads without `open`
+            with pytest.raises(DatabaseRightsMissing):
+                async with using() as connection:
+                    await connection.fetch("SELECT * FROM thing")
+        await admin.execute(f"GRANT USAGE ON SCHEMA x TO {role}; GRANT ALL ON ALL TABLES IN SCHEMA x TO {role}")
+        await database.open(package)
+    finally:
+        await database.close()
+        await admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+        await admin.close()
 
 
 @pytest.mark.parametrize("url", ["mysql://a@b/c", "nonsense", "sqlite://"])

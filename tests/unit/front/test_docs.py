@@ -382,6 +382,7 @@ PROGRAMS = {
     "journalctl",
     "ln",
     "nova-manage",
+    "psql",
     "openstack",
     "pg_dump",
     "pg_restore",

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from berth.cli import app
 from berth.commands.as_toml import as_toml
+from berth.database_rights import statements
 from berth.permissions import Grant, PermissionRole, commands, definitions, exchanges, of_project, of_role
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
 from berth.tracing import make_tracer
@@ -316,9 +317,9 @@ def test_the_commands_that_are_piped_into_a_shell_all_run(tmp_path: Path) -> Non
     printed = []
     for grant in grants:
         where = ["-p", grant.vhost, grant.user]
-        printed.append(["rabbitmqctl", "set_permissions", *where, grant.configure, grant.write, grant.read])
         for exchange, topic in grant.topics.items():
             printed.append(["rabbitmqctl", "set_topic_permissions", *where, exchange, topic.write, topic.read])
+        printed.append(["rabbitmqctl", "set_permissions", *where, grant.configure, grant.write, grant.read])
     assert lines == printed
 
 
@@ -334,6 +335,44 @@ def test_one_file_of_definitions_grants_what_the_commands_do(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--definitions"])
     assert json.loads(shown.stdout) == definitions([of_project("p-0", Settings())])
+
+
+@pytest.mark.parametrize(
+    ("listed", "code"),
+    [
+        ('[{"user": "guest", "tags": []}, {"user": "berth-project-p-0"}]', None),
+        ('[{"user": "guest"}]', "permissions.user_missing"),
+        ("[]", "permissions.user_missing"),
+        ("{}", "permissions.users"),
+        ("", "permissions.users"),
+        (None, "permissions.users"),
+    ],
+)
+def test_a_user_that_the_broker_has_not_is_named_before_anything_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, code: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if listed is not None:
+        Path("users.json").write_text(listed)
+    for more in (["--definitions"], []):
+        shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--users", "users.json", *more])
+        assert (shown.exit_code == 0) == (code is None)
+        assert bool(shown.stdout) == (code is None) and (code is None or code in shown.stderr)
+    if code is None:
+        shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--users", "-"], input=listed)
+        assert shown.exit_code == 0
+
+
+def test_the_rights_in_the_database_are_printed_for_all_roles_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/system/test_least_rights.py runs them."""
+    monkeypatch.chdir(tmp_path)
+    shown = RUNNER.invoke(app, ["permissions", "--database"])
+    assert shown.stdout.splitlines() == "\n".join(statements(Settings())).splitlines()
+    assert "PASSWORD" not in shown.stdout
+    refused = RUNNER.invoke(app, ["permissions", "--database", "--role", "placement"])
+    assert (refused.exit_code, refused.stdout) == (2, "") and "permissions.database" in refused.stderr
 
 
 def test_the_exchanges_of_the_definitions_are_those_that_workers_declare(

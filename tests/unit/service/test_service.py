@@ -20,8 +20,10 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.consuming.stall_watch import STALL_S, StallWatch
 from bus.contracts.workers import STOPPED, WorkerHeartbeat
-from bus.faults import BrokenInvariant, Fault
+from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseRightsMissing, Fault
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.port import BusRightsMissing
+from bus.retrying import RIGHTS
 from bus.service.environment import Environment
 from bus.service.health import MAX_HEAD_BYTES, Health
 from bus.service.main import GC_THRESHOLD, live
@@ -58,6 +60,17 @@ class Recorder:
 
     async def run(self) -> None:
         await self.ended.wait()
+
+
+class SkippingClock(SystemClock):
+    """Its waits take no time."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
 
 
 def service_of(recorder: Recorder) -> Service:
@@ -327,6 +340,47 @@ PATIENCE_S = 30.0
 def environment(broker: MemoryBroker, process: str, heartbeat_s: float | None) -> Environment:
     transports = partial(MemoryTransport, broker)
     return Environment(process, transports=transports, rng=random.Random(1), heartbeat_s=heartbeat_s)
+
+
+@pytest.mark.parametrize("fault", [BusRightsMissing("no"), DatabaseRightsMissing("no")])
+@pytest.mark.parametrize("adds", ["add_resource", "add_declaration"])
+async def test_rights_that_are_missing_at_the_start_are_waited_for(fault: Fault, adds: str) -> None:
+    """The worker lives, is not ready, and says what is refused to it, with a code; the waits grow up to a bound."""
+    clock, left, said = SkippingClock(), [fault] * 12, []
+
+    async def step() -> None:
+        said.append(service.not_ready())
+        if left:
+            raise left.pop()
+
+    async def close() -> None:
+        """Nothing is open."""
+
+    service = Service("x", clock=clock)
+    if adds == "add_resource":
+        service.add_resource(step, close)
+    else:
+        service.add_declaration(step)
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.run(stop))
+    async with asyncio.timeout(PATIENCE_S):
+        await service.ready.wait()
+    assert service.not_ready() == [] and len(said) == 13
+    assert all(f"{fault.code}: no" in waits_for for waits_for in said[1:])
+    assert clock.slept[0] < 1 and clock.slept == sorted(clock.slept) and clock.slept[-1] == RIGHTS.longest_s
+    stop.set()
+    await running
+
+
+async def test_a_login_that_is_refused_ends_the_start() -> None:
+    service = Service("x", clock=SystemClock())
+
+    async def step() -> None:
+        raise DatabaseForbidden("wrong password")
+
+    service.add_declaration(step)
+    with pytest.raises(DatabaseForbidden):
+        await service.run(asyncio.Event())
 
 
 async def test_heartbeats_carry_the_phase_what_is_waited_for_and_what_is_in_hand() -> None:
