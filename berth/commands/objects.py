@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
-from berth.client.object_edits import ObjectEdit, change_object, find_object
+from berth.client.object_edits import ObjectEdit, change_object, find_object, stored_objects
 from berth.commands.as_toml import as_toml
 from berth.commands.common import (
     QUERY_TIMEOUT_S,
@@ -44,8 +44,6 @@ from bus.contracts.objects import (
     ObjectLogQuery,
     ObjectsChange,
     ObjectsChanged,
-    ObjectsPage,
-    ObjectsQuery,
     StoredObject,
 )
 
@@ -100,7 +98,7 @@ def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: b
 
     async def list_(settings: Settings, as_json: AsJson = False) -> None:
         async with client(settings) as berth:
-            found = [stored async for stored in stored_objects(berth.bus, kind)]
+            found = [stored async for stored in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)]
         print_rows(found, as_json, ["name", "body", "version", "changed"], _row)
 
     async def show(settings: Settings, name: Name, as_json: AsJson = False) -> None:
@@ -163,7 +161,7 @@ async def apply(
 async def objects(settings: Settings, as_json: AsJson = False) -> None:
     """Print all objects as TOML, for `berth apply`."""
     async with client(settings) as berth:
-        found = [stored async for stored in stored_objects(berth.bus)]
+        found = [stored async for stored in stored_objects(berth.bus, timeout_s=QUERY_TIMEOUT_S)]
     _print_file(found, found, as_json)
 
 
@@ -254,21 +252,6 @@ async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
     if found is None:
         raise Stop(Exit.NO, "object.unknown", f"there is no {kind.value} {name!r}")
     return found
-
-
-async def stored_objects(
-    bus: Bus, kind: ObjectKind | None = None, name: str | None = None
-) -> AsyncIterator[StoredObject]:
-    """The objects on record, in order of kind and name."""
-    after: tuple[str, str] | None = None
-    while True:
-        query = ObjectsQuery(kind=kind, name=name, after=after)
-        page = await bus.request(query, ObjectsPage, timeout_s=QUERY_TIMEOUT_S)
-        for stored in page.objects:
-            yield stored
-        if not page.more:
-            return
-        after = (page.objects[-1].kind.value, page.objects[-1].name)
 
 
 def file_of(found: Sequence[tuple[ObjectKind, str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -117,24 +117,32 @@ def test_a_host_that_only_takes_no_builds_is_switched_off_like_others() -> None:
     assert planned(60.0, [disabled], service(), OTHERS).due == (disabled,)
 
 
-def test_with_more_suspects_than_allowed_none_is_switched_off() -> None:
+def looked(
+    hosts: list[HostRecord], *services: ServiceRecord, suspects: Mapping[str, float] | None = None
+) -> FencingPlan:
+    """The plan of a look at 1000."""
+    return plan(hosts, services, suspects or {}, SETTINGS, 1000.0)
+
+
+def test_with_more_suspects_than_allowed_none_is_switched_off_and_their_time_begins_anew() -> None:
     three = [host(1), host(2), host(3)]
-    found = planned(600.0, three, service(1), service(2), service(3), OTHERS)
+    found = looked(three, service(1), service(2), service(3), OTHERS, suspects={one.uuid: 0.0 for one in three})
     assert found.due == () and found.held == {"h1": TOO_MANY, "h2": TOO_MANY, "h3": TOO_MANY}
-    fewer = plan(three[:2], [service(1), service(2), OTHERS], found.suspects, SETTINGS, 1601.0)
-    assert fewer.due == (host(1), host(2))
+    for at_s, due in ((1001.0, ()), (1059.9, ()), (1060.0, (host(1), host(2)))):
+        assert plan(three[:2], [service(1), service(2), OTHERS], found.suspects, SETTINGS, at_s).due == due
 
 
 def test_a_suspect_counts_before_its_time() -> None:
     """The network fails for one host after the other."""
-    suspects = {host(1).uuid: 0.0}
-    found = plan([host(1), host(2), host(3)], [service(1), service(2), service(3), OTHERS], suspects, SETTINGS, 60.0)
-    assert found.due == () and found.held == {"h1": TOO_MANY}
+    three = [host(1), host(2), host(3)]
+    found = looked(three, service(1), service(2), service(3), OTHERS, suspects={host(1).uuid: 0.0})
+    assert found.due == () and found.suspects[host(1).uuid] == 1000.0
 
 
 def test_where_no_service_of_the_cell_is_up_the_cell_is_what_is_silent() -> None:
-    found = planned(600.0, [host()], service(), replace(OTHERS, cell="c2"))
-    assert found.due == () and found.held == {"h1": CELL_SILENT}
+    suspects = {host().uuid: 0.0}
+    found = looked([host()], service(), replace(OTHERS, cell="c2"), suspects=suspects)
+    assert found.due == () and found.held == {"h1": CELL_SILENT} and found.suspects == {host().uuid: 1000.0}
 
 
 class TwoSilentHosts(SystemClock):
@@ -146,6 +154,10 @@ class TwoSilentHosts(SystemClock):
         self.now_s = 0.0
         self.silent = [1, 2]
         self.off: list[str] = []
+        self.bus = self
+
+    async def request(self, *_: Any, **__: Any) -> ObjectsPage:
+        return ObjectsPage(revision=1)
 
     def monotonic(self) -> float:
         return self.now_s
