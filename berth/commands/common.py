@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -24,7 +24,7 @@ from rich.text import Text
 
 from berth.client import BuildClient
 from berth.in_process import WorkerEnded
-from berth.render import printable, printable_lines, render_rows
+from berth.render import counted, printable, printable_lines, render_rows
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
 from berth.trial.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
@@ -60,6 +60,7 @@ class Exit(IntEnum):
 OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
+MAX_IN_QUESTION = 10  # of a cell, in a question
 
 
 def parse_uuid(text: str) -> str:
@@ -74,6 +75,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
 
 By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask; off a terminal nothing is done without it.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
 Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
@@ -139,6 +141,25 @@ async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -
     known = sorted({*settings.cells, *(one.name for one in page.cells)})
     if name not in known:
         raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
+
+
+def confirm(what: str, *, yes: bool) -> None:
+    """Ask before what cannot be taken back. what: an imperative that says how many, and which. Raises Stop."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise Stop(Exit.USAGE, "command.unconfirmed", f"{what}: off a terminal this needs --yes; nothing is done")
+    if not typer.confirm(printable(f"{what}?"), err=True):
+        raise Stop(Exit.NO, "command.declined", "nothing is done")
+
+
+def by_cell(of_cells: Mapping[str, Collection[str]], what: str) -> str:
+    """How many there are, how many of each cell, and the first names: `3 hosts (cell1 2: a, b; cell2 1: c)`."""
+    parts = []
+    for cell, names in sorted(of_cells.items()):
+        some = ", ".join(sorted(names)[:MAX_IN_QUESTION]) + (", ..." if len(names) > MAX_IN_QUESTION else "")
+        parts.append(f"{cell} {len(names)}: {some}")
+    return f"{counted(sum(map(len, of_cells.values())), what)} ({'; '.join(parts)})"
 
 
 def check_reason(reason: str, *, least: int = 0) -> None:
@@ -322,6 +343,14 @@ async def open_database_in_time(opening: Coroutine[Any, Any, None]) -> None:
             "database.unavailable",
             f"no answer from the database within {OPEN_TIMEOUT_S:g} s: does it run, and is database.url its address?",
         ) from error
+
+
+def host_and_port(listen: str, option: str) -> tuple[str, int]:
+    """Where to listen. Raises BadParameter."""
+    host, _, port = listen.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise typer.BadParameter(f"{option} takes HOST:PORT, not {listen!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def pairs_of(given: Sequence[str] | None, option: str) -> dict[str, str]:
