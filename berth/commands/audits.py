@@ -23,7 +23,7 @@ from berth.commands.common import (
     Exit,
     Stop,
     Yes,
-    confirm,
+    ask_first,
     database_of,
     decided_by,
     err,
@@ -119,7 +119,7 @@ async def audit(
         reason = "without --watch a finding is seen for --every seconds only: give --watch, or a --grace of no more"
         raise Stop(Exit.USAGE, "audit.grace", f"{reason}; `berth placement audit --repair` does not wait")
     if repair:
-        confirm(f"Repair the book, as `berth placement audit --repair`, at findings of {grace:g} s", yes=yes)
+        ask_first(f"Repair the book, as `berth placement audit --repair`, at findings of {grace:g} s", yes=yes)
     here, passes = database_of(settings), 0
     unread: dict[str, Stop] = {}
     async with aclosing(watch(here, every_s=every)) as stream:

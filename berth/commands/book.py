@@ -22,8 +22,8 @@ from berth.commands.common import (
     Exit,
     Stop,
     Yes,
+    ask_first,
     by_cell,
-    confirm,
     database_of,
     open_database_in_time,
     out,
@@ -130,7 +130,7 @@ async def audit(
     here = database_of(settings)
     done: list[str] = []
     try:
-        ask = partial(confirm, yes=yes)
+        ask = partial(ask_first, yes=yes)
         found = await audited(here, repair=repair, evict=evict, consumers=consumers, ask=ask, done=done)
     except BaseException:
         if done:
@@ -293,7 +293,7 @@ async def _check_replaceable(database: Database, *, replace: bool, yes: bool) ->
         raise Stop(Exit.USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
     if any(counts) and replace:
         what = f"{counted(counts[0], 'provider')}, {counted(counts[1], 'consumer')}"
-        confirm(f"Replace the whole book: {what}", yes=yes)
+        ask_first(f"Replace the whole book: {what}", yes=yes)
 
 
 async def _assign(store: ResourceBook, database: Database, what: BookExport) -> int:

@@ -143,7 +143,7 @@ async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -
         raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
 
 
-def confirm(what: str, *, yes: bool) -> None:
+def ask_first(what: str, *, yes: bool) -> None:
     """Ask before what cannot be taken back. what: an imperative that says how many, and which. Raises Stop."""
     if yes:
         return

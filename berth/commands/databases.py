@@ -17,7 +17,7 @@ from berth.commands.common import (
     Exit,
     Stop,
     Yes,
-    confirm,
+    ask_first,
     database_of,
     err,
     make_directory,
@@ -184,7 +184,7 @@ async def release(
     """
     site = Site(settings)
     (name,) = _buses(site, bus_name)
-    confirm(f"Take bus {name} from its owner, of which no worker runs any more", yes=yes)
+    ask_first(f"Take bus {name} from its owner, of which no worker runs any more", yes=yes)
     released = await _owners(site, name, release=True)
     if not released:
         raise Stop(Exit.NO, "bus.unowned", f"bus {name!r} belongs to no deployment")

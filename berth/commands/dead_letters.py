@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 import typer
 from rich.text import Text
 
-from berth.commands.common import AsJson, Exit, Stop, Yes, confirm, err, open_in_time, out, print_json, print_result
+from berth.commands.common import AsJson, Exit, Stop, Yes, ask_first, err, open_in_time, out, print_json, print_result
 from berth.commands.expired import send_back
 from berth.commands.options import CommandGroup
 from berth.render import counted, printable, render_rows, utc
@@ -146,7 +146,7 @@ async def purge(
     site, ids = Site(settings), None
     if not yes:
         ids = [letter.id for letter in await _on(site, bus, lambda of: letters.list_dead(of, queue, MAX_SHOWN))]
-        confirm(f"Throw away the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
+        ask_first(f"Throw away the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
     gone = await _on(site, bus, lambda transport: letters.purge(transport, queue, ids))
     print_result({"purged": gone}, as_json, f"{gone} thrown away")
 

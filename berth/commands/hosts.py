@@ -25,11 +25,11 @@ from berth.commands.common import (
     Stop,
     Timeout,
     Yes,
+    ask_first,
     by_cell,
     check_cell,
     check_reason,
     client,
-    confirm,
     decided_by,
     err,
     explain,
@@ -289,7 +289,7 @@ def _ask(verb: str, places: Mapping[str, Collection[str | None]], what: str, dec
     of_cells: dict[str, list[str]] = defaultdict(list)
     for name, cells in places.items():
         of_cells[" or ".join(sorted(cell or NO_CELL for cell in cells)) or NO_CELL].append(name)
-    confirm(f"{verb} {by_cell(of_cells, what)}", yes=decision.yes)
+    ask_first(f"{verb} {by_cell(of_cells, what)}", yes=decision.yes)
 
 
 async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tuple[list[T], list[tuple[str, Fault]]]:

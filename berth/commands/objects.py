@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,9 @@ from berth.commands.common import (
     By,
     Exit,
     Stop,
+    Yes,
+    ask_first,
+    by_cell,
     check_reason,
     client,
     decided_by,
@@ -147,6 +151,7 @@ async def apply(
             "--prune", help="Delete objects that are not in the file, of the kinds that it has a section for."
         ),
     ] = False,
+    yes: Yes = False,
     *,
     decision: ForcedOptions,
 ) -> None:
@@ -155,6 +160,14 @@ async def apply(
     All or none; prints what changes.
     """
     changes, kinds = read_file(file)
+    if prune and not (yes or decision.dry_run):
+        planned = await change_objects(settings, changes, decision, prune=kinds, ask=True)
+        of_kinds: dict[str, list[str]] = defaultdict(list)
+        for one in planned.changed:
+            if one.after is None:
+                of_kinds[one.kind.value].append(one.name)
+        if of_kinds:
+            ask_first(f"Delete {by_cell(of_kinds, 'object')}", yes=False)
     await change_objects(settings, changes, decision, prune=kinds if prune else ())
 
 
@@ -201,15 +214,18 @@ async def change_objects(
     *,
     force: bool = False,
     prune: tuple[ObjectKind, ...] = (),
-) -> None:
-    """Change objects, and print the changes. requested: whole objects, or an edit of one on record."""
+    ask: bool = False,
+) -> ObjectsChanged:
+    """Change objects, and print the changes. requested: whole objects, or an edit of one on record. ask: only find what
+    would change.
+    """
     check_reason(decision.why)
     fields: dict[str, Any] = {
         "who": decided_by(decision.by),
         "why": decision.why,
         "prune": prune,
         "force": force or (isinstance(decision, ForcedOptions) and decision.force),
-        "dry_run": decision.dry_run,
+        "dry_run": ask or decision.dry_run,
     }
     if not isinstance(requested, ObjectEdit):
         requested = valid_changes(requested)
@@ -223,12 +239,15 @@ async def change_objects(
             answer = await change_object(berth.bus, requested, send, timeout_s=QUERY_TIMEOUT_S)
         else:
             answer = await send(*requested)
+    if ask:
+        return answer
     if decision.as_json:
         print_json(answer)
-        return
+        return answer
     for one in answer.changed:
         print_line(_sentence(one))
     print_line(f"{len(answer.changed)} {'would change' if decision.dry_run else 'changed'}; revision {answer.revision}")
+    return answer
 
 
 def valid_changes(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:

@@ -16,9 +16,9 @@ from berth.commands.common import (
     Exit,
     Stop,
     Yes,
+    ask_first,
     by_cell,
     check_reason,
-    confirm,
     database_of,
     decided_by,
     explain,
@@ -88,7 +88,7 @@ async def release(
         _check_one_cell(service, chosen)
     if destroy and chosen:
         uuids_of = {name: [one.uuid for one in of] for name, of in chosen.items()}
-        confirm(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
+        ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
     of_cells, faults = await records.decide(here, chosen, verdict, who)
     decided = [place for of in of_cells.values() for place in of]
     done = sorted({uuid for _, uuid in decided})
@@ -166,7 +166,7 @@ async def reset(
         raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
     ((name, one),) = tripped
     what = f"{counted(one.lost, 'machine')} lost, {one.quarantined} in quarantine, {one.over} over"
-    confirm(f"Allow what tripped the breaker of {service} in {name} ({what})", yes=yes)
+    ask_first(f"Allow what tripped the breaker of {service} in {name} ({what})", yes=yes)
     was_open, _ = await records.reset(here, [(name, service, one.tripped_at)], who)
     if not all(was_open.values()):
         reason = "was reset or has tripped anew meanwhile: look at it again"

@@ -113,14 +113,12 @@ def test_a_plugins_password_is_hidden_by_berth_config() -> None:
     assert "s3cret-pw" not in str(redact(settings))
 
 
-@pytest.mark.xfail(strict=True, reason="Found B24")
 def test_the_login_page_takes_a_token_of_keystone() -> None:
     """The server takes 8 KiB; the page cuts a pasted JWS token at 512 characters."""
     found = re.search(r'name="token"[^>]*maxlength="(\d+)"', (TEMPLATES / "login.html").read_text())
     assert found is None or int(found[1]) >= 8192
 
 
-@pytest.mark.xfail(strict=True, reason="Found B24")
 def test_baremetal_goes_by_the_flavors_on_record() -> None:
     """`berth baremetal problems` reads flavors of the settings file; those of `berth flavors set` do not count."""
     text = (Path(hosts_commands.__file__).parent / "baremetal.py").read_text()
