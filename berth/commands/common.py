@@ -40,6 +40,7 @@ from bus.faults import (
     Transient,
 )
 from bus.owner import BusOwnedByAnother
+from bus.persistence.database_faults import raise_fault
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
 from bus.rabbitmq.errors import BrokerUntrusted
 from bus.service.environment import CellAddressInvalid, NotConfigured
@@ -249,7 +250,6 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (NotConfigured, Exit.USAGE, "{}"),
     (CellAddressInvalid, Exit.USAGE, "{}"),
     (DatabaseUnavailable, Exit.UNAVAILABLE, "the database is out of reach: {}"),
-    (asyncpg.UndefinedTableError, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
     (Transient, Exit.UNAVAILABLE, "{}"),
     (ServerMissing, Exit.USAGE, "{}"),
     (DirectoryInaccessible, Exit.USAGE, "{}"),
@@ -262,7 +262,6 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
 
 # Stable codes for faults that have none of their own.
 _CODES: dict[type[BaseException], str] = {
-    asyncpg.UndefinedTableError: "database.unprepared",
     ServerMissing: "server.missing",
     DirectoryInaccessible: "directory.inaccessible",
     ServerFailed: "server.failed",
@@ -276,6 +275,11 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
+    if isinstance(fault, asyncpg.PostgresError):
+        try:
+            raise_fault(fault)
+        except Exception as meant:  # the fault itself, where it is a defect of ours
+            return None if meant is fault else explain(meant)
     if isinstance(fault, WorkerEnded):
         why = explain(fault.__cause__) if fault.__cause__ is not None else None
         status = Exit.NO if why is None else why.status

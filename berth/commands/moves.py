@@ -158,8 +158,9 @@ async def rebuild(
     *,
     request: RequestOptions,
 ) -> int:
-    """Build an instance again from an image, on the same host: what its disk has is lost.
+    """Build an instance again from an image, on the same host.
 
+    What its disk holds is lost.
     Another image is checked by the filters that look at images, as at a build.
     """
     pairs = pairs_of(properties, "--image-property") if properties else None

@@ -6,12 +6,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import asyncpg
 import pytest
 import typer
 
 from berth.audit.quarantine import InCells
 from berth.commands import safety
-from berth.commands.common import Stop, host_and_port
+from berth.commands.common import Exit, Stop, explain, host_and_port
 from berth.settings import Settings
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
@@ -23,6 +24,21 @@ def test_an_odd_digit_is_no_port() -> None:
 
     with pytest.raises(typer.BadParameter):
         host_and_port(":²", "--http")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (asyncpg.InsufficientPrivilegeError("permission denied"), Exit.USAGE, "database.forbidden"),
+        (asyncpg.UndefinedTableError("no table"), Exit.UNAVAILABLE, "database.unprepared"),
+        (asyncpg.CannotConnectNowError("starting"), Exit.UNAVAILABLE, "database.unavailable"),
+    ],
+)
+def test_what_the_database_refuses_is_a_sentence(error: Exception, status: int, code: str) -> None:
+    """`berth db current` by a user without rights was a traceback."""
+    stop = explain(error)
+    assert stop is not None and (stop.status, stop.code) == (status, code)
+    assert explain(asyncpg.DivisionByZeroError("x")) is None
 
 
 class TwoCells:
