@@ -109,9 +109,7 @@ async def audit(
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> int:
-    """Find the flaws of the book.
-
-    Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
+    """Find the flaws of the book: orphaned, missing, doubled, miscounted allocations, and capacity exceeded.
 
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, and of which no machine is in
     quarantine, for 15 minutes; with --consumers, held since 15 minutes before the file was last written by consumers
@@ -150,12 +148,8 @@ async def audited(
     ask: Callable[[str], None] | None = None,
     done: list[str] | None = None,
 ) -> dict[str, list[str]]:
-    """The flaws of the book by kind, a line each, and the repairs. Raises Stop.
-
-    grace_s: a younger one may still be on its way, and is left alone. ask: called before a repair with what it would
-    do. done: gets a line for each repair when it is carried out.
-    """
-
+    """The flaws of the book by kind, a line each. grace_s: a younger one may still be on its way. ask: called with what
+    a repair would do. done: gets a line for each repair. Raises Stop."""
     done = [] if done is None else done
 
     async def read(database: Database) -> tuple[Sequence[Giving], list[str | Doubled], list[Unclaimed]]:
@@ -171,9 +165,7 @@ async def audited(
             if ask is not None:
                 ask(await _intended(database, orphans, doubled, bare, evict))
             await _repair(store, database, orphans, doubled, evict, done)
-            known, left = await catch_up(here, bare, await reported_of(here, bare))
-            done += left
-            done += await claim_again(store, known)
+            await _claim_again(here, store, bare, done)
             orphans, doubled, bare = await read(database)
         async with database.raw() as connection:
             wrong = await questions.findings(connection)
@@ -525,6 +517,12 @@ async def _repair(
         over = await _over(connection) if evict else []
     evicted = sorted({uuid for each in over for uuid, _ in each.newest} & held.keys())
     await _carry_out(store, [held[uuid] for uuid in evicted], done)
+
+
+async def _claim_again(here: Site, store: ResourceBook, bare: Sequence[Unclaimed], done: list[str]) -> None:
+    known, left = await catch_up(here, bare, await reported_of(here, bare))
+    done += left
+    done += await claim_again(store, known)
 
 
 async def _carry_out(store: ResourceBook, releases: Sequence[Giving], done: list[str]) -> None:

@@ -281,12 +281,9 @@ async def delete(
         site = await with_added_cells(site)
     async with client(site.settings) as berth:
         records = [await _record(berth, uuid, timeout_s=min(timeout_s, QUERY_TIMEOUT_S)) for uuid in requested]
-    of_cells: dict[str, list[str]] = defaultdict(list)
-    for one in records:
-        of_cells[cell or one.cell or "in no cell"].append(one.instance_uuid)
     if cell is not None:
         _check_ended(site, cell, records)
-    ask_first(f"Delete {by_cell(of_cells, 'instance')}", yes=yes)
+    _ask_to_delete(records, cell, yes=yes)
     if cell is not None:
         await _delete_in_cell(site, cell, records)
         return 0
@@ -297,6 +294,13 @@ async def delete(
     if not ended:
         raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} were not gone in time")
     return Exit.NO if wait and any(t.state != "deleted" for t in tracks) else 0
+
+
+def _ask_to_delete(records: Sequence[BuildRecord], cell: str | None, *, yes: bool) -> None:
+    of_cells: dict[str, list[str]] = defaultdict(list)
+    for one in records:
+        of_cells[cell or one.cell or "in no cell"].append(one.instance_uuid)
+    ask_first(f"Delete {by_cell(of_cells, 'instance')}", yes=yes)
 
 
 def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:

@@ -239,15 +239,18 @@ async def change_objects(
             answer = await change_object(berth.bus, requested, send, timeout_s=QUERY_TIMEOUT_S)
         else:
             answer = await send(*requested)
-    if ask:
-        return answer
+    if not ask:
+        _print_changed(answer, decision)
+    return answer
+
+
+def _print_changed(answer: ObjectsChanged, decision: ChangeOptions) -> None:
     if decision.as_json:
         print_json(answer)
-        return answer
+        return
     for one in answer.changed:
         print_line(_sentence(one))
     print_line(f"{len(answer.changed)} {'would change' if decision.dry_run else 'changed'}; revision {answer.revision}")
-    return answer
 
 
 def valid_changes(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:

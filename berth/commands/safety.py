@@ -79,13 +79,7 @@ async def release(
     verdict = DESTROY if destroy else KEEP
 
     here, who = environment(settings), decided_by(by)
-    chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
-    for name, one in (await records.read(here, cell)).machines(UnexplainedKind.QUARANTINED):
-        machine = one.machine
-        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.verdict)):
-            chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
-    if service is not None:
-        _check_one_cell(service, chosen)
+    chosen = _chosen(await records.read(here, cell), instances, service)
     if destroy and chosen:
         uuids_of = {name: [one.uuid for one in of] for name, of in chosen.items()}
         ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
@@ -172,6 +166,18 @@ async def reset(
         reason = "was reset or has tripped anew meanwhile: look at it again"
         raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {name} {reason}")
     print_result({"service": service, "cells": [name]}, as_json, f"{service}: reset in {name}")
+
+
+def _chosen(read: InCells, instances: Collection[str], service: str | None) -> dict[str, list[DecidedMachine]]:
+    """The machines in quarantine of these instances, or else the undecided ones of a service. Raises Stop."""
+    chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
+    for name, one in read.machines(UnexplainedKind.QUARANTINED):
+        machine = one.machine
+        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.verdict)):
+            chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
+    if service is not None:
+        _check_one_cell(service, chosen)
+    return chosen
 
 
 def _check_one_cell(service: str, cells: Collection[str]) -> None:
