@@ -159,8 +159,9 @@ def by_cell(of_cells: Mapping[str, Collection[str]], what: str) -> str:
     parts = []
     for cell, names in sorted(of_cells.items()):
         some = ", ".join(sorted(names)[:MAX_IN_QUESTION]) + (", ..." if len(names) > MAX_IN_QUESTION else "")
-        parts.append(f"{cell} {len(names)}: {some}")
-    return f"{counted(sum(map(len, of_cells.values())), what)} ({'; '.join(parts)})"
+        parts += [f"{cell} {len(names)}: {some}"] if names else []
+    shown = f" ({'; '.join(parts)})" if parts else ""
+    return f"{counted(sum(map(len, of_cells.values())), what)}{shown}"
 
 
 def check_reason(reason: str, *, least: int = 0) -> None:

@@ -317,6 +317,11 @@ async def test_a_consumer_that_is_not_named_is_an_orphan(placement: Placement, t
     status, found = await audited(placement, "--consumers", str(names), "--repair")
     assert (found["orphaned"], found["repaired"]) == ([], []), "claimed since, perhaps"
     await age(placement)
+    env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
+    words = ("placement", "audit", "--consumers", str(names), "--repair")
+    asked = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
+    assert asked.returncode == 2 and "1 consumer" in asked.stderr and orphan in asked.stderr
+
     status, found = await audited(placement, "--consumers", str(names))
     assert (status, found["orphaned"], len(found["doubled"]), found["unsound"]) == (1, [orphan], 1, [])
     assert found["doubled"][0].startswith(f"{doubled}: VCPU of ")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import asyncpg
 import pytest
 import typer
 
 from berth.audit.quarantine import InCells
-from berth.commands import safety
-from berth.commands.common import Exit, Stop, explain, host_and_port
+from berth.commands import audits, moves, safety
+from berth.commands.common import Exit, Stop, by_cell, explain, host_and_port
 from berth.settings import Settings
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
@@ -112,3 +112,19 @@ async def test_the_question_counts_by_cell(monkeypatch: pytest.MonkeyPatch) -> N
     await RELEASE(cell="b", yes=True)
     await RESET(cell="b", yes=True)
     assert len(cells.asked) == 1 and cells.told[1:] == [("destroy", {"b": 8}), [("b", "compute", 1.0)]]
+
+
+async def test_a_disk_is_replaced_and_a_book_repaired_after_a_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a server nor a database is there: nothing is reached."""
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    rebuild = moves.rebuild(Settings(), INSTANCES[0], "image", request=cast(Any, None))
+    for command in (rebuild, audits.audit(Settings(), follow=True, repair=True)):
+        with pytest.raises(Stop) as stop:
+            await command
+        assert stop.value.code == "command.unconfirmed"
+
+
+def test_a_question_counts_by_cell_and_names_the_first() -> None:
+    found = by_cell({"b": ["z"], "a": [f"m{n:02d}" for n in range(12)], "c": []}, "machine")
+    assert found.startswith("13 machines (a 12: m00, m01,") and "m09, ...; b 1: z)" in found
+    assert by_cell({"orphaned": []}, "consumer") == "0 consumers"
