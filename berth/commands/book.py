@@ -109,8 +109,9 @@ async def audit(
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> int:
-    """Find the flaws of the book: orphaned, missing, doubled, miscounted allocations, and capacity exceeded.
+    """Find the flaws of the book.
 
+    Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, and of which no machine is in
     quarantine, for 15 minutes; with --consumers, held since 15 minutes before the file was last written by consumers
     that are not named there. Doubled: of an instance,
